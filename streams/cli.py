@@ -1,0 +1,346 @@
+"""`kvstreams`: the command line. Every command is a thin shell around one call.
+
+Every knob of the settings is an option of the commands that use settings; what is not given comes from `KVSTREAMS_*`,
+then from a TOML file, then from the default (`kvstreams config` shows which).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from streams import __version__, log
+from streams.errors import KvStreamsError, SettingsError
+from streams.settings import ENV_PREFIX, Resolved, Settings, as_environ, load
+from streams.topics import topics as scope_topics
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+KAFKA_DIRECTORY = Path(".kvstreams/kafka")
+DEMO_DIRECTORY = Path(".kvstreams/demo")
+
+
+def with_settings(command: _F) -> _F:
+    """Give a command every knob as an option; it is called with `resolved`."""
+
+    def run(config: Path | None, **options: Any) -> Any:
+        knobs = {knob.name: options.pop(f"knob_{knob.name}") for knob in fields(Settings)}
+        return command(resolved=load(knobs, config_file=config), **options)
+
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    # A command's own options were attached to it by decorators below ours; they belong to the wrapper now.
+    run.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
+    wrapped: Any = run
+    for knob in reversed(fields(Settings)):
+        flag = knob.name.replace("_", "-")
+        text = str(knob.metadata["help"])
+        if knob.type == "bool":
+            option = click.option(f"--{flag}/--no-{flag}", f"knob_{knob.name}", default=None, help=text)
+        else:
+            option = click.option(f"--{flag}", f"knob_{knob.name}", default=None, metavar="VALUE", help=text)
+        wrapped = option(wrapped)
+    wrapped = click.option("--config", type=click.Path(path_type=Path), default=None, help="TOML file of knobs")(
+        wrapped
+    )
+    result: _F = wrapped
+    return result
+
+
+@click.group(context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """kvstreams: routes LLM requests to the engine that already holds their KV cache, on Kafka."""
+
+
+@cli.command()
+@with_settings
+def config(resolved: Resolved) -> None:
+    """Print every knob, its value, and where the value came from."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("knob", "value", "from", "environment", "meaning"):
+        table.add_column(column, overflow="fold")
+    for knob in fields(Settings):
+        value = getattr(resolved.settings, knob.name)
+        table.add_row(
+            knob.name,
+            str(value),
+            resolved.sources[knob.name],
+            ENV_PREFIX + knob.name.upper(),
+            str(knob.metadata["help"]),
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@cli.group()
+def kafka() -> None:
+    """A real Kafka for this machine, for development and the demo."""
+
+
+_directory = click.option(
+    "--directory", type=click.Path(path_type=Path), default=KAFKA_DIRECTORY, show_default=True, help="data, logs, state"
+)
+
+
+@kafka.command("up")
+@_directory
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="broker property, as in log.cleaner.threads=2"
+)
+def kafka_up(directory: Path, overrides: tuple[str, ...]) -> None:
+    """Start it, or say that it runs; what is missing is fetched first."""
+    state = start_kafka(directory, dict(_pair(text) for text in overrides))
+    verb = "runs already" if state.reused else "is up"
+    click.echo(f"Kafka {state.version} {verb} at {state.bootstrap} (pid {state.pid}, {state.java})")
+    for note in state.notes:
+        click.echo(note)
+    click.echo(f"use it:   export {ENV_PREFIX}KAFKA={state.bootstrap}")
+    click.echo("stop it:  kvstreams kafka down")
+
+
+@kafka.command("down")
+@_directory
+def kafka_down(directory: Path) -> None:
+    """Stop it; data and ports stay for the next start."""
+    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+
+    was_running = LocalKafka(LocalKafkaConfig(directory)).down()
+    click.echo("Kafka is down" if was_running else "no Kafka was running here")
+
+
+@kafka.command("status")
+@_directory
+def kafka_status(directory: Path) -> None:
+    """Say whether it runs, and where; exit status 1 where it does not."""
+    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+
+    local = LocalKafka(LocalKafkaConfig(directory))
+    state = local.status()
+    if state is None:
+        click.echo(f"no Kafka runs in {directory}")
+        raise SystemExit(1)
+    word = "answers" if local.answers() else "runs but does not answer"
+    click.echo(f"Kafka {state.version} {word} at {state.bootstrap} (pid {state.pid}, {state.java})")
+
+
+@cli.group("topics")
+def topics_group() -> None:
+    """The topics of a scope."""
+
+
+@topics_group.command("create")
+@with_settings
+def topics_create(resolved: Resolved) -> None:
+    """Create what is missing and check what is there; nothing that exists is altered."""
+    from streams.kafka import ensure_topics
+
+    states = ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
+    for state in states.values():
+        click.echo(f"{state.name}: {state.partitions} partitions, {state.replication} replicas")
+
+
+@topics_group.command("describe")
+@with_settings
+def topics_describe(resolved: Resolved) -> None:
+    """Show every topic as the settings want it and as the broker has it; exit status 1 where they differ."""
+    from streams.errors import TopicMismatch
+    from streams.kafka import check_topic, describe_topics
+
+    specs = scope_topics(resolved.settings).all()
+    states = describe_topics(resolved.settings, specs)
+    table = Table(box=None, pad_edge=False)
+    for column in ("topic", "key", "schema", "partitions", "settings", "broker"):
+        table.add_column(column, overflow="fold")
+    wrong = False
+    for spec in specs:
+        state = states[spec.name]
+        verdict = "as wanted"
+        if state is None:
+            verdict = "missing: kvstreams topics create"
+        else:
+            try:
+                check_topic(spec, state)
+            except TopicMismatch as exc:
+                verdict = str(exc)
+        wrong = wrong or verdict != "as wanted"
+        settings = " ".join(f"{key}={value}" for key, value in spec.config.items())
+        table.add_row(spec.name, spec.key, spec.schema or "as received", str(spec.partitions), settings, verdict)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if wrong:
+        raise SystemExit(1)
+
+
+@cli.command()
+@with_settings
+def worker(resolved: Resolved) -> None:
+    """Run the Faust worker: `faust -A streams worker` with these settings."""
+    os.environ.update(as_environ(resolved.settings))
+    os.execv(sys.executable, [sys.executable, "-m", "faust", "-A", "streams", "worker", "--loglevel", "warn"])
+
+
+@cli.command()
+@with_settings
+def router(resolved: Resolved) -> None:
+    """Run a router alone; as many as are needed, behind any load balancer."""
+    from streams.router_api.server import serve
+
+    log.configure(resolved.settings)
+    _run(serve(resolved.settings))
+
+
+@cli.command()
+@with_settings
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    required=True,
+    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME]",
+    help="one engine; give it again for each",
+)
+def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
+    """Bridge engines' ZMQ events to Kafka and register the engines."""
+    from streams.engines.bridge import Bridge, engine_address
+    from streams.kafka import ensure_topics
+
+    log.configure(resolved.settings)
+    ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
+    _run(Bridge(resolved.settings, [engine_address(text) for text in engines]).run())
+
+
+@cli.command()
+@click.option("--worker", "worker_name", default="1", help="name, for the logs")
+@click.option("--model", default="demo-model", show_default=True)
+@click.option("--port", default=8100, show_default=True, help="HTTP; 0 takes a free one")
+@click.option("--events-port", default=5557, show_default=True, help="ZMQ PUB; 0 takes a free one")
+@click.option("--replay-port", default=5558, show_default=True, help="ZMQ ROUTER; 0 takes a free one")
+@click.option("--block-size", default=16, show_default=True, help="tokens a block")
+@click.option("--blocks", default=16384, show_default=True, help="blocks of the cache")
+@click.option("--time-scale", default=1.0, show_default=True, help="model seconds a second")
+@click.option("--info", type=click.Path(path_type=Path), default=None, help="file to write the addresses to, as JSON")
+def sim(
+    worker_name: str,
+    model: str,
+    port: int,
+    events_port: int,
+    replay_port: int,
+    block_size: int,
+    blocks: int,
+    time_scale: float,
+    info: Path | None,
+) -> None:
+    """Run a simulated engine that a router cannot tell from vLLM."""
+    from streams.sim.model import EngineConfig
+    from streams.sim.server import SimServer, SimServerConfig, run
+
+    log.configure(Settings())
+    sim_config = SimServerConfig(
+        port=port,
+        events_port=events_port,
+        replay_port=replay_port,
+        worker=worker_name,
+        model=model,
+        engine=EngineConfig(block_size=block_size, n_blocks=blocks),
+        time_scale=time_scale,
+    )
+
+    def started(server: SimServer) -> None:
+        text = orjson.dumps(server.info()).decode()
+        click.echo(text)
+        if info is not None:
+            # In one step: whoever waits for the file must never read half of it.
+            half = info.with_suffix(".half")
+            half.write_text(text)
+            half.replace(info)
+
+    run(sim_config, started)
+
+
+@cli.command()
+@click.option(
+    "--trace", type=click.Path(path_type=Path), default=None, help="Mooncake-format trace; generated if left out"
+)
+@click.option("--workers", default=8, show_default=True, help="simulated engines")
+@click.option("--requests", default=400, show_default=True, help="requests of each policy")
+@click.option("--speedup", default=None, type=float, help="model seconds a second; chosen for this machine if left out")
+@click.option("--directory", type=click.Path(path_type=Path), default=DEMO_DIRECTORY, show_default=True)
+@click.option("--kafka-directory", type=click.Path(path_type=Path), default=KAFKA_DIRECTORY, show_default=True)
+def demo(
+    trace: Path | None, workers: int, requests: int, speedup: float | None, directory: Path, kafka_directory: Path
+) -> None:
+    """Run everything on this machine and show what it does."""
+    from streams.local.demo import DemoConfig, run_demo
+
+    run_demo(DemoConfig(trace, workers, requests, speedup, directory, kafka_directory), start_kafka)
+
+
+@cli.command()
+@click.option("--workers", default=2, show_default=True, help="simulated engines")
+@click.option("--directory", type=click.Path(path_type=Path), default=Path(".kvstreams/up"), show_default=True)
+@click.option("--kafka-directory", type=click.Path(path_type=Path), default=KAFKA_DIRECTORY, show_default=True)
+def up(workers: int, directory: Path, kafka_directory: Path) -> None:
+    """Run everything on this machine in the foreground, to be tried with curl."""
+    from streams.local.demo import run_up
+
+    run_up(workers, directory, kafka_directory, start_kafka)
+
+
+def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any:
+    """Bring the local Kafka up, with a progress bar while it is fetched."""
+    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+
+    local = LocalKafka(LocalKafkaConfig(directory, overrides or {}))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("fetching Kafka", total=None, visible=False)
+
+        def fetched(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, visible=True, description=f"fetching Kafka  {name}")
+
+        return local.up(fetched)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text!r} is not KEY=VALUE")
+    return key, value
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run to the end; Ctrl-C and SIGTERM are ordinary ends, upon which it is cancelled and cleans up."""
+
+    async def until_signalled() -> None:
+        task = asyncio.ensure_future(main)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(until_signalled())
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line with the remedy, everything else keeps its trace."""
+    try:
+        cli()
+    except KvStreamsError as exc:
+        click.echo(f"kvstreams: {exc}", err=True)
+        raise SystemExit(1) from exc
+
+
+if __name__ == "__main__":
+    main()

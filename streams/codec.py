@@ -1,0 +1,416 @@
+"""Avro bytes to values and back: the one place that knows how a record looks on the wire.
+
+What lives here: schema loading, framing and the conversion of every record but the tables' (tables.records). What must
+not: what a record means.
+
+Framing is Avro's single-object encoding: C3 01, the schema's CRC-64-AVRO fingerprint, the datum. It costs 10 bytes and
+lets a reader tell "not Avro" from "an unknown schema". The Confluent wire header (00, schema id) is read as well, for
+the ids that the settings name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fastavro
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineBatch,
+    EngineEvents,
+    KvEvent,
+    MoeLabels,
+    RestatedRun,
+    RestatementChunk,
+    WorkerRemoved,
+)
+from streams.core.hashing import pack_hashes, unpack_hashes
+from streams.core.ids import (
+    U64_MASK,
+    DpRank,
+    EngineHash,
+    HashArray,
+    Incarnation,
+    RankId,
+    SequenceHash,
+    Tier,
+    WorkerId,
+)
+from streams.core.loads import Booking, BookingId, Phase
+from streams.core.registry import Role, Worker, WorkerState
+from streams.errors import BadRecord, InvalidRequest, KvStreamsError
+
+_SINGLE_OBJECT = b"\xc3\x01"
+_SINGLE_OBJECT_HEADER_BYTES = 10
+_CONFLUENT_MAGIC = 0
+_CONFLUENT_HEADER_BYTES = 5
+_U63 = 1 << 63
+
+#: A worker id, a request id or a URL beyond this is not one; it bounds what one bad record can cost.
+TEXT_BYTES_MAX = 4096
+
+
+def schemas_dir() -> Path:
+    """Folder of the .avsc files: beside the package in a wheel, at the top in a checkout."""
+    packaged = Path(__file__).parent / "_schemas"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "schemas"
+
+
+class RecordCodec:
+    """Encodes and decodes one schema, with its frame."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source: dict[str, Any] = json.loads((schemas_dir() / f"{name}.avsc").read_text())
+        self._schema = fastavro.parse_schema(self.source)
+        # fastavro gives the fingerprint in the byte order of the frame (little-endian), as hex.
+        self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(self._schema), "CRC-64-AVRO"))
+        self._header = _SINGLE_OBJECT + self.fingerprint
+
+    def encode(self, datum: Mapping[str, Any]) -> bytes:
+        """Frame and encode; raises KvStreamsError for a value that the schema has no room for."""
+        out = io.BytesIO()
+        out.write(self._header)
+        try:
+            fastavro.schemaless_writer(out, self._schema, datum)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
+            raise KvStreamsError(f"cannot encode a {self.name} record: {exc}") from exc
+        return out.getvalue()
+
+    def decode(self, raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Check the frame and decode.
+
+        schema_ids: Confluent ids by schema name, where a registry is configured.
+        Raises BadRecord with reason not_avro, unknown_schema or bad_avro.
+        """
+        if not raw:
+            raise BadRecord("not_avro", "the record is empty")
+        start = self._frame(raw, schema_ids or {})
+        stream = io.BytesIO(raw)
+        stream.seek(start)
+        try:
+            datum: Any = fastavro.schemaless_reader(stream, self._schema, None)
+        except Exception as exc:  # fastavro lets whatever its C code met come through
+            raise BadRecord("bad_avro", f"the datum is no {self.name}: {exc!r}") from exc
+        if stream.tell() != len(raw):
+            raise BadRecord("bad_avro", f"{len(raw) - stream.tell()} bytes lie behind the {self.name} datum")
+        assert isinstance(datum, dict)
+        return datum
+
+    def _frame(self, raw: bytes, schema_ids: Mapping[str, int]) -> int:
+        if raw[:2] == _SINGLE_OBJECT and len(raw) >= _SINGLE_OBJECT_HEADER_BYTES:
+            if raw[2:_SINGLE_OBJECT_HEADER_BYTES] != self.fingerprint:
+                found = raw[2:_SINGLE_OBJECT_HEADER_BYTES].hex()
+                raise BadRecord("unknown_schema", f"schema fingerprint {found} is not {self.name}'s")
+            return _SINGLE_OBJECT_HEADER_BYTES
+        if raw[0] == _CONFLUENT_MAGIC and len(raw) >= _CONFLUENT_HEADER_BYTES:
+            found_id = int.from_bytes(raw[1:_CONFLUENT_HEADER_BYTES], "big")
+            if schema_ids.get(self.name) != found_id:
+                raise BadRecord("unknown_schema", f"registry id {found_id} is not the one set for {self.name}")
+            return _CONFLUENT_HEADER_BYTES
+        raise BadRecord("not_avro", f"the record starts with {raw[:4].hex()}, which frames no Avro datum")
+
+
+@cache
+def codec(name: str) -> RecordCodec:
+    """Give the codec of a schema file's name, without its ending."""
+    return RecordCodec(name)
+
+
+def to_long(value: int) -> int:
+    """u64 as the signed long of the same bits."""
+    return value - (1 << 64) if value >= _U63 else value
+
+
+def from_long(value: int) -> int:
+    """Signed long as the u64 of the same bits."""
+    return value & U64_MASK
+
+
+def to_hash(value: int | None) -> bytes | None:
+    """u64 as Avro fixed(8), little-endian."""
+    return None if value is None else value.to_bytes(8, "little")
+
+
+def from_hash(value: bytes | None) -> int | None:
+    """Avro fixed(8) as u64."""
+    return None if value is None else int.from_bytes(value, "little")
+
+
+def encode_batch(batch: EngineBatch) -> bytes:
+    """Encode one record of kv-events."""
+    body = batch.body
+    return codec("kv-events").encode(
+        {
+            "worker_id": to_long(batch.rank.worker_id),
+            "dp_rank": batch.rank.dp_rank,
+            "model": batch.model,
+            "block_size": batch.block_size,
+            "incarnation": to_long(batch.incarnation),
+            "sequence": to_long(batch.sequence),
+            "digest": to_hash(batch.digest),
+            "emitted_at_ms": batch.emitted_at_ms,
+            "n_unindexed": batch.n_unindexed,
+            "body": _body_datum(body),
+        }
+    )
+
+
+def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> EngineBatch:
+    """Decode one record of kv-events; raises BadRecord."""
+    datum = codec("kv-events").decode(raw, schema_ids)
+    if datum["block_size"] < 1:
+        raise BadRecord("wrong_block_size", f"block size is {datum['block_size']}")
+    if datum["dp_rank"] < 0:
+        raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
+    if datum["sequence"] < 0:
+        raise BadRecord("bad_sequence", f"sequence is {datum['sequence']}")
+    return EngineBatch(
+        rank=RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"])),
+        model=datum["model"],
+        block_size=datum["block_size"],
+        incarnation=Incarnation(from_long(datum["incarnation"])),
+        sequence=datum["sequence"],
+        digest=from_hash(datum["digest"]) or 0,
+        emitted_at_ms=datum["emitted_at_ms"],
+        body=_body(datum["body"]),
+        n_unindexed=datum["n_unindexed"],
+    )
+
+
+def encode_worker(worker: Worker) -> bytes:
+    """Encode one record of workers."""
+    return codec("workers").encode(
+        {
+            "worker_id": to_long(worker.worker_id),
+            "url": worker.url,
+            "model": worker.model,
+            "block_size": worker.block_size,
+            "dp_size": worker.dp_size,
+            "role": worker.role.value,
+            "state": worker.state.value,
+            "kv_total_blocks": worker.kv_total_blocks,
+            "max_requests": worker.max_requests,
+            "device_class": worker.device_class,
+            "taints": list(worker.taints),
+            "events_endpoint": worker.events_endpoint,
+            "replay_endpoint": worker.replay_endpoint,
+            "registered_at_ms": worker.registered_at_ms,
+        }
+    )
+
+
+def decode_worker(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> Worker:
+    """Decode one record of workers; raises BadRecord."""
+    datum = codec("workers").decode(raw, schema_ids)
+    try:
+        return Worker(
+            worker_id=WorkerId(from_long(datum["worker_id"])),
+            url=datum["url"],
+            model=datum["model"],
+            block_size=datum["block_size"],
+            dp_size=datum["dp_size"],
+            role=Role(datum["role"]),
+            state=WorkerState(datum["state"]),
+            kv_total_blocks=datum["kv_total_blocks"],
+            max_requests=datum["max_requests"],
+            device_class=datum["device_class"],
+            taints=tuple(datum["taints"]),
+            events_endpoint=datum["events_endpoint"],
+            replay_endpoint=datum["replay_endpoint"],
+            registered_at_ms=datum["registered_at_ms"],
+        )
+    except InvalidRequest as exc:
+        raise BadRecord("bad_worker", exc.message) from exc
+
+
+_KEY_SEPARATOR = "\x1f"
+
+
+def encode_load(
+    booking_id: BookingId, phase: Phase, booking: Booking | None, written_at_ms: int
+) -> tuple[bytes, bytes]:
+    """Encode one record of router-loads; gives key and value."""
+    key = _KEY_SEPARATOR.join((booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value))
+    value = codec("router-loads").encode(
+        {
+            "request_id": booking_id.request_id,
+            "router_id": booking_id.router_id,
+            "counter": booking_id.counter,
+            "phase": phase.value,
+            "written_at_ms": written_at_ms,
+            "booking": None
+            if booking is None
+            else {
+                "worker_id": to_long(booking.rank.worker_id),
+                "dp_rank": booking.rank.dp_rank,
+                "model": booking.model,
+                "prefill_tokens": booking.prefill_tokens,
+                "request_blocks": booking.request_blocks,
+                "overlap_blocks": booking.overlap_blocks,
+                "sequence_hashes": pack_hashes(booking.sequence),
+                "expected_output_tokens": booking.expected_output_tokens,
+                "output_blocks": booking.output_blocks,
+            },
+        }
+    )
+    return key.encode(), value
+
+
+def decode_load(
+    raw: bytes | None, schema_ids: Mapping[str, int] | None = None
+) -> tuple[BookingId, Phase, Booking | None]:
+    """Decode one record of router-loads; raises BadRecord."""
+    datum = codec("router-loads").decode(raw, schema_ids)
+    booking_id = BookingId(datum["request_id"], datum["router_id"], datum["counter"])
+    phase = Phase(datum["phase"])
+    found = datum["booking"]
+    if (phase is Phase.ADD) != (found is not None):
+        raise BadRecord("bad_booking", f"phase {phase.value} {'lacks' if found is None else 'has'} a booking")
+    if found is None:
+        return booking_id, phase, None
+    return (
+        booking_id,
+        phase,
+        Booking(
+            rank=RankId(WorkerId(from_long(found["worker_id"])), DpRank(found["dp_rank"])),
+            model=found["model"],
+            prefill_tokens=found["prefill_tokens"],
+            sequence=tuple(_hashes(found["sequence_hashes"]).tolist()),
+            overlap_blocks=found["overlap_blocks"],
+            request_blocks=found["request_blocks"],
+            expected_output_tokens=found["expected_output_tokens"],
+            output_blocks=found["output_blocks"],
+        ),
+    )
+
+
+def _body_datum(body: EngineEvents | RestatementChunk | WorkerRemoved) -> tuple[str, dict[str, Any]]:
+    match body:
+        case EngineEvents():
+            return "io.kvstreams.EngineEvents", {"events": [_event_datum(event) for event in body.events]}
+        case RestatementChunk():
+            return "io.kvstreams.RestatementChunk", {
+                "restatement_id": to_long(body.restatement_id),
+                "chunk": body.chunk,
+                "n_chunks": body.n_chunks,
+                "exact": body.exact,
+                "runs": [
+                    {
+                        "start": run.start,
+                        "parent": to_hash(run.parent),
+                        "engine_hashes": pack_hashes(run.engine),
+                        "local_hashes": pack_hashes(run.local),
+                        "tier": run.tier.name.lower(),
+                    }
+                    for run in body.runs
+                ],
+            }
+        case WorkerRemoved():
+            return "io.kvstreams.WorkerRemoved", {"reason": body.reason, "seen_sequence": body.seen_sequence}
+
+
+def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
+    match event:
+        case BlocksStored():
+            return "io.kvstreams.BlocksStored", {
+                "parent": to_hash(event.parent),
+                "engine_hashes": pack_hashes(event.engine),
+                "local_hashes": pack_hashes(event.local),
+                "tier": event.tier.name.lower(),
+                "moe": None
+                if event.moe is None
+                else {
+                    "layer_id": event.moe.layer_id,
+                    "expert_id": event.moe.expert_id,
+                    "expert_group": event.moe.expert_group,
+                },
+                "cxl_metadata": None
+                if event.cxl is None
+                else {
+                    "state": event.cxl.state,
+                    "pool_id": event.cxl.pool_id,
+                    "accessible_workers": [to_long(worker) for worker in event.cxl.accessible_workers],
+                },
+            }
+        case BlocksRemoved():
+            return "io.kvstreams.BlocksRemoved", {
+                "engine_hashes": pack_hashes(event.engine),
+                "tier": event.tier.name.lower(),
+            }
+        case AllBlocksCleared():
+            return "io.kvstreams.AllBlocksCleared", {}
+
+
+def _body(datum: dict[str, Any]) -> EngineEvents | RestatementChunk | WorkerRemoved:
+    """Tell the union's branches apart by their fields, which is what an Avro union without names leaves."""
+    if "events" in datum:
+        return EngineEvents(tuple(_event(event) for event in datum["events"]))
+    if "runs" in datum:
+        if not 0 <= datum["chunk"] < datum["n_chunks"]:
+            raise BadRecord("bad_restatement", f"chunk {datum['chunk']} of {datum['n_chunks']}")
+        return RestatementChunk(
+            restatement_id=from_long(datum["restatement_id"]),
+            chunk=datum["chunk"],
+            n_chunks=datum["n_chunks"],
+            exact=datum["exact"],
+            runs=tuple(_restated(run) for run in datum["runs"]),
+        )
+    return WorkerRemoved(datum["reason"], datum["seen_sequence"])
+
+
+def _restated(datum: dict[str, Any]) -> RestatedRun:
+    engine, local = _paired(datum)
+    parent = from_hash(datum["parent"])
+    if (datum["start"] == 0) != (parent is None):
+        raise BadRecord("bad_restatement", f"a run at position {datum['start']} with parent {parent}")
+    return RestatedRun(
+        start=datum["start"],
+        parent=None if parent is None else SequenceHash(parent),
+        engine=engine,
+        local=local,
+        tier=Tier[datum["tier"].upper()],
+    )
+
+
+def _event(datum: dict[str, Any]) -> KvEvent:
+    if "local_hashes" in datum:
+        engine, local = _paired(datum)
+        parent = from_hash(datum["parent"])
+        moe, cxl = datum["moe"], datum["cxl_metadata"]
+        return BlocksStored(
+            parent=None if parent is None else EngineHash(parent),
+            engine=engine,
+            local=local,
+            tier=Tier[datum["tier"].upper()],
+            moe=None if moe is None else MoeLabels(moe["layer_id"], moe["expert_id"], moe["expert_group"]),
+            cxl=None
+            if cxl is None
+            else CxlMetadata(cxl["state"], cxl["pool_id"], tuple(map(from_long, cxl["accessible_workers"]))),
+        )
+    if "engine_hashes" in datum:
+        return BlocksRemoved(_hashes(datum["engine_hashes"]), Tier[datum["tier"].upper()])
+    return AllBlocksCleared()
+
+
+def _paired(datum: dict[str, Any]) -> tuple[HashArray, HashArray]:
+    engine, local = _hashes(datum["engine_hashes"]), _hashes(datum["local_hashes"])
+    if len(engine) != len(local):
+        raise BadRecord("bad_hashes", f"{len(engine)} engine hashes for {len(local)} local hashes")
+    return engine, local
+
+
+def _hashes(packed: bytes) -> HashArray:
+    try:
+        return unpack_hashes(packed)
+    except InvalidRequest as exc:
+        raise BadRecord("bad_hashes", exc.message, **exc.detail) from exc

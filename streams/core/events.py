@@ -1,0 +1,124 @@
+"""What engines say about their caches, as one value an engine batch, whatever wire it came by.
+
+What lives here: the events in past tense. What must not: bytes (codec) and engine dialects (engines).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streams.core.ids import EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLabels:
+    """Which mixture-of-experts slice a stored block belongs to; None is unlabelled in that respect."""
+
+    layer_id: int | None
+    expert_id: int | None
+    expert_group: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CxlMetadata:
+    """Where in CXL memory a stored block lies; `state` is one of DESIGN section 6's names."""
+
+    state: str
+    pool_id: str | None
+    accessible_workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Consecutive blocks of one chain now held in one tier.
+
+    parent: engine hash of the block before the first, None at the root.
+    engine: uint64[n]; the engine's own names. local: uint64[n]; hashes of the blocks' tokens.
+    """
+
+    parent: EngineHash | None
+    engine: HashArray
+    local: HashArray
+    tier: Tier = Tier.DEVICE
+    moe: MoeLabels | None = None
+    cxl: CxlMetadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks no longer held in one tier. engine: uint64[n]."""
+
+    engine: HashArray
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The emitting rank holds nothing any more."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class RestatedRun:
+    """Consecutive blocks that a restatement says are held, addressed without their parent's engine name.
+
+    start: position of the first block on its chain. parent: sequence hash of the block before it, None at the root.
+    """
+
+    start: int
+    parent: SequenceHash | None
+    engine: HashArray
+    local: HashArray
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """Body of an ordinary batch: its events in the engine's order."""
+
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestatementChunk:
+    """One piece of a rank's whole ledger; complete when all `n_chunks` of one id have come (DESIGN 5, "Gap")."""
+
+    restatement_id: int
+    chunk: int
+    n_chunks: int
+    exact: bool
+    runs: tuple[RestatedRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRemoved:
+    """The worker is gone, in order with its events.
+
+    reason: told to people. seen_sequence: the progress that an expiry saw; None when somebody asked for the removal.
+    """
+
+    reason: str
+    seen_sequence: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBatch:
+    """One record of `kv-events`: one batch of one rank.
+
+    sequence: the engine's own number of the batch; of a restatement the last one it includes.
+    digest: xxh3_64 of the engine's payload, proof that two lives told the same thing.
+    emitted_at_ms: the engine's clock, for measuring only.
+    n_unindexed: blocks of groups that are not full attention; their rank's answers are approximate.
+    """
+
+    rank: RankId
+    model: str
+    block_size: int
+    incarnation: Incarnation
+    sequence: int
+    digest: int
+    emitted_at_ms: int
+    body: EngineEvents | RestatementChunk | WorkerRemoved
+    n_unindexed: int = 0

@@ -1,0 +1,51 @@
+"""Identities of the field, each a type of its own so that a local hash never passes for a sequence hash.
+
+What lives here: the NewTypes, `RankId`, tiers. What must not: anything that computes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+WorkerId = NewType("WorkerId", int)  # u64
+DpRank = NewType("DpRank", int)  # u32
+EngineHash = NewType("EngineHash", int)  # u64, opaque, compared only within one rank
+LocalHash = NewType("LocalHash", int)  # u64, of one block's own tokens
+SequenceHash = NewType("SequenceHash", int)  # u64, of the whole prefix that ends in this block
+Incarnation = NewType("Incarnation", int)  # u64, microseconds by convention; only its order matters
+
+U64_MASK = (1 << 64) - 1
+U32_MAX = (1 << 32) - 1
+
+#: uint64[n]; hashes of n consecutive blocks.
+HashArray = npt.NDArray[np.uint64]
+
+
+class RankId(NamedTuple):
+    """One data-parallel rank of one worker: what holds blocks and what a request is sent to."""
+
+    worker_id: WorkerId
+    dp_rank: DpRank
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.dp_rank}"
+
+
+class Epoch(NamedTuple):
+    """A rank's life and the number of clears, removals and restatements in it; a greater one ends all older."""
+
+    incarnation: Incarnation
+    generation: int
+
+
+class Tier(enum.IntEnum):
+    """Where a copy of a block lies, fastest first; the numbers are on Kafka and never change."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    EXTERNAL = 3

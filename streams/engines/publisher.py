@@ -1,0 +1,189 @@
+"""Writing `kv-events`: for engines that embed it (`KvEventPublisher`), and for the bridge (`RankWriter`).
+
+What lives here: ledger, sequence and producer, joined. What must not: any engine's wire.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import numpy as np
+import xxhash
+from confluent_kafka import KafkaError, Message, Producer
+
+from streams.codec import encode_batch
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineBatch,
+    EngineEvents,
+    KvEvent,
+    MoeLabels,
+)
+from streams.core.hashing import Tokens, hash_seed, local_hashes
+from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
+from streams.engines.ledger import Ledger
+from streams.errors import InvalidRequest, KvStreamsError
+from streams.kafka import producer
+from streams.settings import Settings
+from streams.topics import topics
+
+#: A batch waits this long for room in the client's queue, and a flush this long for the broker.
+PUBLISH_TIMEOUT_S = 30.0
+
+
+class RankWriter:
+    """Writes one rank's batches, in the order given. Owner of that rank's ledger."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        kafka: Producer,
+        rank: RankId,
+        model: str,
+        incarnation: Incarnation,
+        counts_copies: bool,
+    ) -> None:
+        self._topic = topics(settings).kv_events.name
+        self._kafka = kafka
+        self._block_size = settings.block_size_of(model)
+        self._counts_copies = counts_copies
+        self.rank = rank
+        self.model = model
+        self.incarnation = incarnation
+        self.ledger = Ledger(counts_copies)
+        self.published = 0
+        self.delivered = 0
+        self.failed: list[str] = []
+
+    def write(
+        self, sequence: int, digest: int, emitted_at_ms: int, events: Iterable[KvEvent], n_unindexed: int = 0
+    ) -> None:
+        """Publish one batch. One that changes nothing is published too: its sequence number must not look lost."""
+        news: list[KvEvent] = []
+        for event in events:
+            news += self.ledger.apply(event)
+        value = encode_batch(
+            EngineBatch(
+                rank=self.rank,
+                model=self.model,
+                block_size=self._block_size,
+                incarnation=self.incarnation,
+                sequence=sequence,
+                digest=digest,
+                emitted_at_ms=emitted_at_ms,
+                body=EngineEvents(tuple(news)),
+                n_unindexed=n_unindexed,
+            )
+        )
+        key = str(self.rank.worker_id).encode()
+        deadline = time.monotonic() + PUBLISH_TIMEOUT_S
+        while True:
+            try:
+                self._kafka.produce(self._topic, key=key, value=value, on_delivery=self._told)
+                break
+            except BufferError as exc:
+                if time.monotonic() > deadline:
+                    raise KvStreamsError(f"Kafka took no event for {PUBLISH_TIMEOUT_S:g} s") from exc
+                self._kafka.poll(0.05)
+        self.published += 1
+        self._kafka.poll(0)
+
+    def new_life(self, incarnation: Incarnation) -> None:
+        """The engine began anew: nothing that it held is held any more."""
+        self.incarnation = incarnation
+        self.ledger = Ledger(self._counts_copies)
+
+    def _told(self, error: KafkaError | None, message: Message) -> None:  # noqa: ARG002 - the client's signature
+        if error is None:
+            self.delivered += 1
+        else:
+            self.failed.append(error.str())
+
+
+class KvEventPublisher:
+    """Publishes one rank's cache events from inside the engine's process.
+
+    Each call is one batch with the next sequence number; a publisher is one life of its rank. Not thread-safe.
+
+        with KvEventPublisher(settings, worker_id=7, model="m") as publisher:
+            publisher.stored([11, 12], token_ids, parent=None)
+            publisher.removed([12])
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker_id: int,
+        model: str,
+        dp_rank: int = 0,
+        incarnation: int | None = None,
+        counts_copies: bool = False,
+        kafka: Producer | None = None,
+    ) -> None:
+        """incarnation: greater than that of any earlier life; the clock's microseconds where it is left out."""
+        self._kafka = kafka or producer(settings)
+        self._block_size = settings.block_size_of(model)
+        life = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
+        rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
+        self._writer = RankWriter(settings, self._kafka, rank, model, life, counts_copies)
+        self._sequence = 0
+
+    def stored(
+        self,
+        engine_hashes: Sequence[int],
+        token_ids: Tokens,
+        parent: int | None = None,
+        *,
+        tier: Tier = Tier.DEVICE,
+        lora_name: str | None = None,
+        namespace: str | None = None,
+        moe: MoeLabels | None = None,
+        cxl: CxlMetadata | None = None,
+    ) -> None:
+        """Blocks are held now. token_ids: those of all blocks, len(engine_hashes) * block_size of them.
+
+        Raises InvalidRequest where the numbers do not fit.
+        """
+        local = local_hashes(token_ids, self._block_size, hash_seed(lora_name, namespace))
+        if len(local) != len(engine_hashes):
+            raise InvalidRequest(
+                f"{len(engine_hashes)} engine hashes for {len(local)} full blocks of {self._block_size} tokens"
+            )
+        engine = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
+        parent_hash = None if parent is None else EngineHash(parent & ((1 << 64) - 1))
+        self.publish([BlocksStored(parent_hash, engine, local, tier, moe, cxl)])
+
+    def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
+        """Blocks are held no more."""
+        engine: HashArray = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
+        self.publish([BlocksRemoved(engine, tier)])
+
+    def cleared(self) -> None:
+        """The rank holds nothing any more."""
+        self.publish([AllBlocksCleared()])
+
+    def publish(self, events: Sequence[KvEvent]) -> int:
+        """Publish several events as one batch; gives its sequence number."""
+        sequence = self._sequence
+        digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
+        self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events)
+        self._sequence += 1
+        return sequence
+
+    def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
+        """Wait until the broker has acknowledged everything; raises KvStreamsError where it has not."""
+        left = self._kafka.flush(timeout_s)
+        if left or self._writer.failed:
+            why = self._writer.failed[0] if self._writer.failed else "no answer"
+            raise KvStreamsError(f"{left + len(self._writer.failed)} batches were not acknowledged: {why}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()

@@ -1,0 +1,156 @@
+"""vLLM's KV events: msgpack payloads to events (pure).
+
+What lives here: the dialect, as vLLM's ZmqEventPublisher writes it: `[ts, [events], dp_rank]`, each event an array that
+starts with its tag or a map with `type`, the batch itself an array or a map. What must not: sockets (bridge) and copies
+(ledger).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from streams.core.hashing import hash_seed, local_hashes
+from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier
+from streams.errors import BadRecord, InvalidRequest
+
+#: Bytes of one payload: a 1M-token prompt stored at once is 5 MB; ten times that is no event batch.
+PAYLOAD_BYTES_MAX = 64 * 1024 * 1024
+
+#: vLLM announces each physical copy of a block.
+COUNTS_COPIES = True
+
+_TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK, "STORAGE": Tier.DISK}
+
+_STORED_FIELDS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+)
+_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One engine batch. n_unindexed: blocks that prefix matching cannot tell (other cache groups, multimodal keys)."""
+
+    emitted_at_ms: int
+    dp_rank: int
+    events: tuple[KvEvent, ...]
+    n_unindexed: int
+
+
+def decode_payload(raw: bytes, block_size: int) -> Payload:
+    """Decode one payload; block_size in tokens is what the scope says for the model.
+
+    Raises BadRecord with reason not_msgpack, bad_event or wrong_block_size.
+    """
+    if len(raw) > PAYLOAD_BYTES_MAX:
+        raise BadRecord("too_large", f"a payload of {len(raw)} bytes; {PAYLOAD_BYTES_MAX} is the limit")
+    try:
+        outer = msgpack.unpackb(raw, strict_map_key=False)
+    except Exception as exc:  # msgpack raises a family of its own and ValueError
+        raise BadRecord("not_msgpack", f"the payload is no msgpack: {exc}") from exc
+    try:
+        if isinstance(outer, dict):  # newer vLLM writes the batch itself as a map too
+            outer = [outer["ts"], outer["events"], outer.get("data_parallel_rank")]
+        emitted_s, raw_events, *rest = outer
+        dp_rank = int(rest[0]) if rest and rest[0] is not None else 0
+        events: list[KvEvent] = []
+        n_unindexed = 0
+        for raw_event in raw_events:
+            event, skipped = _event(raw_event, block_size)
+            n_unindexed += skipped
+            if event is not None:
+                events.append(event)
+        return Payload(int(float(emitted_s) * 1000), dp_rank, tuple(events), n_unindexed)
+    except BadRecord:
+        raise
+    except (InvalidRequest, TypeError, ValueError, KeyError, IndexError, OverflowError) as exc:
+        raise BadRecord("bad_event", f"the payload is no event batch: {exc}") from exc
+
+
+def engine_hash(value: Any) -> EngineHash:
+    """An engine's block id as u64: signed integers bit-cast, of bytes the last 8, big-endian. Raises TypeError."""
+    if isinstance(value, bytes):
+        return EngineHash(int.from_bytes(value[-8:], "big"))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return EngineHash(value & U64_MASK)
+    raise TypeError(f"{value!r} is no block hash")
+
+
+def _event(raw: Any, block_size: int) -> tuple[KvEvent | None, int]:
+    """One event and the number of its blocks that are not indexed."""
+    if isinstance(raw, dict):
+        tag, get = raw["type"], raw.get
+    else:
+        tag, *values = raw
+        fields = dict(zip(_REMOVED_FIELDS if tag == "BlockRemoved" else _STORED_FIELDS, values, strict=False))
+        get = fields.get
+    match tag:
+        case "BlockStored":
+            return _stored(get, block_size)
+        case "BlockRemoved":
+            hashes = _hashes(get("block_hashes"))
+            if get("group_idx"):
+                return None, len(hashes)
+            return BlocksRemoved(hashes, _tier(get("medium"))), 0
+        case "AllBlocksCleared":
+            return AllBlocksCleared(), 0
+        case _:
+            raise BadRecord("bad_event", f"unknown event {tag!r}")
+
+
+def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
+    hashes = _hashes(get("block_hashes"))
+    if get("group_idx"):
+        # Groups behind the first are sliding windows or state-space layers: a prefix does not describe them.
+        return None, len(hashes)
+    if get("block_size") != block_size:
+        raise BadRecord("wrong_block_size", f"blocks of {get('block_size')} tokens; this model has {block_size} here")
+    tokens = get("token_ids")
+    if len(tokens) != len(hashes) * block_size:
+        raise BadRecord("bad_event", f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}")
+    lora = get("lora_name")
+    if not lora and get("lora_id") is not None:
+        # Without a name the id must do: hashed as the base model, the block would match requests that it cannot serve.
+        lora = str(get("lora_id"))
+    local = local_hashes(tokens, block_size, hash_seed(lora))
+    keep = _plain_prefix(get("extra_keys"), len(hashes))
+    parent = get("parent_block_hash")
+    if keep == 0:
+        return None, len(hashes)
+    stored = BlocksStored(
+        parent=None if parent is None else engine_hash(parent),
+        engine=hashes[:keep],
+        local=local[:keep],
+        tier=_tier(get("medium")),
+    )
+    return stored, len(hashes) - keep
+
+
+def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int) -> int:
+    """Blocks before the first whose content is more than its tokens (images, cache salts): its hash here would lie."""
+    for index, keys in enumerate(extra_keys or ()):
+        if keys:
+            return index
+    return n_blocks
+
+
+def _hashes(values: Any) -> HashArray:
+    return np.array([engine_hash(value) for value in values], dtype=np.uint64)
+
+
+def _tier(medium: str | None) -> Tier:
+    return Tier.DEVICE if medium is None else _TIERS.get(medium.upper(), Tier.EXTERNAL)

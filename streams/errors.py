@@ -1,0 +1,120 @@
+"""Every fault that kvstreams reports, one class for each kind.
+
+What lives here: the exceptions, their HTTP status and what the operator does next. What must not: logic. A verdict
+(duplicate, gap, unknown parent) is a value and lives with the code that gives it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KvStreamsError(Exception):
+    """Base of all; `detail` holds the ids and numbers, `remedy` what the operator does next."""
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, remedy: str = "", **detail: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.remedy}" if self.remedy else self.message
+
+
+class SettingsError(KvStreamsError):
+    """A knob has a value that cannot be used; the message names the knob and where the value came from."""
+
+    code = "bad_setting"
+
+
+class InvalidRequest(KvStreamsError):
+    """The caller's request cannot be understood or breaks a documented rule."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class BlockSizeMismatch(InvalidRequest):
+    """A block size that is not this model's, or not a whole number of at least one token."""
+
+    code = "wrong_block_size"
+
+
+class UnknownModel(KvStreamsError):
+    """No registered worker serves this model."""
+
+    code = "unknown_model"
+    http_status = 404
+
+
+class UnknownId(KvStreamsError):
+    """No such worker, rank or booking."""
+
+    code = "unknown_id"
+    http_status = 404
+
+
+class BookingConflict(KvStreamsError):
+    """The request id is booked already, on another rank."""
+
+    code = "booking_conflict"
+    http_status = 409
+
+
+class RequestTooLarge(KvStreamsError):
+    """More tokens or bytes than the router accepts."""
+
+    code = "too_large"
+    http_status = 413
+
+
+class NoEligibleWorker(KvStreamsError):
+    """Every worker is unknown, excluded, busy or filtered out."""
+
+    code = "no_eligible_worker"
+    http_status = 503
+
+
+class NotReady(KvStreamsError):
+    """The process has not read its topics to their ends yet."""
+
+    code = "not_ready"
+    http_status = 503
+
+
+class BadRecord(KvStreamsError):
+    """A Kafka record or engine message that cannot be used; it goes to the dead letters with `reason`."""
+
+    code = "bad_record"
+
+    def __init__(self, reason: str, message: str, **detail: Any) -> None:
+        super().__init__(message, **detail)
+        self.reason = reason
+
+
+class TopicMismatch(KvStreamsError):
+    """A topic exists with another number of partitions or other settings than this scope needs."""
+
+    code = "topic_mismatch"
+
+
+class TableError(KvStreamsError):
+    """A table partition cannot go on: fenced, unreadable, or its store belongs to something else."""
+
+    code = "table"
+
+
+class LocalKafkaError(KvStreamsError):
+    """The Kafka for one machine could not be fetched, started or stopped."""
+
+    code = "local_kafka"
+
+
+class ProcessError(KvStreamsError):
+    """A child process ended, or did not become ready in time."""
+
+    code = "process"

@@ -1,0 +1,35 @@
+"""Fault points: `KVSTREAMS_FAULT=5:100` kills this process with SIGKILL at effect 5 of the table, the 100th time.
+
+Only tests set it. What lives here: arming. The effects are numbered in tables.partition.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from streams.errors import SettingsError
+
+FAULT_ENV = "KVSTREAMS_FAULT"
+
+
+def armed() -> Callable[[int], None] | None:
+    """What is to be called at every effect; None where no fault is armed. Raises SettingsError."""
+    text = os.environ.get(FAULT_ENV)
+    if not text:
+        return None
+    try:
+        effect, times = (int(part) for part in text.split(":"))
+    except ValueError as exc:
+        raise SettingsError(f"{FAULT_ENV} is {text!r}, not EFFECT:TIMES as in 5:100") from exc
+    left = times
+
+    def at(reached: int) -> None:
+        nonlocal left
+        if reached == effect:
+            left -= 1
+            if left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return at

@@ -1,0 +1,296 @@
+"""The indexer: decode, apply, commit. Faust assigns partitions and delivers events; the tables do the rest.
+
+What lives here: the reducer that gives `kv-events` their meaning, and the agent that feeds partitions from a Faust
+stream. What must not: transactions (tables.partition) and the rules of a rank (core.holdings).
+
+The agent's loop never waits for one partition. A partition takes its next offset and no other; whatever else comes is
+dropped un-acknowledged and the source is sought to where the table stands, so that neither Faust's committed offsets
+nor its buffers decide what is applied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import faust
+from faust.types import TP
+
+from streams.codec import decode_batch
+from streams.core.events import EngineEvents, RestatementChunk, WorkerRemoved
+from streams.core.holdings import Holdings, Verdict
+from streams.errors import BadRecord, KvStreamsError
+from streams.kafka import first_offset
+from streams.settings import Settings
+from streams.tables.partition import PartitionWiring, SourceRecord, TablePartition
+from streams.tables.records import (
+    PROGRESS_PREFIX,
+    RUN_PREFIX,
+    decode_progress,
+    decode_run,
+    encode_progress,
+    encode_run,
+    progress_key,
+    run_key,
+)
+from streams.tables.store import TableSpec, TableWrite
+from streams.topics import PREFIX_INDEX, topics
+
+log = logging.getLogger(__name__)
+
+#: Tombstones of ended epochs in one transaction: a restart of a worker with a million blocks must not stop the others.
+TOMBSTONES_PER_BATCH = 1000
+
+#: A partition that nothing reaches while its source has more is sought again after this; doubled up to the second.
+REALIGN_EVERY_S = (0.5, 30.0)
+
+
+def prefix_index_table(settings: Settings) -> TableSpec:
+    """The table of runs, progress and partition records."""
+    return TableSpec(PREFIX_INDEX, 1, topics(settings).index_changelog.name)
+
+
+class IndexReducer:
+    """Gives `kv-events` their meaning: the pure state of one partition, and its records."""
+
+    def __init__(self, settings: Settings, verdicts: Counter[str]) -> None:
+        self._settings = settings
+        self._table = prefix_index_table(settings)
+        self._verdicts = verdicts
+        self.holdings = Holdings()
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
+        """Start from what the table holds."""
+        progress, runs = [], []
+        for key, value in items:
+            if key.startswith(PROGRESS_PREFIX):
+                progress.append(decode_progress(key, value))
+            elif key.startswith(RUN_PREFIX):
+                runs.append(decode_run(key, value))
+            else:
+                raise KvStreamsError(f"{table.name} holds a key that is none of ours: {key.hex()}")
+        self.holdings.load(progress, runs)
+
+    def apply(self, record: SourceRecord) -> None:
+        """Effects 1 to 4 of one record; raises BadRecord for what belongs to the dead letters."""
+        batch = decode_batch(record.value, self._settings.schema_ids)  # 1 decode
+        if record.key is not None and record.key != str(batch.rank.worker_id).encode():
+            raise BadRecord("wrong_key", f"key {record.key!r} is not worker {batch.rank.worker_id}")
+        expected = self._settings.block_size_of(batch.model)
+        match batch.body:
+            case EngineEvents(events):
+                if batch.block_size != expected:
+                    raise BadRecord(
+                        "wrong_block_size",
+                        f"rank {batch.rank} has blocks of {batch.block_size} tokens; {batch.model} has {expected} here",
+                    )
+                verdict = self.holdings.apply(batch, events)  # 2 fence, 3 verdict, 4 apply
+            case WorkerRemoved():
+                verdict = self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
+            case RestatementChunk():
+                raise BadRecord("not_supported", "restatements are read by a later version of the indexer")
+        self._verdicts[verdict.value] += 1
+        if verdict is not Verdict.APPLIED:
+            log.info(
+                "%s: batch %d of rank %s, incarnation %d",
+                verdict.value,
+                batch.sequence,
+                batch.rank,
+                batch.incarnation,
+            )
+
+    def source_lost(self) -> None:
+        """Records of the source were lost before this partition saw them."""
+        self.holdings.degrade_all()
+
+    def take_changes(self) -> list[TableWrite]:
+        """What changed since the last call; progress first, since readers drop an older epoch's runs by it."""
+        changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
+        writes = [TableWrite(self._table, progress_key(p.rank), encode_progress(p)) for p in changes.progress]
+        writes += [
+            TableWrite(self._table, run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs
+        ]
+        return writes
+
+
+class Indexer:
+    """Feeds the assigned partitions of one Faust worker. All methods but the wiring's callbacks run on Faust's loop."""
+
+    def __init__(self, app: faust.App, settings: Settings, on_effect: Callable[[int], None] | None = None) -> None:
+        self._app = app
+        self._settings = settings
+        self._source = topics(settings).kv_events
+        self._on_effect = on_effect or (lambda _: None)
+        self._partitions: dict[int, TablePartition] = {}
+        self._paused: set[int] = set()
+        self._realigning: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wiring: PartitionWiring | None = None
+        self.verdicts: Counter[str] = Counter()
+
+    async def run(self, stream: Any) -> None:
+        """The agent's loop. Nothing raises out of it: an agent that raises acknowledges its event and loses it."""
+        events: AsyncIterator[Any] = stream.noack().events()
+        async for event in events:
+            message = event.message
+            try:
+                self._feed(event, message)
+            except Exception:  # a fault of ours; the event stays un-acknowledged and is sought back to
+                log.exception("event %s [%d] at %d was not fed", message.topic, message.partition, message.offset)
+
+    async def assigned(self, partitions: set[TP]) -> None:
+        """Open what is assigned; comes after `revoked`, which has closed whatever was open."""
+        self._loop = asyncio.get_running_loop()
+        mine = {tp.partition for tp in partitions if tp.topic == self._source.name}
+        for partition in sorted(mine - self._partitions.keys()):
+            table = TablePartition(partition, self._wire())
+            self._partitions[partition] = table
+            table.start()
+        log.info("partitions assigned: %s", sorted(mine))
+
+    async def revoked(self, partitions: set[TP]) -> None:
+        """Finish the running batches of revoked partitions and release them."""
+        mine = {tp.partition for tp in partitions if tp.topic == self._source.name}
+        await self._stop([self._partitions.pop(partition) for partition in sorted(mine & self._partitions.keys())])
+
+    async def close(self) -> None:
+        """Release everything."""
+        tables, self._partitions = list(self._partitions.values()), {}
+        await self._stop(tables)
+
+    async def watch(self) -> None:
+        """Seek a partition that nothing reaches while its source has more: Faust may stand beyond the table.
+
+        Runs until cancelled; one look a REALIGN_EVERY_S[0].
+        """
+        seen: dict[int, tuple[int, float, float]] = {}  # partition to (wanted, since, wait)
+        first, longest = REALIGN_EVERY_S
+        while True:
+            await asyncio.sleep(first)
+            now = time.monotonic()
+            for partition, table in list(self._partitions.items()):
+                wanted = table.wanted(self._source.name)
+                if wanted is None or table.queued or self._source_end(self._source.name, partition) <= wanted:
+                    seen.pop(partition, None)
+                    continue
+                last = seen.get(partition)
+                if last is None or last[0] != wanted:
+                    seen[partition] = (wanted, now, first * 2)
+                elif now - last[1] >= last[2]:
+                    seen[partition] = (wanted, now, min(last[2] * 2, longest))
+                    self._realign(partition)
+
+    def _feed(self, event: Any, message: Any) -> None:
+        partition = message.partition
+        table = self._partitions.get(partition)
+        if table is None:
+            return  # not owned any more: whoever owns it is given the event
+        record = SourceRecord(
+            topic=message.topic,
+            partition=partition,
+            offset=message.offset,
+            timestamp_ms=int(message.timestamp * 1000),
+            key=message.key,
+            value=message.value,
+            headers=_headers(message.headers),
+            handle=event,
+        )
+        wanted = table.offer(record)
+        if wanted is not None and wanted >= 0:
+            self._realign(partition)
+        elif table.queued > self._settings.queue_records_high and partition not in self._paused:
+            self._paused.add(partition)
+            self._app.consumer.pause_partitions({TP(self._source.name, partition)})
+
+    def _realign(self, partition: int) -> None:
+        if partition not in self._realigning:
+            self._realigning.add(partition)
+            asyncio.get_running_loop().create_task(self._seek_to_table(partition))
+
+    async def _seek_to_table(self, partition: int) -> None:
+        """Seek the source to the offset that the table wants, or tell the table that the log has no such offset."""
+        topic = self._source.name
+        try:
+            table = self._partitions.get(partition)
+            wanted = table.wanted(topic) if table else None
+            if table is None or wanted is None:
+                return
+            found = await asyncio.to_thread(first_offset, self._settings, topic, partition, wanted)
+            if found.first is not None and found.first > wanted:
+                lost = found.low > wanted
+                log.warning("%s [%d] has nothing from %d to %d", topic, partition, wanted, found.first - 1)
+                table.skip_to(topic, found.first, lost)
+                wanted = found.first
+            # What Faust fetched before the seek is still on its way and would move its own position on again.
+            await asyncio.sleep(REALIGN_EVERY_S[0] / 2)
+            if self._partitions.get(partition) is table:
+                wanted = table.wanted(topic)
+                if wanted is not None:
+                    await self._app.consumer.seek(TP(topic, partition), wanted)
+        except Exception as exc:
+            log.warning("%s [%d] was not sought back: %s", topic, partition, exc)  # `watch` tries again
+        finally:
+            self._realigning.discard(partition)
+
+    async def _stop(self, tables: list[TablePartition]) -> None:
+        self._paused.difference_update(table.partition for table in tables)
+        await asyncio.gather(*(asyncio.to_thread(table.stop) for table in tables))
+
+    def _wire(self) -> PartitionWiring:
+        if self._wiring is None:
+            self._wiring = PartitionWiring(
+                settings=self._settings,
+                tables=(prefix_index_table(self._settings),),
+                sources=(self._source,),
+                dead_letters=topics(self._settings).dead_letters,
+                owner=f"{os.uname().nodename}:{os.getpid()}",
+                make_reducer=lambda: IndexReducer(self._settings, self.verdicts),
+                acknowledge=self._acknowledge,
+                drained=self._drained,
+                opened=self._opened,
+                source_end=self._source_end,
+                on_effect=self._on_effect,
+                now_ms=lambda: time.time_ns() // 1_000_000,
+            )
+        return self._wiring
+
+    def _acknowledge(self, handles: list[Any]) -> None:
+        self._call(lambda: [event.ack() for event in handles])
+
+    def _drained(self, partition: int) -> None:
+        if partition in self._paused:
+            self._call(lambda: self._resume(partition))
+
+    def _opened(self, partition: int, wanted: dict[str, int]) -> None:
+        log.info("partition %d is open, wants %s", partition, wanted)
+        self._call(lambda: self._realign(partition))
+
+    def _resume(self, partition: int) -> None:
+        self._paused.discard(partition)
+        if partition in self._partitions:
+            self._app.consumer.resume_partitions({TP(self._source.name, partition)})
+
+    def _source_end(self, topic: str, partition: int) -> int:
+        try:
+            end: int | None = self._app.consumer.highwater(TP(topic, partition))
+        except Exception:  # not assigned at this moment, in words that differ between drivers
+            return -1
+        return -1 if end is None else end
+
+    def _call(self, action: Callable[[], object]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(action)
+            except RuntimeError:
+                pass  # the loop closed in between: the process ends, and what was not acknowledged comes again
+
+
+def _headers(headers: Any) -> list[tuple[str, str | bytes | None]]:
+    pairs = headers.items() if hasattr(headers, "items") else headers or ()
+    return [(str(name), value) for name, value in pairs]

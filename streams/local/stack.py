@@ -1,0 +1,166 @@
+"""A whole system on one machine, as real processes: engines, bridge, Faust workers, routers.
+
+What lives here: what is started with which settings, and when it is ready. What must not: what is then done with it
+(demo, tests). Every port is a free one on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from streams.local.processes import Child, Children
+from streams.settings import Settings, as_environ
+from streams.sim.model import EngineConfig
+from streams.waiting import wait_for
+
+#: A process that imports everything, meets Kafka and reads its topics is there within seconds; two cores share ten.
+READY_TIMEOUT_S = 60.0
+
+_HTTP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One simulated engine: its child, and where it listens."""
+
+    worker_id: int
+    child: Child
+    url: str
+    events: str
+    replay: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcess:
+    """A process that serves the HTTP API."""
+
+    child: Child
+    url: str
+    settings: Settings
+
+
+class Stack:
+    """Starts processes of one scope; `children` ends them."""
+
+    def __init__(self, settings: Settings, directory: Path, children: Children) -> None:
+        """directory: for logs and tables."""
+        self.settings = settings
+        self.directory = directory
+        self._children = children
+
+    def engines(
+        self, n: int, config: EngineConfig, model: str, time_scale: float, first_worker_id: int = 1
+    ) -> list[Engine]:
+        """Start n engines, all at once."""
+        started = []
+        for worker_id in range(first_worker_id, first_worker_id + n):
+            arguments = [
+                *("-m", "streams.cli", "sim", "--worker", str(worker_id), "--model", model),
+                *("--port", "0", "--events-port", "0", "--replay-port", "0"),
+                *("--block-size", str(config.block_size), "--blocks", str(config.n_blocks)),
+                *("--time-scale", str(time_scale)),
+                *("--info", str(self._info_path(worker_id))),
+            ]
+            self._info_path(worker_id).unlink(missing_ok=True)
+            started.append((worker_id, self._start(f"engine-{worker_id}", arguments)))
+        engines = []
+        for worker_id, child in started:
+            child.wait_ready(self._info_path(worker_id).exists, READY_TIMEOUT_S)
+            info = json.loads(self._info_path(worker_id).read_text())
+            engines.append(Engine(worker_id, child, info["http"], info["events"], info["replay"]))
+        return engines
+
+    def bridge(self, engines: list[Engine]) -> Child:
+        """Start one bridge for these engines; it is ready when the registry knows them (`wait_workers`)."""
+        arguments = ["-m", "streams.cli", "bridge"]
+        for engine in engines:
+            address = f"id={engine.worker_id},url={engine.url},events={engine.events},replay={engine.replay}"
+            arguments += ["--engine", address]
+        return self._start("bridge", arguments, as_environ(self.settings))
+
+    def worker(self, name: str = "worker", router: bool = True, env: Mapping[str, str] | None = None) -> RouterProcess:
+        """Start a Faust worker, with a router in its process or without."""
+        settings = replace(
+            self.settings, router=router, port=free_port(), data_dir=str(self.directory / "state" / name)
+        )
+        child = self._start(
+            name,
+            ["-m", "faust", "-A", "streams", "worker", "--loglevel", "warn"],
+            {**as_environ(settings), **(env or {})},
+        )
+        process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
+        if router:
+            self._wait_ready(process)
+        return process
+
+    def restart_worker(self, process: RouterProcess) -> None:
+        """Start a worker that was killed again: same settings, same folder, same port."""
+        process.child.start()
+        if process.settings.router:
+            self._wait_ready(process)
+
+    def router(self, name: str, wait: bool = True, **changes: Any) -> RouterProcess:
+        """Start a router alone, with other settings than the scope's where `changes` says so."""
+        settings = replace(self.settings, port=free_port(), **changes)
+        child = self._start(name, ["-m", "streams.cli", "router"], as_environ(settings))
+        process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
+        if wait:
+            self._wait_ready(process)
+        return process
+
+    def _start(self, name: str, arguments: list[str], env: Mapping[str, str] | None = None) -> Child:
+        child = Child(name, arguments, self.directory / "logs" / f"{name}.log", env or {})
+        return self._children.add(child).start()
+
+    def _info_path(self, worker_id: int) -> Path:
+        path = self.directory / "engines" / f"{worker_id}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @staticmethod
+    def _wait_ready(process: RouterProcess) -> None:
+        process.child.wait_ready(lambda: is_ready(process.url), READY_TIMEOUT_S)
+
+
+def is_ready(url: str) -> bool:
+    """Whether a router has read its topics to their ends."""
+    try:
+        return bool(get_json(f"{url}/ready")["ready"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def wait_workers(url: str, n: int) -> None:
+    """Wait until the registry that a router sees has n workers."""
+    wait_for(lambda: len(get_json(f"{url}/workers")["workers"]) >= n, READY_TIMEOUT_S, f"{n} workers at {url}")
+
+
+def get_json(url: str) -> Any:
+    """GET a JSON page of ours, whatever its status; raises OSError where nobody answers."""
+    return json.loads(get_bytes(url))
+
+
+def get_bytes(url: str) -> bytes:
+    """GET a page of ours, whatever its status; raises OSError where nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as response:
+            body: bytes = response.read()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            body = exc.read()
+    return body
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,103 @@
+"""The thread that reads a router's topics from their beginnings and keeps reading.
+
+What lives here: consuming, and knowing when each partition's end was first reached. What must not: what records mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+
+from streams.errors import BadRecord
+from streams.kafka import Record, as_record, reader
+from streams.settings import Settings
+from streams.topics import TopicSpec
+
+log = logging.getLogger(__name__)
+
+_CONSUME_RECORDS = 256
+_POLL_S = 0.1
+_RESTART_S = 1.0
+
+#: What is called with every record; raises BadRecord for one that cannot be used.
+Fold = Callable[[Record], None]
+
+
+class Feeds:
+    """Reads whole topics; `pending` tells what has not reached its end since the start."""
+
+    def __init__(self, settings: Settings, folds: Mapping[str, tuple[TopicSpec, Fold]], on_restart: Callable[[], None]):
+        """folds: a name for people, to the topic and what is called with its records."""
+        self._settings = settings
+        self._folds = {spec.name: (name, fold) for name, (spec, fold) in folds.items()}
+        self._specs = [spec for spec, _ in folds.values()]
+        self._on_restart = on_restart
+        self._pending = self._all_partitions()
+        self._stopping = threading.Event()
+        self.bad_records = 0
+        self._thread = threading.Thread(target=self._run, name="feeds", daemon=True)
+
+    def start(self) -> None:
+        """Begin reading."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def pending(self) -> dict[str, int]:
+        """Partitions, by feed, that have not been read to their end yet; empty when the router is ready."""
+        waiting: dict[str, int] = {}
+        for topic, _ in list(self._pending):
+            name = self._folds[topic][0]
+            waiting[name] = waiting.get(name, 0) + 1
+        return waiting
+
+    def _all_partitions(self) -> set[tuple[str, int]]:
+        return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                consumer = reader(self._settings)
+                try:
+                    consumer.assign([TopicPartition(topic, n, OFFSET_BEGINNING) for topic, n in self._pending])
+                    self._read(consumer)
+                finally:
+                    consumer.close()
+            except Exception:
+                log.exception("the router's topics are read again from their beginnings")
+            if not self._stopping.is_set():
+                self._stopping.wait(_RESTART_S)
+                self._on_restart()
+                self._pending = self._all_partitions()
+
+    def _read(self, consumer: Consumer) -> None:
+        """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""
+        while not self._stopping.is_set():
+            for message in consumer.consume(_CONSUME_RECORDS, _POLL_S):
+                error = message.error()
+                if error is None:
+                    self._fold(as_record(message))
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    self._pending -= {(message.topic(), message.partition())}
+                elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+                    log.warning("%s was truncated or recreated", message.topic())
+                    return
+                elif error.fatal():
+                    raise KafkaException(error)
+                else:
+                    log.warning("reading: %s", error.str())
+
+    def _fold(self, record: Record) -> None:
+        try:
+            self._folds[record.topic][1](record)
+        except BadRecord as exc:
+            # The agents dead-letter bad input; what is bad here was written by a stranger or a newer version.
+            self.bad_records += 1
+            log.warning("%s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)

@@ -1,0 +1,251 @@
+"""The HTTP calls of DESIGN section 8, bound to a Router: the same under Faust and under `kvstreams router`.
+
+What lives here: request in, response out, and the one shape of errors. What must not: decisions.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
+
+from streams.core.ids import WorkerId
+from streams.core.loads import Phase
+from streams.errors import InvalidRequest, KvStreamsError, RequestTooLarge
+from streams.router_api.router import Router
+from streams.router_api.wire import (
+    NAME_CHARS_MAX,
+    OCTET_STREAM,
+    RouteRequest,
+    parse_book,
+    parse_route,
+    parse_route_query,
+    parse_worker,
+    u64,
+    worker_json,
+)
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a client is asked to wait before it tries again.
+RETRY_AFTER_S = "1"
+
+#: One fact of the dump: worker id, dp rank, tier, sequence hash; little-endian.
+FACT = struct.Struct("<QIBQ")
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Handlers:
+    """Binds a router's calls to paths."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._registry = CollectorRegistry()
+        self._seconds = Histogram(
+            "kvstreams_route_seconds",
+            "Time inside POST /route",
+            registry=self._registry,
+            buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+        )
+        self._gauges = {
+            name: Gauge(f"kvstreams_{name}", text, registry=self._registry)
+            for name, text in (
+                ("index_blocks", "Facts held in the index: one block, one rank, one tier"),
+                ("workers", "Registered workers"),
+                ("bookings_unpublished", "Bookings that Kafka did not take"),
+                ("unknown_calls", "Calls for request ids that no booking came for"),
+                ("bad_records", "Records of the router's topics that could not be used"),
+            )
+        }
+        self._answers = Gauge("kvstreams_answers", "Answers of POST /route by mode", ["mode"], registry=self._registry)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Every path."""
+        return [
+            web.post("/route", self.route),
+            web.get("/loads", self.loads),
+            web.post("/loads/potential", self.potential),
+            web.post("/loads/{request_id}", self.book),
+            web.post("/loads/{request_id}/prefill-complete", self.prefill_complete),
+            web.delete("/loads/{request_id}", self.free),
+            web.get("/workers", self.workers),
+            web.put("/workers/{worker_id}", self.put_worker),
+            web.delete("/workers/{worker_id}", self.delete_worker),
+            web.put("/workers/{worker_id}/cordon", self.cordon),
+            web.get("/state", self.state),
+            web.get("/state/blocks", self.state_blocks),
+            web.get("/healthz", self.healthz),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+        ]
+
+    async def route(self, request: web.Request) -> web.Response:
+        """Choose a rank and book it."""
+        started = time.perf_counter()
+        asked, packed = await _route_request(request)
+        answer = self._router.route(asked, packed)
+        self._seconds.observe(time.perf_counter() - started)
+        return _json(answer)
+
+    async def potential(self, request: web.Request) -> web.Response:
+        """What each rank's load would be with this request."""
+        return _json(self._router.potential(*await _route_request(request)))
+
+    async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
+        """Every rank's active load."""
+        return _json(self._router.rank_loads())
+
+    async def book(self, request: web.Request) -> web.Response:
+        """Book a choice made elsewhere."""
+        return _json(self._router.book(_request_id(request), parse_book(await _body(request))))
+
+    async def prefill_complete(self, request: web.Request) -> web.Response:
+        """The prompt is computed."""
+        return _told(self._router.tell(_request_id(request), Phase.PREFILL))
+
+    async def free(self, request: web.Request) -> web.Response:
+        """The request is over."""
+        return _told(self._router.tell(_request_id(request), Phase.FREE))
+
+    async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The registry."""
+        return _json({"workers": [worker_json(worker) for worker in self._router.list_workers()]})
+
+    async def put_worker(self, request: web.Request) -> web.Response:
+        """Register a worker, or change it."""
+        body = await _body(request)
+        worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
+        self._router.put_worker(worker)
+        return _json(worker_json(worker))
+
+    async def delete_worker(self, request: web.Request) -> web.Response:
+        """Remove a worker and what it held."""
+        self._router.delete_worker(_worker_id(request))
+        return _json({"worker_id": _worker_id(request), "removed": True})
+
+    async def cordon(self, request: web.Request) -> web.Response:
+        """Take a worker out gently."""
+        return _json(worker_json(self._router.cordon(_worker_id(request))))
+
+    async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """What the view holds of each rank, with digests that are equal on every router that holds the same."""
+        ranks = self._router.view.rank_states()
+        return _json(
+            {
+                "blocks": sum(rank.n_blocks for rank in ranks),
+                "applied_offsets": {str(n): at for n, at in self._router.view.applied_offsets().items()},
+                "ranks": [
+                    {
+                        "worker_id": rank.rank.worker_id,
+                        "dp_rank": rank.rank.dp_rank,
+                        "incarnation": rank.epoch.incarnation,
+                        "generation": rank.epoch.generation,
+                        "sequence": rank.sequence,
+                        "health": rank.health.name.lower(),
+                        "blocks": rank.n_blocks,
+                        "digest": f"{rank.digest:016x}",
+                    }
+                    for rank in ranks
+                ],
+            }
+        )
+
+    async def state_blocks(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Every fact held, 21 bytes each (FACT), in order."""
+        facts = sorted(self._router.view.members())
+        body = b"".join(FACT.pack(rank.worker_id, rank.dp_rank, tier, block) for rank, tier, block in facts)
+        return web.Response(body=body, content_type=OCTET_STREAM)
+
+    async def healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The process lives."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Whether every topic has been read to its end."""
+        pending = self._router.feeds.pending()
+        return _json({"ready": not pending, "partitions_left": pending}, status=503 if pending else 200)
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Prometheus."""
+        router = self._router
+        for name, value in (
+            ("index_blocks", len(router.view.index)),
+            ("workers", len(router.view.workers)),
+            ("bookings_unpublished", router.loads.unpublished),
+            ("unknown_calls", router.loads.unknown_calls),
+            ("bad_records", router.feeds.bad_records),
+        ):
+            self._gauges[name].set(value)
+        for mode, count in router.answers.items():
+            self._answers.labels(mode).set(count)
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@web.middleware
+async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Give every error the one shape; what nobody foresaw is a 500 with its trace in the log, never in the answer."""
+    try:
+        return await handler(request)
+    except KvStreamsError as exc:
+        return error_response(exc)
+    except web.HTTPRequestEntityTooLarge as exc:
+        return error_response(RequestTooLarge(exc.text or "the body is too large"))
+    except web.HTTPException as exc:
+        if exc.status < 400:
+            raise
+        code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status, "http_error")
+        body = {"error": {"code": code, "message": f"{request.method} {request.path}: {exc.reason}", "detail": {}}}
+        return _json(body, status=exc.status)
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return _json({"error": {"code": "internal", "message": "a fault of the router", "detail": {}}}, status=500)
+
+
+def error_response(exc: KvStreamsError) -> web.Response:
+    """The one shape of errors."""
+    headers = {"Retry-After": RETRY_AFTER_S} if exc.http_status == 503 else {}
+    body = {"error": {"code": exc.code, "message": str(exc), "detail": exc.detail}}
+    return _json(body, status=exc.http_status, headers=headers)
+
+
+async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:
+    body = await _body(request)
+    if request.content_type == OCTET_STREAM:
+        return parse_route_query(request.query), body
+    return parse_route(body), None
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPException:
+        raise
+    except OSError as exc:  # the client went away; nobody reads the answer, but nothing may call it our fault
+        raise InvalidRequest("the body did not arrive") from exc
+
+
+def _request_id(request: web.Request) -> str:
+    request_id = request.match_info["request_id"]
+    if not request_id or len(request_id) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"a request id has 1 to {NAME_CHARS_MAX} characters")
+    return request_id
+
+
+def _worker_id(request: web.Request) -> WorkerId:
+    return WorkerId(u64(request.match_info["worker_id"], "worker_id"))
+
+
+def _told(answer: dict[str, Any]) -> web.Response:
+    return _json(answer, status=202 if answer["held"] else 200)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -1,0 +1,371 @@
+"""A router: the view, the loads, the choice, and what is published of it. Handlers bind to this.
+
+What lives here: one method a call of the API, free of HTTP. What must not: aiohttp, parsing (wire), rules (core).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from confluent_kafka import Producer
+
+from streams.codec import encode_batch, encode_worker
+from streams.core.cost import rank_terms
+from streams.core.decision import Chooser, Decision, RoutePolicy, booking_of
+from streams.core.events import EngineBatch, WorkerRemoved
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.index import OverlapScores
+from streams.core.loads import Booking, Phase
+from streams.core.registry import Wanted, Worker, WorkerState
+from streams.errors import BlockSizeMismatch, NoEligibleWorker, NotReady, UnknownId
+from streams.kafka import producer
+from streams.router_api.feeds import Feeds
+from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.view import AnswerMode, View
+from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of, booking_json, rank_of, terms_json
+from streams.router_api.wire import worker_id as parse_worker_id
+from streams.settings import Settings
+from streams.topics import topics
+
+log = logging.getLogger(__name__)
+
+#: How long a call that changes the registry waits for Kafka to take it.
+PUBLISH_TIMEOUT_S = 10.0
+
+_NO_SCORES = OverlapScores({})
+
+
+class Router:
+    """One router. `start` begins to read topics; every answer before their ends is refused by `check_ready`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.policy = RoutePolicy(
+            mode=settings.router_mode,
+            overlap_score_weight=settings.kv_overlap_score_weight,
+            temperature=settings.router_temperature,
+            tier_weights=settings.tier_weights,
+        )
+        self._topics = topics(settings)
+        self._kafka: Producer = producer(settings)
+        self.view = View(settings, _monotonic_ms)
+        self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _now_ms)
+        self._chooser = Chooser(random.Random(settings.router_seed or None))
+        self.feeds = Feeds(
+            settings,
+            {
+                "index": (
+                    self._topics.index_changelog,
+                    lambda record: self.view.fold_index(record.key, record.value),
+                ),
+                "workers": (
+                    self._topics.workers,
+                    lambda record: self.view.fold_worker(record.key, record.value),
+                ),
+                "loads": (self._topics.router_loads, self.loads.fold),
+            },
+            self._restart,
+        )
+        self.answers: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Begin to read topics."""
+        self.feeds.start()
+
+    def stop(self) -> None:
+        """End the reading and hand out what was published."""
+        self.feeds.stop()
+        self.loads.flush(PUBLISH_TIMEOUT_S)
+
+    def tick(self) -> None:
+        """Serve delivery reports and expiry; called every half second or so."""
+        self.loads.poll()
+
+    def check_ready(self) -> None:
+        """Raise NotReady while a topic has not been read to its end."""
+        pending = self.feeds.pending()
+        if pending:
+            raise NotReady("topics are still being read", partitions_left=pending)
+
+    def route(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
+        """Choose a rank and, unless told otherwise, book it.
+
+        packed: tokens as u32 little-endian, in place of token_ids. Raises every error that DESIGN section 8 names.
+        """
+        self.check_ready()
+        request_id = asked.request_id or uuid.uuid4().hex
+        model, blocks = self._blocks(asked, packed)
+        with self.loads.locked() as loads:
+            live = loads.live(request_id)
+            if live is not None and asked.update_states:
+                # A client that tries again must not book twice: the choice stands.
+                return {**booking_json(request_id, live[1]), "cost": None, "mode": self._mode(_one(live[1].rank))}
+        ranks = self._eligible(asked, model)
+        policy = self._policy(asked)
+        scores = self.view.find_matches(blocks.local) if policy.reads_index else _NO_SCORES
+        sequence = sequence_hashes(blocks.local).tolist()
+        block_size = self.settings.block_size_of(model)
+        with self.loads.locked() as loads:
+            decision = self._chooser.choose(
+                policy,
+                ranks,
+                scores,
+                loads,
+                sequence=sequence,
+                request_blocks=blocks.request_blocks,
+                block_size=block_size,
+            )
+            chosen = decision.chosen
+            if asked.update_states:
+                self.loads.book(
+                    request_id,
+                    booking_of(
+                        chosen,
+                        model=model,
+                        sequence=sequence,
+                        n_tokens=blocks.n_tokens,
+                        request_blocks=blocks.request_blocks,
+                        block_size=block_size,
+                        expected_output_tokens=asked.expected_output_tokens,
+                    ),
+                )
+        mode = self._mode(ranks) if policy.reads_index else AnswerMode.FALLBACK.value
+        self.answers[mode] += 1
+        return _answer(request_id, decision, blocks, mode, asked.explain)
+
+    def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
+        """What each eligible rank's load would be with this request."""
+        self.check_ready()
+        model, blocks = self._blocks(asked, packed)
+        ranks = self._eligible(asked, model)
+        block_size = self.settings.block_size_of(model)
+        scores = self.view.find_matches(blocks.local)
+        sequence = sequence_hashes(blocks.local).tolist()
+        rows = []
+        with self.loads.locked() as loads:
+            for rank in ranks:
+                terms = rank_terms(
+                    rank,
+                    request_blocks=blocks.request_blocks,
+                    overlap_blocks=scores.scores.get(rank, 0),
+                    effective_cached_blocks=scores.effective_blocks(rank, self.policy.tier_weights),
+                    active_prefill_tokens=loads.load(rank).prefill_tokens,
+                    decode_blocks=loads.decode_blocks_with(rank, sequence),
+                    block_size=block_size,
+                    overlap_score_weight=self.policy.overlap_score_weight,
+                )
+                new_tokens = max(0, blocks.n_tokens - int(terms.effective_cached_blocks * block_size))
+                rows.append(
+                    {
+                        "worker_id": rank.worker_id,
+                        "dp_rank": rank.dp_rank,
+                        "potential_prefill_tokens": loads.load(rank).prefill_tokens + new_tokens,
+                        "potential_decode_blocks": terms.decode_blocks,
+                    }
+                )
+        return {"loads": rows, "mode": self._mode(ranks)}
+
+    def rank_loads(self) -> dict[str, Any]:
+        """Every registered rank's active load."""
+        self.check_ready()
+        rows = []
+        with self.loads.locked() as loads:
+            for rank in sorted({*self.view.all_ranks(), *loads.ranks()}):
+                load = loads.load(rank)
+                rows.append(
+                    {
+                        "worker_id": rank.worker_id,
+                        "dp_rank": rank.dp_rank,
+                        "active_prefill_tokens": load.prefill_tokens,
+                        "active_decode_blocks": load.decode_blocks,
+                        "active_requests": load.requests,
+                    }
+                )
+        return {"loads": rows}
+
+    def book(self, request_id: str, asked: BookRequest) -> dict[str, Any]:
+        """Book a choice made elsewhere; the same again changes nothing, another rank is a conflict."""
+        self.check_ready()
+        rank = rank_of(asked)
+        worker = self._worker(rank.worker_id)
+        if rank.dp_rank >= worker.dp_size:
+            raise UnknownId(f"worker {rank.worker_id} has {worker.dp_size} ranks, no rank {rank.dp_rank}")
+        blocks = blocks_of(
+            asked.token_ids,
+            asked.block_hashes,
+            block_size=worker.block_size,
+            lora_name=asked.lora_name,
+            namespace=asked.namespace,
+            tokens_max=self.settings.request_tokens_max,
+        )
+        overlap = min(asked.overlap_blocks, blocks.request_blocks)
+        booking = Booking(
+            rank=rank,
+            model=worker.model,
+            prefill_tokens=max(0, blocks.n_tokens - overlap * worker.block_size),
+            sequence=tuple(sequence_hashes(blocks.local).tolist()),
+            overlap_blocks=overlap,
+            request_blocks=blocks.request_blocks,
+            expected_output_tokens=asked.expected_output_tokens,
+        )
+        self.loads.book(request_id, booking)
+        return booking_json(request_id, booking)
+
+    def tell(self, request_id: str, phase: Phase) -> dict[str, Any]:
+        """Prefill-complete or free; `held` says that no booking of this id has come yet and the call waits for it."""
+        self.check_ready()
+        return {"request_id": request_id, "phase": phase.value, "held": not self.loads.tell(request_id, phase)}
+
+    def list_workers(self) -> list[Worker]:
+        """The registry, in order of worker id."""
+        return [worker for _, worker in sorted(self.view.workers.copy().items())]
+
+    def put_worker(self, worker: Worker) -> None:
+        """Register; raises BlockSizeMismatch where the scope's block size for the model is another."""
+        expected = self.settings.block_size_of(worker.model)
+        if worker.block_size != expected:
+            raise BlockSizeMismatch(
+                f"worker {worker.worker_id}: blocks of {worker.block_size} tokens; {worker.model} has {expected} here",
+                remedy="Set block_size or model_block_sizes; a model has one block size within a scope",
+            )
+        self._publish(self._topics.workers.name, worker.worker_id, encode_worker(worker))
+        self.view.fold_worker(str(worker.worker_id).encode(), encode_worker(worker))
+
+    def cordon(self, worker_id: WorkerId) -> Worker:
+        """Take a worker out gently: nothing new comes, what runs goes on."""
+        worker = self._worker(worker_id)
+        cordoned = Worker(**{**_fields(worker), "state": WorkerState.CORDONED})
+        self.put_worker(cordoned)
+        return cordoned
+
+    def delete_worker(self, worker_id: WorkerId) -> None:
+        """Remove a worker: out of the registry, and in order with its events out of the index."""
+        worker = self._worker(worker_id)
+        incarnation = max((progress.epoch.incarnation for progress in self.view.progress_of(worker_id)), default=None)
+        if incarnation is not None:
+            removed = EngineBatch(
+                rank=RankId(worker_id, DpRank(0)),
+                model=worker.model,
+                block_size=worker.block_size,
+                incarnation=incarnation,
+                sequence=0,
+                digest=0,
+                emitted_at_ms=_now_ms(),
+                body=WorkerRemoved("DELETE /workers"),
+            )
+            self._publish(self._topics.kv_events.name, worker_id, encode_batch(removed))
+        self._publish(self._topics.workers.name, worker_id, None)
+        self.view.fold_worker(str(worker_id).encode(), None)
+
+    def _blocks(self, asked: RouteRequest, packed: bytes | None) -> tuple[str, Blocks]:
+        model = self.view.model_of(asked.model)
+        blocks = blocks_of(
+            packed if packed is not None else asked.token_ids,
+            asked.block_hashes,
+            block_size=self.settings.block_size_of(model),
+            lora_name=asked.lora_name,
+            namespace=asked.namespace,
+            tokens_max=self.settings.request_tokens_max,
+        )
+        return model, blocks
+
+    def _eligible(self, asked: RouteRequest, model: str) -> list[RankId]:
+        wanted = Wanted(
+            model=model,
+            worker_id=None if asked.worker_id is None else parse_worker_id(asked.worker_id),
+            dp_rank=None if asked.dp_rank is None else DpRank(asked.dp_rank),
+            allowed=_ids(asked.allowed_worker_ids, "allowed_worker_ids"),
+            excluded=_ids(asked.excluded_worker_ids, "excluded_worker_ids") or frozenset(),
+            phase=asked.phase,
+            required_taints=frozenset(asked.required_taints or ()),
+        )
+        ranks = self.view.eligible(wanted)
+        if not ranks:
+            raise NoEligibleWorker(
+                "no worker may take this request",
+                remedy="GET /workers shows who is registered; `kvstreams bridge` or PUT /workers/{id} registers",
+                workers=len(self.view.workers),
+            )
+        return ranks
+
+    def _policy(self, asked: RouteRequest) -> RoutePolicy:
+        override = asked.router_config_override
+        if override is None:
+            return self.policy
+        weight, temperature = override.overlap_score_weight, override.router_temperature
+        return RoutePolicy(
+            mode=self.policy.mode,
+            overlap_score_weight=self.policy.overlap_score_weight if weight is None else weight,
+            temperature=self.policy.temperature if temperature is None else temperature,
+            tier_weights=self.policy.tier_weights,
+        )
+
+    def _mode(self, ranks: Sequence[RankId]) -> str:
+        return self.view.mode(ranks).value
+
+    def _worker(self, worker_id: WorkerId) -> Worker:
+        worker = self.view.workers.get(worker_id)
+        if worker is None:
+            raise UnknownId(f"no worker {worker_id} is registered")
+        return worker
+
+    def _publish(self, topic: str, worker_id: WorkerId, value: bytes | None) -> None:
+        """Publish and wait: what a call answers with success must outlive this process."""
+        failed: list[str] = []
+        self._kafka.produce(
+            topic,
+            key=str(worker_id).encode(),
+            value=value,
+            on_delivery=lambda error, _: failed.append(error.str()) if error else None,
+        )
+        if self._kafka.flush(PUBLISH_TIMEOUT_S) or failed:
+            raise NotReady(f"Kafka did not take the change: {failed[0] if failed else 'no answer'}")
+
+    def _restart(self) -> None:
+        self.view.reset()
+        self.loads.reset()
+
+
+def _answer(request_id: str, decision: Decision, blocks: Blocks, mode: str, explain: bool) -> dict[str, Any]:
+    chosen = decision.chosen
+    answer: dict[str, Any] = {
+        "request_id": request_id,
+        "worker_id": chosen.rank.worker_id,
+        "dp_rank": chosen.rank.dp_rank,
+        "overlap_blocks": chosen.overlap_blocks,
+        "request_blocks": blocks.request_blocks,
+        "cost": chosen.cost,
+        "mode": mode,
+    }
+    if explain:
+        answer["candidates"] = [terms_json(terms) for terms in decision.candidates]
+    return answer
+
+
+def _ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | None:
+    if values is None:
+        return None
+    return frozenset(parse_worker_id(value, f"{name}[{index}]") for index, value in enumerate(values))
+
+
+def _fields(worker: Worker) -> dict[str, Any]:
+    return {name: getattr(worker, name) for name in Worker.__slots__}
+
+
+def _one(rank: RankId) -> list[RankId]:
+    return [rank]
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

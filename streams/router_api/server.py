@@ -1,0 +1,46 @@
+"""`kvstreams router`: the routes on a server of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from streams.kafka import ensure_topics
+from streams.router_api.handlers import Handlers, error_shape
+from streams.router_api.router import Router
+from streams.settings import Settings
+from streams.topics import topics
+
+log = logging.getLogger(__name__)
+
+#: Between two ticks of a router: delivery reports, expiry.
+TICK_S = 0.5
+
+
+async def tick_forever(router: Router) -> None:
+    """Call the router's tick until cancelled."""
+    while True:
+        await asyncio.sleep(TICK_S)
+        router.tick()
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until cancelled; raises KvStreamsError where Kafka or the port cannot be had."""
+    await asyncio.to_thread(ensure_topics, settings, topics(settings).all())
+    router = Router(settings)
+    app = web.Application(middlewares=[error_shape], client_max_size=settings.body_bytes_max)
+    app.add_routes(Handlers(router).routes())
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, settings.host, settings.port).start()
+    router.start()
+    ticking = asyncio.create_task(tick_forever(router))
+    log.info("routing on %s", runner.addresses[0])
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ticking.cancel()
+        await runner.cleanup()
+        await asyncio.to_thread(router.stop)

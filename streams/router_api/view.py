@@ -1,0 +1,277 @@
+"""What a router knows of the fleet, folded from the index changelog and the registry.
+
+What lives here: the fold of run, progress, partition and worker records, and how far the result can be trusted. What
+must not: consuming (feeds) and choosing (core.decision). Agents are the only writers; this is a replica.
+
+Records come in any order that compaction leaves: children before parents, runs before their progress. A rank's epoch is
+the greatest seen in any of its records; runs of an older one are dropped and never taken in again. One lock: a query
+sees each record whole or not at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from aiokafka.partitioner import murmur2
+
+from streams.codec import decode_worker
+from streams.core.holdings import Health, Progress, Run, RunKey
+from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
+from streams.core.index import OverlapScores, PlainPrefixIndex, PrefixIndex
+from streams.core.registry import Wanted, Worker, eligible_ranks
+from streams.errors import BadRecord, UnknownModel
+from streams.settings import Settings
+from streams.tables.records import (
+    PARTITION_PREFIX,
+    PROGRESS_PREFIX,
+    RUN_PREFIX,
+    PartitionRecord,
+    decode_partition,
+    decode_progress,
+    decode_run,
+    parse_progress_key,
+    parse_run_key,
+)
+
+
+class AnswerMode(enum.StrEnum):
+    """How far an answer's overlap can be trusted (DESIGN section 7, "Honesty about state")."""
+
+    EXACT = "exact"
+    DEGRADED = "degraded"
+    APPROXIMATE = "approximate"
+    FALLBACK = "fallback"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What the view holds of one rank. digest: order-independent hash of its (tier, sequence hash) facts."""
+
+    rank: RankId
+    epoch: Epoch
+    sequence: int
+    health: Health
+    n_blocks: int
+    digest: int
+
+
+class View:
+    """The fold. `now_ms` is this process's monotonic clock: staleness is counted from receipt, so that clocks of other
+    machines do not matter."""
+
+    def __init__(
+        self, settings: Settings, now_ms: Callable[[], int], make_index: Callable[[], PrefixIndex] = PlainPrefixIndex
+    ) -> None:
+        self._settings = settings
+        self._now_ms = now_ms
+        self._make_index = make_index
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.index = self._make_index()
+        self.workers: dict[WorkerId, Worker] = {}
+        self._epochs: dict[RankId, Epoch] = {}
+        self._progress: dict[RankId, Progress] = {}
+        self._runs: dict[RankId, dict[RunKey, Run]] = {}
+        self._partitions: dict[int, tuple[PartitionRecord, int]] = {}  # with the time of receipt
+        self.bad_records = 0
+
+    def reset(self) -> None:
+        """Forget everything, to be folded anew."""
+        with self._lock:
+            self._reset()
+
+    def fold_index(self, key: bytes, value: bytes | None) -> None:
+        """Fold one record of the index changelog; raises BadRecord and stays as it was."""
+        if key.startswith(RUN_PREFIX):
+            run_id = parse_run_key(key)
+            run = None if value is None else decode_run(key, value)
+            with self._lock:
+                self._fold_run(run_id, run)
+        elif key.startswith(PROGRESS_PREFIX):
+            rank = parse_progress_key(key)
+            progress = None if value is None else decode_progress(key, value)
+            with self._lock:
+                self._fold_progress(rank, progress)
+        elif key.startswith(PARTITION_PREFIX):
+            if value is not None:
+                record = decode_partition(key, value)
+                with self._lock:
+                    self._partitions[record.partition] = (record, self._now_ms())
+        else:
+            raise BadRecord("bad_key", f"{key.hex()} is no key of the index")
+
+    def fold_worker(self, key: bytes, value: bytes | None) -> None:
+        """Fold one record of the registry; raises BadRecord."""
+        try:
+            worker_id = WorkerId(int(key))
+        except ValueError as exc:
+            raise BadRecord("bad_key", f"{key!r} is no worker id") from exc
+        with self._lock:
+            if value is None:
+                self.workers.pop(worker_id, None)
+            else:
+                self.workers[worker_id] = decode_worker(value, self._settings.schema_ids)
+
+    def find_matches(self, local: HashArray) -> OverlapScores:
+        """Score every rank for a request. local: uint64[n_blocks] from the root."""
+        with self._lock:
+            return self.index.find_matches(local)
+
+    def model_of(self, model: str | None) -> str:
+        """Give the model asked for, or the only one there is; raises UnknownModel."""
+        with self._lock:
+            models = {worker.model for worker in self.workers.values()}
+        if model is None and len(models) == 1:
+            return next(iter(models))
+        if model is None and models:
+            raise UnknownModel("model is left out and there are several", models=sorted(models))
+        if model not in models and models:
+            raise UnknownModel(f"no worker serves model {model!r}", models=sorted(models))
+        return model or ""
+
+    def eligible(self, wanted: Wanted) -> list[RankId]:
+        """Ranks that pass every filter; a removed rank is none."""
+        with self._lock:
+            return eligible_ranks(self.workers, wanted)
+
+    def all_ranks(self) -> list[RankId]:
+        """Every rank of every registered worker."""
+        with self._lock:
+            return sorted(rank for worker in self.workers.values() for rank in worker.ranks())
+
+    def progress_of(self, worker_id: WorkerId) -> list[Progress]:
+        """Progress of a worker's ranks, as far as they have told anything."""
+        with self._lock:
+            return [progress for rank, progress in self._progress.items() if rank.worker_id == worker_id]
+
+    def mode(self, ranks: Iterable[RankId]) -> AnswerMode:
+        """The worst that is true of any of these ranks."""
+        stale_ms, behind_ms = self._settings.stale_after_ms, self._settings.behind_after_ms
+        now_ms = self._now_ms()
+        worst = AnswerMode.EXACT
+        with self._lock:
+            for rank in ranks:
+                progress = self._progress.get(rank)
+                health = progress.health if progress else Health.EXACT
+                if health is Health.DEGRADED or health is Health.REMOVED:
+                    return AnswerMode.DEGRADED
+                seen = self._partitions.get(partition_of(rank.worker_id, self._settings.partitions))
+                if seen is None or now_ms - seen[1] > stale_ms:
+                    return AnswerMode.DEGRADED
+                if any(source.behind_ms > behind_ms for source in seen[0].sources):
+                    return AnswerMode.DEGRADED
+                if health is Health.APPROXIMATE:
+                    worst = AnswerMode.APPROXIMATE
+        return worst
+
+    def rank_states(self) -> list[RankState]:
+        """Every rank that ever told anything, in order."""
+        with self._lock:
+            return [self._rank_state(rank) for rank in sorted(self._epochs)]
+
+    def members(self) -> set[tuple[RankId, Tier, SequenceHash]]:
+        """Every fact held; two views are equal when these sets, and the epochs, are."""
+        with self._lock:
+            return set(self.index.members())
+
+    def applied_offsets(self) -> dict[int, int]:
+        """Source offset that each partition's owner had applied at its last record."""
+        with self._lock:
+            return {
+                partition: record.sources[0].applied_offset
+                for partition, (record, _) in self._partitions.items()
+                if record.sources
+            }
+
+    def _rank_state(self, rank: RankId) -> RankState:
+        n_blocks = digest = 0
+        for run in self._runs.get(rank, {}).values():
+            for offset in run.held():
+                n_blocks += 1
+                fact = bytes([run.key.tier]) + run.sequence[offset].to_bytes(8, "little")
+                digest ^= xxhash.xxh3_64_intdigest(fact)
+        progress = self._progress.get(rank)
+        return RankState(
+            rank=rank,
+            epoch=self._epochs[rank],
+            sequence=progress.sequence if progress else -1,
+            health=progress.health if progress else Health.DEGRADED,
+            n_blocks=n_blocks,
+            digest=digest,
+        )
+
+    def _fold_progress(self, rank: RankId, progress: Progress | None) -> None:
+        if progress is None:
+            self._progress.pop(rank, None)
+            self._drop_runs(rank)
+            self._epochs.pop(rank, None)
+            return
+        known = self._progress.get(rank)
+        if known is not None and progress.epoch < known.epoch:
+            return
+        self._enter_epoch(rank, progress.epoch)
+        self._progress[rank] = progress
+
+    def _fold_run(self, run_id: RunKey, run: Run | None) -> None:
+        rank = run_id.rank
+        runs = self._runs.setdefault(rank, {})
+        if run is None:
+            old = runs.pop(run_id, None)
+            if old is not None:
+                self.index.remove(rank, run_id.tier, _held(old))
+            return
+        if run.epoch < self._epochs.get(rank, run.epoch):
+            return
+        self._enter_epoch(rank, run.epoch)
+        runs = self._runs.setdefault(rank, {})
+        old = runs.get(run_id)
+        runs[run_id] = run
+        held = set(run.held())
+        if old is not None:
+            gone = [old.sequence[offset] for offset in old.held() if offset not in held]
+            if gone:
+                self.index.remove(rank, run_id.tier, np.array(gone, dtype=np.uint64))
+            held.difference_update(old.held())
+        for first, last in _stretches(held):
+            parent = run.parent if first == 0 else SequenceHash(run.sequence[first - 1])
+            self.index.store(rank, run_id.tier, parent, np.array(run.sequence[first : last + 1], dtype=np.uint64))
+
+    def _enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
+        known = self._epochs.get(rank)
+        if known is None or epoch > known:
+            self._drop_runs(rank)
+            self._epochs[rank] = epoch
+
+    def _drop_runs(self, rank: RankId) -> None:
+        if self._runs.pop(rank, None):
+            self.index.remove_rank(rank)
+
+
+def partition_of(worker_id: WorkerId, n_partitions: int) -> int:
+    """Partition of a worker's records: murmur2 of its key, as Faust, Java and our producers hash it."""
+    digest: int = murmur2(str(worker_id).encode())
+    return (digest & 0x7FFFFFFF) % n_partitions
+
+
+def _held(run: Run) -> HashArray:
+    return np.array([run.sequence[offset] for offset in run.held()], dtype=np.uint64)
+
+
+def _stretches(offsets: set[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each stretch of consecutive offsets."""
+    first = last = -2
+    for offset in sorted(offsets):
+        if offset != last + 1:
+            if first >= 0:
+                yield first, last
+            first = offset
+        last = offset
+    if first >= 0:
+        yield first, last

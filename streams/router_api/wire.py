@@ -1,0 +1,268 @@
+"""What the HTTP API takes and gives, as types: parsing and refusing, nothing else (DESIGN section 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from streams.core.cost import RankTerms
+from streams.core.hashing import hash_seed, local_hashes, pack_tokens
+from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
+from streams.core.loads import Booking
+from streams.core.registry import Role, Worker, WorkerState
+from streams.errors import InvalidRequest, RequestTooLarge
+
+OCTET_STREAM = "application/octet-stream"
+
+#: Characters of a request id, model or session: they are keys of records and of maps.
+NAME_CHARS_MAX = 512
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+#: u64 as a JSON number or a decimal string: JavaScript cannot say the greater half of them otherwise.
+_U64 = int | str
+_Weight = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which expert slices the request will use."""
+
+    layer_id: int | None = None
+    expert_ids: list[int] = []
+    expert_group: int | None = None
+    fallback_to_unlabeled: bool = True
+
+
+class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request changes of the router's policy."""
+
+    overlap_score_weight: _Weight | None = None
+    router_temperature: _Weight | None = None
+    moe_query: MoeQuery | None = None
+
+
+class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /route, and of POST /loads/potential."""
+
+    request_id: _Name | None = None
+    model: _Name | None = None
+    token_ids: list[int] | None = None
+    block_hashes: list[_U64] | None = None
+    lora_name: str | None = None
+    namespace: str | None = None
+    session_id: _Name | None = None
+    priority: int = 0
+    required_taints: list[str] | None = None
+    phase: Role | None = None
+    router_config_override: ConfigOverride | None = None
+    worker_id: _U64 | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] | None = None
+    allowed_worker_ids: list[_U64] | None = None
+    excluded_worker_ids: list[_U64] | None = None
+    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    update_states: bool = True
+    explain: bool = False
+
+
+class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /loads/{request_id}: a choice made elsewhere."""
+
+    worker_id: _U64
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] = 0
+    token_ids: list[int] | None = None
+    block_hashes: list[_U64] | None = None
+    lora_name: str | None = None
+    namespace: str | None = None
+    overlap_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of PUT /workers/{worker_id}."""
+
+    url: str
+    model: _Name
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    role: Role = Role.BOTH
+    kv_total_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    device_class: str = "cuda"
+    taints: list[str] = []
+    events_endpoint: str | None = None
+    replay_endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A request's content. local: uint64[n full blocks]; n_tokens and request_blocks count a partial last one too."""
+
+    local: HashArray
+    n_tokens: int
+    request_blocks: int
+
+
+_route_decoder = msgspec.json.Decoder(RouteRequest)
+_book_decoder = msgspec.json.Decoder(BookRequest)
+_worker_decoder = msgspec.json.Decoder(WorkerBody)
+
+
+def parse_route(body: bytes) -> RouteRequest:
+    """Raises InvalidRequest."""
+    return _decode(_route_decoder, body)
+
+
+def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
+    """The same request as query parameters, for tokens that come as application/octet-stream. Raises InvalidRequest."""
+    values: dict[str, Any] = dict(query)
+    for name in ("allowed_worker_ids", "excluded_worker_ids", "required_taints"):
+        if name in values:
+            values[name] = [part for part in values[name].split(",") if part]
+    override = {name: values.pop(name) for name in ("overlap_score_weight", "router_temperature") if name in values}
+    if override:
+        values["router_config_override"] = override
+    try:
+        return msgspec.convert(values, RouteRequest, strict=False)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(str(exc)) from exc
+
+
+def parse_book(body: bytes) -> BookRequest:
+    """Raises InvalidRequest."""
+    return _decode(_book_decoder, body)
+
+
+def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int) -> Worker:
+    """Raises InvalidRequest."""
+    asked = _decode(_worker_decoder, body)
+    return Worker(
+        worker_id=worker_id,
+        url=asked.url,
+        model=asked.model,
+        block_size=asked.block_size,
+        dp_size=asked.dp_size,
+        role=asked.role,
+        state=WorkerState.ACTIVE,
+        kv_total_blocks=asked.kv_total_blocks,
+        max_requests=asked.max_requests,
+        device_class=asked.device_class,
+        taints=tuple(asked.taints),
+        events_endpoint=asked.events_endpoint,
+        replay_endpoint=asked.replay_endpoint,
+        registered_at_ms=registered_at_ms,
+    )
+
+
+def blocks_of(
+    token_ids: list[int] | bytes | None,
+    block_hashes: list[int | str] | None,
+    *,
+    block_size: int,
+    lora_name: str | None,
+    namespace: str | None,
+    tokens_max: int,
+) -> Blocks:
+    """Hash a request's tokens, or take its hashes.
+
+    Raises InvalidRequest for both, neither, none and wrong values; RequestTooLarge beyond tokens_max.
+    """
+    if (token_ids is None) == (block_hashes is None):
+        raise InvalidRequest("give exactly one of token_ids and block_hashes")
+    if token_ids is not None:
+        n_tokens = len(token_ids) // 4 if isinstance(token_ids, bytes) else len(token_ids)
+        if n_tokens > tokens_max:
+            raise RequestTooLarge(f"{n_tokens} tokens; this router takes {tokens_max}", limit=tokens_max)
+        if n_tokens == 0:
+            raise InvalidRequest("token_ids is empty")
+        packed = pack_tokens(token_ids)
+        local = local_hashes(packed, block_size, hash_seed(lora_name, namespace))
+        return Blocks(local, n_tokens, -(-n_tokens // block_size))
+    assert block_hashes is not None
+    if not block_hashes:
+        raise InvalidRequest("block_hashes is empty")
+    n_tokens = len(block_hashes) * block_size
+    if n_tokens > tokens_max:
+        raise RequestTooLarge(f"{len(block_hashes)} blocks of {block_size} tokens; {tokens_max} tokens is the limit")
+    values = [u64(value, f"block_hashes[{index}]") for index, value in enumerate(block_hashes)]
+    return Blocks(np.array(values, dtype=np.uint64), n_tokens, len(block_hashes))
+
+
+def u64(value: int | str, name: str) -> int:
+    """Read a u64; raises InvalidRequest naming the field."""
+    if isinstance(value, str):
+        if not value.isascii() or not value.isdigit():
+            raise InvalidRequest(f"{name} is {value[:40]!r}, not a decimal number")
+        if len(value) > 20:  # digits of 2^64 - 1; a longer one costs time to read and is out of range anyway
+            raise InvalidRequest(f"{name} is outside 0..2^64-1")
+        value = int(value)
+    if not 0 <= value <= U64_MASK:
+        raise InvalidRequest(f"{name} is {value}, outside 0..2^64-1")
+    return value
+
+
+def worker_id(value: int | str, name: str = "worker_id") -> WorkerId:
+    """Read a worker id; raises InvalidRequest."""
+    return WorkerId(u64(value, name))
+
+
+def rank_of(asked: BookRequest) -> RankId:
+    """The rank a booking names; raises InvalidRequest."""
+    return RankId(worker_id(asked.worker_id), DpRank(asked.dp_rank))
+
+
+def terms_json(terms: RankTerms) -> dict[str, Any]:
+    """One candidate, with every term of its cost, in blocks."""
+    return {
+        "worker_id": terms.rank.worker_id,
+        "dp_rank": terms.rank.dp_rank,
+        "overlap_blocks": terms.overlap_blocks,
+        "effective_cached_blocks": terms.effective_cached_blocks,
+        "own_prefill_blocks": terms.own_prefill_blocks,
+        "active_prefill_blocks": terms.active_prefill_blocks,
+        "decode_blocks": terms.decode_blocks,
+        "cost": terms.cost,
+    }
+
+
+def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
+    """An answer to a repeated request id: the choice that stands, without the cost that it had."""
+    return {
+        "request_id": request_id,
+        "worker_id": booking.rank.worker_id,
+        "dp_rank": booking.rank.dp_rank,
+        "overlap_blocks": booking.overlap_blocks,
+        "request_blocks": booking.request_blocks,
+    }
+
+
+def worker_json(worker: Worker) -> dict[str, Any]:
+    """A worker as GET /workers gives it."""
+    return {
+        "worker_id": worker.worker_id,
+        "url": worker.url,
+        "model": worker.model,
+        "block_size": worker.block_size,
+        "dp_size": worker.dp_size,
+        "role": worker.role.value,
+        "state": worker.state.value,
+        "kv_total_blocks": worker.kv_total_blocks,
+        "max_requests": worker.max_requests,
+        "device_class": worker.device_class,
+        "taints": list(worker.taints),
+        "events_endpoint": worker.events_endpoint,
+        "replay_endpoint": worker.replay_endpoint,
+        "registered_at_ms": worker.registered_at_ms,
+    }
+
+
+_T = TypeVar("_T")
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as exc:
+        raise InvalidRequest(f"the body does not fit: {exc}") from exc

@@ -1,0 +1,208 @@
+"""Every knob, in one frozen, validated object.
+
+What lives here: the settings, and where their values come from: command line over `KVSTREAMS_*` environment over a TOML
+file over defaults. What must not: reading them behind a caller's back; whoever needs settings is given them.
+
+Faust's command line refuses options that it does not know, so a worker's settings come by environment or file.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from streams.core.selection import RouterMode
+from streams.errors import SettingsError
+
+ENV_PREFIX = "KVSTREAMS_"
+
+#: Names the TOML file; without it `kvstreams.toml` in the current folder is read if it is there.
+CONFIG_ENV = "KVSTREAMS_CONFIG"
+CONFIG_FILE_DEFAULT = "kvstreams.toml"
+
+
+def _knob(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All knobs. Each field's help is what `kvstreams config` and `--help` print."""
+
+    kafka: str = _knob("127.0.0.1:9092", "bootstrap servers, host:port, separated by commas")
+    topic_prefix: str = _knob("", "put before every topic's name: one scope, one fleet")
+    partitions: int = _knob(8, "partitions of every topic; fixed for a scope", low=1, high=1024)
+    replication: int = _knob(1, "replicas of every topic; 3 on a Kafka of three brokers or more", low=1, high=7)
+    data_dir: str = _knob(".kvstreams/state", "RocksDB of the tables; one folder a process, locked")
+    block_size: int = _knob(
+        16, "tokens of a KV block, for models that model_block_sizes does not name", low=1, high=4096
+    )
+    model_block_sizes: dict[str, int] = field(
+        default_factory=dict, metadata={"help": "tokens of a KV block by model, as in llama=64,qwen=16"}
+    )
+    router: bool = _knob(True, "serve the HTTP API in the Faust worker's process")
+    host: str = _knob("127.0.0.1", "address the HTTP API listens on; 0.0.0.0 for every interface")
+    port: int = _knob(8000, "port of the HTTP API", low=0, high=65535)
+    router_mode: RouterMode = _knob(RouterMode.KV, "how a rank is chosen: kv, round-robin, random")
+    kv_overlap_score_weight: float = _knob(1.0, "weight of prefill against decode load; 0 balances load only", low=0.0)
+    router_temperature: float = _knob(0.0, "0 takes the cheapest rank, more samples", low=0.0)
+    router_seed: int = _knob(0, "seed of the router's generator; 0 takes one from the system", low=0)
+    tier_weights: tuple[float, ...] = _knob(
+        (1.0, 0.75, 0.25, 0.0), "worth of a cached block on device, host, disk, external"
+    )
+    booking_ttl_s: float = _knob(600.0, "a booking that nobody frees ends after this", low=1.0)
+    request_tokens_max: int = _knob(1_048_576, "tokens of the longest request accepted", low=1)
+    body_bytes_max: int = _knob(16 * 1024 * 1024, "bytes of the largest HTTP body accepted", low=1024)
+    stale_after_ms: int = _knob(3000, "a partition record older than this makes answers degraded", low=100)
+    behind_after_ms: int = _knob(1000, "an owner this far behind its source makes answers degraded", low=10)
+    session_timeout_s: float = _knob(6.0, "a Faust worker silent for this long loses its partitions", low=1.0)
+    transaction_timeout_ms: int = _knob(10_000, "Kafka ends a transaction left open after this", low=1000)
+    batch_records_max: int = _knob(500, "source records of one transaction", low=1)
+    queue_records_high: int = _knob(4096, "records waiting for one partition before its source is paused", low=1)
+    rocksdb_cache_mb: int = _knob(8, "block cache of one partition's RocksDB", low=1)
+    retention_ms: int = _knob(3_600_000, "kv-events are kept this long", low=60_000)
+    schema_ids: dict[str, int] = field(
+        default_factory=dict, metadata={"help": "Confluent registry ids accepted by schema, as in kv-events=12"}
+    )
+    log_level: str = _knob("info", "debug, info, warning or error")
+    log_json: bool = _knob(False, "write logs as JSON, one object a line")
+
+    def __post_init__(self) -> None:
+        for knob in fields(self):
+            _check_range(knob.name, getattr(self, knob.name), knob.metadata)
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise SettingsError(f"log_level is {self.log_level!r}; one of debug, info, warning, error")
+        if len(self.tier_weights) != len(TIER_NAMES) or min(self.tier_weights) < 0.0:
+            raise SettingsError(f"tier_weights is {self.tier_weights}; {len(TIER_NAMES)} numbers, none below 0")
+        for model, size in self.model_block_sizes.items():
+            _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
+        if not self.kafka.strip():
+            raise SettingsError("kafka is empty; give host:port of a broker")
+
+    def block_size_of(self, model: str) -> int:
+        """Tokens of a KV block of a model, one size for each model within a scope."""
+        return self.model_block_sizes.get(model, self.block_size)
+
+    @property
+    def app_id(self) -> str:
+        """Faust's app id, which names consumer group and changelogs."""
+        return f"{self.topic_prefix}kvstreams"
+
+
+TIER_NAMES = ("device", "host", "disk", "external")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings, and for each knob where its value came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def load(
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config_file: Path | None = None,
+) -> Resolved:
+    """Resolve every knob; raises SettingsError naming the knob and where its value came from.
+
+    overrides: from the command line, None values are not given.
+    """
+    env = os.environ if environ is None else environ
+    hints = get_type_hints(Settings)
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(hints, "default")
+    file = config_file or (Path(env[CONFIG_ENV]) if CONFIG_ENV in env else Path(CONFIG_FILE_DEFAULT))
+    explicit = config_file is not None or CONFIG_ENV in env
+    layers = [
+        (str(file), _read_toml(file, explicit)),
+        ("environment", _from_environ(env, hints)),
+        ("command line", {name: value for name, value in (overrides or {}).items() if value is not None}),
+    ]
+    for source, layer in layers:
+        for name, value in layer.items():
+            if name not in hints:
+                raise SettingsError(f"{name} in {source} is no knob", remedy="`kvstreams config` prints all of them")
+            label = f"{ENV_PREFIX}{name.upper()}" if source == "environment" else source
+            values[name] = _convert(name, value, hints[name], label)
+            sources[name] = label
+    try:
+        return Resolved(Settings(**values), sources)
+    except SettingsError as exc:
+        knob = exc.message.split(" ", 1)[0]
+        raise SettingsError(exc.message, remedy=f"It came from: {sources.get(knob, 'default')}") from exc
+
+
+def as_environ(settings: Settings) -> dict[str, str]:
+    """Settings as `KVSTREAMS_*`, for a child process."""
+    default = Settings()
+    return {
+        ENV_PREFIX + knob.name.upper(): _to_text(getattr(settings, knob.name))
+        for knob in fields(settings)
+        if getattr(settings, knob.name) != getattr(default, knob.name)
+    }
+
+
+def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError as exc:
+        if explicit:
+            raise SettingsError(f"{file} is not there", remedy=f"Mend {CONFIG_ENV} or --config") from exc
+        return {}
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"{file} cannot be read: {exc}") from exc
+
+
+def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for key, value in env.items():
+        name = key.removeprefix(ENV_PREFIX).lower()
+        # Other KVSTREAMS_ variables belong to other parts (the tests, the demo); only a knob's own name is one.
+        if key.startswith(ENV_PREFIX) and name in hints:
+            found[name] = value
+    return found
+
+
+_SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+
+
+def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
+    parsed = value
+    if isinstance(value, str):
+        if kind is bool:
+            parsed = _SWITCH.get(value.lower(), value)
+        elif kind == dict[str, int]:
+            parsed = {part.partition("=")[0]: part.partition("=")[2] for part in value.split(",") if part}
+        elif kind == tuple[float, ...]:
+            parsed = value.split(",")
+    try:
+        return msgspec.convert(parsed, kind, strict=False)
+    except msgspec.ValidationError as exc:
+        wanted = getattr(kind, "__name__", str(kind)) if not get_args(kind) else str(kind)
+        raise SettingsError(f"{name} is {value!r}, not {wanted}", remedy=f"It came from: {source}") from exc
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return ",".join(f"{key}={item}" for key, item in value.items())
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    low, high = metadata.get("low"), metadata.get("high")
+    if low is not None and not value >= low:
+        raise SettingsError(f"{name} is {value}; at least {low}")
+    if high is not None and not value <= high:
+        raise SettingsError(f"{name} is {value}; at most {high}")

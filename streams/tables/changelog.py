@@ -1,0 +1,65 @@
+"""Reading one changelog partition from an offset to its end, committed records only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
+
+from streams.errors import TableError
+from streams.kafka import Record, as_record, reader
+from streams.settings import Settings
+
+#: Records handed on at a time.
+READ_BATCH_RECORDS = 1000
+
+#: A broker that sends nothing for this long, not even the end of the partition, is not answering.
+READ_STALL_S = 30.0
+
+_POLL_S = 0.5
+
+
+def read_to_end(
+    settings: Settings,
+    topic: str,
+    partition: int,
+    start: int | None,
+    on_records: Callable[[list[Record]], None],
+) -> int:
+    """Read from `start` (None is the beginning) to the partition's end; gives the offset behind it.
+
+    The end is told by the consumer, never by counting: transaction markers take offsets too.
+    Raises TableError where the offset is not in the log, or nothing comes for READ_STALL_S.
+    """
+    consumer = reader(settings)
+    try:
+        consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING if start is None else start)])
+        silent_s = 0.0
+        while True:
+            messages = consumer.consume(READ_BATCH_RECORDS, _POLL_S)
+            silent_s = 0.0 if messages else silent_s + _POLL_S
+            if silent_s > READ_STALL_S:
+                raise TableError(f"{topic} [{partition}] sent nothing for {READ_STALL_S:g} s")
+            records = [as_record(message) for message in messages if message.error() is None]
+            if records:
+                on_records(records)
+            for message in messages:
+                error = message.error()
+                if error is None:
+                    continue
+                if error.code() == KafkaError._PARTITION_EOF:
+                    end = message.offset()
+                    assert end is not None
+                    return end
+                if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+                    raise TableError(f"{topic} [{partition}] has no offset {start}")
+                if not error.retriable() and error.code() not in _PASSING:
+                    raise TableError(f"{topic} [{partition}] cannot be read: {error.str()}")
+    except KafkaException as exc:
+        raise TableError(f"{topic} [{partition}] cannot be read: {exc.args[0].str()}") from exc
+    finally:
+        consumer.close()
+
+
+#: A broker that restarts looks like these; the client goes on by itself.
+_PASSING = frozenset({KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT})

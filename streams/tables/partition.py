@@ -1,0 +1,490 @@
+"""One partition of the tables: its thread, its producer, its RocksDB, and the order of effects.
+
+What lives here: how source records become transactions, and how a partition is opened again after whatever went wrong.
+What must not: what a record means (the reducer's), asyncio, Faust.
+
+A batch of one partition is one Kafka transaction: changed records of every table, dead letters, and the partition
+record. The effects of every batch, in this order and numbered again in the code (DESIGN section 5):
+
+1. decode, or make a dead letter       (reducer)
+2. fence by incarnation                (reducer)
+3. verdict: apply, duplicate, gap      (reducer; by source offset here)
+4. apply to memory                     (reducer)
+5. commit the transaction
+6. write RocksDB, values and changelog offsets in one batch
+7. acknowledge, in offset order
+
+A batch is kept until it is acknowledged. Whatever fails between 4 and 6 throws memory and producer away, fences every
+older producer, reads the changelog to its end and judges the same batch again: what the log has is a duplicate then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from streams.errors import BadRecord, KvStreamsError, TableError
+from streams.kafka import Record, as_record, describe_topics, producer
+from streams.settings import Settings
+from streams.tables.changelog import read_to_end
+from streams.tables.records import (
+    PARTITION_PREFIX,
+    PartitionRecord,
+    SourceProgress,
+    decode_partition,
+    encode_partition,
+    partition_key,
+)
+from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec, TableWrite
+from streams.topics import TopicSpec
+
+log = logging.getLogger(__name__)
+
+#: Readers call a partition record older than 3 s stale; three may be late before that happens.
+PARTITION_RECORD_EVERY_S = 1.0
+
+#: Bytes of source records in one transaction: a batch must commit well within the transaction's timeout.
+BATCH_BYTES_MAX = 1 << 20
+
+#: `init_transactions` waits for an older producer's transaction to end; 0.5 s measured, the timeout is 10 s.
+INIT_TIMEOUT_S = 30.0
+
+#: A commit is repeated until it answers; after this the partition is opened again, which settles the outcome.
+COMMIT_TIMEOUT_S = 30.0
+
+#: Between two attempts to open a partition, doubled up to the second number.
+REOPEN_BACKOFF_S = (0.2, 5.0)
+
+#: Times that one record may break the reducer, a fault of ours, before it goes to the dead letters.
+BREAKS_MAX = 3
+
+#: How long a revoked partition may take to finish its running batch.
+STOP_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """One record as the source topic holds it. handle: what is acknowledged, opaque here."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, str | bytes | None]]
+    handle: Any = field(compare=False, default=None)
+
+
+class Reducer(Protocol):
+    """Pure state of one partition: source records in, changed records out."""
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
+        """Start from what a table holds; the partition record is not among the items."""
+
+    def apply(self, record: SourceRecord) -> None:
+        """Effects 1 to 4. Raises BadRecord for what belongs to the dead letters."""
+
+    def source_lost(self) -> None:
+        """Records of the source were lost before this partition saw them."""
+
+    def take_changes(self) -> list[TableWrite]:
+        """What changed since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionWiring:
+    """What a partition is told once: its tables and topics, and how to reach the loop that feeds it.
+
+    Called on the partition's thread: acknowledge (handles, in offset order), drained (there is room again), opened
+    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1.
+    """
+
+    settings: Settings
+    tables: tuple[TableSpec, ...]
+    sources: tuple[TopicSpec, ...]
+    dead_letters: TopicSpec
+    owner: str
+    make_reducer: Callable[[], Reducer]
+    acknowledge: Callable[[list[Any]], None]
+    drained: Callable[[int], None]
+    opened: Callable[[int, dict[str, int]], None]
+    source_end: Callable[[str, int], int]
+    on_effect: Callable[[int], None]
+    now_ms: Callable[[], int]
+
+
+class TablePartition:
+    """Owner of one partition while it is assigned. `offer` and `skip_to` come from the feeding loop's thread, all else
+    happens on the partition's own."""
+
+    def __init__(self, partition: int, wiring: PartitionWiring) -> None:
+        self.partition = partition
+        self._wiring = wiring
+        self._lock = threading.Condition()
+        self._queue: deque[SourceRecord] = deque()
+        self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
+        self._applied: dict[str, int] = {}
+        self._lost = False
+        self._stopping = False
+        self._batch: list[SourceRecord] = []
+        self._sources: dict[str, SourceProgress] = {}
+        self._behind_since_ms: dict[str, int] = {}
+        self._reducer: Reducer | None = None
+        self._store: PartitionStore | None = None
+        self._producer: Producer | None = None
+        self._topic_ids: dict[str, str] = {}
+        self._written_at = 0.0
+        self._breaker: tuple[str, int] | None = None
+        self._breaks = 0
+        self.counts = {"applied": 0, "dead_letters": 0, "transactions": 0, "reopened": 0}
+        self._thread = threading.Thread(target=self._run, name=f"table-{partition}", daemon=True)
+
+    def start(self) -> None:
+        """Begin opening; records are refused until `opened` is called."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the running batch and release everything; what is queued is dropped un-acknowledged."""
+        with self._lock:
+            self._stopping = True
+            self._next = None
+            self._lock.notify_all()
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("partition %d did not stop in %g s", self.partition, STOP_TIMEOUT_S)
+
+    def offer(self, record: SourceRecord) -> int | None:
+        """Take a record if it is the next one.
+
+        Returns None when it was taken or is known already, else the offset that is wanted instead; the record is then
+        dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is opening.
+        """
+        with self._lock:
+            if self._next is None:
+                return -1
+            wanted = self._next.get(record.topic, 0)
+            if record.offset < wanted:
+                known = record.offset <= self._applied.get(record.topic, -1)
+            elif record.offset == wanted:
+                self._next[record.topic] = wanted + 1
+                self._queue.append(record)
+                self._lock.notify_all()
+                return None
+            else:
+                return wanted
+        if known:
+            # Applied before, delivered again: the offset tells, so no verdict is needed.
+            self._wiring.acknowledge([record.handle])
+        return None
+
+    def wanted(self, topic: str) -> int | None:
+        """Next offset to enqueue; None while opening."""
+        with self._lock:
+            return None if self._next is None else self._next.get(topic, 0)
+
+    def skip_to(self, topic: str, offset: int, lost: bool) -> None:
+        """The log has nothing between the wanted offset and this one; `lost` if it had."""
+        with self._lock:
+            if self._next is not None and offset > self._next.get(topic, 0):
+                self._next[topic] = offset
+                self._lost = self._lost or lost
+                self._lock.notify_all()
+
+    @property
+    def queued(self) -> int:
+        """Records waiting."""
+        return len(self._queue)
+
+    def _run(self) -> None:
+        backoff = REOPEN_BACKOFF_S[0]
+        while not self._stopping:
+            try:
+                self._open()
+                backoff = REOPEN_BACKOFF_S[0]
+                while not self._stopping:
+                    self._step()
+            except Exception as exc:  # nothing may end this thread but being stopped
+                self.counts["reopened"] += 1
+                log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
+                with self._lock:
+                    if not self._stopping:
+                        self._lock.wait(backoff)
+                backoff = min(backoff * 2, REOPEN_BACKOFF_S[1])
+            finally:
+                self._close()
+
+    def _open(self) -> None:
+        wiring = self._wiring
+        settings = wiring.settings
+        self._producer = producer(
+            settings,
+            **{
+                "transactional.id": f"{settings.app_id}-{self.partition}",
+                "transaction.timeout.ms": settings.transaction_timeout_ms,
+                "linger.ms": 0,
+            },
+        )
+        # Fences whoever owned the partition before, so that the changelog cannot grow behind our back.
+        self._producer.init_transactions(INIT_TIMEOUT_S)
+        # From here on we own the folder too, since the old thread of this process has been stopped.
+        self._store = PartitionStore(
+            Path(settings.data_dir) / "tables" / f"{settings.app_id}-{self.partition}", settings.rocksdb_cache_mb
+        )
+        states = describe_topics(settings, (*wiring.sources, *_changelog_specs(wiring)))
+        self._topic_ids = {name: state.topic_id for name, state in states.items() if state is not None}
+        for table in wiring.tables:
+            self._catch_up(self._store, table)
+        reducer = wiring.make_reducer()
+        record: PartitionRecord | None = None
+        for table in wiring.tables:
+            held = list(self._store.items(table))
+            for key, value in held:
+                if key.startswith(PARTITION_PREFIX):
+                    record = decode_partition(key, value)
+            reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
+        self._adopt_sources(record, reducer)
+        self._reducer = reducer
+        self._written_at = 0.0
+        if self._batch:
+            # The kept batch: what of it the log has is known by now, the rest is judged again.
+            kept, self._batch = self._batch, []
+            self._process(kept)
+        with self._lock:
+            if self._stopping:
+                return
+            self._queue.clear()
+            self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
+            wanted = dict(self._next)
+        wiring.opened(self.partition, wanted)
+
+    def _catch_up(self, store: PartitionStore, table: TableSpec) -> None:
+        """Bring the store to the end of a changelog."""
+        topic_id = self._topic_ids[table.changelog_topic]
+        position = store.position(table)
+        if position is not None and position.topic_id != topic_id:
+            log.warning("%s was recreated: the local table of partition %d is rebuilt", table.name, self.partition)
+            store.wipe()
+            position = None
+
+        def keep(records: list[Record]) -> None:
+            writes = [TableWrite(table, record.key, record.value) for record in records]
+            store.write(writes, {table: ChangelogPosition(topic_id, records[-1].offset + 1)})
+
+        start = None if position is None else position.next_offset
+        try:
+            end = read_to_end(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
+        except TableError:
+            if start is None:
+                raise
+            log.warning("%s [%d] has no offset %d: rebuilt", table.changelog_topic, self.partition, start)
+            store.wipe()
+            end = read_to_end(self._wiring.settings, table.changelog_topic, self.partition, None, keep)
+        store.write((), {table: ChangelogPosition(topic_id, end)})
+
+    def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer) -> None:
+        known = {source.topic: source for source in record.sources} if record else {}
+        for spec in self._wiring.sources:
+            topic_id = self._topic_ids[spec.name]
+            source = known.get(spec.name)
+            if source is not None and source.topic_id != topic_id:
+                log.warning("%s was recreated: its offsets start anew", spec.name)
+                reducer.source_lost()
+                source = None
+            self._sources[spec.name] = source or SourceProgress(spec.name, topic_id, -1, 0, -1, 0)
+        self._applied = {topic: source.applied_offset for topic, source in self._sources.items()}
+
+    def _step(self) -> None:
+        batch = self._take()
+        if batch or self._lost or time.monotonic() - self._written_at >= PARTITION_RECORD_EVERY_S:
+            self._process(batch)
+
+    def _take(self) -> list[SourceRecord]:
+        """Wait for records, or until the partition record is due; take what is there, bounded in number and bytes."""
+        limit = self._wiring.settings.batch_records_max
+        with self._lock:
+            due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
+            if not self._queue and not self._stopping and due > 0:
+                self._lock.wait(due)
+            batch: list[SourceRecord] = []
+            n_bytes = 0
+            while self._queue and len(batch) < limit and n_bytes < BATCH_BYTES_MAX:
+                record = self._queue.popleft()
+                n_bytes += len(record.value or b"")
+                batch.append(record)
+            drained = bool(batch) and len(self._queue) <= self._wiring.settings.queue_records_high // 2
+        if drained:
+            self._wiring.drained(self.partition)
+        return batch
+
+    def _process(self, batch: list[SourceRecord]) -> None:
+        """The seven effects of one batch; raises where the partition must be opened again."""
+        assert self._reducer is not None and self._store is not None and self._producer is not None
+        self._batch = batch
+        effect = self._wiring.on_effect
+        if self._lost:
+            self._lost = False
+            self._reducer.source_lost()
+        dead: list[tuple[SourceRecord, BadRecord]] = []
+        for record in batch:
+            if record.offset <= self._applied[record.topic]:
+                continue  # a duplicate by offset: in the log already
+            effect(1)
+            try:
+                self._apply(record)  # effects 1 to 4
+            except BadRecord as exc:
+                dead.append((record, exc))
+            self._applied[record.topic] = record.offset
+            source = self._sources[record.topic]
+            self._sources[record.topic] = replace(
+                source, applied_offset=record.offset, applied_at_ms=record.timestamp_ms
+            )
+        effect(4)
+        writes = self._reducer.take_changes()
+        writes.append(
+            TableWrite(
+                self._wiring.tables[0], partition_key(self.partition), encode_partition(self._partition_record())
+            )
+        )
+        positions = self._commit(writes, dead)  # effect 5
+        effect(5)
+        self._store.write(writes, positions)  # effect 6
+        effect(6)
+        self._batch = []
+        if batch:
+            self._wiring.acknowledge([record.handle for record in batch])  # effect 7
+        effect(7)
+        self._written_at = time.monotonic()
+        self.counts["applied"] += len(batch)
+        self.counts["dead_letters"] += len(dead)
+        self.counts["transactions"] += 1
+
+    def _apply(self, record: SourceRecord) -> None:
+        """Hand a record to the reducer; one that breaks it every time is a dead letter, not the partition's end."""
+        assert self._reducer is not None
+        if self._breaker == (record.topic, record.offset) and self._breaks >= BREAKS_MAX:
+            raise BadRecord("internal_error", f"applying it failed {self._breaks} times")
+        try:
+            self._reducer.apply(record)
+        except BadRecord:
+            raise
+        except Exception:
+            self._breaks = self._breaks + 1 if self._breaker == (record.topic, record.offset) else 1
+            self._breaker = (record.topic, record.offset)
+            raise
+
+    def _partition_record(self) -> PartitionRecord:
+        now_ms = self._wiring.now_ms()
+        for topic, source in self._sources.items():
+            end = max(self._wiring.source_end(topic, self.partition), source.applied_offset + 1)
+            if end > source.applied_offset + 1:
+                since = self._behind_since_ms.setdefault(topic, now_ms)
+                behind_ms = max(now_ms - since, 0)
+            else:
+                self._behind_since_ms.pop(topic, None)
+                behind_ms = 0
+            self._sources[topic] = replace(source, end_offset=end, behind_ms=behind_ms)
+        return PartitionRecord(self.partition, now_ms, self._wiring.owner, tuple(self._sources.values()))
+
+    def _commit(
+        self, writes: list[TableWrite], dead: list[tuple[SourceRecord, BadRecord]]
+    ) -> dict[TableSpec, ChangelogPosition]:
+        """Write everything in one transaction; gives where the changelogs stand behind it."""
+        kafka = self._producer
+        assert kafka is not None
+        ends: dict[str, int] = {}
+        failed: list[KafkaError] = []
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                failed.append(error)
+            else:
+                record = as_record(message)
+                ends[record.topic] = max(ends.get(record.topic, -1), record.offset)
+
+        kafka.begin_transaction()
+        for write in writes:
+            _produce(kafka, write.table.changelog_topic, self.partition, write.key, write.value, None, delivered)
+        for record, exc in dead:
+            log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
+            headers = [*record.headers, *_dead_letter_headers(record, exc)]
+            _produce(
+                kafka, self._wiring.dead_letters.name, self.partition, record.key, record.value, headers, delivered
+            )
+        _commit_until_answered(kafka)
+        if failed:
+            raise TableError(f"a record of a committed transaction was not delivered: {failed[0].str()}")
+        return {
+            table: ChangelogPosition(self._topic_ids[table.changelog_topic], ends[table.changelog_topic] + 1)
+            for table in self._wiring.tables
+            if table.changelog_topic in ends
+        }
+
+    def _close(self) -> None:
+        with self._lock:
+            self._next = None
+            self._queue.clear()
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+        self._reducer = None
+        self._producer = None
+
+
+def _produce(
+    kafka: Producer,
+    topic: str,
+    partition: int,
+    key: bytes | None,
+    value: bytes | None,
+    headers: list[tuple[str, str | bytes | None]] | None,
+    on_delivery: Callable[[KafkaError | None, Message], None],
+) -> None:
+    while True:
+        try:
+            kafka.produce(
+                topic, key=key, value=value, partition=partition, headers=headers or [], on_delivery=on_delivery
+            )
+            return
+        except BufferError:
+            kafka.poll(0.1)  # the client's own queue is full; it empties as the broker answers
+
+
+def _commit_until_answered(kafka: Producer) -> None:
+    """Repeat the commit while it times out: the broker may have done it already, and abort would then fail."""
+    deadline = time.monotonic() + COMMIT_TIMEOUT_S
+    while True:
+        try:
+            kafka.commit_transaction(max(deadline - time.monotonic(), 0.1))
+            return
+        except KafkaException as exc:
+            error: KafkaError = exc.args[0]
+            retry = error.retriable() or error.code() == KafkaError._TIMED_OUT
+            if error.fatal() or error.txn_requires_abort() or not retry or time.monotonic() >= deadline:
+                raise TableError(f"the transaction did not commit: {error.str()}") from exc
+
+
+def _dead_letter_headers(record: SourceRecord, exc: BadRecord) -> list[tuple[str, str | bytes | None]]:
+    return [
+        ("kvstreams.topic", record.topic.encode()),
+        ("kvstreams.partition", str(record.partition).encode()),
+        ("kvstreams.offset", str(record.offset).encode()),
+        ("kvstreams.reason", exc.reason.encode()),
+        ("kvstreams.message", str(exc).encode()),
+    ]
+
+
+def _changelog_specs(wiring: PartitionWiring) -> list[TopicSpec]:
+    return [TopicSpec(table.changelog_topic, "", None, 0, 0, {}) for table in wiring.tables]
+
+
+def _expected(exc: Exception) -> bool:
+    return isinstance(exc, KafkaException | KvStreamsError)

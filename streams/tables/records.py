@@ -1,0 +1,218 @@
+"""Keys and values of the prefix-index table: run, progress and partition records, as bytes and back.
+
+What lives here: pure conversion. What must not: reading or writing Kafka or RocksDB. Keys are fixed-width big-endian
+behind one letter, so that a RocksDB range holds one kind, and within it one rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from streams.codec import codec, from_hash, from_long, to_hash, to_long
+from streams.core.events import MoeLabels
+from streams.core.hashing import pack_hashes, sequence_hashes, unpack_hashes
+from streams.core.holdings import RUN_BLOCKS_MAX, Health, Progress, Run, RunKey
+from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.errors import BadRecord, InvalidRequest
+
+RUN_PREFIX = b"R"
+PROGRESS_PREFIX = b"P"
+PARTITION_PREFIX = b"Z"
+
+_RUN_KEY = struct.Struct(">cQIBQ")
+_PROGRESS_KEY = struct.Struct(">cQI")
+_PARTITION_KEY = struct.Struct(">cI")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """How far one source topic has been applied. Offsets: -1 before the first. behind_ms: how long the owner has known
+    of records that it has not applied."""
+
+    topic: str
+    topic_id: str
+    applied_offset: int
+    applied_at_ms: int
+    end_offset: int
+    behind_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionRecord:
+    """State of a partition's sources at its last transaction."""
+
+    partition: int
+    written_at_ms: int
+    owner: str
+    sources: tuple[SourceProgress, ...]
+
+
+def run_key(key: RunKey) -> bytes:
+    """Key of a run record."""
+    return _RUN_KEY.pack(RUN_PREFIX, key.rank.worker_id, key.rank.dp_rank, key.tier, key.first)
+
+
+def parse_run_key(raw: bytes) -> RunKey:
+    """Raises BadRecord for bytes that are no run key."""
+    try:
+        prefix, worker_id, dp_rank, tier, first = _RUN_KEY.unpack(raw)
+        if prefix != RUN_PREFIX:
+            raise ValueError(prefix)
+        return RunKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), Tier(tier), SequenceHash(first))
+    except (struct.error, ValueError) as exc:
+        raise BadRecord("bad_key", f"{raw.hex()} is no run key") from exc
+
+
+def progress_key(rank: RankId) -> bytes:
+    """Key of a progress record."""
+    return _PROGRESS_KEY.pack(PROGRESS_PREFIX, rank.worker_id, rank.dp_rank)
+
+
+def parse_progress_key(raw: bytes) -> RankId:
+    """Raises BadRecord for bytes that are no progress key."""
+    try:
+        prefix, worker_id, dp_rank = _PROGRESS_KEY.unpack(raw)
+    except struct.error as exc:
+        raise BadRecord("bad_key", f"{raw.hex()} is no progress key") from exc
+    if prefix != PROGRESS_PREFIX:
+        raise BadRecord("bad_key", f"{raw.hex()} is no progress key")
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+def partition_key(partition: int) -> bytes:
+    """Key of the partition record."""
+    return _PARTITION_KEY.pack(PARTITION_PREFIX, partition)
+
+
+def encode_run(run: Run) -> bytes:
+    """Value of a run record."""
+    n_bytes = (len(run.sequence) + 7) // 8
+    return codec("prefix-index-run").encode(
+        {
+            "incarnation": to_long(run.epoch.incarnation),
+            "generation": run.epoch.generation,
+            "start": run.start,
+            "parent": to_hash(run.parent),
+            "local_hashes": pack_hashes(run.local),
+            "engine_hashes": pack_hashes(run.engine),
+            "present": run.present.to_bytes(n_bytes, "little"),
+            "labels": [
+                {
+                    "offset": offset,
+                    "layer_id": moe.layer_id,
+                    "expert_id": moe.expert_id,
+                    "expert_group": moe.expert_group,
+                }
+                for offset, moe in sorted(run.moe.items())
+            ],
+        }
+    )
+
+
+def decode_run(key: bytes, value: bytes) -> Run:
+    """Run of a key and value; raises BadRecord.
+
+    Sequence hashes are not stored: they follow from the parent and the local hashes, and the key proves them.
+    """
+    run_id = parse_run_key(key)
+    datum = codec("prefix-index-run").decode(value)
+    try:
+        local = unpack_hashes(datum["local_hashes"])
+        engine = unpack_hashes(datum["engine_hashes"])
+    except InvalidRequest as exc:
+        raise BadRecord("bad_hashes", exc.message) from exc
+    parent = from_hash(datum["parent"])
+    sequence = sequence_hashes(local, None if parent is None else SequenceHash(parent))
+    if not 1 <= len(local) == len(engine) <= RUN_BLOCKS_MAX or np.uint64(run_id.first) != sequence[0]:
+        raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} does not fit its key")
+    return Run(
+        key=run_id,
+        epoch=Epoch(Incarnation(from_long(datum["incarnation"])), datum["generation"]),
+        start=datum["start"],
+        parent=None if parent is None else SequenceHash(parent),
+        local=local.tolist(),
+        engine=engine.tolist(),
+        sequence=sequence.tolist(),
+        present=int.from_bytes(datum["present"], "little"),
+        moe={
+            labels["offset"]: MoeLabels(labels["layer_id"], labels["expert_id"], labels["expert_group"])
+            for labels in datum["labels"]
+        },
+    )
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """Value of a progress record."""
+    return codec("prefix-index-progress").encode(
+        {
+            "incarnation": to_long(progress.epoch.incarnation),
+            "generation": progress.epoch.generation,
+            "sequence": progress.sequence,
+            "digest": to_hash(progress.digest),
+            "health": progress.health.name.lower(),
+            "model": progress.model,
+            "block_size": progress.block_size,
+            "n_blocks": progress.n_blocks,
+            "n_gaps": progress.n_gaps,
+            "n_unknown_parents": progress.n_unknown_parents,
+            "n_unknown_removals": progress.n_unknown_removals,
+        }
+    )
+
+
+def decode_progress(key: bytes, value: bytes) -> Progress:
+    """Progress of a key and value; raises BadRecord."""
+    rank = parse_progress_key(key)
+    datum = codec("prefix-index-progress").decode(value)
+    return Progress(
+        rank=rank,
+        epoch=Epoch(Incarnation(from_long(datum["incarnation"])), datum["generation"]),
+        sequence=datum["sequence"],
+        digest=from_hash(datum["digest"]) or 0,
+        health=Health[datum["health"].upper()],
+        model=datum["model"],
+        block_size=datum["block_size"],
+        n_blocks=datum["n_blocks"],
+        n_gaps=datum["n_gaps"],
+        n_unknown_parents=datum["n_unknown_parents"],
+        n_unknown_removals=datum["n_unknown_removals"],
+    )
+
+
+def encode_partition(record: PartitionRecord) -> bytes:
+    """Value of a partition record."""
+    return codec("prefix-index-partition").encode(
+        {
+            "written_at_ms": record.written_at_ms,
+            "owner": record.owner,
+            "sources": [
+                {
+                    "topic": source.topic,
+                    "topic_id": source.topic_id,
+                    "applied_offset": source.applied_offset,
+                    "applied_at_ms": source.applied_at_ms,
+                    "end_offset": source.end_offset,
+                    "behind_ms": source.behind_ms,
+                }
+                for source in record.sources
+            ],
+        }
+    )
+
+
+def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
+    """Partition record of a key and value; raises BadRecord."""
+    try:
+        _, partition = _PARTITION_KEY.unpack(key)
+    except struct.error as exc:
+        raise BadRecord("bad_key", f"{key.hex()} is no partition key") from exc
+    datum = codec("prefix-index-partition").decode(value)
+    return PartitionRecord(
+        partition=partition,
+        written_at_ms=datum["written_at_ms"],
+        owner=datum["owner"],
+        sources=tuple(SourceProgress(**source) for source in datum["sources"]),
+    )

@@ -1,0 +1,116 @@
+# mypy: disable-error-code="untyped-decorator"
+"""The composition root: the Faust App of `faust -A streams worker`, built from settings in the environment or a file.
+
+What lives here: wiring. What must not: anything that one would want to test without Faust.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import faust
+from faust.types import TP
+
+from streams import faults, log
+from streams.errors import KvStreamsError
+from streams.indexer_agent import Indexer
+from streams.kafka import ensure_topics
+from streams.router_api.handlers import Handlers, error_shape
+from streams.router_api.router import Router
+from streams.router_api.server import tick_forever
+from streams.settings import Settings, load
+from streams.topics import topics
+
+
+def create_app(settings: Settings) -> faust.App:
+    """Build the App. Nothing is read or written before the worker starts."""
+    data_dir = Path(settings.data_dir).absolute()
+    app = faust.App(
+        settings.app_id,
+        broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
+        datadir=str(data_dir / "faust"),
+        # One process, one table of its own: Faust's tables are not used (DESIGN section 5), so nothing is kept here.
+        store="memory://",
+        broker_session_timeout=settings.session_timeout_s,
+        broker_heartbeat_interval=settings.session_timeout_s / 3,
+        # What an empty group starts from; a partition is sought to its table's own offset anyway.
+        consumer_auto_offset_reset="earliest",
+        topic_disable_leader=True,
+        topic_partitions=settings.partitions,
+        topic_replication_factor=settings.replication,
+        web_enabled=settings.router,
+        web_bind=settings.host,
+        web_port=settings.port,
+        web_host=settings.host,
+        web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
+        stream_wait_empty=False,
+        logging_config=None,
+        loghandlers=[],
+    )
+    log.configure(settings)
+    indexer = Indexer(app, settings, faults.armed())
+    source = app.topic(
+        topics(settings).kv_events.name,
+        key_type=bytes,
+        value_type=bytes,
+        key_serializer="raw",
+        value_serializer="raw",
+    )
+    router = Router(settings) if settings.router else None
+
+    @app.agent(source)
+    async def index(stream: Any) -> None:
+        await indexer.run(stream)
+
+    @app.on_partitions_assigned.connect(weak=False)
+    async def assigned(_: Any, partitions: set[TP], **__: Any) -> None:
+        await indexer.assigned(partitions)
+
+    @app.on_partitions_revoked.connect(weak=False)
+    async def revoked(_: Any, partitions: set[TP], **__: Any) -> None:
+        await indexer.revoked(partitions)
+
+    @app.on_worker_init.connect(weak=False)
+    def prepare(_: Any, **__: Any) -> None:
+        data_dir.mkdir(parents=True, exist_ok=True)  # Faust makes no more than the last folder of its path
+        # Faust does not notice a source topic that appears after it has subscribed.
+        try:
+            ensure_topics(settings, topics(settings).all())
+        except KvStreamsError as exc:
+            raise SystemExit(f"kvstreams: {exc}") from exc
+
+    background: list[asyncio.Task[None]] = []
+
+    @app.task
+    async def start() -> None:
+        background.append(asyncio.create_task(indexer.watch()))
+        if router is not None:
+            router.start()
+            background.append(asyncio.create_task(tick_forever(router)))
+
+    @app.on_before_shutdown.connect(weak=False)
+    async def stop(_: Any, **__: Any) -> None:
+        for task in background:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await indexer.close()
+        if router is not None:
+            await asyncio.to_thread(router.stop)
+
+    if router is not None:
+        app.web.web_app.add_routes(Handlers(router).routes())
+    return app
+
+
+def _app_from_environment() -> faust.App:
+    try:
+        return create_app(load().settings)
+    except KvStreamsError as exc:
+        raise SystemExit(f"kvstreams: {exc}") from exc
+
+
+app = _app_from_environment()

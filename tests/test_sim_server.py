@@ -1,0 +1,482 @@
+"""The live engine as a router meets it: real sockets, vLLM's wire, OpenAI's shapes. No test looks at the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgpack
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client.parser import text_string_to_metric_families
+
+from streams.core.hashing import local_hashes, sequence_hashes
+from streams.errors import SettingsError
+from streams.sim.model import EngineConfig
+from streams.sim.server import SimServer, SimServerConfig, serve
+
+ENGINE = EngineConfig(block_size=4, n_blocks=256)
+#: 1,000 model ms a wall ms: an answer of a model second is there in one step.
+FAST = SimServerConfig(engine=ENGINE, time_scale=1000.0)
+PROMPT = list(range(1, 15))
+#: Only a hang is a failure; nothing here is a measurement.
+PATIENCE_S = 20.0
+
+
+class Client:
+    """One server with a subscriber, a replay socket and an HTTP session."""
+
+    def __init__(self, server: SimServer, http: aiohttp.ClientSession, context: zmq.asyncio.Context) -> None:
+        self.server = server
+        self.http = http
+        self.events = context.socket(zmq.SUB)
+        self.events.setsockopt(zmq.SUBSCRIBE, b"")
+        self.events.connect(server.events_endpoint)
+        self.replays = context.socket(zmq.DEALER)
+        self.replays.connect(server.replay_endpoint)
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.http.post(self.server.http_url + path, json=body) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if text else None
+
+    async def get(self, path: str) -> Any:
+        async with self.http.get(self.server.http_url + path) as response:
+            assert response.status == 200
+            return await response.json()
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        status, page = await self.post("/v1/completions", {"model": "sim-model", "prompt": PROMPT, **body})
+        assert status == 200, page
+        assert isinstance(page, dict)
+        return page
+
+    async def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """Ask as vLLM's subscribers do and read to the end marker."""
+        await self.replays.send_multipart([b"", start.to_bytes(8, "big")])
+        batches: list[tuple[int, bytes]] = []
+        while True:
+            empty, sequence, payload = await self.replays.recv_multipart()
+            assert empty == b""
+            if sequence == b"\xff" * 8:
+                assert payload == b""
+                return batches
+            batches.append((int.from_bytes(sequence, "big"), payload))
+
+
+@asynccontextmanager
+async def started(config: SimServerConfig) -> AsyncIterator[Client]:
+    server = await serve(config)
+    context = zmq.asyncio.Context()
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield Client(server, http, context)
+        server.model.check()
+    finally:
+        context.destroy(linger=0)
+        await server.stop()
+
+
+def live(scenario: Callable[[Client], Awaitable[None]], config: SimServerConfig = FAST) -> None:
+    """Run one scenario against one server of its own."""
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE_S), started(config) as client:
+            await scenario(client)
+
+    asyncio.run(main())
+
+
+def events_of(batches: list[tuple[int, bytes]]) -> list[Any]:
+    return [event for _, payload in batches for event in msgpack.unpackb(payload)[1]]
+
+
+def prompt_hashes(tokens: list[int]) -> list[int]:
+    hashes: list[int] = sequence_hashes(local_hashes(tokens, ENGINE.block_size)).tolist()
+    return hashes
+
+
+# -- completions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_answer_has_openais_shape_and_the_models_figures() -> None:
+    """14 tokens are 15 + 1.4 ms to the first token and 20 ms to each of the 4 after it, whatever this machine does."""
+
+    async def scenario(client: Client) -> None:
+        page = await client.complete(max_tokens=5, kvstreams_arrival_ms=100)
+        assert page["object"] == "text_completion"
+        (choice,) = page["choices"]
+        assert (choice["index"], len(choice["text"]), choice["finish_reason"]) == (0, 5, "length")
+        assert page["usage"] == {
+            "prompt_tokens": 14,
+            "completion_tokens": 5,
+            "total_tokens": 19,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert page["kvstreams"] == {
+            "model_ttft_ms": 16.4,
+            "model_latency_ms": 96.4,
+            "model_finish_ms": 196.4,
+            "cached_tokens": 0,
+            "prompt_tokens": 14,
+        }
+        again = await client.complete(max_tokens=5, kvstreams_arrival_ms=1100)
+        assert again["kvstreams"]["cached_tokens"] == again["usage"]["prompt_tokens_details"]["cached_tokens"] == 12
+        assert again["kvstreams"]["model_finish_ms"] == 1100 + 15.2 + 80
+        assert again["choices"] == page["choices"]
+
+    live(scenario)
+
+
+def test_a_stream_says_what_the_whole_answer_says() -> None:
+    """Chunks join to the same text and tokens, the last names the reason and the figures, then usage, then DONE."""
+
+    async def scenario(client: Client) -> None:
+        whole = await client.complete(max_tokens=60, return_token_ids=True)
+        body = {
+            "model": "sim-model",
+            "prompt": PROMPT,
+            "max_tokens": 60,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        async with client.http.post(client.server.http_url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            lines = [line.removeprefix(b"data: ").strip() async for line in response.content if line.strip()]
+        assert lines[-1] == b"[DONE]"
+        *chunks, last, usage = [json.loads(line) for line in lines[:-1]]
+        assert {chunk["id"] for chunk in (*chunks, last, usage)} == {last["id"]}
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * len(chunks)
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 60
+        assert last["kvstreams"] == usage["kvstreams"]
+        assert last["kvstreams"]["cached_tokens"] == 12
+        choices = [chunk["choices"][0] for chunk in (*chunks, last)]
+        assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+        assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
+
+    # 20 model ms a wall ms: an answer of 1.2 model seconds is out in several chunks.
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
+
+
+def test_an_answers_text_appended_to_the_next_prompt_is_found_in_the_cache() -> None:
+    """Text is one token a byte and answers are printable, so a chat's second turn reuses prompt and answer."""
+
+    async def scenario(client: Client) -> None:
+        first = await client.complete(prompt="Tell me of Kafka.", max_tokens=20)
+        text = "Tell me of Kafka." + first["choices"][0]["text"] + " And then?"
+        second = await client.complete(prompt=text, max_tokens=1)
+        assert second["usage"]["prompt_tokens"] == len(text.encode())
+        assert second["kvstreams"]["cached_tokens"] == (17 + 20 - 1) // 4 * 4
+
+    live(scenario)
+
+
+def test_an_answer_resumed_with_its_seed_goes_on_unchanged() -> None:
+    """Prompt and first half sent to another engine give the second half."""
+
+    async def scenario(client: Client) -> None:
+        whole = await client.complete(max_tokens=12, seed=5, return_token_ids=True)
+        tokens = whole["choices"][0]["token_ids"]
+        async with started(FAST) as other:
+            rest = await other.complete(prompt=PROMPT + tokens[:7], max_tokens=5, seed=5, return_token_ids=True)
+        assert rest["choices"][0]["token_ids"] == tokens[7:]
+
+    live(scenario)
+
+
+def test_explicit_arrivals_that_come_late_are_served_as_of_their_time() -> None:
+    """Second request: arrived 10 ms after the first, heard of after it was done; it waits for the GPU's 16.4 only."""
+
+    async def scenario(client: Client) -> None:
+        await client.complete(max_tokens=1, kvstreams_arrival_ms=1000)
+        late = await client.complete(prompt=list(range(50, 60)), max_tokens=1, kvstreams_arrival_ms=1010)
+        assert late["kvstreams"]["model_ttft_ms"] == pytest.approx(6.4 + 15.0 + 1.0)
+        assert late["kvstreams"]["model_finish_ms"] == pytest.approx(1016.4 + 16.0)
+
+    live(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"model": "other", "prompt": [1]}, 404, "other"),
+        ({"prompt": []}, 400, "prompt"),
+        ({}, 400, "prompt"),
+        ({"prompt": ["a", "b"]}, 400, "prompt"),
+        ({"prompt": [1, -2]}, 400, "token 1"),
+        ({"prompt": [1], "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": [1], "n": 2}, 400, "n = 1"),
+        ({"prompt": [1], "kvstreams_arrival_ms": -1}, 400, "kvstreams_arrival_ms"),
+        ({"prompt": [1] * 1000, "max_tokens": 100}, 400, "maximum context length is 1024"),
+        ([], 400, "object"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_in_openais_shape(body: Any, status: int, words: str) -> None:
+    """Status, message, type and code; nothing is queued."""
+
+    async def scenario(client: Client) -> None:
+        told, page = await client.post("/v1/completions", body)
+        assert told == page["error"]["code"] == status
+        assert words in page["error"]["message"]
+        assert page["error"]["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
+        assert client.server.model.stats().n_waiting == 0
+
+    live(scenario)
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def test_events_carry_the_prompts_tokens_and_replay_gives_every_batch() -> None:
+    """Array tags like vLLM's; tokens hash to the prompt's blocks; live and replayed ones are equal; an end marker."""
+
+    async def scenario(client: Client) -> None:
+        await client.complete(prompt=[99] * 5, max_tokens=1)
+        await client.complete(max_tokens=8)
+        batches = await client.replay(0)
+        assert [sequence for sequence, _ in batches] == list(range(len(batches)))
+        assert await client.replay(1) == batches[1:]
+        assert await client.replay(len(batches)) == []
+        timestamp, events, rank = msgpack.unpackb(batches[0][1])
+        assert isinstance(timestamp, float)
+        assert rank == 0
+        ((tag, hashes, parent, tokens, block_size, lora_id, medium, lora_name),) = events
+        assert (tag, len(hashes), parent, tokens) == ("BlockStored", 1, None, [99] * 4)
+        assert (block_size, lora_id, medium, lora_name) == (4, None, "GPU", None)
+        stored = [event for event in events_of(batches)[1:] if event[0] == "BlockStored"]
+        known = [token for event in stored for token in event[3]]
+        assert prompt_hashes(known)[:3] == prompt_hashes(PROMPT)
+        assert len(known) == (14 + 8 - 1) // 4 * 4
+        assert [event[2] for event in stored[1:]] == [event[1][-1] for event in stored[:-1]]
+        # The subscriber may have joined after the first batches, as with any PUB; what it got must be what was kept.
+        await client.complete(prompt=[98] * 5, max_tokens=1)
+        topic, sequence, payload = await client.events.recv_multipart()
+        assert topic == b""
+        assert dict(await client.replay(0))[int.from_bytes(sequence, "big")] == payload
+
+    live(scenario)
+
+
+def test_the_debug_page_is_what_the_events_add_up_to() -> None:
+    """Under evictions, stores less removals of all batches are the blocks that the engine says it could find."""
+
+    async def scenario(client: Client) -> None:
+        for at in range(12):
+            await client.complete(prompt=[at % 5] * 7 + [at] * 60, max_tokens=9)
+        page = await client.get("/sim/cache")
+        batches = await client.replay(0)
+        assert page["next_sequence"] == len(batches)
+        copies: dict[int, int] = {}
+        for event in events_of(batches):
+            for hash_ in event[1]:
+                copies[hash_] = copies.get(hash_, 0) + (1 if event[0] == "BlockStored" else -1)
+        assert any(event[0] == "BlockRemoved" and event[2] == "GPU" for event in events_of(batches))
+        assert sorted(hash_ for hash_, n in copies.items() if n) == sorted(map(int, page["engine_hashes"]))
+        assert set(prompt_hashes([11 % 5] * 7 + [11] * 60)) <= set(map(int, page["sequence_hashes"]))
+
+    live(scenario, SimServerConfig(engine=EngineConfig(block_size=4, n_blocks=64), time_scale=1000.0))
+
+
+@pytest.mark.parametrize("dialect", ["map", "map_batch"])
+def test_the_map_dialects_name_their_fields(dialect: Any) -> None:
+    """Events as maps, in a batch that is an array or a map; 32-byte hashes end in the u64 of the int dialect."""
+
+    async def scenario(client: Client) -> None:
+        await client.complete()
+        batch = msgpack.unpackb((await client.replay(0))[0][1])
+        if dialect == "map_batch":
+            assert batch["data_parallel_rank"] == 3
+            events = batch["events"]
+        else:
+            _, events, rank = batch
+            assert rank == 3
+        assert events[0]["type"] == "BlockStored"
+        assert events[0]["token_ids"] == PROMPT[:12]
+        page = await client.get("/sim/cache")
+        assert all(len(hash_) == 32 for hash_ in events[0]["block_hashes"])
+        assert {str(int.from_bytes(hash_[-8:], "big")) for hash_ in events[0]["block_hashes"]} <= set(
+            page["engine_hashes"]
+        )
+
+    config = SimServerConfig(engine=ENGINE, time_scale=1000.0, dp_rank=3, event_dialect=dialect, hash_dialect="bytes32")
+    live(scenario, config)
+
+
+def test_an_adapter_is_a_model_of_its_own_on_the_wire() -> None:
+    """It is listed, asked for by name, shares no blocks, and its events say its name."""
+
+    async def scenario(client: Client) -> None:
+        assert [row["id"] for row in (await client.get("/v1/models"))["data"]] == ["sim-model", "tuned"]
+        await client.complete()
+        page = await client.complete(model="tuned")
+        assert (page["model"], page["kvstreams"]["cached_tokens"]) == ("tuned", 0)
+        names = [event[7] for event in events_of(await client.replay(0))]
+        assert names[0] is None
+        assert names[-1] == "tuned"
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=1000.0, lora_names=("tuned",)))
+
+
+def test_the_replay_buffer_forgets_the_oldest_batches() -> None:
+    """Of 5 batches a buffer of 3 replays the last 3."""
+
+    async def scenario(client: Client) -> None:
+        for at in range(5):
+            await client.complete(prompt=[at] * 5, max_tokens=1)
+        assert [sequence for sequence, _ in await client.replay(0)] == [2, 3, 4]
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=1000.0, replay_buffer_batches=3))
+
+
+# -- the other pages ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_is_refused_while_a_request_runs_and_announced_when_done() -> None:
+    """409 changes nothing; 200 leaves an empty cache and AllBlocksCleared as the last event."""
+
+    async def scenario(client: Client) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 500, "stream": True}
+        async with client.http.post(client.server.http_url + "/v1/completions", json=body) as response:
+            await response.content.readline()  # the first token is out, and 500 of them take 10 wall seconds
+            status, page = await client.post("/reset_prefix_cache")
+            assert (status, page["error"]["code"]) == (409, 409)
+            assert len((await client.get("/sim/cache"))["engine_hashes"]) >= 3
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=1.0))
+
+    async def when_idle(client: Client) -> None:
+        await client.complete()
+        assert await client.post("/reset_prefix_cache") == (200, None)
+        assert events_of(await client.replay(0))[-1] == ["AllBlocksCleared"]
+        assert (await client.get("/sim/cache"))["engine_hashes"] == []
+        assert (await client.complete())["kvstreams"]["cached_tokens"] == 0
+
+    live(when_idle)
+
+
+def test_the_metrics_page_has_vllms_names() -> None:
+    """Parsed as Prometheus does: hits and queries in tokens, gauges, the cache's size, the start of this life."""
+
+    async def scenario(client: Client) -> None:
+        await client.complete()
+        await client.complete()
+        async with client.http.get(client.server.http_url + "/metrics") as response:
+            text = await response.text()
+        samples = {s.name: s for family in text_string_to_metric_families(text) for s in family.samples}
+        values = {name: sample.value for name, sample in samples.items()}
+        assert values["vllm:prefix_cache_queries_total"] == 28
+        assert values["vllm:prefix_cache_hits_total"] == 12
+        assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+        assert values["vllm:kv_cache_usage_perc"] == values["vllm:gpu_cache_usage_perc"] == 0
+        assert samples["vllm:kv_cache_usage_perc"].labels["model_name"] == "sim-model"
+        assert samples["vllm:cache_config_info"].labels["num_gpu_blocks"] == "256"
+        assert values["process_start_time_seconds"] > 1e9
+
+    live(scenario)
+
+
+def test_the_addresses_and_health_are_told() -> None:
+    """/sim/info names what the server bound; /health answers 200 with nothing; an unknown path is a 404 as JSON."""
+
+    async def scenario(client: Client) -> None:
+        info = await client.get("/sim/info")
+        assert {name: info[name] for name in ("http", "events", "replay")} == client.server.info()
+        assert info["events"].startswith("tcp://127.0.0.1:")
+        async with client.http.get(info["http"] + "/health") as response:
+            assert (response.status, await response.read()) == (200, b"")
+        async with client.http.get(info["http"] + "/nowhere") as response:
+            assert (await response.json())["error"]["code"] == response.status == 404
+
+    live(scenario)
+
+
+# -- life --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_ends_open_requests_and_frees_the_ports() -> None:
+    """Who waits gets a 503, and a second server can have the very ports at once."""
+
+    async def main() -> None:
+        server = await serve(SimServerConfig(engine=ENGINE, time_scale=0.001))
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
+            asked = asyncio.create_task(http.post(server.http_url + "/v1/completions", json={"prompt": PROMPT}))
+            while not server.model.stats().n_running:
+                await asyncio.sleep(0.005)
+            await server.stop()
+            response = await asked
+            assert response.status == 503
+            response.close()
+        ports = [int(url.rsplit(":", 1)[1]) for url in server.info().values()]
+        again = await serve(SimServerConfig(port=ports[0], events_port=ports[1], replay_port=ports[2]))
+        try:
+            assert again.info() == server.info()
+            with pytest.raises(SettingsError, match="bind"):
+                await serve(SimServerConfig(events_port=ports[1]))
+            with pytest.raises(SettingsError, match="listen"):
+                await serve(SimServerConfig(port=ports[0]))
+        finally:
+            await again.stop()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_hangs_up_costs_nobody_else() -> None:
+    """Its request runs to its end in the model, and others are served."""
+
+    async def scenario(client: Client) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 400, "stream": True}
+        response = await client.http.post(client.server.http_url + "/v1/completions", json=body)
+        await response.content.readline()
+        response.close()
+        assert len((await client.complete(max_tokens=4))["choices"][0]["text"]) == 4
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=50.0))
+
+
+def test_run_serves_until_sigterm() -> None:
+    """The blocking entry tells its addresses once and ends with status 0."""
+    program = (
+        "from streams.sim.server import SimServerConfig, run\n"
+        "run(SimServerConfig(), lambda server: print(server.http_url, flush=True))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("http://127.0.0.1:")
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"time_scale": 0.0}, {"replay_buffer_batches": 0}, {"hash_dialect": "hex"}, {"event_dialect": "xml"}]
+)
+def test_a_config_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    """The error names the knob."""
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        SimServerConfig(**wrong)
+
+
+def test_tokens_of_a_byte_prompt_are_its_utf8() -> None:
+    """A text of three bytes is three tokens, whatever it looks like."""
+
+    async def scenario(client: Client) -> None:
+        page = await client.complete(prompt="ö!", return_token_ids=True)
+        assert page["choices"][0]["prompt_token_ids"] == np.frombuffer("ö!".encode(), dtype=np.uint8).tolist()
+
+    live(scenario)
