@@ -1,0 +1,403 @@
+"""`make demo`: everything as real processes on this machine, and what it does better than its peers.
+
+What lives here: the two acts, and `make up`. What must not: how a process is started (stack), how requests are driven
+(drive), how figures are shown (report).
+
+Act one: kv routing against round-robin and random on equal footing: same trace, same engines, emptied in between.
+Act two: the Faust worker is killed with SIGKILL and its RocksDB deleted; the log brings everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from streams.core.decision import RoutePolicy
+from streams.core.selection import RouterMode
+from streams.errors import SettingsError
+from streams.local.drive import LiveOutcome, ModelClock, drive
+from streams.local.processes import Children
+from streams.local.report import draw, explain, print_policies, summarise, summarise_live
+from streams.local.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.settings import Settings
+from streams.sim.model import EngineConfig
+from streams.sim.offline import simulate
+from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
+from streams.waiting import wait_for
+
+MODEL = "demo-model"
+TRACE_SEED = 20261120
+
+#: Model seconds a second, a core: what one core of 2026 drives with every process of the system beside it.
+SPEEDUP_A_CORE = 1.0
+
+#: Requests of act two, sent after the recovery to show that the system goes on.
+AFTERWARDS_REQUESTS = 20
+
+#: Tokens of the turn that the explained decision is about.
+NEXT_TURN_TOKENS = 600
+
+#: Everything published is visible within this, or something is wrong.
+SETTLE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What `kvstreams demo` was asked. trace None: generated. speedup None: chosen for this machine."""
+
+    trace: Path | None = None
+    workers: int = 8
+    requests: int = 400
+    speedup: float | None = None
+    directory: Path = Path(".kvstreams/demo")
+    kafka_directory: Path = Path(".kvstreams/kafka")
+    blocks: int = EngineConfig().n_blocks
+    seed: int = TRACE_SEED
+
+    def __post_init__(self) -> None:
+        for name, value in (("--workers", self.workers), ("--requests", self.requests), ("--blocks", self.blocks)):
+            if value < 1:
+                raise SettingsError(f"{name} is {value}; at least 1")
+        if self.speedup is not None and not self.speedup > 0.0:
+            raise SettingsError(f"--speedup is {self.speedup}; above 0")
+
+
+#: Brings a Kafka up in a folder and gives its state.
+StartKafka = Callable[[Path], Any]
+
+
+def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
+    """Run both acts; gives what is written to result.json. Kafka is left as it was found."""
+    console = Console()
+    requests = _requests(config)
+    speedup = config.speedup or SPEEDUP_A_CORE * (os.cpu_count() or 1)
+    engine_config = EngineConfig(n_blocks=config.blocks)
+    bound = infinite_cache_hit_share(requests, engine_config.block_size)
+    _say_what_is_run(console, config, requests, engine_config, speedup)
+    shutil.rmtree(config.directory, ignore_errors=True)
+    config.directory.mkdir(parents=True)
+
+    with _kafka(config.kafka_directory, start_kafka, console) as bootstrap, Children() as children:
+        settings = _settings(bootstrap)
+        stack = Stack(settings, config.directory, children)
+        worker, engines = _start_all(console, stack, config.workers, engine_config, speedup)
+        show = _Show(console, config, stack, worker, engines, ModelClock(speedup))
+
+        console.rule("[bold]Act one: kv routing against round-robin and random")
+        live = {mode.value: show.act_one(mode, requests) for mode in reversed(RouterMode)}
+        live = dict(reversed(live.items()))
+        figures = {name: summarise_live(outcomes, config.workers) for name, outcomes in live.items()}
+        offline = {
+            name: summarise(
+                simulate(
+                    requests, config.workers, engine_config, RoutePolicy(RouterMode(name)), random.Random(config.seed)
+                ),
+                config.workers,
+            )
+            for name in live
+        }
+        print_policies(console, figures, offline, bound)
+        words = show.explain_one(requests)
+        console.print(f"\n[bold]One decision.[/bold] {words}\n")
+        picture = config.directory / "demo.png"
+        draw(picture, live, figures, bound)
+
+        console.rule("[bold]Act two: what the log remembers")
+        recovery = show.act_two(requests)
+
+        result = {
+            "policies": figures,
+            "offline": offline,
+            "bound": {"infinite_cache_hit_share": bound},
+            "recovery": recovery,
+            "decision": words,
+            "config": {
+                "trace": str(config.trace) if config.trace else "generated",
+                "seed": config.seed,
+                "requests": len(requests),
+                "workers": config.workers,
+                "speedup": speedup,
+                "block_size": engine_config.block_size,
+                "blocks_an_engine": engine_config.n_blocks,
+            },
+        }
+        (config.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"\nFigures: {config.directory / 'result.json'}   Picture: {picture}")
+    return result
+
+
+def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: StartKafka) -> None:
+    """Start everything and stay in the foreground until Ctrl-C."""
+    console = Console()
+    shutil.rmtree(directory, ignore_errors=True)
+    with _kafka(kafka_directory, start_kafka, console) as bootstrap, Children() as children:
+        stack = Stack(_settings(bootstrap), directory, children)
+        worker, engines = _start_all(console, stack, workers, EngineConfig(), time_scale=1.0)
+        engine = engines[0]
+        prompt = json.dumps(list(range(64)))
+        console.print("\nEverything is up. Three lines to try, in another terminal:\n", highlight=False)
+        for line in (
+            f'curl -s {worker.url}/route -d \'{{"request_id": "r1", "token_ids": {prompt}, "explain": true}}\'',
+            f"curl -s {engine.url}/v1/completions -H 'Content-Type: application/json' "
+            f'-d \'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": 16}}\'',
+            f"curl -s {worker.url}/loads",
+        ):
+            console.print(line + "\n", highlight=False, soft_wrap=True)
+        console.print(f"Kafka is at {bootstrap}; logs are in {directory / 'logs'}. Ctrl-C ends everything.")
+        try:
+            while not (dead := children.dead()):
+                time.sleep(0.5)
+            console.print(f"[red]{dead[0].name} ended by itself; its log is {dead[0].log_path}")
+            raise SystemExit(1)
+        except KeyboardInterrupt:
+            console.print("stopping")
+
+
+class _Show:
+    """The running system, and what is done with it."""
+
+    def __init__(
+        self,
+        console: Console,
+        config: DemoConfig,
+        stack: Stack,
+        worker: RouterProcess,
+        engines: Sequence[Engine],
+        clock: ModelClock,
+    ) -> None:
+        self._console = console
+        self._config = config
+        self._stack = stack
+        self._worker = worker
+        self._engines = engines
+        self._urls = {engine.worker_id: engine.url for engine in engines}
+        self._clock = clock
+
+    def act_one(self, mode: RouterMode, requests: Sequence[TraceRequest]) -> list[LiveOutcome]:
+        """Drive the trace under one policy, from empty caches."""
+        self._empty_engines()
+        if mode is RouterMode.KV:
+            return self._drive(requests, self._worker.url, mode.value, mode.value)
+        # The others are routers of their own on the same topics, as a fleet would run them.
+        router = self._stack.router(f"router-{mode.value}", router_mode=mode)
+        outcomes = self._drive(requests, router.url, mode.value, mode.value)
+        router.child.stop()
+        return outcomes
+
+    def explain_one(self, requests: Sequence[TraceRequest]) -> str:
+        """Ask, without booking, for next turns of the last conversations; take the one where the choice matters most."""
+        best: tuple[int, dict[str, Any], int] | None = None
+        for request in requests[-50:]:
+            # What the user says next: nobody holds it yet.
+            tokens = tokens_for(request) + bytes(4 * NEXT_TURN_TOKENS)
+            answer = _post(
+                f"{self._worker.url}/route?explain=true&update_states=false", tokens, "application/octet-stream"
+            )
+            overlaps = [terms["overlap_blocks"] for terms in answer["candidates"]]
+            gain = answer["overlap_blocks"] - sorted(overlaps)[len(overlaps) // 2]
+            if best is None or gain > best[0]:
+                best = (gain, answer, len(tokens) // 4)
+        assert best is not None
+        return explain(best[1], best[2], self._stack.settings.block_size)
+
+    def act_two(self, requests: Sequence[TraceRequest]) -> dict[str, Any]:
+        """Kill, delete, recover, compare with what the engines' caches really hold."""
+        say = self._console.print
+        self._settle(self._worker.url)
+        truth = self._truth()
+        n_blocks = len(truth)
+        say(f"The engines hold {n_blocks:,} blocks, and the router knows {_count(truth, self._worker.url)}.")
+
+        started = time.monotonic()
+        self._worker.child.kill()
+        state = Path(self._worker.settings.data_dir)
+        shutil.rmtree(state)
+        say(f"SIGKILL to the Faust worker (pid {self._worker.child.pid}); its RocksDB in {state} is deleted.")
+
+        second_started = time.monotonic()
+        second = self._stack.router("router-second")
+        second_s = time.monotonic() - second_started
+        differences_second = len(truth ^ _facts(second.url))
+        say(
+            f"A second router, started now while nobody indexes: {n_blocks:,} blocks in {second_s:.1f} s, "
+            f"{differences_second} differences."
+        )
+
+        restarted = time.monotonic()
+        self._stack.restart_worker(self._worker)
+        wait_for(lambda: _mode(self._worker.url) == "exact", SETTLE_TIMEOUT_S, "the worker's router to be exact again")
+        worker_s = time.monotonic() - restarted
+        differences_worker = len(truth ^ _facts(self._worker.url))
+        say(
+            f"The worker, started again with an empty disk: [bold]{n_blocks:,} blocks back in {worker_s:.1f} s, "
+            f"{differences_worker} differences[/bold] (Kafka waits "
+            f"{self._stack.settings.session_timeout_s:g} s of it before it gives a dead worker's partitions away)."
+        )
+
+        again = requests[-min(AFTERWARDS_REQUESTS, len(requests)) :]
+        first_ms = again[0].timestamp_ms
+        shifted = [TraceRequest(r.timestamp_ms - first_ms, r.input_length, r.output_length, r.hash_ids) for r in again]
+        outcomes = self._drive(shifted, second.url, "afterwards", "and it goes on")
+        for url in (self._worker.url, second.url):
+            self._settle(url)
+        truth = self._truth()
+        differences_after = [len(truth ^ _facts(url)) for url in (self._worker.url, second.url)]
+        say(
+            f"{len(outcomes)} more requests through the second router: both routers again hold what the engines do, "
+            f"{sum(differences_after)} differences."
+        )
+        return {
+            "blocks": n_blocks,
+            "seconds": worker_s,
+            "differences": differences_worker,
+            "second_router_seconds": second_s,
+            "second_router_differences": differences_second,
+            "differences_after_more_requests": sum(differences_after),
+            "killed_to_exact_seconds": time.monotonic() - started,
+        }
+
+    def _drive(self, requests: Sequence[TraceRequest], url: str, name: str, text: str) -> list[LiveOutcome]:
+        columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console) as bar:
+            task = bar.add_task(text, total=len(requests))
+            run_name = f"{name}-{uuid.uuid4().hex[:8]}"
+            return asyncio.run(
+                drive(requests, url, self._urls, self._clock, run_name, lambda: bar.update(task, advance=1))
+            )
+
+    def _empty_engines(self) -> None:
+        """Clear every engine's cache, as an operator would, and wait until the router has heard of it."""
+        for engine in self._engines:
+            _post(f"{engine.url}/reset_prefix_cache", b"", "application/json", parse=False)
+        wait_for(lambda: get_json(f"{self._worker.url}/state")["blocks"] == 0, SETTLE_TIMEOUT_S, "empty caches")
+
+    def _settle(self, url: str) -> None:
+        """Wait until a router has heard every engine's last batch."""
+
+        def heard() -> bool:
+            told = {rank["worker_id"]: rank["sequence"] for rank in get_json(f"{url}/state")["ranks"]}
+            return all(
+                told.get(engine.worker_id, -1) + 1 >= get_json(f"{engine.url}/sim/cache")["next_sequence"]
+                for engine in self._engines
+            )
+
+        wait_for(heard, SETTLE_TIMEOUT_S, f"every event to be visible at {url}")
+
+    def _truth(self) -> set[tuple[int, int]]:
+        """(worker, sequence hash) of every block that the engines hold, asked of the engines themselves."""
+        return {
+            (engine.worker_id, int(block))
+            for engine in self._engines
+            for block in get_json(f"{engine.url}/sim/cache")["sequence_hashes"]
+        }
+
+
+class _kafka:  # noqa: N801 - a context manager that reads as a verb
+    """The local Kafka for as long as the block runs; one that ran before is left running."""
+
+    def __init__(self, directory: Path, start_kafka: StartKafka, console: Console) -> None:
+        self._directory = directory
+        self._start = start_kafka
+        self._console = console
+        self._ours = False
+
+    def __enter__(self) -> str:
+        state = self._start(self._directory)
+        self._ours = not state.reused
+        self._console.print(f"Kafka {state.version} {'was up' if state.reused else 'is up'} at {state.bootstrap}")
+        bootstrap: str = state.bootstrap
+        return bootstrap
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            from streams.local.kafka import LocalKafka, LocalKafkaConfig
+
+            LocalKafka(LocalKafkaConfig(self._directory)).down()
+
+
+def _settings(bootstrap: str) -> Settings:
+    # A scope of its own for every run: what an earlier one left in Kafka cannot be mistaken for this one's.
+    return Settings(kafka=bootstrap, topic_prefix=f"demo-{uuid.uuid4().hex[:8]}.", partitions=4)
+
+
+def _start_all(
+    console: Console, stack: Stack, n_engines: int, config: EngineConfig, time_scale: float
+) -> tuple[RouterProcess, list[Engine]]:
+    started = time.monotonic()
+    with console.status("starting engines, bridge, Faust worker and router"):
+        worker = stack.worker()
+        engines = stack.engines(n_engines, config, MODEL, time_scale)
+        stack.bridge(engines)
+        wait_workers(worker.url, n_engines)
+    console.print(
+        f"{n_engines} engines, a bridge, a Faust worker with its router: up in {time.monotonic() - started:.1f} s"
+    )
+    return worker, engines
+
+
+def _requests(config: DemoConfig) -> list[TraceRequest]:
+    if config.trace is None:
+        return generate(config.requests, np.random.default_rng(config.seed))
+    try:
+        with config.trace.open() as lines:
+            requests = parse_trace(lines, config.requests)
+    except OSError as exc:
+        raise SettingsError(f"--trace {config.trace} cannot be read: {exc.strerror}") from exc
+    if not requests:
+        raise SettingsError(f"--trace {config.trace} holds no request")
+    return requests
+
+
+def _say_what_is_run(
+    console: Console, config: DemoConfig, requests: Sequence[TraceRequest], engine: EngineConfig, speedup: float
+) -> None:
+    tokens = sum(request.input_length for request in requests)
+    source = f"the first of {config.trace}" if config.trace else f"generated, seed {config.seed}"
+    console.print(
+        f"{len(requests)} requests ({source}), {tokens / len(requests):,.0f} prompt tokens each on average, over "
+        f"{requests[-1].timestamp_ms / 1000:.0f} s, played {speedup:g} times as fast on {config.workers} simulated "
+        f"engines of {engine.n_blocks:,} blocks of {engine.block_size} tokens.",
+        highlight=False,
+    )
+
+
+def _facts(url: str) -> set[tuple[int, int]]:
+    """(worker, sequence hash) of every block in a router's view."""
+    page = get_bytes(f"{url}/state/blocks")
+    table = np.frombuffer(page, dtype=[("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
+    return set(zip(table["worker"].tolist(), table["block"].tolist(), strict=True))
+
+
+def _count(truth: set[tuple[int, int]], url: str) -> str:
+    differences = len(truth ^ _facts(url))
+    return "them all" if not differences else f"all but {differences}"
+
+
+def _mode(url: str) -> str:
+    """Mode of an answer over all ranks."""
+    body = json.dumps({"token_ids": [0], "update_states": False}).encode()
+    try:
+        return str(_post(f"{url}/route", body, "application/json").get("mode"))
+    except OSError:
+        return ""
+
+
+def _post(url: str, body: bytes, content_type: str, parse: bool = True) -> Any:
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": content_type}, method="POST")
+    with urllib.request.urlopen(request, timeout=30.0) as response:
+        answer = response.read()
+    return json.loads(answer) if parse else answer

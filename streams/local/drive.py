@@ -1,0 +1,176 @@
+"""Driving a trace through the live system over HTTP, as clients would.
+
+What lives here: one client a request: ask the router, send the prompt to the engine it named, tell the router of first
+token and end. What must not: starting processes (stack) and judging the result (report).
+
+Requests arrive by the trace's own times, `speedup` model seconds a second. Each tells the engine its arrival in model
+time, and engines answer in model time, so that no figure depends on how this machine schedules processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from streams.errors import KvStreamsError
+from streams.sim.offline import Outcome
+from streams.sim.trace import TraceRequest, tokens_for
+
+#: Requests under way at once; a trace that needs more than this is offered faster than any fleet here can serve.
+IN_FLIGHT_MAX = 512
+
+_TIMEOUT = aiohttp.ClientTimeout(total=600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOutcome:
+    """What became of one request. outcome: as the offline simulator gives it. route_ms: wall time of POST /route."""
+
+    outcome: Outcome
+    mode: str
+    overlap_blocks: int
+    request_blocks: int
+    route_ms: float
+
+
+class ModelClock:
+    """The one model clock of a run, shared by every trace that is driven in it: it starts at 0 and never goes back."""
+
+    def __init__(self, speedup: float) -> None:
+        self.speedup = speedup
+        self._started = time.monotonic()
+
+    def now_ms(self) -> float:
+        """Model time."""
+        return (time.monotonic() - self._started) * 1000.0 * self.speedup
+
+    async def sleep_until(self, at_ms: float) -> None:
+        """Wait for a model time."""
+        await asyncio.sleep(max(0.0, (at_ms - self.now_ms()) / 1000.0 / self.speedup))
+
+
+async def drive(
+    requests: Sequence[TraceRequest],
+    router_url: str,
+    engines: Mapping[int, str],
+    clock: ModelClock,
+    name: str,
+    progress: Callable[[], None],
+) -> list[LiveOutcome]:
+    """Offer every request at its time; gives outcomes in the trace's order. Raises KvStreamsError where one fails.
+
+    engines: worker id to URL. name: put before request ids, which must differ between runs.
+    """
+    begin_ms = clock.now_ms() + 100.0 * clock.speedup  # a tenth of a second for the first connections
+    room = asyncio.Semaphore(IN_FLIGHT_MAX)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as http:
+        client = _Client(http, router_url, engines)
+
+        async def one(number: int, request: TraceRequest) -> LiveOutcome:
+            tokens = tokens_for(request)
+            arrival_ms = begin_ms + request.timestamp_ms
+            await clock.sleep_until(arrival_ms)
+            async with room:
+                outcome = await client.run(number, f"{name}-{number}", request, tokens, arrival_ms)
+            progress()
+            return outcome
+
+        tasks: list[asyncio.Task[LiveOutcome]] = []
+        async with asyncio.TaskGroup() as group:
+            for number, request in enumerate(requests):
+                # Tokens are made shortly before they are sent: 2,000 prompts at once would be 100 MB.
+                await clock.sleep_until(begin_ms + request.timestamp_ms - 500.0 * clock.speedup)
+                tasks.append(group.create_task(one(number, request)))
+        return [task.result() for task in tasks]
+
+
+class _Client:
+    def __init__(self, http: aiohttp.ClientSession, router_url: str, engines: Mapping[int, str]) -> None:
+        self._http = http
+        self._router = router_url
+        self._engines = engines
+
+    async def run(
+        self, number: int, request_id: str, request: TraceRequest, tokens: bytes, arrival_ms: float
+    ) -> LiveOutcome:
+        """One request from route to free."""
+        started = time.perf_counter()
+        choice = await self._route(request_id, tokens)
+        route_ms = (time.perf_counter() - started) * 1000.0
+        try:
+            figures = await self._complete(request_id, choice["worker_id"], number, request, tokens, arrival_ms)
+        finally:
+            await self._tell("DELETE", f"/loads/{request_id}")
+        return LiveOutcome(
+            outcome=Outcome(
+                request=number,
+                worker_id=choice["worker_id"],
+                prompt_tokens=figures["prompt_tokens"],
+                cached_tokens=figures["cached_tokens"],
+                output_tokens=max(1, request.output_length),
+                ttft_ms=figures["model_ttft_ms"],
+                latency_ms=figures["model_latency_ms"],
+            ),
+            mode=choice["mode"],
+            overlap_blocks=choice["overlap_blocks"],
+            request_blocks=choice["request_blocks"],
+            route_ms=route_ms,
+        )
+
+    async def _route(self, request_id: str, tokens: bytes) -> dict[str, Any]:
+        async with self._http.post(
+            f"{self._router}/route",
+            params={"request_id": request_id},
+            data=tokens,
+            headers={"Content-Type": "application/octet-stream"},
+        ) as response:
+            answer: dict[str, Any] = orjson.loads(await response.read())
+            if response.status != 200:
+                raise KvStreamsError(f"POST /route of {request_id} answered {response.status}: {answer}")
+            return answer
+
+    async def _complete(
+        self, request_id: str, worker_id: int, number: int, request: TraceRequest, tokens: bytes, arrival_ms: float
+    ) -> dict[str, Any]:
+        """Stream a completion; the router hears of the first token when it comes."""
+        body = orjson.dumps(
+            {
+                "prompt": array("I", tokens).tolist(),
+                "max_tokens": max(1, request.output_length),
+                "stream": True,
+                "seed": number,
+                "kvstreams_arrival_ms": arrival_ms,
+            }
+        )
+        figures: dict[str, Any] = {}
+        first = True
+        async with self._http.post(
+            f"{self._engines[worker_id]}/v1/completions", data=body, headers={"Content-Type": "application/json"}
+        ) as response:
+            if response.status != 200:
+                raise KvStreamsError(f"{request_id}: engine {worker_id} answered {await response.text()}")
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                if first:
+                    first = False
+                    await self._tell("POST", f"/loads/{request_id}/prefill-complete")
+                chunk = json.loads(line[len(b"data: ") :])
+                figures = chunk.get("kvstreams") or figures
+        if not figures:
+            raise KvStreamsError(f"{request_id}: engine {worker_id} ended its answer early")
+        return figures
+
+    async def _tell(self, method: str, path: str) -> None:
+        async with self._http.request(method, self._router + path) as response:
+            if response.status not in (200, 202):
+                raise KvStreamsError(f"{method} {path} answered {response.status}: {await response.text()}")
