@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from streams import __version__, log
+from streams.core.selection import RouterMode
 from streams.errors import KvStreamsError, SettingsError
 from streams.settings import ENV_PREFIX, Resolved, Settings, as_environ, load
 from streams.topics import topics as scope_topics
@@ -188,7 +189,7 @@ def topics_describe(resolved: Resolved) -> None:
 def worker(resolved: Resolved) -> None:
     """Run the Faust worker: `faust -A streams worker` with these settings."""
     os.environ.update(as_environ(resolved.settings))
-    os.execv(sys.executable, [sys.executable, "-m", "faust", "-A", "streams", "worker", "--loglevel", "warn"])
+    os.execv(sys.executable, [sys.executable, *resolved.settings.faust_arguments])
 
 
 @cli.command()
@@ -224,6 +225,7 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
 @cli.command()
 @click.option("--worker", "worker_name", default="1", help="name, for the logs")
 @click.option("--model", default="demo-model", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for every interface")
 @click.option("--port", default=8100, show_default=True, help="HTTP; 0 takes a free one")
 @click.option("--events-port", default=5557, show_default=True, help="ZMQ PUB; 0 takes a free one")
 @click.option("--replay-port", default=5558, show_default=True, help="ZMQ ROUTER; 0 takes a free one")
@@ -234,6 +236,7 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
 def sim(
     worker_name: str,
     model: str,
+    host: str,
     port: int,
     events_port: int,
     replay_port: int,
@@ -248,6 +251,7 @@ def sim(
 
     log.configure(Settings())
     sim_config = SimServerConfig(
+        host=host,
         port=port,
         events_port=events_port,
         replay_port=replay_port,
@@ -276,15 +280,40 @@ def sim(
 @click.option("--workers", default=8, show_default=True, help="simulated engines")
 @click.option("--requests", default=400, show_default=True, help="requests of each policy")
 @click.option("--speedup", default=None, type=float, help="model seconds a second; chosen for this machine if left out")
+@click.option("--blocks", default=16384, show_default=True, help="blocks of 16 tokens of each engine's cache")
+@click.option("--policy", "policies", multiple=True, help="kv, round-robin or random; again for more; all if left out")
 @click.option("--directory", type=click.Path(path_type=Path), default=DEMO_DIRECTORY, show_default=True)
 @click.option("--kafka-directory", type=click.Path(path_type=Path), default=KAFKA_DIRECTORY, show_default=True)
 def demo(
-    trace: Path | None, workers: int, requests: int, speedup: float | None, directory: Path, kafka_directory: Path
+    trace: Path | None,
+    workers: int,
+    requests: int,
+    speedup: float | None,
+    blocks: int,
+    policies: tuple[str, ...],
+    directory: Path,
+    kafka_directory: Path,
 ) -> None:
     """Run everything on this machine and show what it does."""
     from streams.local.demo import DemoConfig, run_demo
 
-    run_demo(DemoConfig(trace, workers, requests, speedup, directory, kafka_directory), start_kafka)
+    try:
+        modes = tuple(RouterMode(policy) for policy in policies) or tuple(RouterMode)
+    except ValueError as exc:
+        raise SettingsError(f"--policy: {exc}", remedy="One of kv, round-robin, random") from exc
+    if RouterMode.KV not in modes:
+        raise SettingsError("--policy: kv is what the demo is about; name it too")
+    config = DemoConfig(
+        trace=trace,
+        workers=workers,
+        requests=requests,
+        speedup=speedup,
+        directory=directory,
+        kafka_directory=kafka_directory,
+        blocks=blocks,
+        policies=tuple(mode for mode in RouterMode if mode in modes),
+    )
+    run_demo(config, start_kafka)
 
 
 @cli.command()

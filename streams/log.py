@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import logging.config
 import sys
+from typing import Any
 
 import orjson
 
@@ -29,14 +31,24 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(fields, default=str).decode()
 
 
+def dict_config(settings: Settings) -> dict[str, Any]:
+    """The logging of a process, in the form that `logging.config` and Faust take."""
+    level = settings.log_level.upper()
+    # Kafka's Python clients tell every rebalance and fetch in several lines; ours say what matters of it.
+    quiet = max(logging.WARNING, logging.getLevelNamesMapping()[level])
+    formatter = (
+        {"()": JsonFormatter} if settings.log_json else {"format": "%(asctime)s %(levelname)-7s %(name)s  %(message)s"}
+    )
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"chosen": formatter},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "chosen", "stream": sys.stderr}},
+        "loggers": {name: {"level": quiet} for name in ("aiokafka", "faust", "mode")},
+        "root": {"level": level, "handlers": ["stderr"]},
+    }
+
+
 def configure(settings: Settings) -> None:
     """Send the logs of this process to standard error in the form that the settings ask for."""
-    handler = logging.StreamHandler(sys.stderr)
-    if settings.log_json:
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s  %(message)s"))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
-    # Kafka's Python clients tell every rebalance and fetch in several lines; ours say what matters of it.
-    for noisy in ("aiokafka", "faust", "mode"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLevelName(settings.log_level.upper())))
+    logging.config.dictConfig(dict_config(settings))

@@ -90,6 +90,15 @@ class Settings:
         return self.model_block_sizes.get(model, self.block_size)
 
     @property
+    def faust_arguments(self) -> list[str]:
+        """The arguments behind the interpreter that run a Faust worker; its settings go by `as_environ`.
+
+        Faust's own log level caps ours, and knows it as `warn`.
+        """
+        level = "warn" if self.log_level == "warning" else self.log_level
+        return ["-m", "faust", "--quiet", "-A", "streams", "worker", "--loglevel", level]
+
+    @property
     def app_id(self) -> str:
         """Faust's app id, which names consumer group and changelogs."""
         return f"{self.topic_prefix}kvstreams"

@@ -47,10 +47,8 @@ def create_app(settings: Settings) -> faust.App:
         web_host=settings.host,
         web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
         stream_wait_empty=False,
-        logging_config=None,
-        loghandlers=[],
+        logging_config=log.dict_config(settings),
     )
-    log.configure(settings)
     indexer = Indexer(app, settings, faults.armed())
     source = app.topic(
         topics(settings).kv_events.name,

@@ -66,6 +66,7 @@ class DemoConfig:
     directory: Path = Path(".kvstreams/demo")
     kafka_directory: Path = Path(".kvstreams/kafka")
     blocks: int = EngineConfig().n_blocks
+    policies: tuple[RouterMode, ...] = tuple(RouterMode)
     seed: int = TRACE_SEED
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
         show = _Show(console, config, stack, worker, engines, ModelClock(speedup))
 
         console.rule("[bold]Act one: kv routing against round-robin and random")
-        live = {mode.value: show.act_one(mode, requests) for mode in reversed(RouterMode)}
+        live = {mode.value: show.act_one(mode, requests) for mode in reversed(config.policies)}
         live = dict(reversed(live.items()))
         figures = {name: summarise_live(outcomes, config.workers) for name, outcomes in live.items()}
         offline = {
@@ -199,7 +200,7 @@ class _Show:
         return outcomes
 
     def explain_one(self, requests: Sequence[TraceRequest]) -> str:
-        """Ask, without booking, for next turns of the last conversations; take the one where the choice matters most."""
+        """Ask, without booking, for the last conversations' next turns; take the one where the choice matters most."""
         best: tuple[int, dict[str, Any], int] | None = None
         for request in requests[-50:]:
             # What the user says next: nobody holds it yet.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +57,7 @@ def print_policies(
     console: Console, live: Mapping[str, Mapping[str, Any]], offline: Mapping[str, Mapping[str, Any]], bound: float
 ) -> None:
     """The table of act one."""
-    table = Table(header_style="bold")
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for column in (
         "prefix\nhits",

@@ -92,7 +92,7 @@ class Stack:
         )
         child = self._start(
             name,
-            ["-m", "faust", "-A", "streams", "worker", "--loglevel", "warn"],
+            settings.faust_arguments,
             {**as_environ(settings), **(env or {})},
         )
         process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)

@@ -150,6 +150,8 @@ class Handlers:
                         "sequence": rank.sequence,
                         "health": rank.health.name.lower(),
                         "blocks": rank.n_blocks,
+                        "gaps": rank.n_gaps,
+                        "unknown_parents": rank.n_unknown_parents,
                         "digest": f"{rank.digest:016x}",
                     }
                     for rank in ranks

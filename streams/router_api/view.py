@@ -57,6 +57,8 @@ class RankState:
     sequence: int
     health: Health
     n_blocks: int
+    n_gaps: int
+    n_unknown_parents: int
     digest: int
 
 
@@ -204,6 +206,8 @@ class View:
             sequence=progress.sequence if progress else -1,
             health=progress.health if progress else Health.DEGRADED,
             n_blocks=n_blocks,
+            n_gaps=progress.n_gaps if progress else 0,
+            n_unknown_parents=progress.n_unknown_parents if progress else 0,
             digest=digest,
         )
 
