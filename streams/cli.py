@@ -225,7 +225,7 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
 @cli.command()
 @click.option("--worker", "worker_name", default="1", help="name, for the logs")
 @click.option("--model", default="demo-model", show_default=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for every interface")
+@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for all")
 @click.option("--port", default=8100, show_default=True, help="HTTP; 0 takes a free one")
 @click.option("--events-port", default=5557, show_default=True, help="ZMQ PUB; 0 takes a free one")
 @click.option("--replay-port", default=5558, show_default=True, help="ZMQ ROUTER; 0 takes a free one")

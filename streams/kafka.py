@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicCollection, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from streams.errors import KvStreamsError, TopicMismatch
@@ -17,8 +17,27 @@ from streams.settings import Settings
 from streams.topics import TopicSpec
 from streams.waiting import wait_for
 
-#: An admin call that takes longer than this has no broker to talk to.
-ADMIN_TIMEOUT_S = 20.0
+#: A broker answers a question about its topics within milliseconds. One that is silent for this long is not there, and
+#: whoever typed a wrong address wants to know soon.
+ANSWER_TIMEOUT_S = 8.0
+
+#: Creating topics takes a laden broker seconds: each partition is a folder with files of its own.
+CREATE_TIMEOUT_S = 20.0
+
+#: The client ends a call at its own time-out with the reason; its future is given a little longer, so that the reason
+#: arrives before our patience ends.
+_FUTURE_SLACK_S = 5.0
+
+#: These codes mean that no broker was reached; any other is an answer, and says itself what is wrong.
+_UNREACHED = frozenset(
+    {
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._INVALID_ARG,
+        KafkaError._RESOLVE,
+        KafkaError._TIMED_OUT,
+        KafkaError._TRANSPORT,
+    }
+)
 
 #: Librdkafka's own default would split a worker over two partitions: Faust and Java hash keys with murmur2.
 PARTITIONER = "murmur2_random"
@@ -92,37 +111,37 @@ def as_record(message: Message) -> Record:
 
 
 def admin(settings: Settings) -> AdminClient:
-    """Admin client."""
-    return AdminClient({"bootstrap.servers": settings.kafka, "log_level": 3})
+    """Admin client; silent, since each of its calls tells by itself what went wrong."""
+    return AdminClient({"bootstrap.servers": settings.kafka, "log_level": 0})
 
 
 def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
     """What the broker has of each topic; None where it has none. Raises KvStreamsError where no broker answers."""
     specs = list(specs)
-    client = admin(settings)
     found: dict[str, TopicState | None] = {}
     try:
+        client = admin(settings)
         described = client.describe_topics(
-            TopicCollection([spec.name for spec in specs]), request_timeout=ADMIN_TIMEOUT_S
+            TopicCollection([spec.name for spec in specs]), request_timeout=ANSWER_TIMEOUT_S
         )
         existing = {}
         for name, future in described.items():
             try:
-                existing[name] = future.result(ADMIN_TIMEOUT_S)
+                existing[name] = future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
             except KafkaException as exc:
                 if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
                     raise
         resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in existing}
         configs = {
-            resource.name: future.result(ADMIN_TIMEOUT_S)
+            resource.name: future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
             for resource, future in (
-                client.describe_configs(list(resources.values()), request_timeout=ADMIN_TIMEOUT_S).items()
+                client.describe_configs(list(resources.values()), request_timeout=ANSWER_TIMEOUT_S).items()
                 if resources
                 else ()
             )
         }
     except KafkaException as exc:
-        raise _no_broker(settings, exc) from exc
+        raise _refused(settings, exc) from exc
     for spec in specs:
         topic = existing.get(spec.name)
         if topic is None:
@@ -150,12 +169,12 @@ def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, T
         client = admin(settings)
         created = client.create_topics(
             [NewTopic(spec.name, spec.partitions, spec.replication, config=dict(spec.config)) for spec in missing],
-            operation_timeout=ADMIN_TIMEOUT_S,
-            request_timeout=ADMIN_TIMEOUT_S,
+            operation_timeout=CREATE_TIMEOUT_S,
+            request_timeout=CREATE_TIMEOUT_S,
         )
         for name, future in created.items():
             try:
-                future.result(ADMIN_TIMEOUT_S)
+                future.result(CREATE_TIMEOUT_S + _FUTURE_SLACK_S)
             except KafkaException as exc:
                 if exc.args[0].name() != "TOPIC_ALREADY_EXISTS":  # another process was faster
                     raise KvStreamsError(f"topic {name} cannot be created: {exc.args[0].str()}") from exc
@@ -194,11 +213,13 @@ def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, Topi
         states.update(describe_topics(settings, specs))
         return all(state is not None for state in states.values())
 
-    wait_for(all_there, ADMIN_TIMEOUT_S, "the created topics to be known to the broker")
+    wait_for(all_there, CREATE_TIMEOUT_S, "the created topics to be known to the broker")
     return states
 
 
-def _no_broker(settings: Settings, exc: KafkaException) -> KvStreamsError:
+def _refused(settings: Settings, exc: KafkaException) -> KvStreamsError:
+    if exc.args[0].code() not in _UNREACHED:
+        return KvStreamsError(f"Kafka at {settings.kafka} refuses: {exc.args[0].str()}")
     return KvStreamsError(
         f"no Kafka answers at {settings.kafka}: {exc.args[0].str()}",
         remedy="Set --kafka or KVSTREAMS_KAFKA, or start one with `kvstreams kafka up`",
@@ -220,11 +241,11 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
     """
     consumer = reader(settings)
     try:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=ADMIN_TIMEOUT_S)
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=ANSWER_TIMEOUT_S)
         if high <= wanted:
             return FirstOffset(low, None)
         consumer.assign([TopicPartition(topic, partition, max(low, wanted))])
-        for message in consumer.consume(1, ADMIN_TIMEOUT_S):
+        for message in consumer.consume(1, ANSWER_TIMEOUT_S):
             if message.error() is None:
                 return FirstOffset(low, message.offset())
         return FirstOffset(low, None)

@@ -8,12 +8,15 @@ Faust's command line refuses options that it does not know, so a worker's settin
 
 from __future__ import annotations
 
+import enum
+import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -25,6 +28,16 @@ ENV_PREFIX = "KVSTREAMS_"
 #: Names the TOML file; without it `kvstreams.toml` in the current folder is read if it is there.
 CONFIG_ENV = "KVSTREAMS_CONFIG"
 CONFIG_FILE_DEFAULT = "kvstreams.toml"
+
+#: A weight or a temperature beyond this drowns every other term of a cost; near the end of floats it makes costs
+#: infinite, and an infinite cost chooses nothing.
+WEIGHT_MAX = 1e6
+
+#: Numbers of ours reach Kafka and Avro as signed longs.
+NUMBER_MAX = (1 << 63) - 1
+
+#: What Kafka allows in a topic's name; its 249 characters less room for the longest name behind the prefix.
+_TOPIC_PREFIX = re.compile(r"[a-zA-Z0-9._-]{0,200}")
 
 
 def _knob(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
@@ -50,18 +63,22 @@ class Settings:
     host: str = _knob("127.0.0.1", "address the HTTP API listens on; 0.0.0.0 for every interface")
     port: int = _knob(8000, "port of the HTTP API", low=0, high=65535)
     router_mode: RouterMode = _knob(RouterMode.KV, "how a rank is chosen: kv, round-robin, random")
-    kv_overlap_score_weight: float = _knob(1.0, "weight of prefill against decode load; 0 balances load only", low=0.0)
-    router_temperature: float = _knob(0.0, "0 takes the cheapest rank, more samples", low=0.0)
+    kv_overlap_score_weight: float = _knob(
+        1.0, "weight of prefill against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
+    )
+    router_temperature: float = _knob(0.0, "0 takes the cheapest rank, more samples", low=0.0, high=WEIGHT_MAX)
     router_seed: int = _knob(0, "seed of the router's generator; 0 takes one from the system", low=0)
     tier_weights: tuple[float, ...] = _knob(
         (1.0, 0.75, 0.25, 0.0), "worth of a cached block on device, host, disk, external"
     )
-    booking_ttl_s: float = _knob(600.0, "a booking that nobody frees ends after this", low=1.0)
+    booking_ttl_s: float = _knob(600.0, "a booking that nobody frees ends after this", low=1.0, high=30 * 86_400.0)
     request_tokens_max: int = _knob(1_048_576, "tokens of the longest request accepted", low=1)
     body_bytes_max: int = _knob(16 * 1024 * 1024, "bytes of the largest HTTP body accepted", low=1024)
     stale_after_ms: int = _knob(3000, "a partition record older than this makes answers degraded", low=100)
     behind_after_ms: int = _knob(1000, "an owner this far behind its source makes answers degraded", low=10)
-    session_timeout_s: float = _knob(6.0, "a Faust worker silent for this long loses its partitions", low=1.0)
+    session_timeout_s: float = _knob(
+        6.0, "a Faust worker silent for this long loses its partitions", low=1.0, high=1800.0
+    )
     transaction_timeout_ms: int = _knob(10_000, "Kafka ends a transaction left open after this", low=1000)
     batch_records_max: int = _knob(500, "source records of one transaction", low=1)
     queue_records_high: int = _knob(4096, "records waiting for one partition before its source is paused", low=1)
@@ -78,12 +95,17 @@ class Settings:
             _check_range(knob.name, getattr(self, knob.name), knob.metadata)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise SettingsError(f"log_level is {self.log_level!r}; one of debug, info, warning, error")
-        if len(self.tier_weights) != len(TIER_NAMES) or min(self.tier_weights) < 0.0:
-            raise SettingsError(f"tier_weights is {self.tier_weights}; {len(TIER_NAMES)} numbers, none below 0")
+        weights, wanted = self.tier_weights, len(TIER_NAMES)
+        if len(weights) != wanted or not all(0.0 <= weight <= WEIGHT_MAX for weight in weights):
+            raise SettingsError(f"tier_weights is {weights}; {wanted} numbers of 0 to {WEIGHT_MAX:g}")
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():
             raise SettingsError("kafka is empty; give host:port of a broker")
+        if not _TOPIC_PREFIX.fullmatch(self.topic_prefix):
+            raise SettingsError(
+                f"topic_prefix is {self.topic_prefix!r}; at most 200 of a-z, A-Z, 0-9, dot, hyphen, underscore"
+            )
 
     def block_size_of(self, model: str) -> int:
         """Tokens of a KV block of a model, one size for each model within a scope."""
@@ -150,13 +172,12 @@ def load(
 
 
 def as_environ(settings: Settings) -> dict[str, str]:
-    """Settings as `KVSTREAMS_*`, for a child process."""
-    default = Settings()
-    return {
-        ENV_PREFIX + knob.name.upper(): _to_text(getattr(settings, knob.name))
-        for knob in fields(settings)
-        if getattr(settings, knob.name) != getattr(default, knob.name)
-    }
+    """Settings as `KVSTREAMS_*`, for a child process.
+
+    Every knob, those with their default too: a child inherits our environment and folder, and must not take another
+    value from there or from a file.
+    """
+    return {ENV_PREFIX + knob.name.upper(): _to_text(getattr(settings, knob.name)) for knob in fields(settings)}
 
 
 def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
@@ -166,7 +187,7 @@ def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
         if explicit:
             raise SettingsError(f"{file} is not there", remedy=f"Mend {CONFIG_ENV} or --config") from exc
         return {}
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except (OSError, ValueError) as exc:  # not TOML, not UTF-8, or a number of thousands of digits
         raise SettingsError(f"{file} cannot be read: {exc}") from exc
 
 
@@ -189,21 +210,43 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
         if kind is bool:
             parsed = _SWITCH.get(value.lower(), value)
         elif kind == dict[str, int]:
-            parsed = {part.partition("=")[0]: part.partition("=")[2] for part in value.split(",") if part}
+            parsed = _parse_dict(value)
         elif kind == tuple[float, ...]:
-            parsed = value.split(",")
+            parsed = [part.strip() for part in value.split(",")]
     try:
         return msgspec.convert(parsed, kind, strict=False)
     except msgspec.ValidationError as exc:
-        wanted = getattr(kind, "__name__", str(kind)) if not get_args(kind) else str(kind)
-        raise SettingsError(f"{name} is {value!r}, not {wanted}", remedy=f"It came from: {source}") from exc
+        raise SettingsError(f"{name} is {value!r}, not {_wanted(kind)}", remedy=f"It came from: {source}") from exc
+
+
+def _parse_dict(text: str) -> Any:
+    """`name=1,other=2`, or a JSON object for names with a comma or an equals sign; what is neither is given back."""
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): number.strip() for name, _, number in pairs}
+
+
+def _wanted(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return f"one of {', '.join(str(member) for member in kind)}"
+    if kind is bool:
+        return "on or off"
+    if kind == dict[str, int]:
+        return "whole numbers by name, as in a=1,b=2"
+    if kind == tuple[float, ...]:
+        return "numbers separated by commas"
+    return {"int": "a whole number", "float": "a number", "str": "text"}.get(getattr(kind, "__name__", ""), str(kind))
 
 
 def _to_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
-        return ",".join(f"{key}={item}" for key, item in value.items())
+        return json.dumps(value)
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
@@ -211,6 +254,8 @@ def _to_text(value: Any) -> str:
 
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     low, high = metadata.get("low"), metadata.get("high")
+    if isinstance(value, int | float) and not abs(value) <= NUMBER_MAX:  # NaN compares as false
+        raise SettingsError(f"{name} is {value}; not a number that can be used")
     if low is not None and not value >= low:
         raise SettingsError(f"{name} is {value}; at least {low}")
     if high is not None and not value <= high:

@@ -20,7 +20,7 @@ from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
-from streams.router_api.server import tick_forever
+from streams.router_api.server import favour_answers, tick_forever
 from streams.settings import Settings, load
 from streams.topics import topics
 
@@ -86,6 +86,7 @@ def create_app(settings: Settings) -> faust.App:
     async def start() -> None:
         background.append(asyncio.create_task(indexer.watch()))
         if router is not None:
+            favour_answers()
             router.start()
             background.append(asyncio.create_task(tick_forever(router)))
 

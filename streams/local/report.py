@@ -61,12 +61,12 @@ def print_policies(
     table.add_column("policy", no_wrap=True)
     for column in (
         "prefix\nhits",
-        "hits\noffline",
-        "first token\nmean",
-        "first token\np99",
-        "load\nimbalance",
-        "decision\np50",
-        "decision\np99",
+        "same,\noffline",
+        "TTFT\nmean",
+        "TTFT\np99",
+        "load\nskew",
+        "route\np50",
+        "route\np99",
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for name, row in live.items():
@@ -83,8 +83,9 @@ def print_policies(
         )
     console.print(table)
     console.print(
-        f"Bound: one infinite cache would hit {bound:.1%}. First token in model time. Decision: POST /route over HTTP, "
-        "on this machine, which runs everything else too. Offline: the same policy and an index that knows all at once."
+        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the same policy, the index knowing all at once. "
+        "TTFT: time to first token, in model time. Load skew: tokens computed by the busiest engine over the mean. "
+        "Route: POST /route over HTTP, on this machine, which runs everything else too."
     )
 
 

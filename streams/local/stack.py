@@ -10,10 +10,11 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from streams.local.processes import Child, Children
 from streams.settings import Settings, as_environ
@@ -59,23 +60,42 @@ class Stack:
         self, n: int, config: EngineConfig, model: str, time_scale: float, first_worker_id: int = 1
     ) -> list[Engine]:
         """Start n engines, all at once."""
-        started = []
-        for worker_id in range(first_worker_id, first_worker_id + n):
-            arguments = [
-                *("-m", "streams.cli", "sim", "--worker", str(worker_id), "--model", model),
-                *("--port", "0", "--events-port", "0", "--replay-port", "0"),
-                *("--block-size", str(config.block_size), "--blocks", str(config.n_blocks)),
-                *("--time-scale", str(time_scale)),
-                *("--info", str(self._info_path(worker_id))),
-            ]
-            self._info_path(worker_id).unlink(missing_ok=True)
-            started.append((worker_id, self._start(f"engine-{worker_id}", arguments)))
-        engines = []
-        for worker_id, child in started:
-            child.wait_ready(self._info_path(worker_id).exists, READY_TIMEOUT_S)
-            info = json.loads(self._info_path(worker_id).read_text())
-            engines.append(Engine(worker_id, child, info["http"], info["events"], info["replay"]))
-        return engines
+        ids = range(first_worker_id, first_worker_id + n)
+        started = [(worker_id, self._start_engine(worker_id, config, model, time_scale)) for worker_id in ids]
+        return [self._await_engine(worker_id, child) for worker_id, child in started]
+
+    def restart_engine(self, engine: Engine, config: EngineConfig, model: str, time_scale: float) -> Engine:
+        """Kill an engine and start another on its ports: its cache is lost, its batches count from 0 again."""
+        engine.child.kill()
+        ports = [str(urlsplit(address).port) for address in (engine.url, engine.events, engine.replay)]
+        return self._await_engine(
+            engine.worker_id, self._start_engine(engine.worker_id, config, model, time_scale, ports)
+        )
+
+    def _start_engine(
+        self,
+        worker_id: int,
+        config: EngineConfig,
+        model: str,
+        time_scale: float,
+        ports: Sequence[str] = ("0", "0", "0"),
+    ) -> Child:
+        http, events, replay = ports
+        arguments = [
+            *("-m", "streams.cli", "sim", "--worker", str(worker_id), "--model", model),
+            *("--port", http, "--events-port", events, "--replay-port", replay),
+            *("--block-size", str(config.block_size), "--blocks", str(config.n_blocks)),
+            *("--time-scale", str(time_scale)),
+            *("--info", str(self._info_path(worker_id))),
+        ]
+        self._info_path(worker_id).unlink(missing_ok=True)
+        return self._start(f"engine-{worker_id}", arguments)
+
+    def _await_engine(self, worker_id: int, child: Child) -> Engine:
+        path = self._info_path(worker_id)
+        child.wait_ready(path.exists, READY_TIMEOUT_S)
+        info = json.loads(path.read_text())
+        return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
     def bridge(self, engines: list[Engine]) -> Child:
         """Start one bridge for these engines; it is ready when the registry knows them (`wait_workers`)."""

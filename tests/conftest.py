@@ -1,0 +1,90 @@
+"""What tests share: one real Kafka for all that ask for it, a scope of topics of their own, and child processes.
+
+A test that asks for none of these starts nothing. KVSTREAMS_TEST_KAFKA names a broker to use instead of starting one.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from streams.kafka import admin
+from streams.local.kafka import KafkaState, LocalKafka, LocalKafkaConfig
+from streams.local.processes import Children
+from streams.local.stack import Stack
+from streams.settings import Settings
+from streams.topics import topics
+
+#: Bootstrap address of a broker that runs already, which saves its start while a test is being written.
+KAFKA_ENV = "KVSTREAMS_TEST_KAFKA"
+
+#: Few, so that a test's fleet starts soon; more than one, so that wrong partitions show.
+PARTITIONS = 4
+
+_DELETE_TIMEOUT_S = 30.0
+
+ScopeFactory = Callable[[Path], Settings]
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaState]:
+    """A real broker, started when a test first asks for it and stopped behind the last."""
+    bootstrap = os.environ.get(KAFKA_ENV)
+    directory = tmp_path_factory.mktemp("kafka")
+    if bootstrap:
+        yield KafkaState(bootstrap, 0, "unknown", "unknown", directory, reused=True)
+        return
+    local = LocalKafka(LocalKafkaConfig(directory, class_archive=False))
+    try:
+        yield local.up()
+    finally:
+        local.down()
+
+
+@pytest.fixture(scope="session")
+def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
+    """Gives settings with a topic prefix that nobody else has, for a folder of tables."""
+    given: list[Settings] = []
+
+    def give(data_dir: Path) -> Settings:
+        given.append(
+            Settings(
+                kafka=kafka.bootstrap,
+                topic_prefix=f"t{uuid.uuid4().hex[:12]}-",
+                partitions=PARTITIONS,
+                data_dir=str(data_dir),
+            )
+        )
+        return given[-1]
+
+    yield give
+    if kafka.reused and given:  # a broker of the session's own takes its topics with it
+        client = admin(given[0])
+        names = client.list_topics(timeout=_DELETE_TIMEOUT_S).topics
+        ours = [spec.name for settings in given for spec in topics(settings).all() if spec.name in names]
+        if ours:
+            for deleted in client.delete_topics(ours).values():
+                deleted.result(_DELETE_TIMEOUT_S)
+
+
+@pytest.fixture
+def scope(new_scope: ScopeFactory, tmp_path: Path) -> Settings:
+    """Settings of a scope of the test's own."""
+    return new_scope(tmp_path / "state")
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    """Owner of the test's child processes, each ended by its own id."""
+    with Children() as owned:
+        yield owned
+
+
+@pytest.fixture
+def stack(scope: Settings, tmp_path: Path, children: Children) -> Stack:
+    """Starts processes in the test's scope."""
+    return Stack(scope, tmp_path, children)

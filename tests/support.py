@@ -1,0 +1,64 @@
+"""What several end-to-end tests ask of a running system."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
+
+from streams.errors import KvStreamsError
+from streams.kafka import reader
+from streams.local.stack import Engine, RouterProcess, get_bytes, get_json
+from streams.settings import Settings
+from streams.topics import topics
+from streams.waiting import wait_for
+
+VISIBLE_TIMEOUT_S = 30.0
+
+
+def held_by_engines(engines: list[Engine]) -> set[tuple[int, int]]:
+    return {
+        (engine.worker_id, int(block))
+        for engine in engines
+        for block in get_json(f"{engine.url}/sim/cache")["sequence_hashes"]
+    }
+
+
+def known_to(router: RouterProcess) -> set[tuple[int, int]]:
+    raw = get_bytes(f"{router.url}/state/blocks")
+    table = np.frombuffer(raw, dtype=[("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
+    return set(zip(table["worker"].tolist(), table["block"].tolist(), strict=True))
+
+
+def assert_known(router: RouterProcess, engines: list[Engine]) -> set[tuple[int, int]]:
+    """Wait until the router knows just what the engines hold, and give it."""
+    truth = held_by_engines(engines)
+    try:
+        wait_for(lambda: known_to(router) == truth, VISIBLE_TIMEOUT_S, "the router to know what the engines hold")
+    except KvStreamsError:
+        assert known_to(router) == truth
+    return truth
+
+
+def dead_letters(settings: Settings) -> list[tuple[bytes | None, dict[str, bytes]]]:
+    """Every dead letter of a scope, value and headers, a partition after the other."""
+    topic = topics(settings).dead_letters
+    consumer = reader(settings)
+    letters: list[tuple[bytes | None, dict[str, bytes]]] = []
+    left = topic.partitions
+    try:
+        consumer.assign([TopicPartition(topic.name, n, OFFSET_BEGINNING) for n in range(topic.partitions)])
+        while left:
+            for message in consumer.consume(100, 1.0):
+                error = message.error()
+                if error is None:
+                    pairs: Any = message.headers() or []
+                    headers = {name: value or b"" for name, value in pairs}
+                    letters.append((message.value(), headers))
+                else:
+                    assert error.code() == KafkaError._PARTITION_EOF, error
+                    left -= 1
+    finally:
+        consumer.close()
+    return letters
