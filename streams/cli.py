@@ -83,7 +83,7 @@ def config(resolved: Resolved) -> None:
             ENV_PREFIX + knob.name.upper(),
             str(knob.metadata["help"]),
         )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    _console().print(table)
 
 
 @cli.group()
@@ -165,6 +165,7 @@ def topics_describe(resolved: Resolved) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("topic", "key", "schema", "partitions", "settings", "broker"):
         table.add_column(column, overflow="fold")
+    remedies: list[str] = []
     wrong = False
     for spec in specs:
         state = states[spec.name]
@@ -175,11 +176,14 @@ def topics_describe(resolved: Resolved) -> None:
             try:
                 check_topic(spec, state)
             except TopicMismatch as exc:
-                verdict = str(exc)
+                verdict = "differs, see below"
+                remedies.append(str(exc))
         wrong = wrong or verdict != "as wanted"
         settings = " ".join(f"{key}={value}" for key, value in spec.config.items())
         table.add_row(spec.name, spec.key, spec.schema or "as received", str(spec.partitions), settings, verdict)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    _console().print(table)
+    for remedy in remedies:  # not in the table: a command that is folded cannot be copied
+        click.echo(remedy)
     if wrong:
         raise SystemExit(1)
 
@@ -218,8 +222,9 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     from streams.kafka import ensure_topics
 
     log.configure(resolved.settings)
+    addresses = [engine_address(text) for text in engines]  # first: a typing error need not wait for Kafka
     ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
-    _run(Bridge(resolved.settings, [engine_address(text) for text in engines]).run())
+    _run(Bridge(resolved.settings, addresses).run())
 
 
 @cli.command()
@@ -342,6 +347,11 @@ def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any
         return local.up(fetched)
 
 
+def _console() -> Console:
+    """For tables; without markup, which would take `[compact]` in a setting for a style and swallow it."""
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+
+
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -362,8 +372,15 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(until_signalled())
 
 
+def _exit_for(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Entry point: errors of ours are one line with the remedy, everything else keeps its trace."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Ends by way of every `finally`, so that no child outlives `demo` or `up`.
+        signal.signal(number, _exit_for)
     try:
         cli()
     except KvStreamsError as exc:

@@ -5,7 +5,7 @@ What lives here: admin calls, producers, consumers, and why they are set as they
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ _FUTURE_SLACK_S = 5.0
 _UNREACHED = frozenset(
     {
         KafkaError._ALL_BROKERS_DOWN,
-        KafkaError._INVALID_ARG,
         KafkaError._RESOLVE,
         KafkaError._TIMED_OUT,
         KafkaError._TRANSPORT,
@@ -110,17 +109,21 @@ def as_record(message: Message) -> Record:
     return Record(topic, partition, offset, message.timestamp()[1], message.key() or b"", message.value())
 
 
-def admin(settings: Settings) -> AdminClient:
-    """Admin client; silent, since each of its calls tells by itself what went wrong."""
-    return AdminClient({"bootstrap.servers": settings.kafka, "log_level": 0})
+def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None) -> AdminClient:
+    """Admin client, without a log: its calls say what went wrong, and `on_error` is told why no broker is reached."""
+    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, "log_level": 0}
+    if on_error is not None:
+        config["error_cb"] = on_error
+    return AdminClient(config)
 
 
 def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
     """What the broker has of each topic; None where it has none. Raises KvStreamsError where no broker answers."""
     specs = list(specs)
     found: dict[str, TopicState | None] = {}
+    reasons: list[KafkaError] = []
+    client = admin(settings, reasons.append)
     try:
-        client = admin(settings)
         described = client.describe_topics(
             TopicCollection([spec.name for spec in specs]), request_timeout=ANSWER_TIMEOUT_S
         )
@@ -141,7 +144,8 @@ def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str,
             )
         }
     except KafkaException as exc:
-        raise _refused(settings, exc) from exc
+        client.poll(0)  # hands out the reasons that the client has met
+        raise _refused(settings, exc.args[0], reasons) from exc
     for spec in specs:
         topic = existing.get(spec.name)
         if topic is None:
@@ -217,11 +221,12 @@ def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, Topi
     return states
 
 
-def _refused(settings: Settings, exc: KafkaException) -> KvStreamsError:
-    if exc.args[0].code() not in _UNREACHED:
-        return KvStreamsError(f"Kafka at {settings.kafka} refuses: {exc.args[0].str()}")
+def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
+    if error.code() not in _UNREACHED:
+        return KvStreamsError(f"Kafka at {settings.kafka} refuses: {error.str()}")
+    why = reasons[0] if reasons else error  # the call itself knows only that time ran out
     return KvStreamsError(
-        f"no Kafka answers at {settings.kafka}: {exc.args[0].str()}",
+        f"no Kafka answers at {settings.kafka}: {why.str()}",
         remedy="Set --kafka or KVSTREAMS_KAFKA, or start one with `kvstreams kafka up`",
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.config
 import sys
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -20,7 +22,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
         fields = {
-            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -28,7 +30,11 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(fields, default=str).decode()
+        try:
+            return orjson.dumps(fields, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        except orjson.JSONEncodeError:
+            # Text that is no UTF-8, or a number beyond 64 bits: a log line must not fail for what it is about.
+            return json.dumps({key: str(value) for key, value in fields.items()})
 
 
 def dict_config(settings: Settings) -> dict[str, Any]:

@@ -254,9 +254,11 @@ def _to_text(value: Any) -> str:
 
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     low, high = metadata.get("low"), metadata.get("high")
-    if isinstance(value, int | float) and not abs(value) <= NUMBER_MAX:  # NaN compares as false
-        raise SettingsError(f"{name} is {value}; not a number that can be used")
-    if low is not None and not value >= low:
+    if low is None:
+        return
+    if high is None:
+        high = NUMBER_MAX
+    if not value >= low:  # this way round, since NaN compares as false
         raise SettingsError(f"{name} is {value}; at least {low}")
-    if high is not None and not value <= high:
+    if not value <= high:
         raise SettingsError(f"{name} is {value}; at most {high}")

@@ -104,7 +104,7 @@ class RankHoldings:
 
     _by_engine[tier]: engine hash to the slot of a held block.
     _by_sequence[tier]: sequence hash to the slot of any block that a run has, held or not.
-    dirty: keys of runs changed since take_changes.
+    dirty: keys of runs changed since take_changes. emptied: keys of runs that ended since then.
     stale: keys of an ended epoch that still lie in the log and wait for their tombstones.
     """
 
@@ -112,6 +112,7 @@ class RankHoldings:
         self.progress = progress
         self.runs: dict[RunKey, Run] = {}
         self.dirty: dict[RunKey, None] = {}
+        self.emptied: dict[RunKey, None] = {}
         self.stale: dict[RunKey, None] = {}
         self._by_engine: tuple[dict[int, Slot], ...] = tuple({} for _ in Tier)
         self._by_sequence: tuple[dict[int, Slot], ...] = tuple({} for _ in Tier)
@@ -136,9 +137,10 @@ class RankHoldings:
         """End everything held; the tombstones follow later, since progress alone tells readers."""
         assert epoch > self.progress.epoch
         self.stale.update(dict.fromkeys(self.runs))
-        self.stale.update(self.dirty)  # runs emptied in this very batch still have their old record in the log
+        self.stale.update(self.emptied)  # those of this very batch still have their old record in the log
         self.runs.clear()
         self.dirty.clear()
+        self.emptied.clear()
         for tier in Tier:
             self._by_engine[tier].clear()
             self._by_sequence[tier].clear()
@@ -271,6 +273,7 @@ class RankHoldings:
         self.dirty[run.key] = None
         if not run.present:
             del self.runs[run.key]
+            self.emptied[run.key] = None
             for block in run.sequence:
                 del self._by_sequence[tier][block]
 
@@ -338,8 +341,10 @@ class Holdings:
         for event in events:
             holdings.apply(event)
             if isinstance(event, AllBlocksCleared):
-                # An empty cache is known exactly, whatever was lost before it.
-                holdings.progress = replace(holdings.progress, health=Health.EXACT)
+                # An empty cache is known exactly, whatever was lost before it. Blocks that the batch left out may have
+                # come after it, though: nobody knows where in the batch they were.
+                exact = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
+                holdings.progress = replace(holdings.progress, health=exact)
         self._touched[rank] = None
         return Verdict.GAP if gap else Verdict.APPLIED
 
@@ -374,8 +379,12 @@ class Holdings:
             holdings = self.ranks[rank]
             holdings.progress = replace(holdings.progress, n_blocks=holdings.n_blocks)
             changes.progress.append(holdings.progress)
-            changes.runs.extend((key, holdings.runs.get(key)) for key in holdings.dirty)
+            # Tombstones before runs, that of a key written again too: a block that moved to another run has then left
+            # the first one for every reader before it is in the second.
+            changes.runs.extend((key, None) for key in holdings.emptied)
+            changes.runs.extend((key, run) for key in holdings.dirty if (run := holdings.runs.get(key)) is not None)
             holdings.dirty.clear()
+            holdings.emptied.clear()
         self._touched.clear()
         for holdings in self.ranks.values():
             while holdings.stale and tombstones_max > 0:

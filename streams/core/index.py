@@ -51,8 +51,11 @@ class OverlapScores:
 class PrefixIndex(Protocol):
     """What every index offers; holding a block is a fact, so storing or removing it twice changes nothing."""
 
-    def store(self, rank: RankId, tier: Tier, parent: SequenceHash | None, sequence: HashArray) -> None:
-        """Hold consecutive blocks. sequence: uint64[n]; parent: the block before the first, None at the root."""
+    def store(self, rank: RankId, tier: Tier, parent: SequenceHash | None, sequence: HashArray) -> list[int]:
+        """Hold consecutive blocks; gives those that were held already, none as a rule.
+
+        sequence: uint64[n]; parent: the block before the first, None at the root.
+        """
 
     def remove(self, rank: RankId, tier: Tier, sequence: HashArray) -> None:
         """Hold these blocks no more. sequence: uint64[n], in any order."""
@@ -89,14 +92,17 @@ class PlainPrefixIndex:
         tier: Tier,
         parent: SequenceHash | None,  # noqa: ARG002 - the interface's; a tree needs it, a dict does not
         sequence: HashArray,
-    ) -> None:
+    ) -> list[int]:
         """Hold consecutive blocks; see PrefixIndex."""
         mask = 1 << self._bit(rank)
         holders = self._holders[tier]
         held = self._held.setdefault((rank, tier), set())
-        for block in sequence.tolist():
+        blocks: list[int] = sequence.tolist()
+        already = [block for block in blocks if block in held]
+        for block in blocks:
             holders[block] = holders.get(block, 0) | mask
-            held.add(block)
+        held.update(blocks)
+        return already
 
     def remove(self, rank: RankId, tier: Tier, sequence: HashArray) -> None:
         """Hold these blocks no more; see PrefixIndex."""

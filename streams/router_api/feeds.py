@@ -74,8 +74,9 @@ class Feeds:
                 log.exception("the router's topics are read again from their beginnings")
             if not self._stopping.is_set():
                 self._stopping.wait(_RESTART_S)
-                self._on_restart()
+                # In this order: nobody may be answered from what has just been forgotten.
                 self._pending = self._all_partitions()
+                self._on_restart()
 
     def _read(self, consumer: Consumer) -> None:
         """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""

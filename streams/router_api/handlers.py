@@ -5,6 +5,7 @@ What lives here: request in, response out, and the one shape of errors. What mus
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
 import time
@@ -39,11 +40,17 @@ RETRY_AFTER_S = "1"
 #: One fact of the dump: worker id, dp rank, tier, sequence hash; little-endian.
 FACT = struct.Struct("<QIBQ")
 
+#: A request id in a path; aiohttp's own pattern leaves out ids with braces, which /route takes.
+_ANY_ID = "{request_id:[^/]+}"
+
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Handlers:
-    """Binds a router's calls to paths."""
+    """Binds a router's calls to paths.
+
+    Calls that wait for Kafka run on a thread, so that a broker which is away delays them and no answer to /route.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -72,9 +79,9 @@ class Handlers:
             web.post("/route", self.route),
             web.get("/loads", self.loads),
             web.post("/loads/potential", self.potential),
-            web.post("/loads/{request_id}", self.book),
-            web.post("/loads/{request_id}/prefill-complete", self.prefill_complete),
-            web.delete("/loads/{request_id}", self.free),
+            web.post(f"/loads/{_ANY_ID}", self.book),
+            web.post(f"/loads/{_ANY_ID}/prefill-complete", self.prefill_complete),
+            web.delete(f"/loads/{_ANY_ID}", self.free),
             web.get("/workers", self.workers),
             web.put("/workers/{worker_id}", self.put_worker),
             web.delete("/workers/{worker_id}", self.delete_worker),
@@ -122,17 +129,17 @@ class Handlers:
         """Register a worker, or change it."""
         body = await _body(request)
         worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
-        self._router.put_worker(worker)
+        await asyncio.to_thread(self._router.put_worker, worker)
         return _json(worker_json(worker))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         """Remove a worker and what it held."""
-        self._router.delete_worker(_worker_id(request))
+        await asyncio.to_thread(self._router.delete_worker, _worker_id(request))
         return _json({"worker_id": _worker_id(request), "removed": True})
 
     async def cordon(self, request: web.Request) -> web.Response:
         """Take a worker out gently."""
-        return _json(worker_json(self._router.cordon(_worker_id(request))))
+        return _json(worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """What the view holds of each rank, with digests that are equal on every router that holds the same."""
@@ -196,6 +203,8 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     try:
         return await handler(request)
     except KvStreamsError as exc:
+        if exc.http_status == 500:
+            log.exception("%s %s failed", request.method, request.path)
         return error_response(exc)
     except web.HTTPRequestEntityTooLarge as exc:
         return error_response(RequestTooLarge(exc.text or "the body is too large"))
@@ -204,7 +213,8 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
             raise
         code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status, "http_error")
         body = {"error": {"code": code, "message": f"{request.method} {request.path}: {exc.reason}", "detail": {}}}
-        return _json(body, status=exc.status)
+        headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else None
+        return _json(body, status=exc.status, headers=headers)
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         return _json({"error": {"code": "internal", "message": "a fault of the router", "detail": {}}}, status=500)
@@ -219,7 +229,8 @@ def error_response(exc: KvStreamsError) -> web.Response:
 
 async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:
     body = await _body(request)
-    if request.content_type == OCTET_STREAM:
+    # Not request.content_type: aiohttp takes a missing or broken header for octets, and JSON would become tokens.
+    if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == OCTET_STREAM:
         return parse_route_query(request.query), body
     return parse_route(body), None
 
@@ -229,7 +240,7 @@ async def _body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPException:
         raise
-    except OSError as exc:  # the client went away; nobody reads the answer, but nothing may call it our fault
+    except (OSError, web.RequestPayloadError) as exc:  # the client went away, or its encoding is not what it says
         raise InvalidRequest("the body did not arrive") from exc
 
 

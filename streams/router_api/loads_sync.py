@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from aiokafka.partitioner import murmur2
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import decode_load, encode_load
 from streams.core.loads import ActiveLoads, Booking, BookingId, Phase
@@ -159,6 +159,10 @@ class LoadsSync:
         except BufferError:
             # Kafka is away and the client's queue is full: decisions go on, the others learn of it by TTL.
             self.unpublished += 1
+        except KafkaException as exc:
+            # A booking of more hashes than one record may carry: it is charged here, and nowhere else.
+            self.unpublished += 1
+            log.warning("a booking does not fit %s: %s", self._topic.name, exc.args[0].str())
         self._kafka.poll(0)
 
     def _told(self, error: KafkaError | None, message: Message) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from streams.codec import encode_batch, encode_worker
 from streams.core.cost import rank_terms
@@ -24,7 +24,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import Booking, Phase
 from streams.core.registry import Wanted, Worker, WorkerState
-from streams.errors import BlockSizeMismatch, NoEligibleWorker, NotReady, UnknownId
+from streams.errors import BlockSizeMismatch, NoEligibleWorker, NotReady, ProcessError, UnknownId
 from streams.kafka import producer
 from streams.router_api.feeds import Feeds
 from streams.router_api.loads_sync import LoadsSync
@@ -33,6 +33,7 @@ from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of
 from streams.router_api.wire import worker_id as parse_worker_id
 from streams.settings import Settings
 from streams.topics import topics
+from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +103,14 @@ class Router:
         self.check_ready()
         request_id = asked.request_id or uuid.uuid4().hex
         model, blocks = self._blocks(asked, packed)
+        policy = self._policy(asked)
         with self.loads.locked() as loads:
             live = loads.live(request_id)
             if live is not None and asked.update_states:
                 # A client that tries again must not book twice: the choice stands.
-                return {**booking_json(request_id, live[1]), "cost": None, "mode": self._mode(_one(live[1].rank))}
+                mode = self._mode(policy, [live[1].rank])
+                return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
         ranks = self._eligible(asked, model)
-        policy = self._policy(asked)
         scores = self.view.find_matches(blocks.local) if policy.reads_index else _NO_SCORES
         sequence = sequence_hashes(blocks.local).tolist()
         block_size = self.settings.block_size_of(model)
@@ -136,7 +138,7 @@ class Router:
                         expected_output_tokens=asked.expected_output_tokens,
                     ),
                 )
-        mode = self._mode(ranks) if policy.reads_index else AnswerMode.FALLBACK.value
+        mode = self._mode(policy, ranks)
         self.answers[mode] += 1
         return _answer(request_id, decision, blocks, mode, asked.explain)
 
@@ -170,7 +172,7 @@ class Router:
                         "potential_decode_blocks": terms.decode_blocks,
                     }
                 )
-        return {"loads": rows, "mode": self._mode(ranks)}
+        return {"loads": rows, "mode": self.view.mode(ranks).value}
 
     def rank_loads(self) -> dict[str, Any]:
         """Every registered rank's active load."""
@@ -307,8 +309,8 @@ class Router:
             tier_weights=self.policy.tier_weights,
         )
 
-    def _mode(self, ranks: Sequence[RankId]) -> str:
-        return self.view.mode(ranks).value
+    def _mode(self, policy: RoutePolicy, ranks: Sequence[RankId]) -> str:
+        return self.view.mode(ranks).value if policy.reads_index else AnswerMode.FALLBACK.value
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.view.workers.get(worker_id)
@@ -317,16 +319,20 @@ class Router:
         return worker
 
     def _publish(self, topic: str, worker_id: WorkerId, value: bytes | None) -> None:
-        """Publish and wait: what a call answers with success must outlive this process."""
-        failed: list[str] = []
-        self._kafka.produce(
-            topic,
-            key=str(worker_id).encode(),
-            value=value,
-            on_delivery=lambda error, _: failed.append(error.str()) if error else None,
-        )
-        if self._kafka.flush(PUBLISH_TIMEOUT_S) or failed:
-            raise NotReady(f"Kafka did not take the change: {failed[0] if failed else 'no answer'}")
+        """Publish and wait: what a call answers with success must outlive this process.
+
+        Waits for this record only: bookings go on meanwhile, and the queue as a whole may never be empty.
+        """
+        outcome: list[KafkaError | None] = []
+        try:
+            self._kafka.produce(
+                topic, key=str(worker_id).encode(), value=value, on_delivery=lambda error, _: outcome.append(error)
+            )
+            wait_for(lambda: self._kafka.poll(0.1) >= 0 and bool(outcome), PUBLISH_TIMEOUT_S, "Kafka to take it")
+        except (BufferError, KafkaException, ProcessError) as exc:
+            raise NotReady(f"Kafka did not take the change: {exc}") from exc
+        if outcome[0] is not None:
+            raise NotReady(f"Kafka did not take the change: {outcome[0].str()}")
 
     def _restart(self) -> None:
         self.view.reset()
@@ -357,10 +363,6 @@ def _ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | Non
 
 def _fields(worker: Worker) -> dict[str, Any]:
     return {name: getattr(worker, name) for name in Worker.__slots__}
-
-
-def _one(rank: RankId) -> list[RankId]:
-    return [rank]
 
 
 def _now_ms() -> int:

@@ -8,6 +8,7 @@ import sys
 
 from aiohttp import web
 
+from streams.errors import SettingsError
 from streams.kafka import ensure_topics
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
@@ -46,7 +47,14 @@ async def serve(settings: Settings) -> None:
     app.add_routes(Handlers(router).routes())
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, settings.host, settings.port).start()
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+    except OSError as exc:
+        await runner.cleanup()
+        raise SettingsError(
+            f"host and port: cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}",
+            remedy="Set --host and --port, or end what listens there",
+        ) from exc
     router.start()
     ticking = asyncio.create_task(tick_forever(router))
     log.info("routing on %s", runner.addresses[0])

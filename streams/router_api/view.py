@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -81,6 +82,9 @@ class View:
         self._epochs: dict[RankId, Epoch] = {}
         self._progress: dict[RankId, Progress] = {}
         self._runs: dict[RankId, dict[RunKey, Run]] = {}
+        # Blocks that more than one run record claims, and by how many more: a reader that lags may meet a block in its
+        # new run before its old run's end, since compaction leaves no order between keys.
+        self._claims: dict[RankId, Counter[tuple[Tier, int]]] = {}
         self._partitions: dict[int, tuple[PartitionRecord, int]] = {}  # with the time of receipt
         self.bad_records = 0
 
@@ -218,7 +222,7 @@ class View:
             self._epochs.pop(rank, None)
             return
         known = self._progress.get(rank)
-        if known is not None and progress.epoch < known.epoch:
+        if known is not None and (progress.epoch, progress.sequence) < (known.epoch, known.sequence):
             return
         self._enter_epoch(rank, progress.epoch)
         self._progress[rank] = progress
@@ -229,7 +233,7 @@ class View:
         if run is None:
             old = runs.pop(run_id, None)
             if old is not None:
-                self.index.remove(rank, run_id.tier, _held(old))
+                self._unclaim(rank, run_id.tier, _held(old))
             return
         if run.epoch < self._epochs.get(rank, run.epoch):
             return
@@ -237,15 +241,28 @@ class View:
         runs = self._runs.setdefault(rank, {})
         old = runs.get(run_id)
         runs[run_id] = run
-        held = set(run.held())
-        if old is not None:
-            gone = [old.sequence[offset] for offset in old.held() if offset not in held]
-            if gone:
-                self.index.remove(rank, run_id.tier, np.array(gone, dtype=np.uint64))
-            held.difference_update(old.held())
-        for first, last in _stretches(held):
+        before = _held(old) if old is not None else set()
+        after = _held(run)
+        # By block and not by offset: a key that was emptied and written again may go on with other blocks.
+        self._unclaim(rank, run_id.tier, before - after)
+        for first, last in _stretches(run, after - before):
             parent = run.parent if first == 0 else SequenceHash(run.sequence[first - 1])
-            self.index.store(rank, run_id.tier, parent, np.array(run.sequence[first : last + 1], dtype=np.uint64))
+            blocks = np.array(run.sequence[first : last + 1], dtype=np.uint64)
+            for block in self.index.store(rank, run_id.tier, parent, blocks):
+                self._claims.setdefault(rank, Counter())[run_id.tier, block] += 1
+
+    def _unclaim(self, rank: RankId, tier: Tier, blocks: set[int]) -> None:
+        """One run claims these blocks no more; those that no other one claims are held no more."""
+        claims = self._claims.get(rank)
+        if claims:
+            shared = {block for block in blocks if (tier, block) in claims}
+            blocks = blocks - shared
+            for block in shared:
+                claims[tier, block] -= 1
+                if not claims[tier, block]:
+                    del claims[tier, block]
+        if blocks:
+            self.index.remove(rank, tier, np.array(list(blocks), dtype=np.uint64))
 
     def _enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
         known = self._epochs.get(rank)
@@ -254,6 +271,7 @@ class View:
             self._epochs[rank] = epoch
 
     def _drop_runs(self, rank: RankId) -> None:
+        self._claims.pop(rank, None)
         if self._runs.pop(rank, None):
             self.index.remove_rank(rank)
 
@@ -264,18 +282,18 @@ def partition_of(worker_id: WorkerId, n_partitions: int) -> int:
     return (digest & 0x7FFFFFFF) % n_partitions
 
 
-def _held(run: Run) -> HashArray:
-    return np.array([run.sequence[offset] for offset in run.held()], dtype=np.uint64)
+def _held(run: Run) -> set[int]:
+    return {run.sequence[offset] for offset in run.held()}
 
 
-def _stretches(offsets: set[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each stretch of consecutive offsets."""
-    first = last = -2
-    for offset in sorted(offsets):
-        if offset != last + 1:
-            if first >= 0:
-                yield first, last
-            first = offset
-        last = offset
-    if first >= 0:
-        yield first, last
+def _stretches(run: Run, blocks: set[int]) -> Iterator[tuple[int, int]]:
+    """First and last offset of each stretch of consecutive offsets that hold one of these blocks."""
+    first: int | None = None
+    for offset, block in enumerate(run.sequence):
+        if block in blocks:
+            first = offset if first is None else first
+        elif first is not None:
+            yield first, offset - 1
+            first = None
+    if first is not None:
+        yield first, len(run.sequence) - 1

@@ -13,18 +13,28 @@ from streams.core.cost import RankTerms
 from streams.core.hashing import hash_seed, local_hashes, pack_tokens
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
 from streams.core.loads import Booking
-from streams.core.registry import Role, Worker, WorkerState
+from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest, RequestTooLarge
+from streams.settings import WEIGHT_MAX
 
 OCTET_STREAM = "application/octet-stream"
 
 #: Characters of a request id, model or session: they are keys of records and of maps.
 NAME_CHARS_MAX = 512
 
+#: Characters of a URL or an address, and how many taints a worker may carry: a worker is one record on Kafka.
+ADDRESS_CHARS_MAX = 4096
+TAINTS_MAX = 256
+
+#: Tokens of an output, and requests at once: Avro ints on Kafka.
+COUNT_MAX = (1 << 31) - 1
+
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 #: u64 as a JSON number or a decimal string: JavaScript cannot say the greater half of them otherwise.
 _U64 = int | str
-_Weight = Annotated[float, msgspec.Meta(ge=0.0)]
+_Weight = Annotated[float, msgspec.Meta(ge=0.0, le=WEIGHT_MAX)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+_Address = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
 
 
 class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +72,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] | None = None
     allowed_worker_ids: list[_U64] | None = None
     excluded_worker_ids: list[_U64] | None = None
-    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    expected_output_tokens: _Count | None = None
     update_states: bool = True
     explain: bool = False
 
@@ -76,24 +86,24 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_hashes: list[_U64] | None = None
     lora_name: str | None = None
     namespace: str | None = None
-    overlap_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
-    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    overlap_blocks: _Count = 0
+    expected_output_tokens: _Count | None = None
 
 
 class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /workers/{worker_id}."""
 
-    url: str
+    url: _Address
     model: _Name
-    block_size: Annotated[int, msgspec.Meta(ge=1)]
-    dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=DP_SIZE_MAX)] = 1
     role: Role = Role.BOTH
-    kv_total_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    device_class: str = "cuda"
-    taints: list[str] = []
-    events_endpoint: str | None = None
-    replay_endpoint: str | None = None
+    kv_total_blocks: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
+    device_class: _Name = "cuda"
+    taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] = []
+    events_endpoint: _Address | None = None
+    replay_endpoint: _Address | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +209,7 @@ def u64(value: int | str, name: str) -> int:
             raise InvalidRequest(f"{name} is outside 0..2^64-1")
         value = int(value)
     if not 0 <= value <= U64_MASK:
-        raise InvalidRequest(f"{name} is {value}, outside 0..2^64-1")
+        raise InvalidRequest(f"{name} is outside 0..2^64-1")
     return value
 
 
@@ -264,5 +274,5 @@ _T = TypeVar("_T")
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec lets the latter through for text inside
         raise InvalidRequest(f"the body does not fit: {exc}") from exc

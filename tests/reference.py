@@ -1,0 +1,418 @@
+"""The plain reference: sets, one block at a time, with hashes of its own; and histories that engines might tell.
+
+What lives here: what a fleet holds after some batches, said as simply as possible (`ReferenceFleet`), and seeded
+histories, realistic and nasty (`random_history`). What must not: anything of the code under test but the events and
+ids that go in; not its hashing, its runs or its index.
+
+The rules of DESIGN 4 and 5, as sets: a batch of an older life or of a removed worker is stale, a sequence number
+applied already is a duplicate, a newer life ends everything older, `cleared` ends everything of that rank, a store
+whose parent the rank does not hold is rejected. Within a rank and tier a block has one engine name and a name one
+block; the later store wins.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import xxhash
+
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineBatch,
+    EngineEvents,
+    KvEvent,
+    MoeLabels,
+    WorkerRemoved,
+)
+from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, Tier, WorkerId
+
+Member = tuple[RankId, Tier, int]
+Names = dict[tuple[Tier, int], int]
+
+#: Seed of the chain (DESIGN section 2).
+CHAIN_SEED = 1337
+
+
+def chain_hash(parent: int | None, local: int) -> int:
+    """Sequence hash of a block, straight from DESIGN section 2."""
+    if parent is None:
+        return local
+    return xxhash.xxh3_64_intdigest(parent.to_bytes(8, "little") + local.to_bytes(8, "little"), CHAIN_SEED)
+
+
+def chain_hashes(local: Iterable[int], parent: int | None = None) -> list[int]:
+    """Sequence hashes of consecutive blocks."""
+    chain: list[int] = []
+    for one in local:
+        parent = chain_hash(parent, one)
+        chain.append(parent)
+    return chain
+
+
+@dataclass
+class ReferenceRank:
+    """What one rank holds. facts: (tier, sequence hash) to its engine hash; names: the other way round."""
+
+    epoch: Epoch = field(default_factory=lambda: Epoch(Incarnation(0), 0))
+    sequence: int = -1
+    removed: bool = False
+    n_unknown_parents: int = 0
+    facts: dict[tuple[Tier, int], int] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
+
+    def begin(self, epoch: Epoch) -> None:
+        """A new epoch: nothing older is held."""
+        self.epoch = epoch
+        self.facts.clear()
+        self.names.clear()
+
+    def apply(self, event: KvEvent) -> None:
+        """One event, in order."""
+        if isinstance(event, AllBlocksCleared):
+            self.begin(Epoch(self.epoch.incarnation, self.epoch.generation + 1))
+        elif isinstance(event, BlocksRemoved):
+            for engine in event.engine.tolist():
+                block = self.names.pop((event.tier, engine), None)
+                if block is not None:
+                    del self.facts[event.tier, block]
+        else:
+            self.store(event)
+
+    def store(self, event: BlocksStored) -> None:
+        """Attach blocks behind a parent that is held, its own tier's before the others'; reject them otherwise."""
+        parent: int | None = None
+        if event.parent is not None:
+            found = [self.names.get((tier, event.parent)) for tier in (event.tier, *Tier)]
+            parent = next((block for block in found if block is not None), None)
+            if parent is None:
+                self.n_unknown_parents += 1
+                return
+        for engine, block in zip(event.engine.tolist(), chain_hashes(event.local.tolist(), parent), strict=True):
+            self.hold(event.tier, engine, block)
+
+    def hold(self, tier: Tier, engine: int, block: int) -> None:
+        """Hold a block under a name; what the name named before, and the block's older name, are gone."""
+        moved = self.names.pop((tier, engine), None)
+        if moved is not None:
+            del self.facts[tier, moved]
+        older = self.facts.pop((tier, block), None)
+        if older is not None:
+            del self.names[tier, older]
+        self.names[tier, engine] = block
+        self.facts[tier, block] = engine
+
+
+class ReferenceFleet:
+    """Every rank, fed one batch at a time."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[RankId, ReferenceRank] = {}
+
+    def apply(self, batch: EngineBatch) -> str:
+        """Apply a batch; gives what became of it: applied, gap, duplicate or stale."""
+        if isinstance(batch.body, WorkerRemoved):
+            return self.remove_worker(batch.rank.worker_id, batch.incarnation)
+        assert isinstance(batch.body, EngineEvents)
+        rank = self.ranks.setdefault(batch.rank, ReferenceRank())
+        if batch.incarnation < rank.epoch.incarnation or (batch.incarnation == rank.epoch.incarnation and rank.removed):
+            return "stale"
+        if batch.incarnation > rank.epoch.incarnation:
+            rank.begin(Epoch(batch.incarnation, 0))
+            rank.sequence = -1
+            rank.removed = False
+        if batch.sequence <= rank.sequence:
+            return "duplicate"
+        verdict = "applied" if batch.sequence == rank.sequence + 1 else "gap"
+        rank.sequence = batch.sequence
+        for event in batch.body.events:
+            rank.apply(event)
+        return verdict
+
+    def remove_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> str:
+        """End a worker's life in all of its ranks that have no newer one."""
+        verdict = "stale"
+        for rank_id, rank in self.ranks.items():
+            older = rank.epoch.incarnation < incarnation
+            if rank_id.worker_id == worker_id and (
+                older or (rank.epoch.incarnation == incarnation and not rank.removed)
+            ):
+                rank.begin(Epoch(incarnation, rank.epoch.generation + 1))
+                rank.removed = True
+                verdict = "applied"
+        return verdict
+
+    def members(self) -> set[Member]:
+        """Every fact held."""
+        return {(rank_id, tier, block) for rank_id, rank in self.ranks.items() for tier, block in rank.facts}
+
+    def epochs(self) -> dict[RankId, Epoch]:
+        """Epoch of every rank that ever told anything."""
+        return {rank_id: rank.epoch for rank_id, rank in self.ranks.items()}
+
+    def overlap(self, local: Iterable[int]) -> dict[RankId, int]:
+        """Leading blocks of a request that each rank holds in any tier; ranks with none are absent."""
+        return overlap_of(self.members(), local)
+
+
+def overlap_of(members: set[Member], local: Iterable[int]) -> dict[RankId, int]:
+    """Leading blocks of a request that each rank holds in any tier, counted one by one from the facts themselves."""
+    chain = chain_hashes(local)
+    held = {(rank, block) for rank, _, block in members}
+    scores: dict[RankId, int] = {}
+    for rank in {rank for rank, _ in held}:
+        count = 0
+        while count < len(chain) and (rank, chain[count]) in held:
+            count += 1
+        if count:
+            scores[rank] = count
+    return scores
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A block of some prompt: its place in the tree of all prompts."""
+
+    local: int
+    block: int
+    path: tuple[int, ...]  # local hashes from the root to this block
+
+
+class _Engine:
+    """One rank that tells a history. Knows what it told through a reference of its own."""
+
+    def __init__(self, rng: random.Random, rank: RankId, told: ReferenceFleet, prompts: list[list[int]]) -> None:
+        self._rng = rng
+        self._prompts = prompts
+        self._told = told
+        self._nodes: dict[int, _Node] = {}  # of every block that it ever stored, by sequence hash
+        self.rank = rank
+        self.incarnation = rng.randrange(1, 50)
+        self.sequence = -1
+
+    def event(self, n_blocks_max: int) -> KvEvent:
+        """Tell something new."""
+        held = self._told.ranks.get(self.rank, ReferenceRank()).names
+        if len(held) > n_blocks_max:
+            return self._removal(held, len(held) // 2)
+        kinds: list[tuple[float, Callable[[Names], KvEvent]]] = [
+            (28, self._prefix),
+            (22, self._decode),
+            (10, self._divergence),
+            (14, lambda names: self._removal(names, self._rng.choice((1, 1, 2, 5, 20)))),
+            (8, self._host_copy),
+            (5, self._repeat),
+            (5, self._second_name),
+            (4, self._moved_name),
+            (3, lambda _: self._orphan()),
+            (2, lambda _: self._unknown_removal()),
+            (1, lambda _: AllBlocksCleared()),
+        ]
+        (chosen,) = self._rng.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])
+        return chosen(held)
+
+    def _store(
+        self, parent: int | None, engine: list[int], path: tuple[int, ...], local: list[int], tier: Tier = Tier.DEVICE
+    ) -> BlocksStored:
+        """path: local hashes of the blocks before the first."""
+        chain = chain_hashes((*path, *local))
+        for index in range(len(path), len(chain)):
+            whole = (*path, *local)[: index + 1]
+            self._nodes[chain[index]] = _Node(whole[-1], chain[index], whole)
+        moe = MoeLabels(self._rng.randrange(3), self._rng.choice((None, 7)), None) if self._rng.random() < 0.1 else None
+        return BlocksStored(None if parent is None else EngineHash(parent), _u64(engine), _u64(local), tier, moe)
+
+    def _name(self, block: int, life: int = 0) -> int:
+        """An engine's name for a block: the same each time, another one in each rank."""
+        raw = repr((self.rank, block, life)).encode()
+        return xxhash.xxh3_64_intdigest(raw)
+
+    def _pick(self, names: Names, tier: Tier) -> tuple[int, _Node] | None:
+        """A name in use in a tier, and the block that it names."""
+        mine = [(engine, block) for (where, engine), block in names.items() if where is tier]
+        if not mine:
+            return None
+        engine, block = self._rng.choice(mine)
+        return engine, self._nodes[block]
+
+    def _prefix(self, names: Names) -> KvEvent:
+        """Store what is missing of a shared prompt, behind the last block that is held."""
+        prompt = self._rng.choice(self._prompts)
+        prompt = prompt[: self._rng.randint(1, len(prompt))]
+        by_block = {block: engine for (tier, engine), block in names.items() if tier is Tier.DEVICE}
+        chain = chain_hashes(prompt)
+        n_held = 0
+        while n_held < len(chain) and chain[n_held] in by_block:
+            n_held += 1
+        if n_held == len(chain):
+            n_held = 0  # all of it is held: say so again
+        parent = by_block[chain[n_held - 1]] if n_held else None
+        return self._store(parent, [self._name(b) for b in chain[n_held:]], tuple(prompt[:n_held]), prompt[n_held:])
+
+    def _decode(self, names: Names) -> KvEvent:
+        """One more block behind one that is held, as a decoding request stores them."""
+        found = self._pick(names, Tier.DEVICE)
+        if found is None:
+            return self._prefix(names)
+        parent, node = found
+        local = self._rng.choice((self._rng.getrandbits(64), 1, 2))
+        return self._store(parent, [self._name(chain_hash(node.block, local))], node.path, [local])
+
+    def _divergence(self, names: Names) -> KvEvent:
+        found = self._pick(names, Tier.DEVICE)
+        if found is None:
+            return self._prefix(names)
+        parent, node = found
+        local = [self._rng.getrandbits(64) for _ in range(self._rng.randint(1, 6))]
+        return self._store(parent, [self._name(b) for b in chain_hashes(local, node.block)], node.path, local)
+
+    def _host_copy(self, names: Names) -> KvEvent:
+        """Copy a stretch of held blocks to a slower tier, or drop copies there."""
+        tier = self._rng.choice((Tier.HOST, Tier.HOST, Tier.DISK))
+        copies = [engine for (where, engine) in names if where is tier]
+        found = self._pick(names, Tier.DEVICE)
+        if copies and (found is None or self._rng.random() < 0.3):
+            return BlocksRemoved(_u64(self._rng.sample(copies, self._rng.randint(1, len(copies)))), tier)
+        if found is None:
+            return self._prefix(names)
+        path = found[1].path
+        chain = chain_hashes(path)
+        first = self._rng.randrange(len(path))
+        parent = self._name(chain[first - 1]) if first else None
+        return self._store(parent, [self._name(b) for b in chain[first:]], path[:first], list(path[first:]), tier)
+
+    def _repeat(self, names: Names) -> KvEvent:
+        """Store again, from the root, the whole path to a block that is held."""
+        found = self._pick(names, Tier.DEVICE)
+        if found is None:
+            return self._prefix(names)
+        path = found[1].path
+        return self._store(None, [self._name(b) for b in chain_hashes(path)], (), list(path))
+
+    def _second_name(self, names: Names) -> KvEvent:
+        """Store a held path again under names never used before."""
+        found = self._pick(names, Tier.DEVICE)
+        if found is None:
+            return self._prefix(names)
+        path, life = found[1].path, self._rng.getrandbits(32)
+        return self._store(None, [self._name(b, life) for b in chain_hashes(path)], (), list(path))
+
+    def _moved_name(self, names: Names) -> KvEvent:
+        """Give names in use to other blocks: to children of one that is held, or to a path from the root."""
+        mine = [engine for (tier, engine) in names if tier is Tier.DEVICE]
+        found = self._pick(names, Tier.DEVICE)
+        if found is None:
+            return self._prefix(names)
+        parent, node = found
+        n = self._rng.randint(1, 3)
+        engine = [self._rng.choice(mine) for _ in range(n)]
+        if self._rng.random() < 0.3:
+            engine[0] = parent  # the parent's own name goes to its child
+        if self._rng.random() < 0.5:
+            return self._store(parent, engine, node.path, [self._rng.getrandbits(64) for _ in range(n)])
+        local = self._rng.choice(self._prompts)[:n]
+        return self._store(None, engine[: len(local)], (), local)
+
+    def _orphan(self) -> KvEvent:
+        local = [self._rng.getrandbits(64) for _ in range(self._rng.randint(1, 3))]
+        return BlocksStored(EngineHash(self._rng.getrandbits(64)), _u64([self._name(b) for b in local]), _u64(local))
+
+    def _unknown_removal(self) -> KvEvent:
+        return BlocksRemoved(_u64([self._rng.getrandbits(64)]), self._rng.choice(tuple(Tier)))
+
+    def _removal(self, names: Names, n: int) -> KvEvent:
+        """Remove some blocks of the device, in no order, so that holes come up; now and then all of them."""
+        mine = [engine for (tier, engine) in names if tier is Tier.DEVICE]
+        if self._rng.random() < 0.05:
+            n = len(mine)
+        return BlocksRemoved(_u64(self._rng.sample(mine, min(n, len(mine)))))
+
+
+def random_history(
+    rng: random.Random,
+    n_batches: int,
+    n_ranks: int,
+    *,
+    model: str = "m",
+    block_size: int = 16,
+    n_blocks_max: int = 300,
+) -> list[EngineBatch]:
+    """Tell what `n_ranks` engines might, as the batches of one log, `n_batches` of them.
+
+    Ranks share prompts, and each odd one is the second rank of the even one's worker. Beside what engines do every day
+    there are gaps, batches delivered again, batches of an older life, new lives, workers removed and batches that come
+    after their removal. n_blocks_max: a rank that holds more removes half of it.
+    """
+    told = ReferenceFleet()
+    prompts = _prompts(rng)
+    engines = [_Engine(rng, RankId(WorkerId(n // 2 + 1), DpRank(n % 2)), told, prompts) for n in range(n_ranks)]
+    history: list[EngineBatch] = []
+    while len(history) < n_batches:
+        engine = rng.choice(engines)
+        chance = rng.random()
+        if chance < 0.04 and history:
+            history.append(rng.choice(history[-40:]))  # delivered again
+            told.apply(history[-1])
+            continue
+        refused = told.ranks.get(engine.rank, ReferenceRank()).removed
+        if chance < (0.4 if refused else 0.05):
+            engine.incarnation += rng.randint(1, 3)
+            engine.sequence = -1
+        elif chance < 0.06:
+            engine.sequence += rng.randint(1, 3)  # what it said there is lost
+        elif chance < 0.065:
+            history.append(_batch(engine, model, block_size, WorkerRemoved("a test says so")))
+            told.apply(history[-1])
+            for other in engines:
+                # Most workers come back; others go on as if nothing had happened and are refused.
+                if other.rank.worker_id == engine.rank.worker_id and rng.random() < 0.7:
+                    other.incarnation = engine.incarnation + rng.randint(1, 3)
+                    other.sequence = -1
+            continue
+        old = engine.incarnation > 1 and 0.065 <= chance < 0.08
+        if not old:
+            engine.sequence += 1
+        batch = _batch(engine, model, block_size, EngineEvents(()))
+        if old:
+            batch = replace(batch, incarnation=Incarnation(engine.incarnation - 1))
+        # The number is told first and its events one by one, so that each can build on the one before.
+        news = told.apply(batch) in ("applied", "gap")
+        events: list[KvEvent] = []
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 5))):
+            events.append(engine.event(n_blocks_max))
+            if news:
+                told.ranks[engine.rank].apply(events[-1])
+        history.append(replace(batch, body=EngineEvents(tuple(events))))
+    return history
+
+
+def _batch(engine: _Engine, model: str, block_size: int, body: EngineEvents | WorkerRemoved) -> EngineBatch:
+    return EngineBatch(
+        rank=engine.rank,
+        model=model,
+        block_size=block_size,
+        incarnation=Incarnation(engine.incarnation),
+        sequence=max(engine.sequence, 0),
+        digest=xxhash.xxh3_64_intdigest(repr((engine.rank, engine.incarnation, engine.sequence)).encode()),
+        emitted_at_ms=0,
+        body=body,
+    )
+
+
+def _prompts(rng: random.Random) -> list[list[int]]:
+    """Prompts that share prefixes, up to 80 blocks: runs of one, two and three records."""
+    prompts: list[list[int]] = []
+    for _ in range(12):
+        shared = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
+        shared = shared[: rng.randint(0, len(shared))]
+        prompts.append(shared + [rng.getrandbits(64) for _ in range(rng.choice((1, 3, 8, 31, 32, 33, 45)))])
+        prompts[-1] = prompts[-1][:80]
+    return prompts
+
+
+def _u64(values: list[int]) -> HashArray:
+    return np.array(values, dtype=np.uint64)
