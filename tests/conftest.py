@@ -6,6 +6,8 @@ A test that asks for none of these starts nothing. KVSTREAMS_TEST_KAFKA names a 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,9 @@ from streams.topics import topics
 #: Bootstrap address of a broker that runs already, which saves its start while a test is being written.
 KAFKA_ENV = "KVSTREAMS_TEST_KAFKA"
 
+#: Folder of the run's own broker; the worker processes of pytest-xdist inherit it.
+_DIRECTORY_ENV = "KVSTREAMS_TEST_KAFKA_DIRECTORY"
+
 #: Few, so that a test's fleet starts soon; more than one, so that wrong partitions show.
 PARTITIONS = 4
 
@@ -30,19 +35,32 @@ _DELETE_TIMEOUT_S = 30.0
 ScopeFactory = Callable[[Path], Settings]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the folder of the broker that all worker processes of this run share."""
+    if not hasattr(config, "workerinput"):
+        os.environ[_DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the broker behind the last worker process, if a test ever asked for it."""
+    if not hasattr(config, "workerinput"):
+        directory = Path(os.environ.pop(_DIRECTORY_ENV))
+        LocalKafka(_config(directory)).down()
+        shutil.rmtree(directory)
+
+
 @pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaState]:
-    """A real broker, started when a test first asks for it and stopped behind the last."""
+def kafka() -> KafkaState:
+    """A real broker, started when a test first asks for it; whichever process comes first starts it for all."""
+    directory = Path(os.environ[_DIRECTORY_ENV])
     bootstrap = os.environ.get(KAFKA_ENV)
-    directory = tmp_path_factory.mktemp("kafka")
     if bootstrap:
-        yield KafkaState(bootstrap, 0, "unknown", "unknown", directory, reused=True)
-        return
-    local = LocalKafka(LocalKafkaConfig(directory, class_archive=False))
-    try:
-        yield local.up()
-    finally:
-        local.down()
+        return KafkaState(bootstrap, 0, "unknown", "unknown", directory, reused=True)
+    return LocalKafka(_config(directory)).up()
+
+
+def _config(directory: Path) -> LocalKafkaConfig:
+    return LocalKafkaConfig(directory, class_archive=False)
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +80,7 @@ def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
         return given[-1]
 
     yield give
-    if kafka.reused and given:  # a broker of the session's own takes its topics with it
+    if os.environ.get(KAFKA_ENV) and given:  # a broker of this run's own takes its topics with it
         client = admin(given[0])
         names = client.list_topics(timeout=_DELETE_TIMEOUT_S).topics
         ours = [spec.name for settings in given for spec in topics(settings).all() if spec.name in names]

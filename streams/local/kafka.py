@@ -77,6 +77,9 @@ LOCK_MARGIN_S = FORMAT_TIMEOUT_S + KILL_WAIT_S
 #: broker from ever binding it again.
 PORTS = range(20_000, 32_000)
 
+#: A port that its last owner has not released by now belongs to somebody else.
+PORT_RELEASE_S = 3.0
+
 #: So many candidates are tried for a free port; if all are taken, something is wrong that another try does not mend.
 PORT_TRIES = 100
 
@@ -382,7 +385,7 @@ class LocalKafka:
 
     def _with_free_ports(self, saved: _Saved, notes: list[str]) -> _Saved:
         """Keep the ports that clients know; one that somebody else has taken since is replaced, with a note."""
-        if not _is_free(saved.broker_port):
+        if not _becomes_free(saved.broker_port):
             (port,) = _choose_ports(1)
             notes.append(
                 f"Port {saved.broker_port} has been taken by another process, so the broker moved to {port}:"
@@ -777,6 +780,20 @@ def _is_free(port: int) -> bool:
             probe.listen(1)
         except OSError:
             return False
+    return True
+
+
+def _becomes_free(port: int) -> bool:
+    """Return whether a server could listen there soon.
+
+    A killed JVM is a zombie as soon as its first thread is gone; on a busy machine the others hold the port a little
+    longer.
+    """
+    deadline = time.monotonic() + PORT_RELEASE_S
+    while not _is_free(port):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
     return True
 
 
