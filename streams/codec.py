@@ -21,6 +21,7 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from streams.core.events import (
+    BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -172,7 +173,9 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         raise BadRecord("wrong_block_size", f"block size is {datum['block_size']}")
     if datum["dp_rank"] < 0:
         raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
-    if datum["sequence"] < 0:
+    body = _body(datum["body"])
+    begins = isinstance(body, EngineEvents) and not body.events and datum["sequence"] == BEFORE_FIRST
+    if datum["sequence"] < 0 and not begins:
         raise BadRecord("bad_sequence", f"sequence is {datum['sequence']}")
     return EngineBatch(
         rank=RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"])),
@@ -182,7 +185,7 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         sequence=datum["sequence"],
         digest=from_hash(datum["digest"]) or 0,
         emitted_at_ms=datum["emitted_at_ms"],
-        body=_body(datum["body"]),
+        body=body,
         n_unindexed=datum["n_unindexed"],
     )
 

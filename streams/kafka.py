@@ -5,16 +5,18 @@ What lives here: admin calls, producers, consumers, and why they are set as they
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from aiokafka.partitioner import murmur2
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
-from streams.errors import KvStreamsError, TopicMismatch
+from streams.errors import BadRecord, KvStreamsError, TopicMismatch
 from streams.settings import Settings
-from streams.topics import TopicSpec
+from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
 #: A broker answers a question about its topics within milliseconds. One that is silent for this long is not there, and
@@ -27,6 +29,12 @@ CREATE_TIMEOUT_S = 20.0
 #: The client ends a call at its own time-out with the reason; its future is given a little longer, so that the reason
 #: arrives before our patience ends.
 _FUTURE_SLACK_S = 5.0
+
+#: How often a partition without a leader is asked again, and how that looks.
+_LEADER_POLL_S = 0.05
+_NO_LEADER_YET = frozenset(
+    {KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
+)
 
 #: These codes mean that no broker was reached; any other is an answer, and says itself what is wrong.
 _UNREACHED = frozenset(
@@ -74,6 +82,8 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
             "acks": "all",
             "partitioner": PARTITIONER,
             "linger.ms": 2,
+            # The client refuses what is larger before the broker sees it; its own default is 1 MB.
+            "message.max.bytes": DEAD_LETTER_BYTES_MAX + 64 * 1024,
             "log_level": 3,
             **overrides,
         }
@@ -100,6 +110,37 @@ def reader(settings: Settings, **overrides: Any) -> Consumer:
             **overrides,
         }
     )
+
+
+def partition_of(worker_id: int, n_partitions: int) -> int:
+    """Partition of a worker's records: murmur2 of its key, as Faust, Java and our producers hash it."""
+    return partition_of_key(str(worker_id).encode(), n_partitions)
+
+
+def partition_of_key(key: bytes, n_partitions: int) -> int:
+    """Partition that Java's default partitioner gives a key."""
+    digest: int = murmur2(key)
+    return (digest & 0x7FFFFFFF) % n_partitions
+
+
+def dead_letter_headers(
+    origin: str, exc: BadRecord, size: int, partition: int | None = None, offset: int | None = None
+) -> list[tuple[str, str | bytes | None]]:
+    """Where a dead letter came from and why it is one. size: bytes of what was received, before any cut."""
+    facts = {
+        "topic": origin,
+        "partition": partition,
+        "offset": offset,
+        "reason": exc.reason,
+        "message": str(exc),
+        "bytes": size,
+    }
+    return [(f"kvstreams.{name}", str(fact).encode()) for name, fact in facts.items() if fact is not None]
+
+
+def dead_letter_value(value: bytes | None) -> bytes | None:
+    """What was received; of more than a topic of ours can hold, the beginning (its header says the whole size)."""
+    return value[:EVENT_BYTES_MAX] if value is not None and len(value) > EVENT_BYTES_MAX else value
 
 
 def as_record(message: Message) -> Record:
@@ -239,6 +280,19 @@ class FirstOffset:
     first: int | None
 
 
+def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
+    """Start and end of a partition's log; a partition that was just created may have no leader for a moment."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while True:
+        try:
+            low, high = consumer.get_watermark_offsets(where, timeout=ANSWER_TIMEOUT_S)
+            return low, high
+        except KafkaException as exc:
+            if exc.args[0].code() not in _NO_LEADER_YET or time.monotonic() > deadline:
+                raise
+            time.sleep(_LEADER_POLL_S)
+
+
 def first_offset(settings: Settings, topic: str, partition: int, wanted: int) -> FirstOffset:
     """Find the first record at or behind `wanted`: retention, and markers of transactions, leave offsets without one.
 
@@ -246,7 +300,7 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
     """
     consumer = reader(settings)
     try:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=ANSWER_TIMEOUT_S)
+        low, high = _watermarks(consumer, TopicPartition(topic, partition))
         if high <= wanted:
             return FirstOffset(low, None)
         consumer.assign([TopicPartition(topic, partition, max(low, wanted))])

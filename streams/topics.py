@@ -23,6 +23,16 @@ _COMPACTED = {
 }
 _DEAD_LETTER_RETENTION_MS = 7 * 24 * 3600 * 1000
 
+#: Bytes of one record of kv-events: 16 a block, so a prompt of 8 million tokens in blocks of 16 is one record.
+EVENT_BYTES_MAX = 8 * 1024 * 1024
+
+#: Bytes of one record of router-loads: 8 a block, so that the longest request accepted fits whatever its blocks hold. A
+#: booking that does not reach the other routers is a load that they do not see.
+LOAD_BYTES_MAX = 8 * 1024 * 1024 + 64 * 1024
+
+#: A dead letter is its record and headers that say why.
+DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
+
 PREFIX_INDEX = "prefix-index"
 
 
@@ -65,7 +75,11 @@ def topics(settings: Settings) -> Topics:
             f"{prefix}kv-events",
             "worker id, ASCII decimal",
             "kv-events",
-            {"cleanup.policy": "delete", "retention.ms": str(settings.retention_ms)},
+            {
+                "cleanup.policy": "delete",
+                "retention.ms": str(settings.retention_ms),
+                "max.message.bytes": str(EVENT_BYTES_MAX),
+            },
         ),
         workers=spec(f"{prefix}workers", "worker id, ASCII decimal", "workers", _COMPACTED),
         router_loads=spec(
@@ -79,13 +93,18 @@ def topics(settings: Settings) -> Topics:
                 "retention.ms": str(int(settings.booking_ttl_s * 2 * 1000)),
                 "segment.ms": str(60 * 1000),
                 "min.compaction.lag.ms": "0",
+                "max.message.bytes": str(LOAD_BYTES_MAX),
             },
         ),
         dead_letters=spec(
             f"{prefix}kv-dead-letters",
             "as received",
             None,
-            {"cleanup.policy": "delete", "retention.ms": str(_DEAD_LETTER_RETENTION_MS)},
+            {
+                "cleanup.policy": "delete",
+                "retention.ms": str(_DEAD_LETTER_RETENTION_MS),
+                "max.message.bytes": str(DEAD_LETTER_BYTES_MAX),
+            },
         ),
         index_changelog=spec(
             f"{settings.app_id}-{PREFIX_INDEX}-changelog",

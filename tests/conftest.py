@@ -5,11 +5,13 @@ A test that asks for none of these starts nothing. KVSTREAMS_TEST_KAFKA names a 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ from streams.kafka import admin
 from streams.local.kafka import KafkaState, LocalKafka, LocalKafkaConfig
 from streams.local.processes import Children
 from streams.local.stack import Stack
+from streams.router_api import handlers
 from streams.settings import Settings
 from streams.topics import topics
+from tests.api import BLOCK_SIZE, BODY_BYTES_MAX, LIVE, TOKENS_MAX, Agents, Fleet, served
 
 #: Bootstrap address of a broker that runs already, which saves its start while a test is being written.
 KAFKA_ENV = "KVSTREAMS_TEST_KAFKA"
@@ -106,3 +110,37 @@ def children() -> Iterator[Children]:
 def stack(scope: Settings, tmp_path: Path, children: Children) -> Stack:
     """Starts processes in the test's scope."""
     return Stack(scope, tmp_path, children)
+
+
+@pytest.fixture(scope="session")
+def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two routers that all tests of the HTTP API share; none of them may fail at what it was asked."""
+    scope = replace(
+        new_scope(tmp_path_factory.mktemp("fleet")),
+        block_size=BLOCK_SIZE,
+        request_tokens_max=TOKENS_MAX,
+        body_bytes_max=BODY_BYTES_MAX,
+        stale_after_ms=2000,
+        behind_after_ms=500,
+    )
+    faults: list[str] = []
+
+    class Faults(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            faults.append(self.format(record))
+
+    noted = Faults(logging.ERROR)
+    logging.getLogger(handlers.__name__).addHandler(noted)
+    agents = Agents(scope, fresh=[LIVE])
+    with served(scope) as main, served(scope) as peer, agents.keeping_fresh():
+        yield Fleet(scope, main, peer, agents, iter(range(1, 1_000_000)))
+    logging.getLogger(handlers.__name__).removeHandler(noted)
+    assert not faults
+
+
+@pytest.fixture(scope="session")
+def model(fleet: Fleet) -> str:
+    """A model with two workers, of two ranks each, for tests that leave no booking behind."""
+    name = fleet.model()
+    fleet.register(name, 2, dp_size=2)
+    return name

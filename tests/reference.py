@@ -191,6 +191,7 @@ class _Engine:
         self._told = told
         self._nodes: dict[int, _Node] = {}  # of every block that it ever stored, by sequence hash
         self.rank = rank
+        self.worker_id = rank.worker_id
         self.incarnation = rng.randrange(1, 50)
         self.sequence = -1
 
@@ -364,13 +365,14 @@ def random_history(
             engine.sequence = -1
         elif chance < 0.06:
             engine.sequence += rng.randint(1, 3)  # what it said there is lost
-        elif chance < 0.065:
+        elif chance < 0.065 and all(each.rank in told.ranks for each in engines if each.worker_id == engine.worker_id):
+            # Of a rank never heard of there is nothing to remove, nor to know of the removal by.
             history.append(_batch(engine, model, block_size, WorkerRemoved("a test says so")))
             told.apply(history[-1])
             for other in engines:
                 # Most workers come back; others go on as if nothing had happened and are refused.
-                if other.rank.worker_id == engine.rank.worker_id and rng.random() < 0.7:
-                    other.incarnation = engine.incarnation + rng.randint(1, 3)
+                if other.worker_id == engine.worker_id and rng.random() < 0.7:
+                    other.incarnation = max(other.incarnation, engine.incarnation) + rng.randint(1, 3)
                     other.sequence = -1
             continue
         old = engine.incarnation > 1 and 0.065 <= chance < 0.08

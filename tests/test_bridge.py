@@ -87,9 +87,20 @@ def test_what_engines_hold_is_what_the_router_knows_through_every_restart(
 
     # An engine that restarts on its port never keeps credit for the cache that it lost.
     restarted = stack.restart_engine(engines[0], SMALL, "m", time_scale=100.0)
+    assert assert_known(worker, [restarted, engines[1]]) == set()  # though it has told nothing yet
     complete(restarted, fresh_tokens(96))
     assert len(assert_known(worker, [restarted, engines[1]])) == 6
     assert incarnation(worker, 1) > before
+    assert health(worker)[1] == "exact"
+
+    # Deleted, and bridged again while its engine lives on: it is back with what it holds.
+    request = urllib.request.Request(f"{worker.url}/workers/1", method="DELETE")
+    with urllib.request.urlopen(request, timeout=30.0) as response:
+        assert response.status == 200
+    assert_known(worker, [engines[1]])
+    bridge.kill()
+    bridge.start()
+    assert len(assert_known(worker, [restarted, engines[1]])) == 6
     assert health(worker)[1] == "exact"
 
 

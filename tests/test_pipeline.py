@@ -24,7 +24,7 @@ from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
-from streams.kafka import ensure_topics, producer
+from streams.kafka import ensure_topics, partition_of, producer
 from streams.local.stack import RouterProcess, Stack, get_bytes, get_json
 from streams.settings import Settings
 from streams.topics import topics
@@ -117,6 +117,17 @@ def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> N
     with engines.publishing(200):
         worker.child.kill()
         shutil.rmtree(Path(worker.settings.data_dir))
+        # A stranger's record in the changelog is passed over, by owners and routers alike.
+        stranger = producer(stack.settings)
+        stranger.produce(topics(stack.settings).index_changelog.name, key=b"hello", value=b"world", partition=0)
+        assert stranger.flush(30.0) == 0
+    stack.restart_worker(worker)
+    assert_equal(worker.url, engines.reference)
+
+    with engines.publishing(100):
+        worker.child.kill()
+        for current in Path(worker.settings.data_dir).glob("tables/*/CURRENT"):
+            current.write_bytes(b"")  # a RocksDB that cannot be opened
     stack.restart_worker(worker)
     assert_equal(worker.url, engines.reference)
 
@@ -167,10 +178,13 @@ def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_cou
         (b"5", good[:-3]),
         (b"5", other),
         (b"6", encode_batch(batch(1))),
+        (b"5", b"x" * 999_900),  # as large as clients send by default; with its reason it is larger
         (b"5", encode_batch(batch(1, body=EngineEvents((orphan,))))),
         (b"5", encode_batch(batch(2))),
     ]
     kafka = producer(stack.settings)
+    elsewhere = (partition_of(5, stack.settings.partitions) + 1) % stack.settings.partitions
+    kafka.produce(topics(stack.settings).kv_events.name, key=b"5", value=good, partition=elsewhere)
     for key, value in records:
         kafka.produce(topics(stack.settings).kv_events.name, key=key, value=value)
     assert kafka.flush(30.0) == 0
@@ -182,7 +196,7 @@ def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_cou
     wait_for(told, VISIBLE_TIMEOUT_S, "the last record to be visible")
     state = get_json(f"{worker.url}/state")["ranks"][0]
     assert (state["blocks"], state["unknown_parents"], state["health"], state["gaps"]) == (8, 1, "degraded", 0)
-    wait_for(lambda: len(dead_letters(stack.settings)) == 6, VISIBLE_TIMEOUT_S, "six dead letters")
+    wait_for(lambda: len(dead_letters(stack.settings)) == 8, VISIBLE_TIMEOUT_S, "eight dead letters")
     letters = dead_letters(stack.settings)
     reasons = {headers["kvstreams.reason"].decode(): value for value, headers in letters}
     assert reasons == {
@@ -191,10 +205,12 @@ def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_cou
         "bad_avro": good[:-3],
         "wrong_block_size": other,
         "wrong_key": encode_batch(batch(1)),
+        "wrong_partition": good,
     }
     assert {value for value, headers in letters if headers["kvstreams.reason"] == b"not_avro"} == {
         b"no avro at all",
         None,
+        b"x" * 999_900,
     }
     assert all(headers["kvstreams.topic"].decode() == topics(stack.settings).kv_events.name for _, headers in letters)
 
@@ -223,6 +239,10 @@ def test_an_index_that_nobody_writes_is_not_exact(stack: Stack) -> None:
     wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers")
     worker.child.kill()
     wait_for(lambda: mode(router.url) == "degraded", VISIBLE_TIMEOUT_S, "degraded answers")
+    # A router that starts now finds the dead owner's last word in the log, and does not take it for a sign of life.
+    fresh = stack.router("fresh")
+    put_worker(fresh.url)
+    assert {mode(fresh.url) for _ in range(20)} == {"degraded"}
     stack.restart_worker(worker)
     wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers again")
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from streams.core.ids import EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier
 
+#: Sequence number before the first, since vLLM counts its batches from 0. A batch with this number and no events says
+#: that a life begins: what an older one held is gone, though the new one has told nothing yet.
+BEFORE_FIRST = -1
+
 
 @dataclass(frozen=True, slots=True)
 class MoeLabels:

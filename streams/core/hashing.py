@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,7 +52,7 @@ def pack_tokens(tokens: Tokens) -> bytes:
         if len(packed) % _BYTES_A_TOKEN:
             raise InvalidRequest("packed tokens are u32 little-endian, 4 bytes each", n_bytes=len(packed))
         return packed
-    if isinstance(tokens, list):
+    if isinstance(tokens, list | tuple):
         # array() checks each value's type and range itself, in C: 62 ns a block against 201 through np.array.
         try:
             return _little_endian(array("I", tokens))
@@ -124,6 +125,7 @@ def _little_endian(values: array[int]) -> bytes:
 
 def _name_bad_token(tokens: Sequence[object]) -> str:
     for index, value in enumerate(tokens):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U32_MAX:
-            return f"token {index} is {value!r}, not an integer in 0..{U32_MAX}"
+        # NumPy's integers are Integral and no int; they are tokens like any other.
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= U32_MAX:
+            return f"token {index} is {value}, not an integer in 0..{U32_MAX}"
     return f"tokens must be integers in 0..{U32_MAX}"

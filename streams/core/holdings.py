@@ -15,16 +15,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, KvEvent, MoeLabels
+from streams.core.events import (
+    BEFORE_FIRST,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineBatch,
+    KvEvent,
+    MoeLabels,
+)
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier
 
 #: Blocks a run record holds at most: a decode step rewrites half a full record on average, so twice as many would
 #: double the 350 bytes that one generated block costs; half as many would cost 3 bytes more a block when full.
 RUN_BLOCKS_MAX = 32
-
-#: Sequence number before the first: vLLM counts its batches from 0.
-BEFORE_FIRST = -1
 
 
 class RunKey(NamedTuple):
@@ -300,12 +305,21 @@ class Holdings:
         self.ranks: dict[RankId, RankHoldings] = {}
         self._touched: dict[RankId, None] = {}
 
-    def load(self, progress: Iterable[Progress], runs: Iterable[Run]) -> None:
-        """Start from what the table holds. A run whose rank has no progress cannot be: progress is written first."""
+    def load(self, progress: Iterable[Progress], runs: Iterable[Run]) -> int:
+        """Start from what the table holds; gives the number of runs whose rank has no progress, which are left out.
+
+        There are none unless a stranger wrote them: progress is written first.
+        """
         for record in progress:
             self.ranks[record.rank] = RankHoldings(record)
+        strays = 0
         for run in runs:
-            self.ranks[run.key.rank].adopt(run)
+            holdings = self.ranks.get(run.key.rank)
+            if holdings is None:
+                strays += 1
+            else:
+                holdings.adopt(run)
+        return strays
 
     def apply(self, batch: EngineBatch, events: Iterable[KvEvent]) -> Verdict:
         """Judge one batch and, if it is news, apply it."""
@@ -315,10 +329,15 @@ class Holdings:
             holdings = self.ranks[rank] = RankHoldings(Progress(rank, Epoch(Incarnation(0), 0)))
         progress = holdings.progress
         known = progress.epoch.incarnation
-        if batch.incarnation < known or (batch.incarnation == known and progress.health is Health.REMOVED):
+        revived = batch.incarnation == known and progress.health is Health.REMOVED and batch.sequence == BEFORE_FIRST
+        if batch.incarnation < known or (
+            batch.incarnation == known and progress.health is Health.REMOVED and not revived
+        ):
             return Verdict.STALE
-        if batch.incarnation > known:
-            holdings.new_epoch(Epoch(batch.incarnation, 0))
+        if batch.incarnation > known or revived:
+            # A batch numbered BEFORE_FIRST only says that a life begins; whoever is removed and begins again is back.
+            generation = progress.epoch.generation + 1 if revived else 0
+            holdings.new_epoch(Epoch(batch.incarnation, generation))
             holdings.progress = progress = replace(
                 holdings.progress, sequence=BEFORE_FIRST, digest=0, health=Health.EXACT
             )

@@ -5,7 +5,8 @@ means (vllm) and which of them are news (ledger).
 
 An engine's batches are numbered from 0. The bridge publishes them in order: whatever is missing, before it connected or
 behind a dropped message, is asked of the engine's replay socket; only what the engine has forgotten stays missing, and
-the agent then sees the gap in the numbers. An engine is one life as long as its process start time stays the same.
+the agent then sees the gap in the numbers. An engine is one life as long as its process start time stays the same; a
+new one is announced before it has told anything, since what the old one held is gone already.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
@@ -26,12 +26,13 @@ from confluent_kafka import Producer
 from prometheus_client.parser import text_string_to_metric_families
 
 from streams.codec import encode_worker
+from streams.core.events import BEFORE_FIRST
 from streams.core.ids import U64_MASK, DpRank, Incarnation, RankId, WorkerId
 from streams.core.registry import DP_SIZE_MAX, Worker
-from streams.engines.publisher import RankWriter
+from streams.engines.publisher import RankWriter, event_producer
 from streams.engines.vllm import COUNTS_COPIES, decode_payload
 from streams.errors import BadRecord, KvStreamsError, SettingsError
-from streams.kafka import producer
+from streams.kafka import dead_letter_headers, dead_letter_value
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -72,7 +73,7 @@ class Bridge:
     def __init__(self, settings: Settings, engines: list[EngineAddress]) -> None:
         self._settings = settings
         self._engines = engines
-        self._kafka = producer(settings)
+        self._kafka = event_producer(settings)
         self._context = zmq.asyncio.Context()
 
     async def run(self) -> None:
@@ -153,90 +154,112 @@ class _RankFeed:
         self._life_checked_at = time.monotonic()
 
     async def run(self) -> None:
-        """Receive, order, publish, until cancelled."""
-        with self._context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            socket.connect(self._events)
-            await self._fill(None)  # what was published before we connected
-            while True:
-                if await socket.poll(int(LIFE_CHECK_S * 1000)):
-                    frames = await socket.recv_multipart()
-                    await self._received(frames)
-                if time.monotonic() - self._life_checked_at >= LIFE_CHECK_S:
-                    await self._check_life()
+        """Receive, order, publish, until cancelled; what fails begins again from the engine's first batch.
 
-    async def _received(self, frames: list[bytes]) -> None:
+        A new ledger is built from the engine's replay buffer then, and what Kafka has already comes as duplicates.
+        """
+        while True:
+            try:
+                await self._run()
+            except Exception:
+                log.exception("rank %s: the feed begins again", self._writer.rank)
+                await asyncio.sleep(RETRY_S)
+                self._begin(self._writer.incarnation)
+
+    async def _run(self) -> None:
+        """One life of the engine after the other; each has a socket of its own."""
+        while True:
+            # What waits in an older life's socket looks like the new one's batches: numbers are all that frames carry.
+            with self._context.socket(zmq.SUB) as socket:
+                socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+                socket.setsockopt(zmq.SUBSCRIBE, b"")
+                socket.connect(self._events)
+                self._announce_life()
+                await self._fill()  # what was published before we connected
+                await self._receive(socket)
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        """Receive until the engine begins a new life."""
+        while True:
+            if await socket.poll(int(LIFE_CHECK_S * 1000)):
+                if await self._received(await socket.recv_multipart()):
+                    return
+            else:
+                await self._fill()  # the last batch before a quiet time may have been dropped as well
+            if time.monotonic() - self._life_checked_at >= LIFE_CHECK_S and await self._new_life():
+                return
+            if self._writer.failed:
+                raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
+
+    async def _received(self, frames: list[bytes]) -> bool:
+        """Take one message; True where it shows that the engine began a new life."""
         if len(frames) < 2 or len(frames[-2]) != _SEQUENCE.size:
-            self._dead_letter(b"".join(frames), BadRecord("bad_frames", f"{len(frames)} frames, no sequence number"))
-            return
+            exc = BadRecord("bad_frames", f"{len(frames)} frames, no sequence number")
+            self._dead_letter(b"".join(frames), exc)
+            return False
         sequence, payload = _SEQUENCE.unpack(frames[-2])[0], frames[-1]
         if sequence < self._next:
             # Either it came by replay already, or the engine restarted and counts from 0 again.
-            await self._check_life()
+            return await self._new_life()
         if sequence > self._next:
-            await self._fill(sequence)
-        if sequence >= self._next:
-            self._publish(sequence, payload)
-
-    async def _fill(self, until: int | None) -> None:
-        """Ask the replay socket for batches from the next one wanted on; `until` is the first that is there already."""
-        if self._replay is None:
-            if until is not None:
-                self._forgotten(until)
-            return
-        async for sequence, payload in self._replayed(self._next):
-            if sequence < self._next:
-                continue
-            if until is not None and sequence >= until:
-                break
-            if sequence > self._next:
+            known = await self._fill(until=sequence)
+            if known is not None and known < sequence:
+                # The engine itself has never numbered so high: the frame is an older life's.
+                log.warning("rank %s: batch %d is none of this life", self._writer.rank, sequence)
+                return await self._new_life()
+            if self._next < sequence:
                 self._forgotten(sequence)
+        if sequence == self._next:
             self._publish(sequence, payload)
-        if until is not None and self._next < until:
-            self._forgotten(until)
+        return False
 
-    async def _replayed(self, start: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Batches from the engine's own buffer, in order; ends early where the socket falls silent."""
-        assert self._replay is not None
+    async def _fill(self, until: int | None = None) -> int | None:
+        """Publish what the engine's replay buffer has from the next batch wanted on, up to `until`.
+
+        Returns the highest number that the engine told of, BEFORE_FIRST for none; None where it did not answer.
+        """
+        if self._replay is None:
+            return None
+        highest = BEFORE_FIRST
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
             socket.connect(self._replay)
-            await socket.send_multipart([b"", _SEQUENCE.pack(start)])
+            await socket.send_multipart([b"", _SEQUENCE.pack(self._next)])
             while await socket.poll(int(REPLAY_TIMEOUT_S * 1000)):
                 frames = await socket.recv_multipart()
                 if len(frames) < 2 or len(frames[-2]) != _SEQUENCE.size:
                     log.warning("rank %s: a replay answer of %d frames", self._writer.rank, len(frames))
-                    return
+                    return None
                 if frames[-2] == _END_MARKER:
-                    return
-                yield _SEQUENCE.unpack(frames[-2])[0], frames[-1]
+                    return highest
+                sequence = _SEQUENCE.unpack(frames[-2])[0]
+                highest = max(highest, sequence)
+                if sequence < self._next or (until is not None and sequence >= until):
+                    continue
+                if sequence > self._next:
+                    self._forgotten(sequence)
+                self._publish(sequence, frames[-1])
         log.warning("rank %s: %s does not answer", self._writer.rank, self._replay)
+        return None
 
     def _forgotten(self, until: int) -> None:
-        """The engine has forgotten batches; the agent sees the gap in the numbers and degrades the rank.
-
-        A ledger that never saw an engine's first batches must not continue a life that others knew better: it begins a
-        new one, which ends what was known.
-        """
-        log.warning("rank %s: batches %d to %d are lost", self._writer.rank, self._next, until - 1)
-        if self._next == 0:
-            self._writer.new_life(_minted())
+        """The engine has forgotten batches. If Kafka lacks them too, the agent sees it in the numbers."""
+        log.warning("rank %s: the engine has forgotten batches %d to %d", self._writer.rank, self._next, until - 1)
         self._next = until
 
     def _publish(self, sequence: int, payload: bytes) -> None:
-        self._next = sequence + 1
         try:
             batch = decode_payload(payload, self._block_size)
+            digest = xxhash.xxh3_64_intdigest(payload)
+            self._writer.write(sequence, digest, batch.emitted_at_ms, batch.events, batch.n_unindexed)
         except BadRecord as exc:
             # Its number is then missing on Kafka: the agent degrades the rank, which is the truth.
             self._dead_letter(payload, exc)
-            return
-        digest = xxhash.xxh3_64_intdigest(payload)
-        self._writer.write(sequence, digest, batch.emitted_at_ms, batch.events, batch.n_unindexed)
+        self._next = sequence + 1
 
-    async def _check_life(self) -> bool:
-        """Read the engine's start time; a new one begins a new life from its first batch. True where it did."""
+    async def _new_life(self) -> bool:
+        """Read the engine's start time; True where it is another one, and everything begins anew."""
         self._life_checked_at = time.monotonic()
         try:
             life = await _life(self._http, self._engine.url)
@@ -246,23 +269,24 @@ class _RankFeed:
             return False
         log.info("worker %d began a new life: %d", self._engine.worker_id, life)
         self._life = life
-        self._writer.new_life(max(life, Incarnation(self._writer.incarnation + 1)))
-        self._next = 0
-        await self._fill(None)
+        self._begin(max(life, Incarnation(self._writer.incarnation + 1)))
         return True
+
+    def _begin(self, incarnation: Incarnation) -> None:
+        self._writer.new_life(incarnation)
+        self._next = 0
+
+    def _announce_life(self) -> None:
+        """Say that this life begins, or goes on: what an older one held is gone before the new one tells anything."""
+        self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
 
     def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
         log.warning("dead letter from rank %s at %s: %s", self._writer.rank, self._events, exc)
-        headers: list[tuple[str, str | bytes | None]] = [
-            ("kvstreams.topic", self._events.encode()),
-            ("kvstreams.reason", exc.reason.encode()),
-            ("kvstreams.message", str(exc).encode()),
-        ]
         self._kafka.produce(
             topics(self._settings).dead_letters.name,
             key=str(self._writer.rank.worker_id).encode(),
-            value=payload,
-            headers=headers,
+            value=dead_letter_value(payload),
+            headers=dead_letter_headers(self._events, exc, len(payload)),
         )
 
 

@@ -5,18 +5,21 @@ block is held, or is held no more. What must not: transport. Owner: a publisher,
 
 In vLLM one block may have several physical copies, each announced by a store and each eviction by a removal; the first
 store and the last removal are facts. Other engines repeat a store that changes nothing; there, copies are not counted.
-Two engine names for one sequence hash count as copies of it, published under the first name.
+Two engine names for one sequence hash count as copies of it, published under the first name. An engine may drop that
+name while others are left, and give it to another block: that one is then published under its sequence hash, since on
+Kafka a name names one block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain, count
 
 import numpy as np
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import EngineHash, SequenceHash, Tier
+from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 
 
 @dataclass(slots=True)
@@ -29,19 +32,24 @@ class _Name:
 
 @dataclass(slots=True)
 class _Held:
-    """One block held: the engine hash it was published under, and how many engine hashes name it."""
+    """One block held: the name it was published under, and how many engine hashes name it."""
 
     published_as: int
     names: int
 
 
 class Ledger:
-    """Events of one rank in, events worth publishing out."""
+    """Events of one rank in, events worth publishing out.
+
+    _names[tier]: engine hash to what it names. _held[tier]: sequence hash of each block that some name names.
+    _published[tier]: the name that each of these was published under, to its sequence hash.
+    """
 
     def __init__(self, counts_copies: bool) -> None:
         self._counts_copies = counts_copies
         self._names: tuple[dict[int, _Name], ...] = tuple({} for _ in Tier)
         self._held: tuple[dict[int, _Held], ...] = tuple({} for _ in Tier)
+        self._published: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self.unknown_parents = 0
         self.unknown_removals = 0
 
@@ -59,6 +67,7 @@ class Ledger:
                 for tier in Tier:
                     self._names[tier].clear()
                     self._held[tier].clear()
+                    self._published[tier].clear()
                 return [event]
 
     def __len__(self) -> int:
@@ -75,38 +84,54 @@ class Ledger:
                 return [event]
             before, parent_published = found
         tier = event.tier
-        chain: list[int] = sequence_hashes(event.local, before).tolist()
+        blocks: list[int] = sequence_hashes(event.local, before).tolist()
         out: list[KvEvent] = []
-        start = 0  # first block of the stretch that is news
-        for index, (engine, block) in enumerate(zip(event.engine.tolist(), chain, strict=True)):
-            known = self._names[tier].get(engine)
-            if known is not None and known.sequence != block:
-                # The engine gave the name to another block: whatever it named before is gone.
-                self._flush(out, event, start, index, parent_published)
-                out += self._forget(engine, tier)
-                start, known = index, None
-                parent_published = self._published(chain, index, tier, parent_published)
-            if self._take(engine, block, tier, known):
+        news: list[int] = []  # published names of the stretch of news that ends before `index`
+        for index, (engine, block) in enumerate(zip(event.engine.tolist(), blocks, strict=True)):
+            name = self._names[tier].get(engine)
+            gone = None
+            if name is not None and name.sequence != block:
+                # The engine gave the name to another block: what it named before has one name less.
+                gone, name = self._forget(engine, tier), None
+            is_news = self._take(engine, block, tier, name)
+            published_as = self._held[tier][block].published_as
+            if is_news:
+                news.append(published_as)
+            if gone == published_as:
+                gone = None  # a store under its name ends the older block by itself
+            if gone is None and is_news:
                 continue
-            self._flush(out, event, start, index, parent_published)
-            start = index + 1
-            parent_published = self._held[tier][block].published_as
-        self._flush(out, event, start, len(chain), parent_published)
+            self._flush(out, event, news, index + is_news, parent_published)
+            parent_published = published_as
+            if gone is not None:
+                # Behind the store and not before it: what is gone may be the parent that the store hangs on.
+                out.append(BlocksRemoved(np.array([gone], dtype=np.uint64), tier))
+        self._flush(out, event, news, len(blocks), parent_published)
         return out
 
-    def _take(self, engine: int, block: int, tier: Tier, known: _Name | None) -> bool:
+    def _take(self, engine: int, block: int, tier: Tier, name: _Name | None) -> bool:
         """Count one announced copy; True where the block was not held before."""
-        if known is not None:
+        if name is not None:
             if self._counts_copies:
-                known.copies += 1
+                name.copies += 1
             return False
         self._names[tier][engine] = _Name(block, 1)
         held = self._held[tier].get(block)
         if held is not None:
             held.names += 1
             return False
-        self._held[tier][block] = _Held(engine, 1)
+        published_as = self._free_name(engine, block)
+        self._held[tier][block] = _Held(published_as, 1)
+        self._published[tier][published_as] = block
         return True
+
+    def _free_name(self, engine: int, block: int) -> int:
+        """The engine's name for a block, or its sequence hash while another block is published under that name.
+
+        In whatever tier: agents look for a parent's name in all of them.
+        """
+        names = chain((engine,), (block + more & U64_MASK for more in count()))
+        return next(name for name in names if all(table.get(name, block) == block for table in self._published))
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         gone: list[int] = []
@@ -114,43 +139,52 @@ class Ledger:
             name = self._names[event.tier].get(engine)
             if name is None:
                 self.unknown_removals += 1
-                gone.append(engine)
+                if engine not in self._published[event.tier]:  # else it would take a block that other names still name
+                    gone.append(engine)
                 continue
             name.copies -= 1
             if name.copies == 0:
-                for removed in self._forget(engine, event.tier):
-                    gone.extend(removed.engine.tolist())
+                published_as = self._forget(engine, event.tier)
+                if published_as is not None:
+                    gone.append(published_as)
         return [replace(event, engine=np.array(gone, dtype=np.uint64))] if gone else []
 
-    def _forget(self, engine: int, tier: Tier) -> list[BlocksRemoved]:
-        """Drop a name; gives the removal of its block where no other name is left."""
+    def _forget(self, engine: int, tier: Tier) -> int | None:
+        """Drop a name; gives what its block was published under where no other name is left."""
         block = self._names[tier].pop(engine).sequence
         held = self._held[tier][block]
         held.names -= 1
         if held.names:
-            return []
+            return None
         del self._held[tier][block]
-        return [BlocksRemoved(np.array([held.published_as], dtype=np.uint64), tier)]
+        del self._published[tier][held.published_as]
+        return held.published_as
 
     def _find(self, engine: EngineHash, tier: Tier) -> tuple[SequenceHash, int] | None:
-        """Sequence hash and published name of a block that an engine hash names, its own tier first."""
+        """Sequence hash and published name of a block, its own tier first.
+
+        A name that the engine dropped still says where children belong while its block is held under another one.
+        """
         for where in (tier, *Tier):
             name = self._names[where].get(engine)
             if name is not None:
                 return SequenceHash(name.sequence), self._held[where][name.sequence].published_as
+        for where in (tier, *Tier):
+            block = self._published[where].get(engine)
+            if block is not None:
+                return SequenceHash(block), engine
         return None
 
-    def _published(self, chain: list[int], index: int, tier: Tier, otherwise: int | None) -> int | None:
-        return self._held[tier][chain[index - 1]].published_as if index else otherwise
-
     @staticmethod
-    def _flush(out: list[KvEvent], event: BlocksStored, start: int, end: int, parent: int | None) -> None:
-        if start < end:
+    def _flush(out: list[KvEvent], event: BlocksStored, news: list[int], end: int, parent: int | None) -> None:
+        """Publish the blocks before `end` that are news, under these names."""
+        if news:
             out.append(
                 replace(
                     event,
                     parent=None if parent is None else EngineHash(parent),
-                    engine=event.engine[start:end],
-                    local=event.local[start:end],
+                    engine=np.array(news, dtype=np.uint64),
+                    local=event.local[end - len(news) : end],
                 )
             )
+            news.clear()

@@ -27,13 +27,21 @@ from streams.core.events import (
 from streams.core.hashing import Tokens, hash_seed, local_hashes
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.engines.ledger import Ledger
-from streams.errors import InvalidRequest, KvStreamsError
+from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 from streams.kafka import producer
 from streams.settings import Settings
-from streams.topics import topics
+from streams.topics import EVENT_BYTES_MAX, topics
 
 #: A batch waits this long for room in the client's queue, and a flush this long for the broker.
 PUBLISH_TIMEOUT_S = 30.0
+
+
+def event_producer(settings: Settings) -> Producer:
+    """Producer of events: it never gives one up, since a batch lost here is a gap that only the engine could fill.
+
+    While Kafka is away its queue fills, and then `write` says so.
+    """
+    return producer(settings, **{"message.timeout.ms": 0})
 
 
 class RankWriter:
@@ -80,6 +88,8 @@ class RankWriter:
                 n_unindexed=n_unindexed,
             )
         )
+        if len(value) > EVENT_BYTES_MAX:
+            raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} is {len(value)} bytes")
         key = str(self.rank.worker_id).encode()
         deadline = time.monotonic() + PUBLISH_TIMEOUT_S
         while True:
@@ -94,8 +104,9 @@ class RankWriter:
         self._kafka.poll(0)
 
     def new_life(self, incarnation: Incarnation) -> None:
-        """The engine began anew: nothing that it held is held any more."""
+        """Begin anew with an empty ledger, in this life or a greater one."""
         self.incarnation = incarnation
+        self.failed.clear()
         self.ledger = Ledger(self._counts_copies)
 
     def _told(self, error: KafkaError | None, message: Message) -> None:  # noqa: ARG002 - the client's signature
@@ -126,7 +137,7 @@ class KvEventPublisher:
         kafka: Producer | None = None,
     ) -> None:
         """incarnation: greater than that of any earlier life; the clock's microseconds where it is left out."""
-        self._kafka = kafka or producer(settings)
+        self._kafka = kafka or event_producer(settings)
         self._block_size = settings.block_size_of(model)
         life = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))

@@ -25,6 +25,10 @@ PAYLOAD_BYTES_MAX = 64 * 1024 * 1024
 #: vLLM announces each physical copy of a block.
 COUNTS_COPIES = True
 
+#: What a record's rank and times have room for.
+_I32_MAX = (1 << 31) - 1
+_I64_MAX = (1 << 63) - 1
+
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK, "STORAGE": Tier.DISK}
 
 _STORED_FIELDS = (
@@ -66,7 +70,10 @@ def decode_payload(raw: bytes, block_size: int) -> Payload:
         if isinstance(outer, dict):  # newer vLLM writes the batch itself as a map too
             outer = [outer["ts"], outer["events"], outer.get("data_parallel_rank")]
         emitted_s, raw_events, *rest = outer
+        emitted_at_ms = int(float(emitted_s) * 1000)
         dp_rank = int(rest[0]) if rest and rest[0] is not None else 0
+        if not (0 <= dp_rank <= _I32_MAX and abs(emitted_at_ms) <= _I64_MAX):
+            raise BadRecord("bad_event", f"a batch of rank {dp_rank} at {emitted_s} s has no room in a record")
         events: list[KvEvent] = []
         n_unindexed = 0
         for raw_event in raw_events:
@@ -74,10 +81,10 @@ def decode_payload(raw: bytes, block_size: int) -> Payload:
             n_unindexed += skipped
             if event is not None:
                 events.append(event)
-        return Payload(int(float(emitted_s) * 1000), dp_rank, tuple(events), n_unindexed)
+        return Payload(emitted_at_ms, dp_rank, tuple(events), n_unindexed)
     except BadRecord:
         raise
-    except (InvalidRequest, TypeError, ValueError, KeyError, IndexError, OverflowError) as exc:
+    except (InvalidRequest, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as exc:
         raise BadRecord("bad_event", f"the payload is no event batch: {exc}") from exc
 
 
@@ -120,6 +127,8 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
     if get("block_size") != block_size:
         raise BadRecord("wrong_block_size", f"blocks of {get('block_size')} tokens; this model has {block_size} here")
     tokens = get("token_ids")
+    if not isinstance(tokens, list):  # bytes would be taken for packed tokens, of which there are fewer
+        raise BadRecord("bad_event", f"token_ids is {type(tokens).__name__}, not a list")
     if len(tokens) != len(hashes) * block_size:
         raise BadRecord("bad_event", f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}")
     lora = get("lora_name")
@@ -127,7 +136,7 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
         # Without a name the id must do: hashed as the base model, the block would match requests that it cannot serve.
         lora = str(get("lora_id"))
     local = local_hashes(tokens, block_size, hash_seed(lora))
-    keep = _plain_prefix(get("extra_keys"), len(hashes))
+    keep = _plain_prefix(get("extra_keys"), len(hashes), get("lora_name"))
     parent = get("parent_block_hash")
     if keep == 0:
         return None, len(hashes)
@@ -140,15 +149,20 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
     return stored, len(hashes) - keep
 
 
-def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int) -> int:
-    """Blocks before the first whose content is more than its tokens (images, cache salts): its hash here would lie."""
-    for index, keys in enumerate(extra_keys or ()):
-        if keys:
+def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int, lora_name: str | None) -> int:
+    """Blocks before the first whose content is more than its tokens (images, cache salts): its hash here would lie.
+
+    vLLM writes the adapter's name there too, on every block, first of its keys; that one is in our hash already.
+    """
+    for index, keys in enumerate((extra_keys or ())[:n_blocks]):
+        if keys and not (lora_name and list(keys) == [lora_name]):
             return index
     return n_blocks
 
 
 def _hashes(values: Any) -> HashArray:
+    if not isinstance(values, list):  # of bytes, each would pass for a hash
+        raise TypeError(f"block_hashes is {type(values).__name__}, not a list")
     return np.array([engine_hash(value) for value in values], dtype=np.uint64)
 
 

@@ -22,8 +22,9 @@ _CONSUME_RECORDS = 256
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
-#: What is called with every record; raises BadRecord for one that cannot be used.
-Fold = Callable[[Record], None]
+#: What is called with every record, and whether it was written after its partition's end was first reached; raises
+#: BadRecord for one that cannot be used.
+Fold = Callable[[Record, bool], None]
 
 
 class Feeds:
@@ -97,7 +98,8 @@ class Feeds:
 
     def _fold(self, record: Record) -> None:
         try:
-            self._folds[record.topic][1](record)
+            live = (record.topic, record.partition) not in self._pending
+            self._folds[record.topic][1](record, live)
         except BadRecord as exc:
             # The agents dead-letter bad input; what is bad here was written by a stranger or a newer version.
             self.bad_records += 1

@@ -14,13 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from aiokafka.partitioner import murmur2
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import decode_load, encode_load
 from streams.core.loads import ActiveLoads, Booking, BookingId, Phase
 from streams.errors import BookingConflict
-from streams.kafka import Record
+from streams.kafka import Record, partition_of_key
 from streams.settings import Settings
 from streams.topics import TopicSpec
 
@@ -153,7 +152,7 @@ class LoadsSync:
 
     def _publish(self, booking_id: BookingId, phase: Phase, booking: Booking | None) -> None:
         key, value = encode_load(booking_id, phase, booking, self._now_ms())
-        partition = (murmur2(booking_id.request_id.encode()) & 0x7FFFFFFF) % self._topic.partitions
+        partition = partition_of_key(booking_id.request_id.encode(), self._topic.partitions)
         try:
             self._kafka.produce(self._topic.name, key=key, value=value, partition=partition, on_delivery=self._told)
         except BufferError:

@@ -64,13 +64,13 @@ class Router:
             {
                 "index": (
                     self._topics.index_changelog,
-                    lambda record: self.view.fold_index(record.key, record.value),
+                    lambda record, live: self.view.fold_index(record.key, record.value, live),
                 ),
                 "workers": (
                     self._topics.workers,
-                    lambda record: self.view.fold_worker(record.key, record.value),
+                    lambda record, _: self.view.fold_worker(record.key, record.value),
                 ),
-                "loads": (self._topics.router_loads, self.loads.fold),
+                "loads": (self._topics.router_loads, lambda record, _: self.loads.fold(record)),
             },
             self._restart,
         )

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import xxhash
-from aiokafka.partitioner import murmur2
 
 from streams.codec import decode_worker
 from streams.core.holdings import Health, Progress, Run, RunKey
@@ -26,6 +25,7 @@ from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, Worke
 from streams.core.index import OverlapScores, PlainPrefixIndex, PrefixIndex
 from streams.core.registry import Wanted, Worker, eligible_ranks
 from streams.errors import BadRecord, UnknownModel
+from streams.kafka import partition_of
 from streams.settings import Settings
 from streams.tables.records import (
     PARTITION_PREFIX,
@@ -85,7 +85,8 @@ class View:
         # Blocks that more than one run record claims, and by how many more: a reader that lags may meet a block in its
         # new run before its old run's end, since compaction leaves no order between keys.
         self._claims: dict[RankId, Counter[tuple[Tier, int]]] = {}
-        self._partitions: dict[int, tuple[PartitionRecord, int]] = {}  # with the time of receipt
+        # With the time of receipt; None for one that lay in the log before we came, which proves no living owner.
+        self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
         self.bad_records = 0
 
     def reset(self) -> None:
@@ -93,8 +94,11 @@ class View:
         with self._lock:
             self._reset()
 
-    def fold_index(self, key: bytes, value: bytes | None) -> None:
-        """Fold one record of the index changelog; raises BadRecord and stays as it was."""
+    def fold_index(self, key: bytes, value: bytes | None, live: bool = True) -> None:
+        """Fold one record of the index changelog; raises BadRecord and stays as it was.
+
+        live: it was written after this reader had reached the end of its partition.
+        """
         if key.startswith(RUN_PREFIX):
             run_id = parse_run_key(key)
             run = None if value is None else decode_run(key, value)
@@ -109,7 +113,7 @@ class View:
             if value is not None:
                 record = decode_partition(key, value)
                 with self._lock:
-                    self._partitions[record.partition] = (record, self._now_ms())
+                    self._partitions[record.partition] = (record, self._now_ms() if live else None)
         else:
             raise BadRecord("bad_key", f"{key.hex()} is no key of the index")
 
@@ -169,7 +173,7 @@ class View:
                 if health is Health.DEGRADED or health is Health.REMOVED:
                     return AnswerMode.DEGRADED
                 seen = self._partitions.get(partition_of(rank.worker_id, self._settings.partitions))
-                if seen is None or now_ms - seen[1] > stale_ms:
+                if seen is None or seen[1] is None or now_ms - seen[1] > stale_ms:
                     return AnswerMode.DEGRADED
                 if any(source.behind_ms > behind_ms for source in seen[0].sources):
                     return AnswerMode.DEGRADED
@@ -274,12 +278,6 @@ class View:
         self._claims.pop(rank, None)
         if self._runs.pop(rank, None):
             self.index.remove_rank(rank)
-
-
-def partition_of(worker_id: WorkerId, n_partitions: int) -> int:
-    """Partition of a worker's records: murmur2 of its key, as Faust, Java and our producers hash it."""
-    digest: int = murmur2(str(worker_id).encode())
-    return (digest & 0x7FFFFFFF) % n_partitions
 
 
 def _held(run: Run) -> set[int]:

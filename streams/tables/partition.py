@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.errors import BadRecord, KvStreamsError, TableError
-from streams.kafka import Record, as_record, describe_topics, producer
+from streams.kafka import Record, as_record, dead_letter_headers, dead_letter_value, describe_topics, producer
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import (
@@ -65,6 +65,9 @@ REOPEN_BACKOFF_S = (0.2, 5.0)
 
 #: Times that one record may break the reducer, a fault of ours, before it goes to the dead letters.
 BREAKS_MAX = 3
+
+#: Bytes of a bad record's own headers that are kept with it.
+HEADER_BYTES_MAX = 16 * 1024
 
 #: How long a revoked partition may take to finish its running batch.
 STOP_TIMEOUT_S = 15.0
@@ -241,16 +244,14 @@ class TablePartition:
         )
         states = describe_topics(settings, (*wiring.sources, *_changelog_specs(wiring)))
         self._topic_ids = {name: state.topic_id for name, state in states.items() if state is not None}
-        for table in wiring.tables:
-            self._catch_up(self._store, table)
-        reducer = wiring.make_reducer()
-        record: PartitionRecord | None = None
-        for table in wiring.tables:
-            held = list(self._store.items(table))
-            for key, value in held:
-                if key.startswith(PARTITION_PREFIX):
-                    record = decode_partition(key, value)
-            reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
+        try:
+            reducer, record = self._load(self._store)
+        except KvStreamsError:
+            raise  # a changelog that cannot be read is no fault of the disk
+        except Exception as exc:
+            log.warning("%s cannot be read and is rebuilt: %s", self._store.path, exc)
+            self._store.wipe()
+            reducer, record = self._load(self._store)
         self._adopt_sources(record, reducer)
         self._reducer = reducer
         self._written_at = 0.0
@@ -265,6 +266,20 @@ class TablePartition:
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
             wanted = dict(self._next)
         wiring.opened(self.partition, wanted)
+
+    def _load(self, store: PartitionStore) -> tuple[Reducer, PartitionRecord | None]:
+        """Bring every table to its changelog's end, and memory to the tables."""
+        for table in self._wiring.tables:
+            self._catch_up(store, table)
+        reducer = self._wiring.make_reducer()
+        record: PartitionRecord | None = None
+        for table in self._wiring.tables:
+            held = list(store.items(table))
+            for key, value in held:
+                if key == partition_key(self.partition):
+                    record = decode_partition(key, value)
+            reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
+        return reducer, record
 
     def _catch_up(self, store: PartitionStore, table: TableSpec) -> None:
         """Bring the store to the end of a changelog."""
@@ -330,8 +345,8 @@ class TablePartition:
         assert self._reducer is not None and self._store is not None and self._producer is not None
         self._batch = batch
         effect = self._wiring.on_effect
-        if self._lost:
-            self._lost = False
+        lost = self._lost
+        if lost:
             self._reducer.source_lost()
         dead: list[tuple[SourceRecord, BadRecord]] = []
         for record in batch:
@@ -359,6 +374,8 @@ class TablePartition:
         self._store.write(writes, positions)  # effect 6
         effect(6)
         self._batch = []
+        if lost:
+            self._lost = False  # only now: an attempt that failed must tell the next reducer again
         if batch:
             self._wiring.acknowledge([record.handle for record in batch])  # effect 7
         effect(7)
@@ -415,10 +432,13 @@ class TablePartition:
             _produce(kafka, write.table.changelog_topic, self.partition, write.key, write.value, None, delivered)
         for record, exc in dead:
             log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
-            headers = [*record.headers, *_dead_letter_headers(record, exc)]
-            _produce(
-                kafka, self._wiring.dead_letters.name, self.partition, record.key, record.value, headers, delivered
-            )
+            size = len(record.value or b"")
+            headers = dead_letter_headers(record.topic, exc, size, record.partition, record.offset)
+            # Its own headers go along as long as they leave room for the record itself.
+            if sum(len(name) + len(value or b"") for name, value in record.headers) <= HEADER_BYTES_MAX:
+                headers = [*record.headers, *headers]
+            value = dead_letter_value(record.value)
+            _produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
         _commit_until_answered(kafka)
         if failed:
             raise TableError(f"a record of a committed transaction was not delivered: {failed[0].str()}")
@@ -470,16 +490,6 @@ def _commit_until_answered(kafka: Producer) -> None:
             retry = error.retriable() or error.code() == KafkaError._TIMED_OUT
             if error.fatal() or error.txn_requires_abort() or not retry or time.monotonic() >= deadline:
                 raise TableError(f"the transaction did not commit: {error.str()}") from exc
-
-
-def _dead_letter_headers(record: SourceRecord, exc: BadRecord) -> list[tuple[str, str | bytes | None]]:
-    return [
-        ("kvstreams.topic", record.topic.encode()),
-        ("kvstreams.partition", str(record.partition).encode()),
-        ("kvstreams.offset", str(record.offset).encode()),
-        ("kvstreams.reason", exc.reason.encode()),
-        ("kvstreams.message", str(exc).encode()),
-    ]
 
 
 def _changelog_specs(wiring: PartitionWiring) -> list[TopicSpec]:

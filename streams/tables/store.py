@@ -7,6 +7,7 @@ that they came from go down in one WriteBatch, so the two never disagree. Owner:
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pathlib import Path
 from rocksdict import BlockBasedOptions, Cache, Options, Rdict, WriteBatch
 
 from streams.errors import TableError
+
+log = logging.getLogger(__name__)
 
 #: Layout of the keys below; another number on disk is thrown away and rebuilt.
 STORE_VERSION = 1
@@ -117,10 +120,19 @@ class PartitionStore:
         try:
             return Rdict(str(self.path), options)
         except Exception as exc:
-            raise TableError(
-                f"{self.path} cannot be opened: {exc}",
-                remedy="Another process may use this data_dir; each needs one of its own",
-            ) from exc
+            if "lock" in str(exc).lower():
+                raise TableError(
+                    f"{self.path} is in use: {exc}",
+                    remedy="Another process uses this data_dir; each needs one of its own",
+                ) from exc
+            aside = self.path.with_suffix(".damaged")
+            log.warning("%s cannot be opened and is rebuilt; what was there is in %s: %s", self.path, aside, exc)
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                self.path.rename(aside)
+                return Rdict(str(self.path), options)
+            except Exception as again:
+                raise TableError(f"{self.path} cannot be made: {again}", remedy="Look at disk and rights") from again
 
 
 def _position_key(table: TableSpec) -> bytes:
