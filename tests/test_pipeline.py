@@ -64,7 +64,12 @@ class Engines:
     @contextmanager
     def publishing(self, n: int) -> Iterator[None]:
         """Publish n batches beside what the block does."""
-        thread = threading.Thread(target=lambda: [self.publish(10) for _ in range(n // 10)])
+
+        def publish() -> None:
+            for _ in range(n // 10):
+                self.publish(10)
+
+        thread = threading.Thread(target=publish)
         thread.start()
         yield
         thread.join()

@@ -127,5 +127,6 @@ def _name_bad_token(tokens: Sequence[object]) -> str:
     for index, value in enumerate(tokens):
         # NumPy's integers are Integral and no int; they are tokens like any other.
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= U32_MAX:
-            return f"token {index} is {value}, not an integer in 0..{U32_MAX}"
+            told = str(value) if isinstance(value, Integral) else repr(value)
+            return f"token {index} is {told}, not an integer in 0..{U32_MAX}"
     return f"tokens must be integers in 0..{U32_MAX}"

@@ -31,10 +31,10 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     where all are equal. costs must not be empty. Source: DESIGN section 7.
     """
     low, high = min(costs), max(costs)
-    if temperature <= 0.0 or low == high:
+    scale = (high - low) * temperature
+    if scale <= 0.0:  # also where the product of two small numbers is none
         ties = [index for index, cost in enumerate(costs) if cost == low]
         return ties[_uniform(len(ties), rng)]
-    scale = (high - low) * temperature
     weights = [math.exp((low - cost) / scale) for cost in costs]
     point = rng.random() * math.fsum(weights)
     for index, weight in enumerate(weights):
