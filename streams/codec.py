@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ _SINGLE_OBJECT_HEADER_BYTES = 10
 _CONFLUENT_MAGIC = 0
 _CONFLUENT_HEADER_BYTES = 5
 _U63 = 1 << 63
+_I32_MAX = (1 << 31) - 1
 
 #: A worker id, a request id or a URL beyond this is not one; it bounds what one bad record can cost.
 TEXT_BYTES_MAX = 4096
@@ -171,14 +173,14 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     datum = codec("kv-events").decode(raw, schema_ids)
     if datum["block_size"] < 1:
         raise BadRecord("wrong_block_size", f"block size is {datum['block_size']}")
-    if datum["dp_rank"] < 0:
-        raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
+    if datum["n_unindexed"] < 0:
+        raise BadRecord("bad_count", f"{datum['n_unindexed']} blocks are not indexed")
     body = _body(datum["body"])
     begins = isinstance(body, EngineEvents) and not body.events and datum["sequence"] == BEFORE_FIRST
     if datum["sequence"] < 0 and not begins:
         raise BadRecord("bad_sequence", f"sequence is {datum['sequence']}")
     return EngineBatch(
-        rank=RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"])),
+        rank=_rank(datum),
         model=datum["model"],
         block_size=datum["block_size"],
         incarnation=Incarnation(from_long(datum["incarnation"])),
@@ -192,24 +194,7 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
 
 def encode_worker(worker: Worker) -> bytes:
     """Encode one record of workers."""
-    return codec("workers").encode(
-        {
-            "worker_id": to_long(worker.worker_id),
-            "url": worker.url,
-            "model": worker.model,
-            "block_size": worker.block_size,
-            "dp_size": worker.dp_size,
-            "role": worker.role.value,
-            "state": worker.state.value,
-            "kv_total_blocks": worker.kv_total_blocks,
-            "max_requests": worker.max_requests,
-            "device_class": worker.device_class,
-            "taints": list(worker.taints),
-            "events_endpoint": worker.events_endpoint,
-            "replay_endpoint": worker.replay_endpoint,
-            "registered_at_ms": worker.registered_at_ms,
-        }
-    )
+    return codec("workers").encode({**asdict(worker), "worker_id": to_long(worker.worker_id)})
 
 
 def decode_worker(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> Worker:
@@ -237,6 +222,7 @@ def decode_worker(raw: bytes | None, schema_ids: Mapping[str, int] | None = None
 
 
 _KEY_SEPARATOR = "\x1f"
+_BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output_blocks")
 
 
 def encode_load(
@@ -281,11 +267,13 @@ def decode_load(
         raise BadRecord("bad_booking", f"phase {phase.value} {'lacks' if found is None else 'has'} a booking")
     if found is None:
         return booking_id, phase, None
+    if min(found[name] for name in _BOOKING_COUNTS) < 0:
+        raise BadRecord("bad_booking", f"a booking with less than nothing: {[found[name] for name in _BOOKING_COUNTS]}")
     return (
         booking_id,
         phase,
         Booking(
-            rank=RankId(WorkerId(from_long(found["worker_id"])), DpRank(found["dp_rank"])),
+            rank=_rank(found),
             model=found["model"],
             prefill_tokens=found["prefill_tokens"],
             sequence=tuple(_hashes(found["sequence_hashes"]).tolist()),
@@ -295,6 +283,13 @@ def decode_load(
             output_blocks=found["output_blocks"],
         ),
     )
+
+
+def _rank(datum: dict[str, Any]) -> RankId:
+    # fastavro reads an int of any length, beyond what Avro allows; such a rank would have no place in a key.
+    if not 0 <= datum["dp_rank"] <= _I32_MAX:
+        raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
+    return RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"]))
 
 
 def _body_datum(body: EngineEvents | RestatementChunk | WorkerRemoved) -> tuple[str, dict[str, Any]]:
@@ -374,7 +369,7 @@ def _body(datum: dict[str, Any]) -> EngineEvents | RestatementChunk | WorkerRemo
 def _restated(datum: dict[str, Any]) -> RestatedRun:
     engine, local = _paired(datum)
     parent = from_hash(datum["parent"])
-    if (datum["start"] == 0) != (parent is None):
+    if datum["start"] < 0 or (datum["start"] == 0) != (parent is None):
         raise BadRecord("bad_restatement", f"a run at position {datum['start']} with parent {parent}")
     return RestatedRun(
         start=datum["start"],

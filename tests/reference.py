@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from streams.core.events import (
+    BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -59,22 +60,25 @@ class ReferenceRank:
     """What one rank holds. facts: (tier, sequence hash) to its engine hash; names: the other way round."""
 
     epoch: Epoch = field(default_factory=lambda: Epoch(Incarnation(0), 0))
-    sequence: int = -1
+    sequence: int = BEFORE_FIRST
     removed: bool = False
     n_unknown_parents: int = 0
     facts: dict[tuple[Tier, int], int] = field(default_factory=dict)
     names: Names = field(default_factory=dict)
 
     def begin(self, epoch: Epoch) -> None:
-        """A new epoch: nothing older is held."""
+        """A new epoch: nothing older is held. All but a clear count their batches anew."""
         self.epoch = epoch
+        self.sequence = BEFORE_FIRST
         self.facts.clear()
         self.names.clear()
 
     def apply(self, event: KvEvent) -> None:
         """One event, in order."""
         if isinstance(event, AllBlocksCleared):
+            sequence = self.sequence
             self.begin(Epoch(self.epoch.incarnation, self.epoch.generation + 1))
+            self.sequence = sequence
         elif isinstance(event, BlocksRemoved):
             for engine in event.engine.tolist():
                 block = self.names.pop((event.tier, engine), None)
@@ -119,12 +123,18 @@ class ReferenceFleet:
             return self.remove_worker(batch.rank.worker_id, batch.incarnation)
         assert isinstance(batch.body, EngineEvents)
         rank = self.ranks.setdefault(batch.rank, ReferenceRank())
-        if batch.incarnation < rank.epoch.incarnation or (batch.incarnation == rank.epoch.incarnation and rank.removed):
-            return "stale"
-        if batch.incarnation > rank.epoch.incarnation:
-            rank.begin(Epoch(batch.incarnation, 0))
-            rank.sequence = -1
+        same = batch.incarnation == rank.epoch.incarnation
+        if same and rank.removed and batch.sequence == BEFORE_FIRST:
+            rank.begin(Epoch(batch.incarnation, rank.epoch.generation + 1))
             rank.removed = False
+            return "applied"
+        if batch.incarnation < rank.epoch.incarnation or (same and rank.removed):
+            return "stale"
+        if not same:
+            rank.begin(Epoch(batch.incarnation, 0))
+            rank.removed = False
+            if batch.sequence == BEFORE_FIRST:
+                return "applied"
         if batch.sequence <= rank.sequence:
             return "duplicate"
         verdict = "applied" if batch.sequence == rank.sequence + 1 else "gap"
@@ -193,7 +203,7 @@ class _Engine:
         self.rank = rank
         self.worker_id = rank.worker_id
         self.incarnation = rng.randrange(1, 50)
-        self.sequence = -1
+        self.sequence = BEFORE_FIRST
 
     def event(self, n_blocks_max: int) -> KvEvent:
         """Tell something new."""
@@ -341,12 +351,16 @@ def random_history(
     model: str = "m",
     block_size: int = 16,
     n_blocks_max: int = 300,
+    begins: bool = False,
 ) -> list[EngineBatch]:
     """Tell what `n_ranks` engines might, as the batches of one log, `n_batches` of them.
 
     Ranks share prompts, and each odd one is the second rank of the even one's worker. Beside what engines do every day
     there are gaps, batches delivered again, batches of an older life, new lives, workers removed and batches that come
-    after their removal. n_blocks_max: a rank that holds more removes half of it.
+    after their removal.
+
+    n_blocks_max: a rank that holds more removes half of it. begins: lives are announced by an empty batch before the
+    first, which also brings a removed worker back in the same life; only their offsets tell such batches from repeats.
     """
     told = ReferenceFleet()
     prompts = _prompts(rng)
@@ -361,8 +375,12 @@ def random_history(
             continue
         refused = told.ranks.get(engine.rank, ReferenceRank()).removed
         if chance < (0.4 if refused else 0.05):
-            engine.incarnation += rng.randint(1, 3)
-            engine.sequence = -1
+            engine.incarnation += rng.randint(0 if begins and refused else 1, 3)
+            engine.sequence = BEFORE_FIRST
+            if begins:
+                history.append(replace(_batch(engine, model, block_size, EngineEvents(())), sequence=BEFORE_FIRST))
+                told.apply(history[-1])
+                continue
         elif chance < 0.06:
             engine.sequence += rng.randint(1, 3)  # what it said there is lost
         elif chance < 0.065 and all(each.rank in told.ranks for each in engines if each.worker_id == engine.worker_id):
@@ -373,7 +391,7 @@ def random_history(
                 # Most workers come back; others go on as if nothing had happened and are refused.
                 if other.worker_id == engine.worker_id and rng.random() < 0.7:
                     other.incarnation = max(other.incarnation, engine.incarnation) + rng.randint(1, 3)
-                    other.sequence = -1
+                    other.sequence = BEFORE_FIRST
             continue
         old = engine.incarnation > 1 and 0.065 <= chance < 0.08
         if not old:

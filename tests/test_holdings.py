@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.events import (
+    BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -111,11 +112,11 @@ def fleet() -> Iterator[Fleet]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5))
-def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int) -> None:
+@given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), begins=st.booleans())
+def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool) -> None:
     """After each batch verdict, epoch and facts are the reference's, and no invariant is broken."""
     holdings, reference = Holdings(), ReferenceFleet()
-    for told in random_history(random.Random(seed), 120, n_ranks, n_blocks_max=150):
+    for told in random_history(random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins):
         assert judge(holdings, told).value == reference.apply(told)
         check(holdings)
         assert members(holdings) == reference.members()
@@ -213,6 +214,40 @@ def test_a_removed_worker_is_refused_until_its_next_life(fleet: Fleet) -> None:
     assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
     assert fleet.progress().health is Health.EXACT
     assert len(fleet.blocks()) == 1
+
+
+def test_a_life_that_begins_ends_the_older_one_before_it_tells_anything(fleet: Fleet) -> None:
+    """A batch before the first holds nothing and loses nothing: the rank is empty, and its first batch is next."""
+    fleet.tell(stored(names(2), locals_(2)))
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.APPLIED
+    assert fleet.blocks() == set()
+    assert fleet.progress().sequence == BEFORE_FIRST
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.DUPLICATE
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=1)) is Verdict.STALE
+    assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), incarnation=2)) is Verdict.APPLIED
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.DUPLICATE
+    assert len(fleet.blocks()) == 1
+
+
+def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Fleet) -> None:
+    """Under a new epoch, empty, from its first batch on."""
+    fleet.tell(stored(names(2), locals_(2)))
+    fleet.holdings.remove_worker(WorkerId(7), Incarnation(1))
+    assert judge(fleet.holdings, batch(BEFORE_FIRST)) is Verdict.APPLIED
+    assert (fleet.progress().epoch, fleet.progress().health) == (Epoch(Incarnation(1), 2), Health.EXACT)
+    assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1)))) is Verdict.APPLIED
+    assert len(fleet.blocks()) == 1
+
+
+def test_a_run_whose_rank_is_unknown_is_left_out_and_counted() -> None:
+    """A stranger's record in the table stops nobody."""
+    first, second = Fleet(), Holdings()
+    first.tell(stored(names(2), locals_(2)))
+    changes = first.holdings.take_changes(0)
+    runs = [run for _, run in changes.runs if run is not None]
+    stray = replace(runs[0], key=runs[0].key._replace(rank=STRANGER))
+    assert second.load(changes.progress, [*runs, stray]) == 1
+    assert members(second) == members(first.holdings)
 
 
 def test_the_removal_of_an_unknown_worker_changes_nothing() -> None:

@@ -8,6 +8,7 @@ it has an add and no free; free implies prefill-complete.
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -86,7 +87,10 @@ class ActiveLoads:
 
     def __init__(self, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms
-        self._states: dict[BookingId, _State] = {}
+        self._states: dict[BookingId, _State] = {}  # the one told of last is the last
+        # A heap: an entry for each state, never later than it expires. The order of the states is none of expiry, since
+        # records come with times of their own: a router that starts reads one partition's last hour after another's.
+        self._expiries: list[tuple[int, BookingId]] = []
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
         self._ranks: dict[RankId, RankLoad] = {}
@@ -127,13 +131,17 @@ class ActiveLoads:
     def expire(self, now_ms: int) -> int:
         """End every booking whose last word is older than the TTL; gives their number.
 
-        States are kept in order of that word, so this looks at no more than it ends, and one.
+        Looks at those only whose first word is as old, or the word at which it was looked at last.
         """
         ended = 0
-        while self._states:
-            booking_id, state = next(iter(self._states.items()))
+        while self._expiries and self._expiries[0][0] <= now_ms:
+            booking_id = heapq.heappop(self._expiries)[1]
+            state = self._states.get(booking_id)
+            if state is None:
+                continue  # dropped
             if state.expires_ms > now_ms:
-                break
+                heapq.heappush(self._expiries, (state.expires_ms, booking_id))
+                continue
             self._end(booking_id, state)
             ended += 1
         self.expired += ended
@@ -189,9 +197,16 @@ class ActiveLoads:
                 self.dropped += 1
             state = _State()
             self._known_by_request[booking_id.request_id] += 1
+            self._remember_expiry(booking_id, at_ms + self._ttl_ms)
         state.expires_ms = max(state.expires_ms, at_ms + self._ttl_ms)
-        self._states[booking_id] = state  # behind all others: the order of the dict is the order of expiry
+        self._states[booking_id] = state
         return state
+
+    def _remember_expiry(self, booking_id: BookingId, expires_ms: int) -> None:
+        if len(self._expiries) >= 2 * BOOKINGS_MAX:  # mostly of bookings that were dropped
+            self._expiries = [(state.expires_ms, known) for known, state in self._states.items()]
+            heapq.heapify(self._expiries)
+        heapq.heappush(self._expiries, (expires_ms, booking_id))
 
     def _count(self, state: _State) -> None:
         booking = state.booking

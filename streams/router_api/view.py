@@ -123,11 +123,15 @@ class View:
             worker_id = WorkerId(int(key))
         except ValueError as exc:
             raise BadRecord("bad_key", f"{key!r} is no worker id") from exc
+        worker = None if value is None else decode_worker(value, self._settings.schema_ids)
+        if str(worker_id).encode() != key or (worker is not None and worker.worker_id != worker_id):
+            # Its tombstone would come under another key than its rank's events, and never end it.
+            raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
-            if value is None:
+            if worker is None:
                 self.workers.pop(worker_id, None)
             else:
-                self.workers[worker_id] = decode_worker(value, self._settings.schema_ids)
+                self.workers[worker_id] = worker
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root."""

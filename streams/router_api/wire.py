@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -250,22 +250,7 @@ def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
 
 def worker_json(worker: Worker) -> dict[str, Any]:
     """A worker as GET /workers gives it."""
-    return {
-        "worker_id": worker.worker_id,
-        "url": worker.url,
-        "model": worker.model,
-        "block_size": worker.block_size,
-        "dp_size": worker.dp_size,
-        "role": worker.role.value,
-        "state": worker.state.value,
-        "kv_total_blocks": worker.kv_total_blocks,
-        "max_requests": worker.max_requests,
-        "device_class": worker.device_class,
-        "taints": list(worker.taints),
-        "events_endpoint": worker.events_endpoint,
-        "replay_endpoint": worker.replay_endpoint,
-        "registered_at_ms": worker.registered_at_ms,
-    }
+    return asdict(worker)
 
 
 _T = TypeVar("_T")

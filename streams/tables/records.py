@@ -128,6 +128,12 @@ def decode_run(key: bytes, value: bytes) -> Run:
     sequence = sequence_hashes(local, None if parent is None else SequenceHash(parent))
     if not 1 <= len(local) == len(engine) <= RUN_BLOCKS_MAX or np.uint64(run_id.first) != sequence[0]:
         raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} does not fit its key")
+    present = int.from_bytes(datum["present"], "little")
+    offsets = [labels["offset"] for labels in datum["labels"]]
+    if not 0 < present < 1 << len(local) or not all(0 <= offset < len(local) for offset in offsets):
+        raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} holds nothing, or blocks it has not")
+    if datum["start"] < 0 or (datum["start"] == 0) != (parent is None):
+        raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} is at {datum['start']}, parent {parent}")
     return Run(
         key=run_id,
         epoch=Epoch(Incarnation(from_long(datum["incarnation"])), datum["generation"]),
@@ -136,7 +142,7 @@ def decode_run(key: bytes, value: bytes) -> Run:
         local=local.tolist(),
         engine=engine.tolist(),
         sequence=sequence.tolist(),
-        present=int.from_bytes(datum["present"], "little"),
+        present=present,
         moe={
             labels["offset"]: MoeLabels(labels["layer_id"], labels["expert_id"], labels["expert_group"])
             for labels in datum["labels"]
@@ -206,8 +212,10 @@ def encode_partition(record: PartitionRecord) -> bytes:
 def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
     """Partition record of a key and value; raises BadRecord."""
     try:
-        _, partition = _PARTITION_KEY.unpack(key)
-    except struct.error as exc:
+        prefix, partition = _PARTITION_KEY.unpack(key)
+        if prefix != PARTITION_PREFIX:
+            raise ValueError(prefix)
+    except (struct.error, ValueError) as exc:
         raise BadRecord("bad_key", f"{key.hex()} is no partition key") from exc
     datum = codec("prefix-index-partition").decode(value)
     return PartitionRecord(
