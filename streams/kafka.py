@@ -310,3 +310,14 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
         return FirstOffset(low, None)
     finally:
         consumer.close()
+
+
+def delete_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+    """Delete the topics of a scope that is over; those that are not there are passed over."""
+    client = admin(settings)
+    for future in client.delete_topics([spec.name for spec in specs], operation_timeout=CREATE_TIMEOUT_S).values():
+        try:
+            future.result(CREATE_TIMEOUT_S + _FUTURE_SLACK_S)
+        except KafkaException as exc:
+            if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
+                raise

@@ -16,6 +16,9 @@ from streams.waiting import wait_for
 
 VISIBLE_TIMEOUT_S = 30.0
 
+#: Between two dumps of a whole view, which take the time of those that are waited for.
+DUMP_POLL_S = 0.25
+
 
 def held_by_engines(engines: list[Engine]) -> set[tuple[int, int]]:
     return {
@@ -35,7 +38,7 @@ def assert_known(router: RouterProcess, engines: list[Engine]) -> set[tuple[int,
     """Wait until the router knows just what the engines hold, and give it."""
     truth = held_by_engines(engines)
     try:
-        wait_for(lambda: known_to(router) == truth, VISIBLE_TIMEOUT_S, "the router to know what the engines hold")
+        wait_for(lambda: known_to(router) == truth, VISIBLE_TIMEOUT_S, "what the engines hold", DUMP_POLL_S)
     except KvStreamsError:
         assert known_to(router) == truth
     return truth

@@ -30,7 +30,7 @@ from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.reference import ReferenceFleet, random_history
-from tests.support import VISIBLE_TIMEOUT_S, dead_letters
+from tests.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S, dead_letters
 
 Fact = tuple[int, int, int, int]
 
@@ -97,7 +97,12 @@ def assert_equal(url: str, reference: ReferenceFleet) -> None:
         for rank, epoch in reference.epochs().items()
     }
     try:
-        wait_for(lambda: facts(url) == wanted and epochs(url) == wanted_epochs, VISIBLE_TIMEOUT_S, f"{url} to be equal")
+        wait_for(
+            lambda: facts(url) == wanted and epochs(url) == wanted_epochs,
+            VISIBLE_TIMEOUT_S,
+            f"{url} to be equal",
+            DUMP_POLL_S,
+        )
     except KvStreamsError:
         found = facts(url)
         assert (len(found - wanted), len(wanted - found)) == (0, 0)
@@ -241,6 +246,8 @@ def test_an_index_that_nobody_writes_is_not_exact(stack: Stack) -> None:
     worker = stack.worker()
     router = stack.router("alone")
     put_worker(router.url)
+    assert mode(router.url) == "degraded"  # nobody has told anything of this worker
+    KvEventPublisher(stack.settings, worker_id=1, model="m").flush()  # a life that holds nothing
     wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers")
     worker.child.kill()
     wait_for(lambda: mode(router.url) == "degraded", VISIBLE_TIMEOUT_S, "degraded answers")

@@ -168,8 +168,12 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
     fleet.agents.hold(rank_of(ids[1], 1), TOKENS[:32])
     fleet.agents.hold(rank_of(ids[1], 1), TOKENS[:48], tier=Tier.HOST)
     fleet.agents.hold(rank_of(ids[2]), TOKENS, absent=[1])
+    for worker_id in ids:
+        for dp_rank in (0, 1):
+            fleet.agents.progress(rank_of(worker_id, dp_rank))
     for worker_id, n_blocks in zip(ids, (4, 5, 3), strict=True):
         fleet.holds(worker_id, n_blocks)
+    fleet.wait(lambda: fleet.main.look(model=model, token_ids=TOKENS)["mode"] == "exact", "every rank to be known")
     for n, worker_id in enumerate((ids[0], ids[0], ids[1], ids[2])):
         body = {"worker_id": worker_id, "token_ids": [n] * (BLOCK_SIZE * 3 + 1)}
         fleet.main.call("POST", f"/loads/{model}-{n}", body).given()
@@ -282,6 +286,9 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     def becomes(wanted: str, *worker_ids: int) -> None:
         fleet.wait(lambda: mode(*worker_ids) == wanted, f"mode {wanted}")
 
+    assert mode(live) == "degraded"  # a rank that nobody ever told of is not known to be empty
+    for worker_id in (live, gap, silent, behind):
+        fleet.agents.progress(rank_of(worker_id))
     becomes("exact", live)
     fleet.agents.progress(rank_of(hybrid), Health.APPROXIMATE)
     becomes("approximate", hybrid)

@@ -15,6 +15,7 @@ from confluent_kafka import KafkaError, Message, Producer
 
 from streams.codec import encode_batch
 from streams.core.events import (
+    BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -143,6 +144,8 @@ class KvEventPublisher:
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
         self._writer = RankWriter(settings, self._kafka, rank, model, life, counts_copies)
         self._sequence = 0
+        # What an earlier life held is gone, though this one has told nothing yet.
+        self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
 
     def stored(
         self,

@@ -17,7 +17,8 @@ import shutil
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from streams.core.decision import RoutePolicy
 from streams.core.selection import RouterMode
 from streams.errors import SettingsError
+from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive
 from streams.local.processes import Children
 from streams.local.report import draw, explain, print_policies, summarise, summarise_live
@@ -37,6 +39,7 @@ from streams.settings import Settings
 from streams.sim.model import EngineConfig
 from streams.sim.offline import simulate
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
+from streams.topics import topics
 from streams.waiting import wait_for
 
 MODEL = "demo-model"
@@ -92,8 +95,11 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
     shutil.rmtree(config.directory, ignore_errors=True)
     config.directory.mkdir(parents=True)
 
-    with _kafka(config.kafka_directory, start_kafka, console) as bootstrap, Children() as children:
-        settings = _settings(bootstrap)
+    with (
+        _kafka(config.kafka_directory, start_kafka, console) as bootstrap,
+        _scope(bootstrap) as settings,
+        Children() as children,
+    ):
         stack = Stack(settings, config.directory, children)
         worker, engines = _start_all(console, stack, config.workers, engine_config, speedup)
         show = _Show(console, config, stack, worker, engines, ModelClock(speedup))
@@ -143,18 +149,28 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
 
 def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: StartKafka) -> None:
     """Start everything and stay in the foreground until Ctrl-C."""
+    if workers < 1:
+        raise SettingsError(f"--workers is {workers}; at least 1")
     console = Console()
     shutil.rmtree(directory, ignore_errors=True)
-    with _kafka(kafka_directory, start_kafka, console) as bootstrap, Children() as children:
-        stack = Stack(_settings(bootstrap), directory, children)
+    with (
+        _kafka(kafka_directory, start_kafka, console) as bootstrap,
+        _scope(bootstrap) as settings,
+        Children() as children,
+    ):
+        stack = Stack(settings, directory, children)
         worker, engines = _start_all(console, stack, workers, EngineConfig(), time_scale=1.0)
         engine = engines[0]
-        prompt = json.dumps(list(range(64)))
-        console.print("\nEverything is up. Three lines to try, in another terminal:\n", highlight=False)
+        prompt = json.dumps(list(range(32)))
+        console.print(
+            "\nEverything is up. Three lines to try, in another terminal: an engine computes a prompt; the router "
+            "knows who holds it; every rank's load.\n",
+            highlight=False,
+        )
         for line in (
-            f'curl -s {worker.url}/route -d \'{{"request_id": "r1", "token_ids": {prompt}, "explain": true}}\'',
             f"curl -s {engine.url}/v1/completions -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": 16}}\'',
+            f'curl -s {worker.url}/route -d \'{{"token_ids": {prompt}, "update_states": false, "explain": true}}\'',
             f"curl -s {worker.url}/loads",
         ):
             console.print(line + "\n", highlight=False, soft_wrap=True)
@@ -245,8 +261,8 @@ class _Show:
         differences_worker = len(truth ^ _facts(self._worker.url))
         say(
             f"The worker, started again with an empty disk: [bold]{n_blocks:,} blocks back in {worker_s:.1f} s, "
-            f"{differences_worker} differences[/bold] (Kafka waits "
-            f"{self._stack.settings.session_timeout_s:g} s of it before it gives a dead worker's partitions away)."
+            f"{differences_worker} differences[/bold], {time.monotonic() - started:.1f} s after the kill (Kafka "
+            f"waits {self._stack.settings.session_timeout_s:g} s for a silent worker before others get its partitions)."
         )
 
         again = requests[-min(AFTERWARDS_REQUESTS, len(requests)) :]
@@ -330,9 +346,14 @@ class _kafka:  # noqa: N801 - a context manager that reads as a verb
             LocalKafka(LocalKafkaConfig(self._directory)).down()
 
 
-def _settings(bootstrap: str) -> Settings:
-    # A scope of its own for every run: what an earlier one left in Kafka cannot be mistaken for this one's.
-    return Settings(kafka=bootstrap, topic_prefix=f"demo-{uuid.uuid4().hex[:8]}.", partitions=4)
+@contextmanager
+def _scope(bootstrap: str) -> Iterator[Settings]:
+    """A scope of its own for every run, whose topics go when it ends: a Kafka that was there is as it was."""
+    settings = Settings(kafka=bootstrap, topic_prefix=f"demo-{uuid.uuid4().hex[:8]}.", partitions=4)
+    try:
+        yield settings
+    finally:
+        delete_topics(settings, topics(settings).all())
 
 
 def _start_all(

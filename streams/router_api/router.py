@@ -290,10 +290,17 @@ class Router:
         )
         ranks = self.view.eligible(wanted)
         if not ranks:
+            serving = sum(worker.model == model for worker in self.list_workers())
+            if serving:
+                raise NoEligibleWorker(
+                    f"{serving} workers serve {model!r}, and none passes the request's filters or takes new requests",
+                    remedy="See worker_id, dp_rank, allowed_, excluded_worker_ids, required_taints, phase; and cordons",
+                    workers=serving,
+                )
             raise NoEligibleWorker(
-                "no worker may take this request",
-                remedy="GET /workers shows who is registered; `kvstreams bridge` or PUT /workers/{id} registers",
-                workers=len(self.view.workers),
+                "no worker is registered",
+                remedy="`kvstreams bridge` or PUT /workers/{id} registers one",
+                workers=0,
             )
         return ranks
 

@@ -57,7 +57,7 @@ async def serve(settings: Settings) -> None:
         ) from exc
     router.start()
     ticking = asyncio.create_task(tick_forever(router))
-    log.info("routing on %s", runner.addresses[0])
+    log.info("routing on http://%s:%d", *runner.addresses[0][:2])
     try:
         await asyncio.Event().wait()
     finally:

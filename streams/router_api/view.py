@@ -173,7 +173,8 @@ class View:
         with self._lock:
             for rank in ranks:
                 progress = self._progress.get(rank)
-                health = progress.health if progress else Health.EXACT
+                # A rank that nobody ever told of is not known to be empty.
+                health = progress.health if progress else Health.DEGRADED
                 if health is Health.DEGRADED or health is Health.REMOVED:
                     return AnswerMode.DEGRADED
                 seen = self._partitions.get(partition_of(rank.worker_id, self._settings.partitions))
