@@ -19,7 +19,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-timing-summary
+	$(BIN)/lint-imports
 
 unit: $(INSTALLED)
 	$(BIN)/pytest
