@@ -34,6 +34,9 @@ _DIRECTORY_ENV = "KVSTREAMS_TEST_KAFKA_DIRECTORY"
 #: Few, so that a test's fleet starts soon; more than one, so that wrong partitions show.
 PARTITIONS = 4
 
+#: Long enough for a worker that shares two cores with five others.
+SESSION_TIMEOUT_S = 3.0
+
 _DELETE_TIMEOUT_S = 30.0
 
 ScopeFactory = Callable[[Path], Settings]
@@ -64,7 +67,8 @@ def kafka() -> KafkaState:
 
 
 def _config(directory: Path) -> LocalKafkaConfig:
-    return LocalKafkaConfig(directory, class_archive=False)
+    # Brokers allow no session below 6 s unless told to, and every test that kills a worker waits for one to end.
+    return LocalKafkaConfig(directory, {"group.min.session.timeout.ms": "1000"}, class_archive=False)
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +82,7 @@ def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
                 kafka=kafka.bootstrap,
                 topic_prefix=f"t{uuid.uuid4().hex[:12]}-",
                 partitions=PARTITIONS,
+                session_timeout_s=SESSION_TIMEOUT_S,
                 data_dir=str(data_dir),
             )
         )

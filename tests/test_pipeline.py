@@ -153,9 +153,9 @@ def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> N
     assert_equal(late.url, engines.reference)
 
 
-@pytest.mark.parametrize("effect", [1, 4, 5, 6, 7])
+@pytest.mark.parametrize("effect", [4, 5, 6])
 def test_a_worker_killed_at_an_effect_leaves_nothing_half_done(stack: Stack, effect: int) -> None:
-    """SIGKILL before and after the commit, RocksDB and acknowledgement: another worker goes on to the same state."""
+    """SIGKILL before the commit, behind it and behind RocksDB: another worker goes on to the same state."""
     engines = Engines(stack.settings, seed=effect)
     ensure_topics(stack.settings, topics(stack.settings).all())
     engines.publish(150)

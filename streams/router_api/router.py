@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -102,6 +103,7 @@ class Router:
         """
         self.check_ready()
         request_id = asked.request_id or uuid.uuid4().hex
+        filters = _filters(asked)  # before the model: a field that is wrong is told whatever else there is
         model, blocks = self._blocks(asked, packed)
         policy = self._policy(asked)
         with self.loads.locked() as loads:
@@ -110,7 +112,7 @@ class Router:
                 # A client that tries again must not book twice: the choice stands.
                 mode = self._mode(policy, [live[1].rank])
                 return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
-        ranks = self._eligible(asked, model)
+        ranks = self._eligible(filters, model)
         scores = self.view.find_matches(blocks.local) if policy.reads_index else _NO_SCORES
         sequence = sequence_hashes(blocks.local).tolist()
         block_size = self.settings.block_size_of(model)
@@ -145,8 +147,9 @@ class Router:
     def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """What each eligible rank's load would be with this request."""
         self.check_ready()
+        filters = _filters(asked)  # before the model: a field that is wrong is told whatever else there is
         model, blocks = self._blocks(asked, packed)
-        ranks = self._eligible(asked, model)
+        ranks = self._eligible(filters, model)
         block_size = self.settings.block_size_of(model)
         scores = self.view.find_matches(blocks.local)
         sequence = sequence_hashes(blocks.local).tolist()
@@ -278,16 +281,8 @@ class Router:
         )
         return model, blocks
 
-    def _eligible(self, asked: RouteRequest, model: str) -> list[RankId]:
-        wanted = Wanted(
-            model=model,
-            worker_id=None if asked.worker_id is None else parse_worker_id(asked.worker_id),
-            dp_rank=None if asked.dp_rank is None else DpRank(asked.dp_rank),
-            allowed=_ids(asked.allowed_worker_ids, "allowed_worker_ids"),
-            excluded=_ids(asked.excluded_worker_ids, "excluded_worker_ids") or frozenset(),
-            phase=asked.phase,
-            required_taints=frozenset(asked.required_taints or ()),
-        )
+    def _eligible(self, filters: Wanted, model: str) -> list[RankId]:
+        wanted = replace(filters, model=model)
         ranks = self.view.eligible(wanted)
         if not ranks:
             serving = sum(worker.model == model for worker in self.list_workers())
@@ -360,6 +355,19 @@ def _answer(request_id: str, decision: Decision, blocks: Blocks, mode: str, expl
     if explain:
         answer["candidates"] = [terms_json(terms) for terms in decision.candidates]
     return answer
+
+
+def _filters(asked: RouteRequest) -> Wanted:
+    """What a request asks of its worker but for the model; raises InvalidRequest."""
+    return Wanted(
+        model="",
+        worker_id=None if asked.worker_id is None else parse_worker_id(asked.worker_id),
+        dp_rank=None if asked.dp_rank is None else DpRank(asked.dp_rank),
+        allowed=_ids(asked.allowed_worker_ids, "allowed_worker_ids"),
+        excluded=_ids(asked.excluded_worker_ids, "excluded_worker_ids") or frozenset(),
+        phase=asked.phase,
+        required_taints=frozenset(asked.required_taints or ()),
+    )
 
 
 def _ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | None:
