@@ -58,9 +58,6 @@ _CONFLUENT_HEADER_BYTES = 5
 _U63 = 1 << 63
 _I32_MAX = (1 << 31) - 1
 
-#: A worker id, a request id or a URL beyond this is not one; it bounds what one bad record can cost.
-TEXT_BYTES_MAX = 4096
-
 
 def schemas_dir() -> Path:
     """Folder of the .avsc files: beside the package in a wheel, at the top in a checkout."""

@@ -151,7 +151,7 @@ class View:
         return model or ""
 
     def eligible(self, wanted: Wanted) -> list[RankId]:
-        """Ranks that pass every filter; a removed rank is none."""
+        """Ranks that pass every filter, whatever is known of their caches."""
         with self._lock:
             return eligible_ranks(self.workers, wanted)
 
