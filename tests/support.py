@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
 from streams.errors import KvStreamsError
 from streams.kafka import reader
-from streams.local.stack import Engine, RouterProcess, get_bytes, get_json
+from streams.local.stack import Engine, RouterProcess, held_blocks, known_blocks
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -20,27 +19,13 @@ VISIBLE_TIMEOUT_S = 30.0
 DUMP_POLL_S = 0.25
 
 
-def held_by_engines(engines: list[Engine]) -> set[tuple[int, int]]:
-    return {
-        (engine.worker_id, int(block))
-        for engine in engines
-        for block in get_json(f"{engine.url}/sim/cache")["sequence_hashes"]
-    }
-
-
-def known_to(router: RouterProcess) -> set[tuple[int, int]]:
-    raw = get_bytes(f"{router.url}/state/blocks")
-    table = np.frombuffer(raw, dtype=[("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
-    return set(zip(table["worker"].tolist(), table["block"].tolist(), strict=True))
-
-
 def assert_known(router: RouterProcess, engines: list[Engine]) -> set[tuple[int, int]]:
     """Wait until the router knows just what the engines hold, and give it."""
-    truth = held_by_engines(engines)
+    truth = held_blocks(engines)
     try:
-        wait_for(lambda: known_to(router) == truth, VISIBLE_TIMEOUT_S, "what the engines hold", DUMP_POLL_S)
+        wait_for(lambda: known_blocks(router.url) == truth, VISIBLE_TIMEOUT_S, "what the engines hold", DUMP_POLL_S)
     except KvStreamsError:
-        assert known_to(router) == truth
+        assert known_blocks(router.url) == truth
     return truth
 
 

@@ -25,14 +25,12 @@ from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, Work
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.local.stack import RouterProcess, Stack, get_bytes, get_json
+from streams.local.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.reference import ReferenceFleet, random_history
 from tests.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S, dead_letters
-
-Fact = tuple[int, int, int, int]
 
 
 class Engines:
@@ -73,13 +71,6 @@ class Engines:
         thread.start()
         yield
         thread.join()
-
-
-def facts(url: str) -> set[Fact]:
-    raw = get_bytes(f"{url}/state/blocks")
-    table = np.frombuffer(raw, dtype=[("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
-    columns = (table["worker"].tolist(), table["rank"].tolist(), table["tier"].tolist(), table["block"].tolist())
-    return set(zip(*columns, strict=True))
 
 
 def epochs(url: str) -> dict[tuple[int, int], tuple[int, int]]:

@@ -27,6 +27,11 @@ class RankTerms:
     cost: float
 
 
+def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
+    """Tokens of a request that a rank must compute. cached_blocks: those it holds, weighted by tier."""
+    return max(0, n_tokens - int(cached_blocks * block_size))
+
+
 def rank_terms(
     rank: RankId,
     *,

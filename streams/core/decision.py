@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, rank_terms
+from streams.core.cost import TIER_WEIGHTS, RankTerms, prefill_tokens, rank_terms
 from streams.core.ids import RankId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking
@@ -98,7 +98,7 @@ def booking_of(
     return Booking(
         rank=chosen.rank,
         model=model,
-        prefill_tokens=max(0, n_tokens - int(chosen.effective_cached_blocks * block_size)),
+        prefill_tokens=prefill_tokens(n_tokens, chosen.effective_cached_blocks, block_size),
         sequence=tuple(sequence),
         overlap_blocks=chosen.overlap_blocks,
         request_blocks=request_blocks,

@@ -34,7 +34,7 @@ from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive
 from streams.local.processes import Children
 from streams.local.report import draw, explain, print_policies, summarise, summarise_live
-from streams.local.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.local.stack import Engine, RouterProcess, Stack, get_json, held_blocks, known_blocks, wait_workers
 from streams.settings import Settings
 from streams.sim.model import EngineConfig
 from streams.sim.offline import simulate
@@ -235,7 +235,7 @@ class _Show:
         """Kill, delete, recover, compare with what the engines' caches really hold."""
         say = self._console.print
         self._settle(self._worker.url)
-        truth = self._truth()
+        truth = held_blocks(self._engines)
         n_blocks = len(truth)
         say(f"The engines hold {n_blocks:,} blocks, and the router knows {_count(truth, self._worker.url)}.")
 
@@ -248,7 +248,7 @@ class _Show:
         second_started = time.monotonic()
         second = self._stack.router("router-second")
         second_s = time.monotonic() - second_started
-        differences_second = len(truth ^ _facts(second.url))
+        differences_second = len(truth ^ known_blocks(second.url))
         say(
             f"A second router, started now while nobody indexes: {n_blocks:,} blocks in {second_s:.1f} s, "
             f"{differences_second} differences."
@@ -258,7 +258,7 @@ class _Show:
         self._stack.restart_worker(self._worker)
         wait_for(lambda: _mode(self._worker.url) == "exact", SETTLE_TIMEOUT_S, "the worker's router to be exact again")
         worker_s = time.monotonic() - restarted
-        differences_worker = len(truth ^ _facts(self._worker.url))
+        differences_worker = len(truth ^ known_blocks(self._worker.url))
         say(
             f"The worker, started again with an empty disk: [bold]{n_blocks:,} blocks back in {worker_s:.1f} s, "
             f"{differences_worker} differences[/bold], {time.monotonic() - started:.1f} s after the kill (Kafka "
@@ -271,8 +271,8 @@ class _Show:
         outcomes = self._drive(shifted, second.url, "afterwards", "and it goes on")
         for url in (self._worker.url, second.url):
             self._settle(url)
-        truth = self._truth()
-        differences_after = [len(truth ^ _facts(url)) for url in (self._worker.url, second.url)]
+        truth = held_blocks(self._engines)
+        differences_after = [len(truth ^ known_blocks(url)) for url in (self._worker.url, second.url)]
         say(
             f"{len(outcomes)} more requests through the second router: both routers again hold what the engines do, "
             f"{sum(differences_after)} differences."
@@ -313,14 +313,6 @@ class _Show:
             )
 
         wait_for(heard, SETTLE_TIMEOUT_S, f"every event to be visible at {url}")
-
-    def _truth(self) -> set[tuple[int, int]]:
-        """(worker, sequence hash) of every block that the engines hold, asked of the engines themselves."""
-        return {
-            (engine.worker_id, int(block))
-            for engine in self._engines
-            for block in get_json(f"{engine.url}/sim/cache")["sequence_hashes"]
-        }
 
 
 class _kafka:  # noqa: N801 - a context manager that reads as a verb
@@ -397,15 +389,8 @@ def _say_what_is_run(
     )
 
 
-def _facts(url: str) -> set[tuple[int, int]]:
-    """(worker, sequence hash) of every block in a router's view."""
-    page = get_bytes(f"{url}/state/blocks")
-    table = np.frombuffer(page, dtype=[("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
-    return set(zip(table["worker"].tolist(), table["block"].tolist(), strict=True))
-
-
 def _count(truth: set[tuple[int, int]], url: str) -> str:
-    differences = len(truth ^ _facts(url))
+    differences = len(truth ^ known_blocks(url))
     return "them all" if not differences else f"all but {differences}"
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from streams.local.processes import Child, Children
 from streams.settings import Settings, as_environ
 from streams.sim.model import EngineConfig
@@ -26,6 +28,11 @@ READY_TIMEOUT_S = 60.0
 
 #: A page of a million facts takes seconds to make, on a machine that does everything else at the same time.
 _HTTP_TIMEOUT_S = 60.0
+
+
+#: Worker id, rank, tier and sequence hash: one row of GET /state/blocks.
+Fact = tuple[int, int, int, int]
+_FACT = np.dtype([("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +192,23 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def facts(url: str) -> set[Fact]:
+    """Every fact in a router's view."""
+    table = np.frombuffer(get_bytes(f"{url}/state/blocks"), dtype=_FACT)
+    return set(zip(*(table[name].tolist() for name in _FACT.names or ()), strict=True))
+
+
+def known_blocks(url: str) -> set[tuple[int, int]]:
+    """(worker, sequence hash) of every block in a router's view."""
+    return {(worker_id, block) for worker_id, _, _, block in facts(url)}
+
+
+def held_blocks(engines: Sequence[Engine]) -> set[tuple[int, int]]:
+    """(worker, sequence hash) of every block that simulated engines hold, asked of the engines themselves."""
+    return {
+        (engine.worker_id, int(block))
+        for engine in engines
+        for block in get_json(f"{engine.url}/sim/cache")["sequence_hashes"]
+    }

@@ -17,7 +17,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from streams.codec import encode_batch, encode_worker
-from streams.core.cost import rank_terms
+from streams.core.cost import prefill_tokens
 from streams.core.decision import Chooser, Decision, RoutePolicy, booking_of
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.hashing import sequence_hashes
@@ -156,23 +156,14 @@ class Router:
         rows = []
         with self.loads.locked() as loads:
             for rank in ranks:
-                terms = rank_terms(
-                    rank,
-                    request_blocks=blocks.request_blocks,
-                    overlap_blocks=scores.scores.get(rank, 0),
-                    effective_cached_blocks=scores.effective_blocks(rank, self.policy.tier_weights),
-                    active_prefill_tokens=loads.load(rank).prefill_tokens,
-                    decode_blocks=loads.decode_blocks_with(rank, sequence),
-                    block_size=block_size,
-                    overlap_score_weight=self.policy.overlap_score_weight,
-                )
-                new_tokens = max(0, blocks.n_tokens - int(terms.effective_cached_blocks * block_size))
+                cached = scores.effective_blocks(rank, self.policy.tier_weights)
+                new_tokens = prefill_tokens(blocks.n_tokens, cached, block_size)
                 rows.append(
                     {
                         "worker_id": rank.worker_id,
                         "dp_rank": rank.dp_rank,
                         "potential_prefill_tokens": loads.load(rank).prefill_tokens + new_tokens,
-                        "potential_decode_blocks": terms.decode_blocks,
+                        "potential_decode_blocks": loads.decode_blocks_with(rank, sequence),
                     }
                 )
         return {"loads": rows, "mode": self.view.mode(ranks).value}
@@ -214,7 +205,7 @@ class Router:
         booking = Booking(
             rank=rank,
             model=worker.model,
-            prefill_tokens=max(0, blocks.n_tokens - overlap * worker.block_size),
+            prefill_tokens=prefill_tokens(blocks.n_tokens, overlap, worker.block_size),
             sequence=tuple(sequence_hashes(blocks.local).tolist()),
             overlap_blocks=overlap,
             request_blocks=blocks.request_blocks,
