@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,23 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.core import hashing
 from streams.core.hashing import (
     BASE_SEED,
+    Placeholder,
     Tokens,
     hash_seed,
     local_hashes,
     pack_hashes,
     pack_tokens,
+    pad_value,
+    request_hashes,
     sequence_hashes,
     unpack_hashes,
+    with_pad_values,
 )
 from streams.core.ids import U32_MAX, U64_MASK, SequenceHash
+from streams.core.kernels import xxh3
 from streams.errors import BlockSizeMismatch, InvalidRequest
 from tests.reference import chain_hashes
 
@@ -205,6 +214,193 @@ def test_packed_hashes_are_whole(n_bytes: int) -> None:
     """Bytes that are no multiple of eight are refused."""
     with pytest.raises(InvalidRequest):
         unpack_hashes(bytes(n_bytes))
+
+
+@pytest.mark.parametrize("seed", [0, 1337, U64_MASK, random.Random(20).getrandbits(64)])
+@pytest.mark.parametrize("first", range(1, 4097, 512))
+def test_every_block_size_is_hashed_as_the_package_does(first: int, seed: int) -> None:
+    """All lengths from 4 to 16,384 bytes, and with them every path of XXH3; two blocks and their chain each."""
+    print(f"{seed=}")
+    raw = np.random.default_rng(7).bytes(2 * 4096 * 4)
+    for block_size in range(first, first + 512):
+        width = block_size * 4
+        local, sequence = request_hashes(raw[: 2 * width], block_size, seed)
+        expected = [xxhash.xxh3_64_intdigest(raw[at : at + width], seed) for at in (0, width)]
+        assert local.tolist() == expected, block_size
+        assert sequence.tolist() == chain_hashes(expected), block_size
+
+
+@pytest.mark.parametrize("n_bytes", [236, 240, 244, 1020, 1024, 1028, 2044, 2048, 2052, 16384, 16388, 1 << 20])
+def test_input_around_the_rounds_of_long_digests(n_bytes: int) -> None:
+    """XXH3 changes at 240 bytes and works in rounds of 1,024; blocks of more than 4,096 tokens go the same way."""
+    raw = np.random.default_rng(n_bytes).bytes(n_bytes)
+    assert local_hashes(raw, n_bytes // 4, 99).tolist() == [xxhash.xxh3_64_intdigest(raw, 99)]
+
+
+@given(
+    tokens=st.lists(u32s, max_size=90),
+    block_size=st.one_of(st.integers(1, 20), st.just(64)),
+    seed=u64s,
+    eagle=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_one_pass_gives_what_two_give(tokens: list[int], block_size: int, seed: int, eagle: bool) -> None:
+    """Local hashes and their chain, whether or not windows overlap."""
+    local, sequence = request_hashes(tokens, block_size, seed, eagle=eagle)
+    assert local.tolist() == local_hashes(tokens, block_size, seed, eagle=eagle).tolist()
+    assert sequence.tolist() == sequence_hashes(local).tolist() == chain_hashes(local.tolist())
+    assert local.dtype == sequence.dtype == np.uint64
+
+
+@given(tokens=st.lists(u32s, max_size=90), block_size=st.integers(1, 20), seed=u64s)
+@settings(max_examples=100, deadline=None)
+def test_eagle_windows_see_one_token_more(tokens: list[int], block_size: int, seed: int) -> None:
+    """Windows of block_size + 1 tokens, block_size apart, as many as are full."""
+    windows = [tokens[at : at + block_size + 1] for at in range(0, len(tokens), block_size)]
+    full = [window for window in windows if len(window) == block_size + 1]
+    expected = [xxhash.xxh3_64_intdigest(struct.pack(f"<{len(window)}I", *window), seed) for window in full]
+    assert local_hashes(tokens, block_size, seed, eagle=True).tolist() == expected
+    assert len(expected) == max(len(tokens) - 1, 0) // block_size
+
+
+@given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 17), eagle=st.booleans(), offset=st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_every_kind_of_input_hashes_alike(tokens: list[int], block_size: int, eagle: bool, offset: int) -> None:
+    """Writable or not, aligned or not, strided, wider than a token, of either byte order."""
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    shifted = bytearray(bytes(offset) + packed)
+    writable: Any = np.array(tokens, dtype=np.uint32)
+    doubled: Any = np.repeat(np.frombuffer(packed, dtype=np.uint8), 2)
+    kinds: list[Any] = [
+        tuple(tokens),
+        array("I", tokens),
+        array("Q", tokens),
+        writable,
+        np.array(tokens, dtype=">u4"),
+        np.array(tokens, dtype=np.int64),
+        np.array(tokens[::-1], dtype=np.uint32)[::-1],
+        np.frombuffer(packed, dtype=np.uint32),
+        np.frombuffer(memoryview(shifted)[offset:], dtype=np.uint32),
+        packed,
+        bytearray(packed),
+        memoryview(packed),
+        memoryview(shifted)[offset:],
+        memoryview(writable),
+        memoryview(doubled)[::2],
+    ]
+    expected = [hashes.tolist() for hashes in request_hashes(tokens, block_size, eagle=eagle)]
+    for kind in kinds:
+        assert [hashes.tolist() for hashes in request_hashes(kind, block_size, eagle=eagle)] == expected
+        assert pack_tokens(kind) == packed
+
+
+def test_hashes_of_every_layout_chain_alike() -> None:
+    """Read-only as they come off the wire, strided, of the other byte order, and at an odd address."""
+    local = np.array([1, U64_MASK, 3], dtype=np.uint64)
+    expected = chain_hashes(local.tolist())
+    odd = memoryview(b"x" + pack_hashes(local))[1:]
+    layouts: list[Any] = [unpack_hashes(pack_hashes(local)), np.repeat(local, 2)[::2], local.astype(">u8")]
+    for layout in [*layouts, np.frombuffer(odd, dtype=np.uint64), local.tolist()]:
+        assert sequence_hashes(layout).tolist() == expected
+
+
+def test_kernels_are_compiled_for_what_they_were_declared_and_nothing_else() -> None:
+    """Writable and read-only input: a third signature would be seconds of compiling within a request."""
+    test_hashes_of_every_layout_chain_alike()
+    local_hashes(np.zeros(4, dtype=np.uint32), 4)
+    local_hashes(bytes(16), 4)
+    compiled: list[Any] = [xxh3.hash_blocks, xxh3.chain_blocks]
+    assert [len(kernel.signatures) for kernel in compiled] == [2, 2]
+
+
+@given(previous=u64s, local=u64s, byte=st.integers(0, 255))
+@settings(max_examples=100, deadline=None)
+def test_digests_for_other_kernels_are_those_of_the_package(previous: int, local: int, byte: int) -> None:
+    """One step of the chain, and a byte before a u64."""
+    step = xxh3.chain_step(np.uint64(previous), np.uint64(local))
+    assert step == xxhash.xxh3_64_intdigest(struct.pack("<QQ", previous, local), 1337)
+    nine = xxh3.digest_9(np.uint8(byte), np.uint64(local))
+    assert nine == xxhash.xxh3_64_intdigest(struct.pack("<BQ", byte, local), 0)
+
+
+@given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 70), seed=u64s, parent=st.none() | u64s)
+@settings(max_examples=100, deadline=None)
+def test_the_package_serves_where_kernels_cannot(
+    tokens: list[int], block_size: int, seed: int, parent: int | None
+) -> None:
+    """With the same hashes, in every function that has two ways."""
+
+    def answers() -> list[list[int]]:
+        previous = None if parent is None else SequenceHash(parent)
+        given = (tokens, block_size, seed)
+        whole = [*request_hashes(*given), *request_hashes(*given, eagle=True), local_hashes(*given, eagle=True)]
+        return [hashes.tolist() for hashes in (*whole, sequence_hashes(local_hashes(*given), previous))]
+
+    assert hashing.KERNELS_AVAILABLE
+    compiled = answers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashing, "KERNELS_AVAILABLE", False)
+        assert answers() == compiled
+
+
+def test_hashing_works_without_numba() -> None:
+    """A process that cannot import it says so in KERNELS_AVAILABLE and gives the goldens."""
+    program = (
+        "import sys; sys.modules['numba'] = None\n"
+        "from streams.core import hashing\n"
+        "print(hashing.KERNELS_AVAILABLE, *hashing.request_hashes(list(range(1, 13)), 4)[1].tolist())"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64, (1 << 64) + 1337])
+def test_a_seed_counts_modulo_2_to_the_64(seed: int) -> None:
+    """As the package takes it."""
+    assert local_hashes(GOLDEN_TOKENS, 4, seed).tolist() == witness_local(GOLDEN_TOKENS, 4, seed % 2**64)
+
+
+@pytest.mark.parametrize("call", [local_hashes, request_hashes])
+def test_a_request_is_checked_in_one_pass_as_in_two(call: Any) -> None:
+    """Block size, tokens and bytes, whichever function they are given to."""
+    with pytest.raises(BlockSizeMismatch):
+        call([1], 0)
+    with pytest.raises(InvalidRequest, match="token 1 is -1"):
+        call(np.array([5, -1]), 1)
+    with pytest.raises(InvalidRequest):
+        call(b"123", 1)
+
+
+@pytest.mark.parametrize(
+    ("mm_hash", "expected"),
+    [
+        (0, 1_000_000),
+        (1, 1_000_001),
+        (2**30 - 1, 1_000_000 + 2**30 - 1),
+        (2**30, 1_000_000),
+        (U64_MASK, 1_000_000 + 2**30 - 1),
+    ],
+)
+def test_a_pad_value_is_the_low_30_bits_above_a_million(mm_hash: int, expected: int) -> None:
+    """Whatever the hash, the value is a token."""
+    assert pad_value(mm_hash) == expected <= U32_MAX
+
+
+def test_placeholders_become_pad_values() -> None:
+    """In all their places and no other; what the caller handed in stays as it is."""
+    tokens = np.arange(8, dtype=np.uint32)
+    padded = with_pad_values(tokens, [Placeholder(1, 2, 7), (6, 2, 2**30 + 9), (0, 0, 5)])
+    assert padded.tolist() == [0, 1_000_007, 1_000_007, 3, 4, 5, 1_000_009, 1_000_009]
+    assert tokens.tolist() == list(range(8))
+    assert with_pad_values([1, 2, 3], [(0, 3, 1), (1, 1, 2)]).tolist() == [1_000_001, 1_000_002, 1_000_001]
+    assert local_hashes(padded, 4).tolist() == witness_local(padded.tolist(), 4)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, 5), (4, 1), (5, 0), (1 << 70, 1)])
+def test_a_placeholder_lies_within_the_tokens(offset: int, length: int) -> None:
+    """One that does not is refused, by its index."""
+    with pytest.raises(InvalidRequest, match="placeholder 1 "):
+        with_pad_values([1, 2, 3, 4], [(0, 4, 1), (offset, length, 1)])
 
 
 def conformance(kind: str) -> list[Any]:

@@ -1,0 +1,243 @@
+"""Raw memory for kernels: loads, stores, prefetches, fences and bit counts on integer addresses.
+
+What lives here: what LLVM has and Python has not. What must not: any data structure. Addresses and values are int64
+throughout, so that no expression of a kernel mixes signs and turns into a float; hashes are their bit patterns.
+
+Why addresses and not arrays: passing eight arrays to a kernel costs 321 ns a call and reference counts inside, one
+integer 99 ns and none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+_I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LANES = ir.VectorType(_I64, 8)
+
+LINE_BYTES = 64
+
+
+def _int64(*arguments: Any) -> bool:
+    return all(isinstance(argument, types.Integer) for argument in arguments)
+
+
+@intrinsic
+def load(typingctx: Any, address: Any) -> Any:
+    """Int64 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load32(typingctx: Any, address: Any) -> Any:
+    """Int32 at an address, as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.inttoptr(args[0], _I32.as_pointer())), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store32(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the low 32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[1], _I32), builder.inttoptr(args[0], _I32.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load8(typingctx: Any, address: Any) -> Any:
+    """Unsigned byte at an address, as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(builder.inttoptr(args[0], _I8.as_pointer())), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+def _prefetching(write: int) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
+        pointer = builder.inttoptr(args[0], _I8.as_pointer())
+        builder.call(function, [pointer, _I32(write), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for a line that will be read."""
+    return types.void(types.int64), _prefetching(0)
+
+
+@intrinsic
+def prefetch_write(typingctx: Any, address: Any) -> Any:
+    """Ask for a line that will be written."""
+    return types.void(types.int64), _prefetching(1)
+
+
+@intrinsic
+def load_acquire(typingctx: Any, address: Any) -> Any:
+    """Int64 at an address; nothing after it is read before it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64; everything before it is written first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """No load or store crosses this, in either direction."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def shift_right(typingctx: Any, value: Any, bits: Any) -> Any:
+    """Logical shift of the bit pattern."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.lshr(args[0], args[1])
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def trailing_zeros(typingctx: Any, value: Any) -> Any:
+    """Index of the lowest set bit; 64 for none."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], _I1(0))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def leading_zeros(typingctx: Any, value: Any) -> Any:
+    """Number of zeros above the highest set bit; 64 for none."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], _I1(0))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def bit_count(typingctx: Any, value: Any) -> Any:
+    """Number of set bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def below(typingctx: Any, left: Any, right: Any) -> Any:
+    """Whether left < right, both taken as unsigned."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.icmp_unsigned("<", args[0], args[1])
+
+    return types.boolean(types.int64, types.int64), codegen
+
+
+@intrinsic
+def differ_8(typingctx: Any, left: Any, right: Any) -> Any:
+    """Whether any of eight int64 at one address differs from the eight at the other: one compare of 64 bytes, 1.3 to
+    0.75 us at 2,048 blocks."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointers = [builder.inttoptr(arg, _LANES.as_pointer()) for arg in args]
+        ours, theirs = (builder.load(pointer) for pointer in pointers)
+        for vector in (ours, theirs):
+            vector.align = 8
+        unequal = builder.icmp_unsigned("!=", ours, theirs)
+        return builder.icmp_unsigned("!=", builder.bitcast(unequal, _I8), _I8(0))
+
+    return types.boolean(types.int64, types.int64), codegen
+
+
+@intrinsic
+def unequal_8(typingctx: Any, left: Any, right: Any) -> Any:
+    """Bits of those of eight int64 that differ, the first in bit 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointers = [builder.inttoptr(arg, _LANES.as_pointer()) for arg in args]
+        ours, theirs = (builder.load(pointer) for pointer in pointers)
+        for vector in (ours, theirs):
+            vector.align = 8
+        unequal = builder.icmp_unsigned("!=", ours, theirs)
+        return builder.zext(builder.bitcast(unequal, _I8), _I64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_words(typingctx: Any, target: Any, source: Any, n_words: Any) -> Any:
+    """Copy int64 words between places that do not overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, pointer, _I64, _I1])
+        function = builder.module.declare_intrinsic("llvm.memcpy", [pointer, pointer, _I64], kind)
+        n_bytes = builder.shl(args[2], _I64(3))
+        builder.call(
+            function, [builder.inttoptr(args[0], pointer), builder.inttoptr(args[1], pointer), n_bytes, _I1(0)]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def address_of(typingctx: Any, array: Any) -> Any:
+    """Address of an array's first element."""
+    if not isinstance(array, types.Array):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_helper(builder, signature.args[0], args[0]).data
+        return builder.ptrtoint(data, _I64)
+
+    return types.int64(array), codegen
