@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit clean
+.PHONY: demo test up lint unit warm soak conformance bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvstreams demo
@@ -21,8 +21,23 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: $(INSTALLED)
+# First the kernels, once: six test processes at a time would each compile them.
+unit: warm
 	$(BIN)/pytest
+
+warm: $(INSTALLED)
+	@$(BIN)/kvstreams warm
+
+# Ten million operations on every index against the reference: some 50 minutes.
+soak: warm
+	$(BIN)/python -m tests.soak --operations 10000000
+
+conformance: warm
+	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)
+
+# The index beside its peers; they are built with cargo where it is there. BENCH="--quick" for a smoke test.
+bench: warm
+	$(BIN)/python -m benchmarks.index $(BENCH)
 
 clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down

@@ -189,6 +189,26 @@ def topics_describe(resolved: Resolved) -> None:
 
 
 @cli.command()
+def warm() -> None:
+    """Compile the kernels, once after an installation; a start without it does the same, and takes longer."""
+    warm_up()
+
+
+def warm_up() -> None:
+    """Compile or load the kernels behind a progress bar; without numba there are none."""
+    try:
+        from streams.core.kernels.warm import ENTRIES, warm
+    except ImportError as exc:
+        _console().print(f"no kernels here, plain Python serves: {exc}")
+        return
+    columns = (TextColumn("kernels"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=_console(), transient=True) as progress:
+        task = progress.add_task("", total=len(ENTRIES))
+        for done, name in enumerate(warm()):
+            progress.update(task, completed=done, description=name)
+
+
+@cli.command()
 @with_settings
 def worker(resolved: Resolved) -> None:
     """Run the Faust worker: `faust -A streams worker` with these settings."""

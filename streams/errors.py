@@ -1,7 +1,7 @@
 """Every fault that kvstreams reports, one class for each kind.
 
 What lives here: the exceptions, their HTTP status and what the operator does next. What must not: logic. A verdict
-(duplicate, gap, unknown parent) is a value and lives with the code that gives it.
+(duplicate, gap) is a value and lives with the code that gives it.
 """
 
 from __future__ import annotations
@@ -84,6 +84,35 @@ class NotReady(KvStreamsError):
 
     code = "not_ready"
     http_status = 503
+
+
+class InvalidEvent(InvalidRequest):
+    """What an engine is said to have told cannot be: hashes of a wrong type or number, an id out of range."""
+
+    code = "invalid_event"
+
+
+class UnknownParent(KvStreamsError):
+    """An index was to hold blocks behind one that the rank does not hold; `detail` names `rank` and `parent`.
+
+    Raised by an index that is fed events directly; on Kafka the agents' holdings count such stores and go on.
+    """
+
+    code = "unknown_parent"
+    http_status = 409
+
+
+class IndexFull(KvStreamsError):
+    """The index has no room left for this event and is as it was before it."""
+
+    code = "index_full"
+    http_status = 507
+
+
+class IndexCorrupt(KvStreamsError, AssertionError):
+    """An index found one of its own invariants broken: a bug of kvstreams, and the answers since then are in doubt."""
+
+    code = "index_corrupt"
 
 
 class BadRecord(KvStreamsError):

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from streams.core.cost import TIER_WEIGHTS, RankTerms, rank_terms
 from streams.core.decision import Chooser, RoutePolicy, booking_of
-from streams.core.ids import DpRank, RankId, Tier, WorkerId
-from streams.core.index import OverlapScores, PlainPrefixIndex
+from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
+from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking, BookingId
+from streams.core.plain_index import PlainPrefixIndex
 from streams.core.registry import DP_SIZE_MAX, Role, Wanted, Worker, WorkerState, eligible_ranks
 from streams.core.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.errors import InvalidRequest
-from tests.reference import chain_hashes
 
 SEED = 20_240_607
 BLOCK_SIZE = 16
@@ -247,18 +247,14 @@ def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effect
     """Two on the device, one each on host, disk and outside: overlap five, worth what the policy says."""
     index = PlainPrefixIndex()
     local = np.arange(1, 6, dtype=np.uint64)
-    chain = index_chain(local)
-    index.store(rank(1), Tier.DEVICE, None, chain[:2])
-    for offset, tier in enumerate((Tier.HOST, Tier.DISK, Tier.EXTERNAL)):
-        index.store(rank(1), tier, None, chain[2 + offset : 3 + offset])
+    named = local + np.uint64(1000)
+    index.store(rank(1), Tier.DEVICE, None, named[:2], local[:2])
+    for last, tier in enumerate((Tier.HOST, Tier.DISK, Tier.EXTERNAL), 2):
+        index.store(rank(1), tier, EngineHash(1000 + last), named[last : last + 1], local[last : last + 1])
     decision = choose(Chooser(random.Random(SEED)), RoutePolicy(tier_weights=weights), index.find_matches(local))
     found = decision.candidates[0]
     assert (found.overlap_blocks, found.effective_cached_blocks) == (5, effective)
     assert found.own_prefill_blocks == 10 - effective
-
-
-def index_chain(local: Any) -> Any:
-    return np.array(chain_hashes(local.tolist()), dtype=np.uint64)
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,32 @@
-"""Every index answers like a brute-force count of its facts: one suite, run over each of them."""
+"""What every index promises, one rule a test: one suite, run over each of them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streams.core.cost import TIER_WEIGHTS
-from streams.core.ids import DpRank, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index import OverlapScores, PlainPrefixIndex, PrefixIndex
-from tests.reference import Member, chain_hashes, overlap_of
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from streams.core.hashing import hash_seed, local_hashes
+from streams.core.ids import U32_MAX, U64_MASK, DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
+from streams.core.index import OverlapScores, PrefixIndex
+from streams.core.plain_index import PlainPrefixIndex
+from streams.core.run_tree import RunTreeIndex
+from streams.errors import BlockSizeMismatch, InvalidEvent, InvalidRequest, UnknownParent
+from tests.reference import Member
 
-FACTORIES: list[Callable[[], PrefixIndex]] = [PlainPrefixIndex]
-
-every_index = pytest.mark.parametrize("make_index", FACTORIES, ids=lambda factory: factory.__name__)
+FACTORIES: list[Callable[[], PrefixIndex]] = [PlainPrefixIndex, RunTreeIndex]
 
 A, B, C = (RankId(WorkerId(worker), DpRank(rank)) for worker, rank in ((1, 0), (1, 1), (2, 0)))
 LOCAL = [101, 102, 103, 104, 105, 106]
-CHAIN = chain_hashes(LOCAL)
+#: What A, B and C call these blocks.
+NAMES = [1001, 1002, 1003, 1004, 1005, 1006]
+
+#: A name that no block of these tests keeps.
+SPARE = EngineHash(999)
 
 
 def u64(*values: int) -> HashArray:
@@ -29,13 +34,18 @@ def u64(*values: int) -> HashArray:
 
 
 def hold(index: PrefixIndex, rank: RankId, *positions: int, tier: Tier = Tier.DEVICE) -> None:
-    """Hold these positions of CHAIN, which follow each other."""
-    parent = SequenceHash(CHAIN[positions[0] - 1]) if positions[0] else None
-    index.store(rank, tier, parent, u64(*(CHAIN[position] for position in positions)))
+    """Hold these positions of LOCAL, which follow each other; what is missing before them stays a hole."""
+    first = positions[0]
+    parent = EngineHash(NAMES[first - 1]) if first else None
+    if parent is not None and all(holder != rank or name != parent for holder, _, name in index.members()):
+        index.store(rank, tier, None, u64(*range(SPARE - first + 1, SPARE + 1)), u64(*LOCAL[:first]))
+        parent = SPARE
+    index.store(rank, tier, parent, *(u64(*(of[each] for each in positions)) for of in (NAMES, LOCAL)))
+    index.remove(rank, tier, u64(*range(SPARE - first + 1, SPARE + 1)))
 
 
-def drop(index: PrefixIndex, rank: RankId, *positions: int, tier: Tier = Tier.DEVICE) -> None:
-    index.remove(rank, tier, u64(*(CHAIN[position] for position in positions)))
+def drop(index: PrefixIndex, rank: RankId, *positions: int, tier: Tier = Tier.DEVICE) -> int:
+    return index.remove(rank, tier, u64(*(NAMES[position] for position in positions)))
 
 
 def ask(index: PrefixIndex, n_blocks: int = len(LOCAL)) -> OverlapScores:
@@ -43,62 +53,33 @@ def ask(index: PrefixIndex, n_blocks: int = len(LOCAL)) -> OverlapScores:
 
 
 def members(index: PrefixIndex) -> set[Member]:
-    return {(rank, tier, int(block)) for rank, tier, block in index.members()}
+    return {(rank, tier, int(name)) for rank, tier, name in index.members()}
 
 
-def tiers_of(facts: set[Member], rank: RankId, blocks: list[int]) -> tuple[int, ...]:
-    """How many of these blocks a rank holds with their fastest copy in each tier."""
-    counts = [0] * len(Tier)
-    for block in blocks:
-        counts[min(tier for holder, tier, held in facts if holder == rank and held == block)] += 1
-    return tuple(counts)
+def tell(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
+    """Give an index one event, as a dump tells it."""
+    match event:
+        case BlocksStored():
+            index.store(rank, event.tier, event.parent, event.engine, event.local)
+        case BlocksRemoved():
+            index.remove(rank, event.tier, event.engine)
+        case AllBlocksCleared():
+            index.clear(rank)
 
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
 def index(request: pytest.FixtureRequest) -> Iterator[PrefixIndex]:
-    """An index; what it says it holds and how much must agree after every test."""
+    """An index; what it says it holds and how much must agree after every test, and a copy by its dump with both."""
     made: PrefixIndex = request.param()
     yield made
+    made.check()
     assert len(made) == len(list(made.members())) == len(members(made))
-
-
-@every_index
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_random_histories_are_answered_as_by_brute_force(make_index: Callable[[], PrefixIndex], seed: int) -> None:
-    """Stores, removals and departures in any order: scores, tiers and facts are those counted one by one."""
-    rng = random.Random(seed)
-    index, facts = make_index(), set[Member]()
-    ranks = [RankId(WorkerId(worker), DpRank(rank)) for worker in range(rng.choice((1, 3, 40))) for rank in (0, 1)]
-    prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 12))] for _ in range(6)]
-    for _ in range(rng.randint(1, 80)):
-        rank, tier, local = rng.choice(ranks), rng.choice(list(Tier)[: rng.randint(1, 4)]), rng.choice(prompts)
-        chain = chain_hashes(local)
-        first = rng.randrange(len(chain))
-        blocks = chain[first : rng.randint(first, len(chain))]
-        action = rng.random()
-        if action < 0.6:
-            parent = SequenceHash(chain[first - 1]) if first else None
-            already = index.store(rank, tier, parent, u64(*blocks))
-            assert already == [block for block in blocks if (rank, tier, block) in facts]
-            facts |= {(rank, tier, block) for block in blocks}
-        elif action < 0.95:
-            rng.shuffle(blocks)
-            index.remove(rank, tier, u64(*blocks))
-            facts -= {(rank, tier, block) for block in blocks}
-        else:
-            index.remove_rank(rank)
-            facts = {fact for fact in facts if fact[0] != rank}
-        assert members(index) == facts
-        assert len(index) == len(facts)
-        asked = rng.choice(prompts)
-        answer = index.find_matches(u64(*asked))
-        assert answer.scores == overlap_of(facts, asked)
-        for holder, score in answer.scores.items():
-            tiers = tiers_of(facts, holder, chain_hashes(asked)[:score])
-            assert answer.by_tier.get(holder, (score, 0, 0, 0)) == tiers
-            weighted = sum(weight * count for weight, count in zip(TIER_WEIGHTS, tiers, strict=True))
-            assert answer.effective_blocks(holder, TIER_WEIGHTS) == pytest.approx(weighted)
+    copy: PrefixIndex = request.param()
+    for rank, event in made.dump():
+        tell(copy, rank, event)
+    copy.check()
+    assert members(copy) == members(made)
+    assert ask(copy) == ask(made)
 
 
 def test_an_empty_index_and_an_empty_request_match_nothing(index: PrefixIndex) -> None:
@@ -130,8 +111,7 @@ def test_a_hole_ends_the_match_of_its_rank_only(index: PrefixIndex, hole: int) -
 def test_divergence_ends_the_match(index: PrefixIndex) -> None:
     """A rank with another block there, and all behind it, matches up to it."""
     hold(index, A, 0, 1)
-    other = chain_hashes([103, 104, 105], CHAIN[0])
-    index.store(A, Tier.DEVICE, SequenceHash(CHAIN[0]), u64(*other))
+    index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(7, 8, 9), u64(103, 104, 105))
     assert ask(index).scores == {A: 2}
     assert index.find_matches(u64(101, 103, 104, 105)).scores == {A: 4}
 
@@ -145,25 +125,24 @@ def test_blocks_behind_the_root_match_nobody_without_it(index: PrefixIndex) -> N
 
 
 def test_storing_or_removing_twice_changes_nothing(index: PrefixIndex) -> None:
-    """Holding a block is a fact, not a number."""
+    """Holding a block is a fact, not a number; what was not held is told."""
     hold(index, A, 0, 1, 2)
     hold(index, A, 0, 1, 2)
-    drop(index, A, 2)
+    assert drop(index, A, 2) == 0
     assert ask(index).scores == {A: 2}
-    drop(index, A, 2)
-    drop(index, B, 0)
-    drop(index, A, 0, tier=Tier.HOST)
+    assert drop(index, A, 2) == 1
+    assert drop(index, B, 0) == 1
+    assert drop(index, A, 0, 1, tier=Tier.HOST) == 2
+    assert index.remove(A, Tier.DEVICE, u64()) == 0
     assert ask(index).scores == {A: 2}
     assert len(index) == 2
 
 
-def test_a_store_tells_what_was_held_before(index: PrefixIndex) -> None:
-    """Of this rank and in this tier only."""
-    hold(index, B, 0, 1, 2)
-    hold(index, A, 0, tier=Tier.HOST)
-    hold(index, A, 1)
-    assert index.store(A, Tier.DEVICE, None, u64(*CHAIN[:3])) == [CHAIN[1]]
-    assert index.store(A, Tier.DEVICE, None, u64(*CHAIN[:3])) == CHAIN[:3]
+def test_a_name_that_comes_twice_in_a_removal_is_unknown_the_second_time(index: PrefixIndex) -> None:
+    """The first one ended it."""
+    hold(index, A, 0, 1, 2)
+    assert drop(index, A, 1, 1, 0) == 1
+    assert members(index) == {(A, Tier.DEVICE, NAMES[2])}
 
 
 def test_each_block_counts_in_its_fastest_tier(index: PrefixIndex) -> None:
@@ -208,7 +187,7 @@ def test_a_removed_rank_leaves_nothing_in_any_tier(index: PrefixIndex) -> None:
     index.remove_rank(A)
     index.remove_rank(C)
     assert ask(index).scores == {B: 1}
-    assert members(index) == {(B, Tier.DEVICE, CHAIN[0])}
+    assert members(index) == {(B, Tier.DEVICE, NAMES[0])}
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 63, 64, 65, 130])
@@ -226,9 +205,184 @@ def test_a_place_left_by_one_rank_is_taken_clean_by_the_next(index: PrefixIndex,
     assert ask(index).scores == expected
 
 
+def test_a_name_given_to_another_block_is_taken_from_the_first(index: PrefixIndex) -> None:
+    """One name cannot lie at two places: the later store wins, in this tier only."""
+    hold(index, A, 0, 1, 2)
+    hold(index, A, 1, tier=Tier.HOST)
+    index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(NAMES[1]), u64(107))
+    assert ask(index).by_tier == {A: (2, 1, 0, 0)}
+    assert index.find_matches(u64(101, 107)).scores == {A: 2}
+    assert len(index) == 4
+
+
+def test_a_block_stored_under_another_name_loses_the_first(index: PrefixIndex) -> None:
+    """It is held once, and only its new name removes it."""
+    hold(index, A, 0, 1)
+    index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(77), u64(LOCAL[1]))
+    assert drop(index, A, 1) == 1
+    assert ask(index).scores == {A: 2}
+    assert index.remove(A, Tier.DEVICE, u64(77)) == 0
+    assert ask(index).scores == {A: 1}
+
+
+def test_of_one_name_given_twice_in_an_event_the_last_block_keeps_it(index: PrefixIndex) -> None:
+    """The blocks before it are not held, so nobody matches them or what lies behind."""
+    index.store(A, Tier.DEVICE, None, u64(7, 7, 8), u64(*LOCAL[:3]))
+    assert members(index) == {(A, Tier.DEVICE, 7), (A, Tier.DEVICE, 8)}
+    assert ask(index).scores == {}
+    index.store(A, Tier.DEVICE, None, u64(9), u64(LOCAL[0]))
+    assert ask(index).scores == {A: 3}
+
+
+def test_ranks_may_call_different_blocks_the_same(index: PrefixIndex) -> None:
+    """A name means something within its rank only."""
+    index.store(A, Tier.DEVICE, None, u64(1, 2), u64(101, 102))
+    index.store(B, Tier.DEVICE, None, u64(2, 1), u64(101, 102))
+    index.store(B, Tier.DEVICE, EngineHash(1), u64(3), u64(103))
+    index.store(A, Tier.DEVICE, EngineHash(1), u64(3), u64(109))
+    assert ask(index).scores == {A: 2, B: 3}
+    assert index.find_matches(u64(101, 109)).scores == {A: 2, B: 1}
+    index.remove(A, Tier.DEVICE, u64(1))
+    assert ask(index).scores == {B: 3}
+
+
+def test_a_parent_is_looked_up_in_its_own_tier_first(index: PrefixIndex) -> None:
+    """Then in the others, fastest first."""
+    index.store(A, Tier.DEVICE, None, u64(1), u64(101))
+    index.store(A, Tier.HOST, None, u64(1), u64(201))
+    index.store(A, Tier.HOST, EngineHash(1), u64(2), u64(102))
+    index.store(A, Tier.DISK, EngineHash(1), u64(3), u64(102))
+    assert index.find_matches(u64(201, 102)).by_tier == {A: (0, 2, 0, 0)}
+    assert ask(index).by_tier == {A: (1, 0, 1, 0)}
+
+
+@pytest.mark.parametrize("n_blocks", [0, 1, 3])
+def test_a_store_behind_an_unknown_parent_is_refused(index: PrefixIndex, n_blocks: int) -> None:
+    """Never attached elsewhere, be it another rank's name, one that was removed, or an event of no blocks."""
+    hold(index, A, 0, 1)
+    hold(index, B, 0, 1, 2)
+    drop(index, A, 1)
+    before = members(index)
+    for parent in (NAMES[1], NAMES[2], 5):
+        with pytest.raises(UnknownParent) as caught:
+            index.store(A, Tier.HOST, EngineHash(parent), u64(*range(n_blocks)), u64(*range(n_blocks)))
+        assert (caught.value.detail["rank"], caught.value.detail["parent"]) == (A, parent)
+    assert members(index) == before
+
+
+def test_an_event_of_no_blocks_changes_nothing(index: PrefixIndex) -> None:
+    """At the root or behind a block that is held."""
+    index.store(A, Tier.DEVICE, None, u64(), u64())
+    hold(index, A, 0)
+    index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(), u64())
+    assert len(index) == 1
+
+
+FLOATS, SIGNED, SQUARE = (np.ones(2), np.array([1, -2]), np.ones((2, 2), dtype=np.uint64))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": u64(1)},
+        {"local": u64(1, 2, 3)},
+        {"names": FLOATS},
+        {"local": SIGNED},
+        {"names": SQUARE, "local": SQUARE},
+        {"names": [1, 2]},
+        {"parent": -1},
+        {"parent": U64_MASK + 1},
+        {"rank": RankId(WorkerId(-1), DpRank(0))},
+        {"rank": RankId(WorkerId(U64_MASK + 1), DpRank(0))},
+        {"rank": RankId(WorkerId(1), DpRank(-1))},
+        {"rank": RankId(WorkerId(1), DpRank(U32_MAX + 1))},
+        {"tier": 4},
+        {"tier": -1},
+    ],
+    ids=str,
+)
+def test_an_event_that_cannot_be_changes_nothing(index: PrefixIndex, change: dict[str, Any]) -> None:
+    """Hashes of two lengths or no u64, ranks and tiers out of range: refused whole, as a store and as a removal."""
+    hold(index, A, 0, 1)
+    event: dict[str, Any] = {"rank": A, "tier": Tier.DEVICE, "parent": None, "names": u64(5, 6), "local": u64(7, 8)}
+    with pytest.raises(InvalidEvent):
+        index.store(**event | change)
+    if change.keys() & {"rank", "tier"} or ("names" in change and len(change) + len(change["names"]) > 2):
+        event = {name: (event | change)[name] for name in ("rank", "tier", "names")}
+        with pytest.raises(InvalidEvent):
+            index.remove(**event)
+    assert members(index) == {(A, Tier.DEVICE, name) for name in NAMES[:2]}
+
+
+def test_the_greatest_ids_and_hashes_are_as_good_as_any(index: PrefixIndex) -> None:
+    """0 and 2^64 - 1 as names and hashes, a rank at the end of both ranges."""
+    far = RankId(WorkerId(U64_MASK), DpRank(U32_MAX))
+    for rank in (far, RankId(WorkerId(0), DpRank(0))):
+        index.store(rank, Tier.DEVICE, None, u64(0, U64_MASK), u64(U64_MASK, 0))
+        index.store(rank, Tier.DEVICE, EngineHash(U64_MASK), u64(1), u64(U64_MASK))
+    index.store(far, Tier.DEVICE, EngineHash(0), u64(2), u64(0x8000000000000000))
+    assert set(index.find_matches(u64(U64_MASK, 0, U64_MASK)).scores.values()) == {3}
+    assert index.find_matches(u64(U64_MASK, 0x8000000000000000)).scores[far] == 2
+
+
+def test_a_cleared_rank_starts_anew(index: PrefixIndex) -> None:
+    """In every tier, and nobody else with it; clearing a stranger changes nothing."""
+    hold(index, A, 0, 1)
+    hold(index, A, 2, tier=Tier.HOST)
+    hold(index, B, 0, 1)
+    index.clear(A)
+    index.clear(C)
+    assert ask(index).scores == {B: 2}
+    assert drop(index, A, 0, 1) == 2
+    with pytest.raises(UnknownParent):
+        index.store(A, Tier.DEVICE, EngineHash(NAMES[1]), u64(1), u64(1))
+    hold(index, A, 0)
+    assert ask(index).scores == {A: 1, B: 2}
+
+
+def test_a_dump_goes_around_holes_and_names_that_mean_two_blocks(index: PrefixIndex) -> None:
+    """The fixture replays it: a chain with gaps in each tier, and a name with another meaning in each."""
+    hold(index, A, 0, 1, 2, 3, 4, 5)
+    drop(index, A, 0, 1, 3)
+    hold(index, A, 3, tier=Tier.DISK)
+    index.store(A, Tier.HOST, None, u64(NAMES[4], 0), u64(301, 302))
+    index.store(A, Tier.HOST, EngineHash(0), u64(1), u64(303))
+    index.remove(A, Tier.HOST, u64(0))
+    assert len(index) == 6
+
+
+def test_a_request_is_hashed_before_it_is_matched(index: PrefixIndex) -> None:
+    """With its own block size and seed; a partial last block counts for nothing."""
+    tokens = list(range(70))
+    adapter = hash_seed("my-adapter")
+    index.store(A, Tier.DEVICE, None, u64(1, 2, 3, 4), local_hashes(tokens, 16))
+    index.store(B, Tier.DEVICE, None, u64(1, 2, 3, 4), local_hashes(tokens, 16, adapter))
+    assert index.find_matches_for_request(tokens, 16).scores == {A: 4}
+    assert index.find_matches_for_request(tokens[:47], 16, adapter).scores == {B: 2}
+    assert index.find_matches_for_request(np.array(tokens, dtype=np.uint32), 32).scores == {}
+    assert index.find_matches_for_request([], 16).scores == {}
+    for block_size in (0, -1):
+        with pytest.raises(BlockSizeMismatch):
+            index.find_matches_for_request(tokens, block_size)
+
+
+@pytest.mark.parametrize("local", [FLOATS, SIGNED, SQUARE, [101]], ids=str)
+def test_a_question_that_is_no_array_of_hashes_is_refused(index: PrefixIndex, local: Any) -> None:
+    """Rather than converted to something that nobody asked."""
+    with pytest.raises(InvalidRequest):
+        index.find_matches(local)
+
+
 def test_the_best_rank_holds_most_and_of_equals_the_smallest() -> None:
     """Worker before rank; with no scores there is none."""
     assert OverlapScores({C: 3, B: 3, A: 2}).best_worker == B
     assert OverlapScores({C: 3, B: 3, A: 2}).max_score == 3
     assert OverlapScores({C: 4, B: 3, A: 3}).best_worker == C
     assert OverlapScores({}).best_worker is None
+
+
+def test_answers_are_equal_when_their_mappings_are() -> None:
+    """Whatever class they are of; to anything else they are not."""
+    assert OverlapScores({A: 1}, {A: (0, 1, 0, 0)}) == OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
+    assert OverlapScores({A: 1}) != OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
+    assert OverlapScores({A: 1}) != {A: 1}

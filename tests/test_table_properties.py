@@ -7,19 +7,17 @@ bytes as they would lie on Kafka; readers of it see committed transactions only.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import encode_worker
-from streams.core.events import AllBlocksCleared, BlocksRemoved, EngineBatch, KvEvent, WorkerRemoved
+from streams.core.events import BlocksRemoved, EngineBatch
 from streams.core.holdings import Changes, Health, Holdings
-from streams.core.ids import DpRank, Epoch, Incarnation, RankId, Tier, WorkerId
+from streams.core.ids import Epoch, Incarnation, RankId, Tier, WorkerId
 from streams.core.registry import Worker
 from streams.errors import BadRecord
 from streams.router_api.view import View
@@ -34,7 +32,6 @@ from streams.tables.records import (
     run_key,
 )
 from tests.reference import Member, ReferenceFleet, random_history
-from tests.test_hashing import conformance
 from tests.test_holdings import RANK, batch, check, judge, members, names, stored, u64
 
 Record = tuple[bytes, bytes | None]
@@ -311,6 +308,21 @@ def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
     assert [(state.epoch.incarnation, state.sequence) for state in view.rank_states()] == [(2, 0)]
 
 
+def test_a_batch_of_records_is_folded_around_the_bad_ones() -> None:
+    """Which are given back by position, and stop none of the others."""
+    holdings = Holdings()
+    log = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
+    (key, run), (progress_of, progress) = log[-1], log[0]
+    assert run is not None
+    view = View(Settings(), lambda: 0)
+    records: list[Record] = [(b"?", run), (key, run), (key, b""), (progress_of, progress), (key[:-1], None)]
+    bad = view.fold_index_batch(records)
+    assert [position for position, _ in bad] == [0, 2, 4]
+    assert all(type(reason) is BadRecord for _, reason in bad)
+    assert state_of_view(view) == state_of_holdings(holdings)
+    assert view.fold_index_batch([]) == []
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
@@ -343,70 +355,3 @@ def test_every_tier_is_a_table_of_its_own(tier: Tier) -> None:
     view = folded(log)
     assert {where for _, where, _ in view.members()} == set(Tier) - {tier}
     assert len(view.members()) == 6
-
-
-class Pipeline:
-    """Everything between engine batch and answer but Kafka: holdings, the log's bytes, a router's view."""
-
-    def __init__(self) -> None:
-        self.holdings = Holdings()
-        self.view = View(Settings(), lambda: 0)
-        self._log: list[Record] = []
-        self._lives: Counter[int] = Counter()
-
-    def tell(self, rank: RankId, event: KvEvent) -> None:
-        known = self.holdings.ranks.get(rank)
-        life = self._lives[rank.worker_id]
-        new = known is None or known.progress.epoch.incarnation < life
-        self._commit(
-            batch(0 if known is None or new else known.progress.sequence + 1, event, rank=rank, incarnation=life)
-        )
-
-    def remove_worker(self, worker_id: int) -> None:
-        rank, life = RankId(WorkerId(worker_id), DpRank(0)), self._lives[worker_id]
-        self._commit(replace(batch(0, rank=rank, incarnation=life), body=WorkerRemoved("asked for")))
-        self._lives[worker_id] += 1
-
-    def start_again(self) -> None:
-        """Agent and router die and come back from the compacted log."""
-        table = compacted(self._log)
-        self.holdings, self.view = recovered(table), folded(table.items())
-
-    def _commit(self, one: EngineBatch) -> None:
-        records = commit(self.holdings, [one])
-        folded(records, self.view)
-        self._log += records
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("case", conformance("indexer"))
-def test_facts_from_public_index_tests_hold(case: dict[str, Any], restarts: bool) -> None:
-    """Engine events go in, overlap scores come out, as others published them, restarts or not."""
-    pipeline = Pipeline()
-    for step in case["ops"]:
-        if restarts or step["op"] == "dump_and_replay_into_fresh_index":
-            pipeline.start_again()
-        if step["op"] == "event":
-            event = step["event"]["event"]
-            rank = RankId(WorkerId(step["event"]["worker_id"]), DpRank(event["dp_rank"]))
-            pipeline.tell(rank, event_of(event["data"], Tier[step["event"]["storage_tier"].upper()]))
-        elif step["op"] == "remove_worker":
-            pipeline.remove_worker(step["worker_id"])
-        elif step["op"] == "remove_worker_dp_rank":
-            pipeline.tell(RankId(WorkerId(step["worker_id"]), DpRank(step["dp_rank"])), AllBlocksCleared())
-        elif step["op"] == "expect_dump_len":
-            assert len(pipeline.view.members()) == step["n"]
-        elif step["op"] == "query":
-            scores = pipeline.view.find_matches(u64(*step["local_hashes"])).scores
-            assert sorted([*rank, score] for rank, score in scores.items()) == sorted(step["expect_scores"])
-
-
-def event_of(data: Any, tier: Tier) -> KvEvent:
-    """An event of the conformance cases."""
-    if "stored" in data:
-        blocks = data["stored"]["blocks"]
-        engine, local = u64(*(b["block_hash"] for b in blocks)), u64(*(b["tokens_hash"] for b in blocks))
-        return stored(engine, local, data["stored"]["parent_hash"], tier)
-    if "removed" in data:
-        return BlocksRemoved(u64(*data["removed"]["block_hashes"]), tier)
-    return AllBlocksCleared()

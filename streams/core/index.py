@@ -1,34 +1,49 @@
 """The prefix index: which rank holds how many leading blocks of a request, with no hole.
 
-What lives here: the interface of every index (`PrefixIndex`), its answer (`OverlapScores`) and the plain one. What must
-not: Kafka records (the view folds those) and tokens (hashing).
+What lives here: the interface of every index (`PrefixIndex`), its answer (`OverlapScores`), and the checks of what
+callers hand in. What must not: an index (plain_index, run_tree), Kafka records (run_fold).
 
-Owner of the state: the router's view, or the offline simulator. A query and a store may come from different threads;
-the owner holds the lock.
+Owner of the state: whoever applies the events, or the offline simulator. Where a query and a store may come from
+different threads, the index says whether it stands that; a plain one's owner holds a lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from streams.core.hashing import sequence_hashes
-from streams.core.ids import HashArray, RankId, SequenceHash, Tier
+import numpy as np
 
-N_TIERS = len(Tier)
+from streams.core.events import KvEvent
+from streams.core.hashing import BASE_SEED, Tokens
+from streams.core.ids import U32_MAX, U64_MASK, EngineHash, HashArray, RankId, Tier
+from streams.errors import InvalidEvent, InvalidRequest
+
+_U64 = np.dtype(np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
 class OverlapScores:
-    """What a query found.
+    """What a query found. An index may subclass it to make the mappings when they are asked for; nobody changes them.
 
     scores: leading blocks that each rank holds in any tier with no hole; ranks with none are absent.
     by_tier: of those, how many have their fastest copy in each tier; ranks that hold all on the device are absent.
     """
 
-    scores: Mapping[RankId, int]
-    by_tier: Mapping[RankId, tuple[int, ...]] = field(default_factory=dict)
+    __slots__ = ("_by_tier", "_scores")
+
+    def __init__(self, scores: Mapping[RankId, int], by_tier: Mapping[RankId, tuple[int, ...]] | None = None) -> None:
+        self._scores = scores
+        self._by_tier: Mapping[RankId, tuple[int, ...]] = {} if by_tier is None else by_tier
+
+    @property
+    def scores(self) -> Mapping[RankId, int]:
+        """Leading blocks of each rank that holds any."""
+        return self._scores
+
+    @property
+    def by_tier(self) -> Mapping[RankId, tuple[int, ...]]:
+        """Blocks of the match by the tier of their fastest copy, of ranks that hold some off the device only."""
+        return self._by_tier
 
     @property
     def max_score(self) -> int:
@@ -38,7 +53,8 @@ class OverlapScores:
     @property
     def best_worker(self) -> RankId | None:
         """Rank with the most leading blocks, the smallest id among equals; None where none holds any."""
-        return min(self.scores, key=lambda rank: (-self.scores[rank], rank), default=None)
+        scores = self.scores
+        return min(scores, key=lambda rank: (-scores[rank], rank), default=None)
 
     def effective_blocks(self, rank: RankId, tier_weights: tuple[float, ...]) -> float:
         """Blocks of the rank's prefix, each weighted by the tier of its fastest copy (DESIGN section 7)."""
@@ -47,158 +63,118 @@ class OverlapScores:
             return tier_weights[Tier.DEVICE] * self.scores.get(rank, 0)
         return sum(weight * count for weight, count in zip(tier_weights, tiers, strict=True))
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OverlapScores):
+            return NotImplemented
+        return dict(self.scores) == dict(other.scores) and dict(self.by_tier) == dict(other.by_tier)
+
+    __hash__ = None  # type: ignore[assignment]  # equal by their mappings, which have no hash either
+
+    def __repr__(self) -> str:
+        return f"OverlapScores({dict(self.scores)!r}, {dict(self.by_tier)!r})"
+
 
 class PrefixIndex(Protocol):
-    """What every index offers; holding a block is a fact, so storing or removing it twice changes nothing."""
+    """What every index offers. Events go in as engines tell them, in the engines' own names.
 
-    def store(self, rank: RankId, tier: Tier, parent: SequenceHash | None, sequence: HashArray) -> list[int]:
-        """Hold consecutive blocks; gives those that were held already, none as a rule.
+    Holding a block is a fact, so storing or removing it twice changes nothing. Within one rank and tier a block has one
+    name and a name one block; the later store wins: what the name named before and the block's older name are gone.
+    """
 
-        sequence: uint64[n]; parent: the block before the first, None at the root.
+    def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
+        """Hold consecutive blocks of one chain.
+
+        parent: the rank's own name of the block before the first, looked up in this tier first and then in the others,
+        fastest first; None at the root. names, local: uint64[n] each; where n is 0 nothing happens, though an unknown
+        parent is an error nevertheless.
+        Raises UnknownParent, InvalidEvent; the index is then as it was.
         """
 
-    def remove(self, rank: RankId, tier: Tier, sequence: HashArray) -> None:
-        """Hold these blocks no more. sequence: uint64[n], in any order."""
+    def remove(self, rank: RankId, tier: Tier, names: HashArray) -> int:
+        """Hold these blocks no more; gives how many names the rank did not use in this tier.
+
+        names: uint64[n], in any order. A name that comes twice is unknown the second time.
+        Raises InvalidEvent; the index is then as it was.
+        """
+
+    def clear(self, rank: RankId) -> None:
+        """The rank holds nothing any more, in any tier."""
 
     def remove_rank(self, rank: RankId) -> None:
-        """Forget everything of one rank."""
+        """The same, and the rank is forgotten; a rank that the index does not know changes nothing."""
 
     def find_matches(self, local: HashArray) -> OverlapScores:
-        """Score every rank for a request. local: uint64[n_blocks] from the root."""
+        """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
 
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Give every fact held, in no order: two indexes are equal when these sets are."""
+    def find_matches_for_request(self, tokens: Tokens, block_size: int, seed: int = BASE_SEED) -> OverlapScores:
+        """Hash a request and score every rank for it; a partial last block is dropped.
+
+        Raises BlockSizeMismatch, InvalidRequest.
+        """
+
+    def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
+        """Give every fact held, in the ranks' own names and in no order."""
+
+    def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
+        """Give events that rebuild an equal index from an empty one, parents first.
+
+        A block whose parent the rank does not hold comes behind a store of that parent under a name that the rank does
+        not use, and a removal of it follows. The index must not change meanwhile.
+        """
+
+    def check(self) -> None:
+        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
 
     def __len__(self) -> int:
         """Number of facts held."""
 
 
-class PlainPrefixIndex:
-    """Exact and simple: a dict of sequence hash to a bit mask of holders, one a tier.
+def check_rank(rank: RankId) -> None:
+    """Raise InvalidEvent unless worker id and rank are in range: u64 and u32."""
+    if not (0 <= rank.worker_id <= U64_MASK and 0 <= rank.dp_rank <= U32_MAX):
+        raise InvalidEvent(f"rank {rank} is out of range", worker_id=int(rank.worker_id), dp_rank=int(rank.dp_rank))
 
-    A query walks the request's chain and intersects holders block by block, so a hole ends just that rank's match.
-    """
 
-    def __init__(self) -> None:
-        self._bit_of: dict[RankId, int] = {}
-        self._rank_at: list[RankId | None] = []
-        self._free_bits: list[int] = []
-        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self._held: dict[tuple[RankId, Tier], set[int]] = {}
+def check_tier(tier: Tier) -> None:
+    """Raise InvalidEvent unless it is one of Tier's numbers."""
+    if not Tier.DEVICE <= tier <= Tier.EXTERNAL:
+        raise InvalidEvent(f"there is no tier {tier!r}", tier=int(tier))
 
-    def store(
-        self,
-        rank: RankId,
-        tier: Tier,
-        parent: SequenceHash | None,  # noqa: ARG002 - the interface's; a tree needs it, a dict does not
-        sequence: HashArray,
-    ) -> list[int]:
-        """Hold consecutive blocks; see PrefixIndex."""
-        mask = 1 << self._bit(rank)
-        holders = self._holders[tier]
-        held = self._held.setdefault((rank, tier), set())
-        blocks: list[int] = sequence.tolist()
-        already = [block for block in blocks if block in held]
-        for block in blocks:
-            holders[block] = holders.get(block, 0) | mask
-        held.update(blocks)
-        return already
 
-    def remove(self, rank: RankId, tier: Tier, sequence: HashArray) -> None:
-        """Hold these blocks no more; see PrefixIndex."""
-        held = self._held.get((rank, tier))
-        if held:
-            self._drop(rank, tier, held.intersection(sequence.tolist()))
+def check_hashes(what: str, hashes: HashArray) -> None:
+    """Raise InvalidEvent unless they are uint64[n]: negative numbers and floats come as other dtypes."""
+    if not isinstance(hashes, np.ndarray) or hashes.dtype != _U64 or hashes.ndim != 1:
+        raise InvalidEvent(f"{what} are {_told(hashes)}, not uint64 of one dimension")
 
-    def remove_rank(self, rank: RankId) -> None:
-        """Forget everything of one rank."""
-        if rank not in self._bit_of:
-            return
-        for tier in Tier:
-            self._drop(rank, tier, set(self._held.get((rank, tier), ())))
-            self._held.pop((rank, tier), None)
-        bit = self._bit_of.pop(rank)
-        self._rank_at[bit] = None
-        self._free_bits.append(bit)
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
-        """Score every rank for a request; see PrefixIndex."""
-        device, *lower = self._holders
-        lower = [holders for holders in lower if holders]
-        scores: dict[RankId, int] = {}
-        off_device: list[tuple[int, int]] = []  # (position, ranks that hold it but not on the device)
-        active = -1
-        chain: list[int] = sequence_hashes(local).tolist()
-        for position, block in enumerate(chain):
-            holding = on_device = device.get(block, 0)
-            for holders in lower:
-                holding |= holders.get(block, 0)
-            if position == 0:
-                active = holding
-            elif active & ~holding:
-                self._score(scores, active & ~holding, position)
-                active &= holding
-            if not active:
-                break
-            if lower and active & ~on_device:
-                off_device.append((position, active & ~on_device))
-        else:
-            self._score(scores, active if chain else 0, len(chain))
-        return OverlapScores(scores, self._tiers(scores, chain, off_device))
+def check_store(rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
+    """Raise InvalidEvent unless an index could take this store, whatever it holds."""
+    check_rank(rank)
+    check_tier(tier)
+    check_hashes("names", names)
+    check_hashes("local hashes", local)
+    if len(names) != len(local):
+        raise InvalidEvent(
+            f"{len(names)} names for {len(local)} local hashes", rank=rank, n_names=len(names), n_local=len(local)
+        )
+    if parent is not None and not 0 <= parent <= U64_MASK:
+        raise InvalidEvent(f"parent {parent} is no u64", rank=rank, parent=int(parent))
 
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Give every fact held, in no order."""
-        for (rank, tier), held in self._held.items():
-            for block in held:
-                yield rank, tier, SequenceHash(block)
 
-    def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
+def check_removal(rank: RankId, tier: Tier, names: HashArray) -> None:
+    """Raise InvalidEvent unless an index could take this removal, whatever it holds."""
+    check_rank(rank)
+    check_tier(tier)
+    check_hashes("names", names)
 
-    def _bit(self, rank: RankId) -> int:
-        bit = self._bit_of.get(rank)
-        if bit is None:
-            if self._free_bits:
-                bit = self._free_bits.pop()
-                self._rank_at[bit] = rank
-            else:
-                bit = len(self._rank_at)
-                self._rank_at.append(rank)
-            self._bit_of[rank] = bit
-        return bit
 
-    def _drop(self, rank: RankId, tier: Tier, blocks: set[int]) -> None:
-        keep = ~(1 << self._bit_of[rank])
-        holders = self._holders[tier]
-        self._held.get((rank, tier), set()).difference_update(blocks)
-        for block in blocks:
-            left = holders[block] & keep
-            if left:
-                holders[block] = left
-            else:
-                del holders[block]
+def check_query(local: HashArray) -> None:
+    """Raise InvalidRequest unless they are uint64[n]."""
+    if not isinstance(local, np.ndarray) or local.dtype != _U64 or local.ndim != 1:
+        raise InvalidRequest(f"local hashes are {_told(local)}, not uint64 of one dimension")
 
-    def _score(self, scores: dict[RankId, int], mask: int, blocks: int) -> None:
-        while mask:
-            lowest = mask & -mask
-            rank = self._rank_at[lowest.bit_length() - 1]
-            assert rank is not None  # a freed bit is cleared from every mask before it is handed out again
-            scores[rank] = blocks
-            mask ^= lowest
 
-    def _tiers(
-        self, scores: Mapping[RankId, int], chain: list[int], off_device: list[tuple[int, int]]
-    ) -> dict[RankId, tuple[int, ...]]:
-        """Count, for ranks with blocks off the device, how many have their fastest copy in each tier."""
-        counts: dict[RankId, list[int]] = {}
-        for position, mask in off_device:
-            for rank, score in scores.items():
-                if position < score and mask >> self._bit_of[rank] & 1:
-                    tiers = counts.setdefault(rank, [score] + [0] * (N_TIERS - 1))
-                    tiers[Tier.DEVICE] -= 1
-                    tiers[self._fastest_below_device(chain[position], rank)] += 1
-        return {rank: tuple(tiers) for rank, tiers in counts.items()}
-
-    def _fastest_below_device(self, block: int, rank: RankId) -> Tier:
-        bit = 1 << self._bit_of[rank]
-        return next(tier for tier in Tier if tier is not Tier.DEVICE and self._holders[tier].get(block, 0) & bit)
+def _told(values: object) -> str:
+    if isinstance(values, np.ndarray):
+        return f"{values.dtype} with {values.ndim} dimensions"
+    return f"a {type(values).__name__}"

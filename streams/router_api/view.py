@@ -3,27 +3,24 @@
 What lives here: the fold of run, progress, partition and worker records, and how far the result can be trusted. What
 must not: consuming (feeds) and choosing (core.decision). Agents are the only writers; this is a replica.
 
-Records come in any order that compaction leaves: children before parents, runs before their progress. A rank's epoch is
-the greatest seen in any of its records; runs of an older one are dropped and never taken in again. One lock: a query
-sees each record whole or not at all.
+Records come in any order that compaction leaves: children before parents, runs before their progress. What they say of
+blocks is the fold's to know (core.run_fold); here are keys and bytes, progress, partitions, workers, and one lock: a
+query sees each record whole or not at all.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import xxhash
-
 from streams.codec import decode_worker
-from streams.core.holdings import Health, Progress, Run, RunKey
+from streams.core.holdings import Health, Progress
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index import OverlapScores, PlainPrefixIndex, PrefixIndex
+from streams.core.index import OverlapScores
 from streams.core.registry import Wanted, Worker, eligible_ranks
+from streams.core.run_fold import PlainRunFold, RunFold
 from streams.errors import BadRecord, UnknownModel
 from streams.kafka import partition_of
 from streams.settings import Settings
@@ -63,28 +60,34 @@ class RankState:
     digest: int
 
 
+def fast_fold() -> RunFold:
+    """The fold over compiled kernels, or the plain one where numba cannot be imported."""
+    try:
+        from streams.core.tree_fold import TreeRunFold
+    except ImportError as exc:
+        if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
+            raise
+        return PlainRunFold()
+    return TreeRunFold()
+
+
 class View:
     """The fold. `now_ms` is this process's monotonic clock: staleness is counted from receipt, so that clocks of other
     machines do not matter."""
 
     def __init__(
-        self, settings: Settings, now_ms: Callable[[], int], make_index: Callable[[], PrefixIndex] = PlainPrefixIndex
+        self, settings: Settings, now_ms: Callable[[], int], make_fold: Callable[[], RunFold] = fast_fold
     ) -> None:
         self._settings = settings
         self._now_ms = now_ms
-        self._make_index = make_index
+        self._make_fold = make_fold
         self._lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
-        self.index = self._make_index()
+        self.index: RunFold = self._make_fold()
         self.workers: dict[WorkerId, Worker] = {}
-        self._epochs: dict[RankId, Epoch] = {}
         self._progress: dict[RankId, Progress] = {}
-        self._runs: dict[RankId, dict[RunKey, Run]] = {}
-        # Blocks that more than one run record claims, and by how many more: a reader that lags may meet a block in its
-        # new run before its old run's end, since compaction leaves no order between keys.
-        self._claims: dict[RankId, Counter[tuple[Tier, int]]] = {}
         # With the time of receipt; None for one that lay in the log before we came, which proves no living owner.
         self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
         self.bad_records = 0
@@ -103,7 +106,7 @@ class View:
             run_id = parse_run_key(key)
             run = None if value is None else decode_run(key, value)
             with self._lock:
-                self._fold_run(run_id, run)
+                self.index.fold([run_id], [run])
         elif key.startswith(PROGRESS_PREFIX):
             rank = parse_progress_key(key)
             progress = None if value is None else decode_progress(key, value)
@@ -116,6 +119,21 @@ class View:
                     self._partitions[record.partition] = (record, self._now_ms() if live else None)
         else:
             raise BadRecord("bad_key", f"{key.hex()} is no key of the index")
+
+    def fold_index_batch(
+        self, records: Sequence[tuple[bytes, bytes | None]], live: bool = True
+    ) -> list[tuple[int, BadRecord]]:
+        """Fold records of the index changelog in order; gives those that cannot be used, each with its position.
+
+        A bad record stops none of the others. live: as in `fold_index`, of all of them.
+        """
+        bad: list[tuple[int, BadRecord]] = []
+        for position, (key, value) in enumerate(records):
+            try:
+                self.fold_index(key, value, live)
+            except BadRecord as exc:
+                bad.append((position, exc))
+        return bad
 
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the registry; raises BadRecord."""
@@ -189,7 +207,7 @@ class View:
     def rank_states(self) -> list[RankState]:
         """Every rank that ever told anything, in order."""
         with self._lock:
-            return [self._rank_state(rank) for rank in sorted(self._epochs)]
+            return [self._rank_state(rank) for rank in sorted(self.index.ranks())]
 
     def members(self) -> set[tuple[RankId, Tier, SequenceHash]]:
         """Every fact held; two views are equal when these sets, and the epochs, are."""
@@ -206,16 +224,13 @@ class View:
             }
 
     def _rank_state(self, rank: RankId) -> RankState:
-        n_blocks = digest = 0
-        for run in self._runs.get(rank, {}).values():
-            for offset in run.held():
-                n_blocks += 1
-                fact = bytes([run.key.tier]) + run.sequence[offset].to_bytes(8, "little")
-                digest ^= xxhash.xxh3_64_intdigest(fact)
+        n_blocks, digest = self.index.facts(rank)
+        epoch = self.index.epoch_of(rank)
+        assert epoch is not None  # asked of the fold's own ranks only
         progress = self._progress.get(rank)
         return RankState(
             rank=rank,
-            epoch=self._epochs[rank],
+            epoch=epoch,
             sequence=progress.sequence if progress else -1,
             health=progress.health if progress else Health.DEGRADED,
             n_blocks=n_blocks,
@@ -227,76 +242,10 @@ class View:
     def _fold_progress(self, rank: RankId, progress: Progress | None) -> None:
         if progress is None:
             self._progress.pop(rank, None)
-            self._drop_runs(rank)
-            self._epochs.pop(rank, None)
+            self.index.forget_rank(rank)
             return
         known = self._progress.get(rank)
         if known is not None and (progress.epoch, progress.sequence) < (known.epoch, known.sequence):
             return
-        self._enter_epoch(rank, progress.epoch)
+        self.index.enter_epoch(rank, progress.epoch)
         self._progress[rank] = progress
-
-    def _fold_run(self, run_id: RunKey, run: Run | None) -> None:
-        rank = run_id.rank
-        runs = self._runs.setdefault(rank, {})
-        if run is None:
-            old = runs.pop(run_id, None)
-            if old is not None:
-                self._unclaim(rank, run_id.tier, _held(old))
-            return
-        if run.epoch < self._epochs.get(rank, run.epoch):
-            return
-        self._enter_epoch(rank, run.epoch)
-        runs = self._runs.setdefault(rank, {})
-        old = runs.get(run_id)
-        runs[run_id] = run
-        before = _held(old) if old is not None else set()
-        after = _held(run)
-        # By block and not by offset: a key that was emptied and written again may go on with other blocks.
-        self._unclaim(rank, run_id.tier, before - after)
-        for first, last in _stretches(run, after - before):
-            parent = run.parent if first == 0 else SequenceHash(run.sequence[first - 1])
-            blocks = np.array(run.sequence[first : last + 1], dtype=np.uint64)
-            for block in self.index.store(rank, run_id.tier, parent, blocks):
-                self._claims.setdefault(rank, Counter())[run_id.tier, block] += 1
-
-    def _unclaim(self, rank: RankId, tier: Tier, blocks: set[int]) -> None:
-        """One run claims these blocks no more; those that no other one claims are held no more."""
-        claims = self._claims.get(rank)
-        if claims:
-            shared = {block for block in blocks if (tier, block) in claims}
-            blocks = blocks - shared
-            for block in shared:
-                claims[tier, block] -= 1
-                if not claims[tier, block]:
-                    del claims[tier, block]
-        if blocks:
-            self.index.remove(rank, tier, np.array(list(blocks), dtype=np.uint64))
-
-    def _enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
-        known = self._epochs.get(rank)
-        if known is None or epoch > known:
-            self._drop_runs(rank)
-            self._epochs[rank] = epoch
-
-    def _drop_runs(self, rank: RankId) -> None:
-        self._claims.pop(rank, None)
-        if self._runs.pop(rank, None):
-            self.index.remove_rank(rank)
-
-
-def _held(run: Run) -> set[int]:
-    return {run.sequence[offset] for offset in run.held()}
-
-
-def _stretches(run: Run, blocks: set[int]) -> Iterator[tuple[int, int]]:
-    """First and last offset of each stretch of consecutive offsets that hold one of these blocks."""
-    first: int | None = None
-    for offset, block in enumerate(run.sequence):
-        if block in blocks:
-            first = offset if first is None else first
-        elif first is not None:
-            yield first, offset - 1
-            first = None
-    if first is not None:
-        yield first, len(run.sequence) - 1

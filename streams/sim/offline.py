@@ -14,8 +14,9 @@ import numpy as np
 
 from streams.core.decision import Chooser, RoutePolicy, booking_of
 from streams.core.ids import DpRank, RankId, Tier, WorkerId
-from streams.core.index import OverlapScores, PlainPrefixIndex
+from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, BookingId
+from streams.core.plain_index import PlainPrefixIndex
 from streams.core.selection import Rng
 from streams.sim.model import (
     EngineConfig,
@@ -98,8 +99,8 @@ class _Fleet:
         self.index = PlainPrefixIndex()
         self.loads = ActiveLoads(_NEVER_MS)
         self.outcomes: dict[str, Outcome] = {}
+        # One engine hash may have several physical copies; the block is held until the last of them is evicted.
         self._copies: dict[RankId, Counter[int]] = {rank: Counter() for rank in self.ranks}
-        self._sequence_of: dict[RankId, dict[int, int]] = {rank: {} for rank in self.ranks}
 
     def submit(self, rank: RankId, at_ms: float, request: ModelRequest) -> None:
         """Hand a request to an engine."""
@@ -120,24 +121,20 @@ class _Fleet:
     def _learn(self, rank: RankId, output: Output) -> None:
         match output:
             case KvStored():
-                copies, names = self._copies[rank], self._sequence_of[rank]
-                names.update(zip(output.engine.tolist(), output.sequence.tolist(), strict=True))
-                copies.update(output.sequence.tolist())
-                self.index.store(rank, Tier.DEVICE, None, output.sequence)
+                self._copies[rank].update(output.engine.tolist())
+                self.index.store(rank, Tier.DEVICE, output.parent, output.engine, output.local)
             case KvRemoved():
-                copies, names = self._copies[rank], self._sequence_of[rank]
+                copies = self._copies[rank]
                 gone = []
-                for engine_hash in output.engine.tolist():
-                    block = names[engine_hash]
-                    copies[block] -= 1
-                    if not copies[block]:
-                        del copies[block], names[engine_hash]
-                        gone.append(block)
+                for name in output.engine.tolist():
+                    copies[name] -= 1
+                    if not copies[name]:
+                        del copies[name]
+                        gone.append(name)
                 self.index.remove(rank, Tier.DEVICE, np.array(gone, dtype=np.uint64))
             case KvCleared():
                 self._copies[rank].clear()
-                self._sequence_of[rank].clear()
-                self.index.remove_rank(rank)
+                self.index.clear(rank)
             case FirstToken():
                 self.loads.prefill_complete(_booking_id(output.request_id), 0)
             case Finished():

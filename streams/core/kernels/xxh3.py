@@ -14,23 +14,19 @@ and which a function that inlines it inherits. It is part of the code, so neithe
 that filled the cache matters. Vectors asked for by name (`Lanes`, for input of more than 240 bytes) stay.
 """
 
-# ruff: noqa: ARG001 (numba dictates the parameters of an intrinsic and of its code generator, used or not)
-
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
+from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import address_of
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # ---- constants of the source ------------------------------------------------------------------------------------
 
@@ -69,30 +65,6 @@ _U1, _U8, _U9, _U16 = np.uint64(1), np.uint64(8), np.uint64(9), np.uint64(16)
 _U24, _U28, _U32, _U35 = np.uint64(24), np.uint64(28), np.uint64(32), np.uint64(35)
 _U37, _U49 = np.uint64(37), np.uint64(49)
 
-
-def kernel(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
-    """Compile a function as every kernel of ours is; with signatures at once, else when it is first called.
-
-    Where neither the package's directory nor a cache directory can be written, numba raises RuntimeError for
-    `cache=True`; such a process compiles for itself, which costs it the seconds that a cache saves.
-    """
-    options = {"nogil": True, "boundscheck": False, "error_model": "numpy", **options}
-    arguments = (list(signatures),) if signatures else ()
-
-    def compile_it(function: _Function) -> _Function:
-        try:
-            compiled: _Function = njit(*arguments, cache=True, **options)(function)
-        except RuntimeError as exc:
-            if "cannot cache function" not in str(exc):
-                raise
-            compiled = njit(*arguments, **options)(function)
-        return compiled
-
-    return compile_it
-
-
-#: For what is inlined into each kernel that calls it; without a cache of its own, as just tests call it from Python.
-_inlined = njit(nogil=True, boundscheck=False, error_model="numpy", forceinline=True)
 
 # ---- what LLVM has and Python has not ---------------------------------------------------------------------------
 
@@ -271,20 +243,20 @@ def _merge(typingctx: Any, lanes: Any, secret: Any) -> Any:
 # ---- one digest -------------------------------------------------------------------------------------------------
 
 
-@_inlined
+@inlined
 def _avalanche(value: Any) -> Any:
     value ^= value >> _U37
     value *= _PRIME_MX1
     return value ^ (value >> _U32)
 
 
-@_inlined
+@inlined
 def _mix_16(address: int, offset: int, seed: Any) -> Any:
     low = load_u64(address) ^ (_secret(offset) + seed)
     return multiply_fold(low, load_u64(address + 8) ^ (_secret(offset + 8) - seed))
 
 
-@_inlined
+@inlined
 def _digest_4_to_8(address: int, n_bytes: int, seed: Any) -> Any:
     # The low half of the seed, its bytes reversed, goes into the high half.
     seed = seed ^ (swap_bytes(seed) & ~np.uint64(0xFFFFFFFF))
@@ -297,14 +269,14 @@ def _digest_4_to_8(address: int, n_bytes: int, seed: Any) -> Any:
     return value ^ (value >> _U28)
 
 
-@_inlined
+@inlined
 def _mix_9_to_16(first: Any, last: Any, n_bytes: Any, seed: Any) -> Any:
     low = first ^ ((_secret(24) ^ _secret(32)) + seed)
     high = last ^ ((_secret(40) ^ _secret(48)) - seed)
     return _avalanche(n_bytes + swap_bytes(low) + high + multiply_fold(low, high))
 
 
-@_inlined
+@inlined
 def _digest_17_to_128(address: int, n_bytes: int, seed: Any) -> Any:
     end = address + n_bytes
     total = np.uint64(n_bytes) * _PRIME64_1
@@ -318,7 +290,7 @@ def _digest_17_to_128(address: int, n_bytes: int, seed: Any) -> Any:
     return _avalanche(total)
 
 
-@_inlined
+@inlined
 def _digest_129_to_240(address: int, n_bytes: int, seed: Any) -> Any:
     total = np.uint64(n_bytes) * _PRIME64_1
     for at in range(0, 128, 16):
@@ -329,7 +301,7 @@ def _digest_129_to_240(address: int, n_bytes: int, seed: Any) -> Any:
     return _avalanche(_avalanche(total) + rest)
 
 
-@_inlined
+@inlined
 def _digest_long(address: int, n_bytes: int, secret: int) -> Any:
     lanes = _load_8(address_of(_INITIAL_LANES))
     last = address + n_bytes - _STRIPE_BYTES
@@ -348,14 +320,14 @@ def _digest_long(address: int, n_bytes: int, secret: int) -> Any:
     return _avalanche(np.uint64(n_bytes) * _PRIME64_1 + _merge(lanes, secret + _SECRET_OF_MERGE))
 
 
-@_inlined
+@inlined
 def _derive_secret(target: int, seed: Any) -> None:
     for at in range(0, SECRET_BYTES, 16):
         store_u64(target + at, _secret(at) + seed)
         store_u64(target + at + 8, _secret(at + 8) - seed)
 
 
-@_inlined
+@inlined
 def _digest(address: int, n_bytes: int, seed: Any, secret: int) -> Any:
     """Digest 4 bytes or more; above 240 of them `secret` is the address of what `_derive_secret` wrote for the seed."""
     if n_bytes > LONG_BYTES:
@@ -369,7 +341,7 @@ def _digest(address: int, n_bytes: int, seed: Any, secret: int) -> Any:
     return _digest_4_to_8(address, n_bytes, seed)
 
 
-@_inlined
+@inlined
 def chain_step(previous: Any, local: Any) -> Any:
     """Sequence hash of a block from its parent's and its own local hash: XXH3-64 of the 16 bytes, seed 1337.
 
@@ -378,7 +350,7 @@ def chain_step(previous: Any, local: Any) -> Any:
     return _mix_9_to_16(np.uint64(previous), np.uint64(local), _U16, _CHAIN_SEED)
 
 
-@_inlined
+@inlined
 def digest_9(byte: Any, value: Any) -> Any:
     """XXH3-64 of one byte and a u64, little-endian, with seed 0.
 
@@ -392,7 +364,7 @@ def digest_9(byte: Any, value: Any) -> Any:
 # ---- many blocks ------------------------------------------------------------------------------------------------
 
 
-@_inlined
+@inlined
 def _each_block(
     tokens: int, n_bytes: int, stride_bytes: int, n_blocks: int, seed: Any, secret: int, local_out: int, chain_out: int
 ) -> None:
@@ -409,7 +381,7 @@ def _each_block(
         store_u64(chain_out + block * 8, previous)
 
 
-@_inlined
+@inlined
 def hash_blocks_at(
     tokens: int, n_bytes: int, stride_bytes: int, n_blocks: int, seed: Any, local_out: int, chain_out: int
 ) -> None:

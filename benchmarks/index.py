@@ -1,0 +1,452 @@
+"""`python -m benchmarks.index`: the prefix index beside the fastest public ones, in one interleaved run.
+
+What lives here: the cases, what each compares, and the bars. What must not: our index's API (ours), the peers' (their
+modules), how a report looks (report). Each repetition measures ours, then each peer, so that a slow minute of the
+machine slows both. Exits 1 where two engines found different sums of depths: they did not do the same work.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from benchmarks import ours, rust_peer, wheel_peer
+from benchmarks.report import (
+    OURS,
+    Bar,
+    Report,
+    Row,
+    Samples,
+    installed,
+    median_ratio_bar,
+    ratio_bar,
+    select,
+    value_bar,
+)
+from benchmarks.workload import QUICK_RECIPES, RECIPES, Recipe, Workload, ensure, load
+
+CHECKOUT = Path(__file__).parent.parent
+RUST_PEERS = ("chain", "crtc", "radix")
+PEERS = (*RUST_PEERS, "wheel")
+
+REPEATS = 15  # pairs tell 5 % on a machine that is noisy by 20 to 50 % between runs
+QUICK_REPEATS = 3
+WHEEL_REPEATS_MAX = 3  # a repetition takes seconds, nearly all of them the making of JSON
+MEMORY_REPEATS_MAX = 3  # the same to a page each time
+LATENCIES = 10_000  # lookups of one repetition, over as many passes of the queries as that takes
+TOKEN_PASSES = 5
+WRITER_EVENTS = 64  # a call of the writer beside the queries
+WRITER_QUERIES = 1200
+QUERY_PAUSE_S = 0.0005  # between queries beside a writer: 2,000 a second come in
+
+#: The pause of a writer is one call's; these events are of 16 blocks.
+BATCHES = {128: "apply_ns_per_block", 16: "apply_ns_per_block_batch_16", 1: "apply_ns_per_block_batch_1"}
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run of the benchmark was asked for, and what it has found so far."""
+
+    repeats: int
+    peers: tuple[str, ...]
+    binaries: rust_peer.Binaries | None
+    wheel: Any | None
+    versions: dict[str, str]
+    samples: Samples = field(default_factory=Samples)
+    wrong: list[str] = field(default_factory=list)
+
+    def rust(self) -> tuple[str, ...]:
+        """Give the Rust engines that were asked for and are built."""
+        return tuple(peer for peer in RUST_PEERS if peer in self.peers) if self.binaries else ()
+
+    def label(self, peer: str) -> str:
+        """Give a peer's name with its version."""
+        if peer == "wheel":
+            return f"{wheel_peer.PACKAGE} {self.versions.get(wheel_peer.PACKAGE, '')} RadixTree"
+        crate = "kv-index" if peer == "chain" else "dynamo-kv-router"
+        engine = {"chain": "ChainIndex", "crtc": "ConcurrentRadixTreeCompressed", "radix": "RadixTree"}[peer]
+        return f"{crate} {self.versions[crate]} {engine}"
+
+
+@dataclass(slots=True)
+class File:
+    """One workload in this process and in its peer's."""
+
+    run: Run
+    workload: Workload
+    path: Path
+    child: rust_peer.RustPeer | None
+    base: ours.Grown  # its columns serve every repetition
+
+    def repetitions(self, most: int | None = None) -> Iterator[Callable[[str, str, str, float], None]]:
+        """Give, for each repetition, what takes its figures; those of the first one are thrown away.
+
+        The first compiles or loads kernels, faults pages in and wakes the processor.
+        """
+        yield lambda *_: None
+        for _ in range(min(self.run.repeats, most or self.run.repeats)):
+            yield lambda metric, unit, series, value: self.run.samples.add(
+                self.workload.name, metric, unit, series, value
+            )
+
+    def fresh(self, *, presized: bool = False) -> ours.Grown:
+        """Give an empty index for the workload's events."""
+        return ours.again(self.base, self.workload, presized=presized)
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Have the child do one repetition."""
+        assert self.child is not None  # callers go over run.rust(), which is empty where there is no child
+        return self.child.ask(command)
+
+    def expect(self, what: str, found: int, expected: int) -> None:
+        """Note a figure that should be another's equal and is not."""
+        if found != expected:
+            line = f"{self.workload.name}: {what} is {found}, expected {expected}"
+            if line not in self.run.wrong:
+                self.run.wrong.append(line)
+
+
+def percentile_us(took_ns: Sequence[int], share: float) -> float:
+    """Give the value in microseconds below which this share of all lies."""
+    ordered = sorted(took_ns)
+    return ordered[int((len(ordered) - 1) * share)] / 1000
+
+
+def apply_case(file: File) -> None:
+    """Nanoseconds a block to apply all events, from empty and into an index of the right size.
+
+    The peers have no batches: their one figure stands beside each size of ours.
+    """
+    run, blocks = file.run, file.workload.n_blocks
+    for take in file.repetitions():
+        for batch, metric in BATCHES.items():
+            target = file.fresh()
+            take(metric, "ns", OURS, ours.time_apply(target, batch) / blocks)
+            file.expect("entries held by ours", len(target.index), file.workload.facts.live_entries)
+            del target
+            if batch != 128:
+                continue
+            for peer in run.rust():
+                told = file.ask(f"apply {peer} 128")
+                file.expect(f"errors of {peer}", told["errors"], 0)
+                others = ("apply_ns_per_block_batch_16", "apply_ns_per_block_batch_1", "apply_ns_per_block_presized")
+                for beside in (metric, *others) if peer == "chain" else (metric,):
+                    take(beside, "ns", run.label(peer), told["ns_per_block"])
+        target = file.fresh(presized=True)
+        take("apply_ns_per_block_presized", "ns", OURS, ours.time_apply(target, 128) / blocks)
+        del target
+    if run.wheel is not None:
+        for take in file.repetitions(WHEEL_REPEATS_MAX):
+            take("apply_ns_per_block", "ns", run.label("wheel"), wheel_peer.WheelPeer(run.wheel, file.workload).apply())
+
+
+def match_case(file: File) -> None:
+    """Microseconds of a lookup: bare, and with the answer as a mapping of ranks."""
+    run = file.run
+    queries = file.workload.queries()
+    passes = max(1, LATENCIES // len(queries))
+    target = file.fresh()
+    ours.time_apply(target, 128)
+    expected = ours.match_sum(target, queries)
+
+    def take_both(take: Callable[[str, str, str, float], None], metric: str, series: str, told: dict[str, Any]) -> None:
+        take(f"{metric}_us_p50", "µs", series, told["p50_us"])
+        take(f"{metric}_us_p99", "µs", series, told["p99_us"])
+        file.expect(f"sum of depths of {series}", told["qsum"], expected)
+
+    for take in file.repetitions():
+        took = ours.time_matches(target, queries, passes)
+        take("match_us_p50", "µs", OURS, percentile_us(took, 0.5))
+        take("match_us_p99", "µs", OURS, percentile_us(took, 0.99))
+        if "chain" in run.rust():
+            take_both(take, "match", run.label("chain") + ", bare", file.ask(f"match chain {passes}"))
+        took, total = ours.time_scores(target, queries, passes)
+        file.expect("sum of depths of our scores", total, expected)
+        take("scores_us_p50", "µs", OURS, percentile_us(took, 0.5))
+        take("scores_us_p99", "µs", OURS, percentile_us(took, 0.99))
+        for peer in run.rust():
+            told = file.ask(f"map {peer} {passes}")
+            label = run.label(peer) + (", map" if peer == "chain" else "")
+            for metric in ("match", "scores"):
+                take_both(take, metric, label, told)
+    if run.wheel is not None:
+        wheel = wheel_peer.WheelPeer(run.wheel, file.workload)
+        wheel.apply()
+        for take in file.repetitions(WHEEL_REPEATS_MAX):
+            took, total = wheel.match(queries)
+            told = {"p50_us": percentile_us(took, 0.5), "p99_us": percentile_us(took, 0.99), "qsum": total}
+            take_both(take, "scores", run.label("wheel"), told)
+
+
+def memory_case(file: File) -> None:
+    """Bytes an entry: what the index holds against the peers' live bytes, and what the process grew by.
+
+    Each figure is of a process of its own, for a used one has pages to reuse.
+    """
+    run = file.run
+    for take in file.repetitions(MEMORY_REPEATS_MAX):
+        command = [sys.executable, "-m", "benchmarks.memory", str(file.path)]
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1:]
+            run.wrong.append(f"{file.workload.name}: measuring memory ended with {done.returncode}: {reason}")
+            return
+        told = json.loads(done.stdout)
+        entries = told["entries"]
+        take("memory_bytes_per_entry", "B", OURS, told["memory_bytes"] / entries)
+        take("memory_rss_bytes_per_entry", "B", OURS, told["rss_bytes"] / entries)
+        for peer in run.rust():
+            assert run.binaries is not None
+            with rust_peer.RustPeer(run.binaries.counting, file.path) as child:
+                live = child.ask(f"memory {peer}")["live_bytes"]
+            with rust_peer.RustPeer(run.binaries.timed, file.path) as child:
+                rss = child.ask(f"memory {peer}")["rss_bytes"]
+            take("memory_bytes_per_entry", "B", run.label(peer), live / entries)
+            take("memory_rss_bytes_per_entry", "B", run.label(peer), rss / entries)
+
+
+def evict_case(file: File) -> None:
+    """Nanoseconds to evict one block from the middle of a run of 2,048, one a call and in batches."""
+    run = file.run
+    begin = file.workload.first_removal
+    n_removals = file.workload.n_events - begin
+    for take in file.repetitions():
+        for batch, metric in ((1, "evict_ns_single"), (128, "evict_ns_batch_128")):
+            target = file.fresh()
+            target.index.apply(target.columns, 0, begin)
+            take(metric, "ns", OURS, ours.time_apply(target, batch, begin) / n_removals)
+            file.expect("entries held by ours", len(target.index), file.workload.facts.live_entries)
+            del target
+            if "chain" in run.rust():
+                take(metric, "ns", run.label("chain"), file.ask(f"evict chain {batch}")["ns_per_event"])
+
+
+def pause_case(file: File) -> None:
+    """Microseconds of the writer's longest call while one rank grows, one event of 16 blocks a call."""
+    run = file.run
+    for take in file.repetitions():
+        took = ours.time_each_apply(file.fresh())
+        take("pause_us_max", "µs", OURS, percentile_us(took, 1.0))
+        take("pause_us_p9999", "µs", OURS, percentile_us(took, 0.9999))
+        if "chain" in run.rust():
+            told = file.ask("pause chain")
+            take("pause_us_max", "µs", run.label("chain"), told["max_us"])
+            take("pause_us_p9999", "µs", run.label("chain"), told["p9999_us"])
+
+
+def tokens_case(file: File) -> None:
+    """Microseconds from a buffer of tokens to the best rank: by the parts, and by the index's one call for it."""
+    run, workload = file.run, file.workload
+    prompts = list(workload.tokens)
+    target = file.fresh()
+    ours.time_apply(target, 128)
+    expected = ours.match_sum(target, workload.queries()[: len(prompts)])
+    for take in file.repetitions():
+        mine = {"tokens": ours.time_tokens(target, prompts, workload.block_size, TOKEN_PASSES)}
+        whole = ours.time_requests(target, prompts, workload.block_size, TOKEN_PASSES)
+        if whole is not None:
+            mine["tokens_request"] = whole
+        for metric, took in mine.items():
+            take(f"{metric}_us_p50", "µs", OURS, percentile_us(took, 0.5))
+            take(f"{metric}_us_p99", "µs", OURS, percentile_us(took, 0.99))
+        for peer in run.rust():
+            if peer == "crtc":
+                continue
+            told = file.ask(f"tokens {peer} {TOKEN_PASSES}")
+            # Engines hash with their own functions and agree only where those agree.
+            file.expect(f"sum of depths of {run.label(peer)} by tokens", told["qsum"], expected)
+            for metric in mine:
+                take(f"{metric}_us_p50", "µs", run.label(peer), told["p50_us"])
+                take(f"{metric}_us_p99", "µs", run.label(peer), told["p99_us"])
+
+
+def writer_case(file: File) -> None:
+    """Microseconds of a lookup, alone and beside a thread that removes and stores everything again without a pause."""
+    target = file.fresh()
+    target.index.apply(target.columns, 0, target.n_events)
+    queries = file.workload.queries()
+    expected = ours.match_sum(target, queries)
+    columns, offsets = ours.cycle(target, file.workload)
+    for take in file.repetitions():
+        took = _paced(target, queries)
+        take("beside_nobody_us_p50", "µs", OURS, percentile_us(took, 0.5))
+        take("beside_nobody_us_p99", "µs", OURS, percentile_us(took, 0.99))
+        stop = threading.Event()
+        applied: list[int] = []
+        writer = threading.Thread(target=_write, args=(target, columns, offsets, stop, applied))
+        start = time.perf_counter()
+        writer.start()
+        took = _paced(target, queries)
+        seconds = time.perf_counter() - start
+        stop.set()
+        writer.join()
+        take("beside_writer_us_p50", "µs", OURS, percentile_us(took, 0.5))
+        take("beside_writer_us_p99", "µs", OURS, percentile_us(took, 0.99))
+        take("beside_writer_us_max", "µs", OURS, percentile_us(took, 1.0))
+        take("beside_writer_mblocks_per_s", "M/s", OURS, sum(applied) / seconds / 1e6)
+    file.expect("entries held after the writer", len(target.index), file.workload.facts.live_entries)
+    file.expect("sum of depths after the writer", ours.match_sum(target, queries), expected)
+
+
+def _paced(target: ours.Grown, queries: Sequence[Any]) -> list[int]:
+    match, clock = target.index.matcher().match, ours.clock
+    took = []
+    for at in range(WRITER_QUERIES):
+        query = queries[at % len(queries)]
+        time.sleep(QUERY_PAUSE_S)
+        start = clock()
+        match(query)
+        took.append(clock() - start)
+    return took
+
+
+def _write(target: ours.Grown, columns: Any, offsets: list[int], stop: threading.Event, applied: list[int]) -> None:
+    """Go through the cycle until told to stop, then to its end, so that what is held is what was held."""
+    apply, n_events = target.index.apply, len(offsets) - 1
+    while not stop.is_set():
+        for first in range(0, n_events, WRITER_EVENTS):
+            last = min(first + WRITER_EVENTS, n_events)
+            apply(columns, first, last)
+            if not stop.is_set():
+                applied.append(offsets[last] - offsets[first])
+
+
+CASES: dict[str, Callable[[File], None]] = {
+    "apply": apply_case,
+    "match": match_case,
+    "memory": memory_case,
+    "tokens": tokens_case,
+    "writer": writer_case,
+    "evict": evict_case,
+    "pause": pause_case,
+}
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Give each requirement on the index and whether these rows hold it."""
+    applied = select(rows, "apply_ns_per_block", "ChainIndex")
+    found = [
+        median_ratio_bar("apply beside ChainIndex, median of files", applied, 0.9),
+        ratio_bar("apply beside ChainIndex, each file", applied, 1.0),
+    ]
+    for share in ("p50", "p99"):
+        metric = f"match_us_{share}"
+        bare = select(rows, metric, "bare")
+        found += [
+            ratio_bar(
+                f"match {share} beside ChainIndex bare, 2,048 blocks", [r for r in bare if "_d2048" in r.case], 1.0
+            ),
+            ratio_bar(f"match {share} beside ChainIndex bare, Mooncake", [r for r in bare if "moon" in r.case], 1.6),
+            ratio_bar(f"match {share} beside ChainIndex as a map", select(rows, metric, "map"), 1.0),
+            ratio_bar(f"match {share} beside Dynamo's compressed tree", select(rows, metric, "Compressed"), 1.0),
+            ratio_bar(f"scores {share} beside ChainIndex as a map", select(rows, f"scores_us_{share}", "map"), 1.0),
+        ]
+    found += [
+        ratio_bar("memory held beside ChainIndex", select(rows, "memory_bytes_per_entry", "ChainIndex"), 0.9),
+        ratio_bar("memory resident beside ChainIndex", select(rows, "memory_rss_bytes_per_entry", "ChainIndex"), 0.9),
+        value_bar("evict one block from a run's middle, a call each", select(rows, "evict_ns_single"), 300, "ns"),
+        value_bar("evict one block from a run's middle, in batches", select(rows, "evict_ns_batch_128"), 300, "ns"),
+        value_bar("longest pause of the writer", select(rows, "pause_us_max"), 2000, "µs"),
+    ]
+    for metric in ("tokens_us_p50", "tokens_request_us_p50"):
+        told = select(rows, metric)
+        found += [
+            value_bar(f"{metric}, 2,048 tokens", [row for row in told if "_d128" in row.case], 8, "µs"),
+            value_bar(f"{metric}, 32,768 tokens", [row for row in told if "_d2048" in row.case], 25, "µs"),
+        ]
+    found.append(value_bar("match p99 beside a writer", select(rows, "beside_writer_us_p99"), 10, "µs"))
+    return found
+
+
+def measure(run: Run, recipe: Recipe, path: Path, cases: Sequence[str], console: Console) -> None:
+    """Measure the cases of one workload."""
+    workload = load(path)
+    with ExitStack() as stack:
+        child = None
+        if run.binaries is not None and run.rust():
+            child = stack.enter_context(rust_peer.RustPeer(run.binaries.timed, path))
+        file = File(run, workload, path, child, ours.empty(workload))
+        for case in cases:
+            begun = time.perf_counter()
+            CASES[case](file)
+            console.print(f"{recipe.name} {case}: {time.perf_counter() - begun:.0f} s", style="dim", highlight=False)
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
+@click.option("--file", "files", multiple=True, help="Only workloads whose name contains this; may be repeated.")
+@click.option("--case", "only", multiple=True, type=click.Choice(list(CASES)), help="Only this case; may be repeated.")
+@click.option("--peers", default=",".join(PEERS), show_default=True, help="Comma-separated; empty for none.")
+@click.option("--repeats", type=click.IntRange(min=1), help=f"Default {REPEATS}, or {QUICK_REPEATS} with --quick.")
+@click.option("--quick", is_flag=True, help="Small workloads: that it runs, not what it reaches.")
+@click.option(
+    "--data", type=click.Path(path_type=Path), default=CHECKOUT / ".kvstreams" / "bench", help="Generated files."
+)
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A Mooncake trace (.jsonl)."
+)
+@click.option("--build/--no-build", default=None, help="Build the Rust peers anew, or never; default: where missing.")
+def main(
+    json_path: Path | None,
+    files: tuple[str, ...],
+    only: tuple[str, ...],
+    peers: str,
+    repeats: int | None,
+    quick: bool,
+    data: Path,
+    trace: Path | None,
+    build: bool | None,
+) -> None:
+    """Measure the prefix index beside kv-index and Dynamo's, interleaved, in one run."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    asked = tuple(peer for peer in peers.split(",") if peer)
+    unknown = set(asked) - set(PEERS)
+    if unknown:
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PEERS)}", param_hint="--peers")
+    missing: list[str] = []
+    binaries = None
+    if set(asked) & set(RUST_PEERS):
+        console.print("looking for the Rust peers; building them takes some minutes", style="dim")
+        built = rust_peer.find_or_build(data / "peers", build)
+        if isinstance(built, str):
+            missing.append(built)
+        else:
+            binaries = built
+    wheel = wheel_peer.radix_tree() if "wheel" in asked else None
+    if "wheel" in asked and wheel is None:
+        missing.append(f"{wheel_peer.PACKAGE} is not installed")
+    versions = {
+        **installed("kvstreams", "numpy", "numba", "xxhash", wheel_peer.PACKAGE),
+        **(rust_peer.versions() if binaries else {}),
+    }
+    run = Run(repeats or (QUICK_REPEATS if quick else REPEATS), asked, binaries, wheel, versions)
+    for recipe in QUICK_RECIPES if quick else RECIPES:
+        cases = [case for case in recipe.cases if not only or case in only]
+        if not cases or (files and not any(part in recipe.name for part in files)):
+            continue
+        if recipe.needs_trace and trace is None and not (data / f"{recipe.name}.kvwl").exists():
+            missing.append(f"{recipe.name} needs a Mooncake trace; give one with --trace")
+            continue
+        measure(run, recipe, ensure(recipe, data, trace), cases, console)
+    rows = run.samples.rows()
+    # Small workloads fit into caches and hardly outgrow an empty index: their ratios say nothing of the bars.
+    report = Report("index", versions, rows, [] if quick else bars(rows), missing, run.wrong)
+    report.print(console)
+    if json_path is not None:
+        report.write(json_path)
+    sys.exit(1 if run.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Memory of a run tree: address space that is there from the start, and pages that come as they are touched.
+
+What lives here: reserving, addressing and giving back; the context that kernels read. What must not: what is in it.
+Arenas never move, so growing needs no protocol and a reader's address stays good: 40 GB of address space cost nothing
+until they are written to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streams.core.kernels import layout
+from streams.errors import KvStreamsError
+
+Int64Array = npt.NDArray[np.int64]
+
+PAGE_BYTES = mmap.PAGESIZE
+
+#: Linux's flag for address space without a promise of memory; the mmap module of Python 3.11 has no name for it.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+#: Coverage columns, a rank in a tier each, before the rows of `WIDE` must be made longer. Rows of 1,024 columns are
+#: 96 bytes a run, and none is touched below 257 columns.
+COLUMNS_MAX_FIRST = 1024
+#: 16,384 ranks in four tiers.
+COLUMNS_MAX = 65_536
+RANKS_MAX = COLUMNS_MAX // 4
+
+#: Blocks that an index holds at most, spare room and all: 16 bytes each and, named, 15 more. 100 million memberships
+#: shared by nobody take 1.6 GB here and 1.5 GB of names.
+BLOCKS_MAX = 1 << 28
+
+
+class Arena:
+    """One stretch of zeroed address space."""
+
+    def __init__(self, n_bytes: int, huge_pages: bool = False) -> None:
+        self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._memory = mmap.mmap(-1, self.n_bytes, flags=flags)
+        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.words: Int64Array = np.frombuffer(self._memory, dtype=np.int64)
+        self.address = int(self.words.ctypes.data)
+
+    def give_back(self, first_byte: int, last_byte: int) -> int:
+        """Return the whole pages between two bytes to the system; they read as zeros afterwards. Gives the bytes."""
+        first = -(-first_byte // PAGE_BYTES) * PAGE_BYTES
+        last = last_byte // PAGE_BYTES * PAGE_BYTES
+        if last <= first:
+            return 0
+        self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+        return last - first
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """What a tree may grow to; beyond it an event is refused. huge_pages: 2 MiB pages for blocks, runs and names."""
+
+    blocks_max: int = BLOCKS_MAX
+    columns_max: int = COLUMNS_MAX
+    huge_pages: bool = True
+
+
+DEFAULT_LIMITS = TreeLimits()
+
+
+class TreeMemory:
+    """The arenas of one tree and its context; `context[word]` reads and writes a counter."""
+
+    def __init__(self, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+        blocks = -(-limits.blocks_max // 1024) * 1024
+        runs = blocks // 4 + 1024
+        segments = blocks // 1024 + 64
+        small = blocks // 4 + 1024
+        self.arenas: dict[int, Arena] = {}
+        self._context = Arena(layout.CONTEXT_WORDS * 8)
+        self.context = self._context.words
+        self.address = self._context.address
+        columns = COLUMNS_MAX
+        huge = limits.huge_pages
+        for word, n_bytes, pages in (
+            (layout.LOCAL, blocks * 8, huge),
+            (layout.NAME, blocks * 8, huge),
+            (layout.STARTS, blocks // 8, False),
+            (layout.GRANULES, blocks // 4, False),
+            (layout.RUNS, runs * layout.RUN_BYTES, huge),
+            (layout.LIVE, columns // 8, False),
+            (layout.ENDED, columns // 8, False),
+            (layout.COLUMN_OF, columns * 4, False),
+            (layout.RANK_OF, columns * 4, False),
+            (layout.TIER_OF, columns * 4, False),
+            (layout.COLUMN_FACTS, columns * 8, False),
+            (layout.COLUMN_ALIASES, columns * 8, False),
+            (layout.COLUMN_CLAIMS, columns * 8, False),
+            (layout.HOLDERS_OF, columns * 4, False),
+            (layout.HOLDER_RANK, columns * 4, False),
+            (layout.HOLDER_TIER, columns * 4, False),
+            (layout.HOLDER_LIFE, columns * 8, False),
+            (layout.FREE_COLUMNS, columns * 4, False),
+            (layout.SCRATCH, blocks * 16, False),
+            (layout.DEFERRED, layout.DEFERRED_MAX * 32, False),
+            (layout.SEGMENTS, segments << layout.SEGMENT_SHIFT, huge),
+            (layout.SEGMENT_META, segments * 8, False),
+            (layout.ALIASES, small * 16, False),
+            (layout.CLAIMS, small * 16, False),
+            (layout.RECORDS, small * 32, False),
+            (layout.FREE_STARTS, blocks // 8, False),
+            (layout.FREE_ENDS, blocks // 8, False),
+        ):
+            self._reserve(word, n_bytes, pages)
+        self._directories = [Arena(4 << layout.DEPTH_MAX) for _ in layout.MAPS]
+        for number, (which, directory) in enumerate(zip(layout.MAPS, self._directories, strict=True)):
+            self.context[which + layout.MAP_DIRECTORY] = directory.address
+            directory.words[:1].view(np.int32)[0] = number
+        self.context[layout.N_SEGMENTS] = len(layout.MAPS)
+        self.context[layout.BLOCKS_MAX] = blocks
+        self.context[layout.RUNS_MAX] = runs
+        self.context[layout.SEGMENTS_MAX] = segments
+        self.context[layout.SCRATCH_MAX] = blocks
+        self.context[layout.SMALL_MAX] = small
+        self.context[layout.N_WORDS] = 1
+        self.context[layout.SWEEP_AT] = 1
+        # Run 0 is the root: no blocks, no holders, nothing above it.
+        self.context[layout.N_RUNS] = 1
+        root = self.words(layout.RUNS)[:8].view(np.int32)
+        root[layout.RUN_PARENT // 4] = -1
+        root[layout.RUN_DIRECT // 4] = -1
+        self._runs_max = runs
+        self._retired: list[Arena] = []
+        self.widen(min(COLUMNS_MAX_FIRST, limits.columns_max))
+
+    def _reserve(self, word: int, n_bytes: int, huge_pages: bool) -> None:
+        arena = Arena(n_bytes, huge_pages)
+        self.arenas[word] = arena
+        self.context[word] = arena.address
+
+    def words(self, word: int) -> Int64Array:
+        """An arena as int64."""
+        return self.arenas[word].words
+
+    def widen(self, columns_max: int) -> None:
+        """Make room for more columns: longer rows of coverage. The caller writes, and is alone in that."""
+        stride = max(0, columns_max // 64 - layout.INLINE_WORDS)
+        old, n_runs = self.arenas.get(layout.WIDE), int(self.context[layout.N_RUNS])
+        new = Arena(max(1, stride * 8 * self._runs_max))
+        if old is not None:
+            before = int(self.context[layout.WIDE_STRIDE])
+            rows = new.words[: n_runs * stride].reshape(n_runs, stride)
+            rows[:, :before] = old.words[: n_runs * before].reshape(n_runs, before)
+            # A query may still read there: it must find memory, and notice by the version that it was too late.
+            self._retired.append(old)
+        version = int(self.context[layout.VERSION])
+        self.context[layout.VERSION] = version | 1
+        self.arenas[layout.WIDE] = new
+        self.context[layout.WIDE] = new.address
+        self.context[layout.WIDE_STRIDE] = stride
+        self.context[layout.COLUMNS_MAX] = columns_max
+        self.context[layout.VERSION] = (version | 1) + 1
+        if old is not None:
+            old.give_back(0, old.n_bytes)
+
+    def resident_bytes(self) -> int:
+        """Bytes of pages that hold something, counted by high-water marks; what was given back is not subtracted."""
+        context = self.context
+        n_blocks, n_runs = int(context[layout.N_BLOCKS]), int(context[layout.N_RUNS])
+        used = {
+            layout.LOCAL: n_blocks * 8,
+            layout.NAME: n_blocks * 8,
+            layout.STARTS: n_blocks // 8,
+            layout.FREE_STARTS: n_blocks // 8,
+            layout.FREE_ENDS: n_blocks // 8,
+            layout.GRANULES: n_blocks // 4,
+            layout.RUNS: n_runs * layout.RUN_BYTES,
+            layout.WIDE: n_runs * int(context[layout.WIDE_STRIDE]) * 8 if int(context[layout.N_WORDS]) > 4 else 0,
+            layout.SEGMENTS: int(context[layout.N_SEGMENTS]) << layout.SEGMENT_SHIFT,
+            layout.SEGMENT_META: int(context[layout.N_SEGMENTS]) * 8,
+            layout.ALIASES: int(context[layout.N_ALIASES]) * 16,
+            layout.CLAIMS: int(context[layout.N_CLAIMS]) * 16,
+            layout.RECORDS: int(context[layout.N_RECORDS]) * 32,
+            layout.COLUMN_FACTS: int(context[layout.N_COLUMNS]) * 60,
+        }
+        directories = sum(4 << int(context[which + layout.MAP_DEPTH]) for which in layout.MAPS)
+        return sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in used.values()) + directories
+
+
+class TooManyRanks(KvStreamsError):
+    """More ranks, or ranks in more tiers, than an index has columns for."""
+
+    code = "too_many_ranks"

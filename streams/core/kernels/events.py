@@ -1,0 +1,232 @@
+"""Engine events, whole or not at all.
+
+What lives here: stores, removals and clears as engines tell them, in columns. What must not: run records (fold).
+"""
+
+from __future__ import annotations
+
+from streams.core.kernels.columns import clear_rank, sweep
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.fields import add, column_word, covers, field, get, home_address, put, tag_of
+from streams.core.kernels.layout import (
+    AHEAD,
+    AHEAD_MAX,
+    BLOCKS_MAX,
+    COLUMN_ALIASES,
+    COLUMN_OF,
+    FULL,
+    HOLDER_RANK,
+    HOLDERS_OF,
+    N_ALIASES,
+    N_BLOCKS,
+    N_ENDED,
+    N_RUNS,
+    N_SEGMENTS,
+    N_TIERS,
+    NAME,
+    NAMES,
+    REMOVED,
+    RUN_LENGTH,
+    RUN_START,
+    RUNS_MAX,
+    SCRATCH,
+    SCRATCH_MAX,
+    SEGMENTS_MAX,
+    SLACK_MAX,
+    SMALL_MAX,
+    STARTS,
+    STORED,
+    UNKNOWN_PARENTS,
+    UNKNOWN_REMOVALS,
+)
+from streams.core.kernels.maps import ID_MASK, SLOT_MASK
+from streams.core.kernels.memory import leading_zeros, load, load32, prefetch, shift_right, store
+from streams.core.kernels.names import find_held
+from streams.core.kernels.runs import run_of
+from streams.core.kernels.shape import look_ahead, settle
+from streams.core.kernels.tree import end_of, store_blocks, uncover
+
+# -- whole events ----------------------------------------------------------------------------------------
+
+
+@kernel()
+def find_parent(context: int, holder: int, column: int, name: int) -> int:
+    """Block that a rank holds under a name, in this holder's tier before the others; -1 for none."""
+    block = find_held(context, column, name)
+    if block < 0:
+        rank = load32(get(context, HOLDER_RANK) + (holder << 2))
+        for tier in range(N_TIERS):
+            other = load32(get(context, HOLDERS_OF) + ((rank * N_TIERS + tier) << 2)) - 1
+            if other >= 0 and other != holder:
+                block = find_held(context, load32(get(context, COLUMN_OF) + (other << 2)), name)
+                if block >= 0:
+                    break
+    return block
+
+
+@kernel()
+def has_room(context: int, n_blocks: int) -> bool:
+    """Whether an event of so many blocks fits, whatever it does."""
+    return (
+        get(context, N_BLOCKS) + 2 * n_blocks + 2 * SLACK_MAX <= get(context, BLOCKS_MAX)
+        and get(context, N_RUNS) + 3 * n_blocks + 8 <= get(context, RUNS_MAX)
+        and get(context, N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, SEGMENTS_MAX)
+        and n_blocks <= get(context, SCRATCH_MAX)
+        and get(context, N_ALIASES) + n_blocks <= get(context, SMALL_MAX)
+    )
+
+
+@kernel()
+def held_run(context: int, block: int, column: int) -> int:
+    """Run in which a column holds a block, -1 where it does not, or where the block was removed a moment ago."""
+    starts = get(context, STARTS)
+    word = block >> 6
+    bits = load(starts + (word << 3)) & shift_right(-1, 63 - (block & 63))
+    while bits == 0:
+        if word == 0:
+            return -1
+        word -= 1
+        bits = load(starts + (word << 3))
+    run = run_of(context, (word << 6) + 63 - leading_zeros(bits))
+    if block < field(context, run, RUN_START) + field(context, run, RUN_LENGTH) and covers(context, run, column):
+        return run
+    return -1
+
+
+@kernel()
+def remove_blocks(context: int, column: int, names: int, n_blocks: int) -> int:
+    """A column holds the blocks of these names no more; gives how many it did not hold."""
+    # First who they are, as stretches, while queries go on; then the change, as short as can be.
+    table = get(context, NAME)
+    scratch = get(context, SCRATCH)
+    aliases = load(column_word(context, COLUMN_ALIASES, column))
+    unknown = 0
+    n_stretches = 0
+    low, high = 0, -1
+    run_start, run_end = 0, 0
+    ahead = context + (AHEAD << 3)
+    done = 0
+    while done < n_blocks:
+        todo = min(AHEAD_MAX, n_blocks - done)
+        look_ahead(context, names + (done << 3), todo)
+        for index in range(todo):
+            name = load(names + ((done + index) << 3))
+            block = -1
+            if aliases:
+                block = find_held(context, column, name)
+            else:
+                tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
+                position = tag & SLOT_MASK
+                slot = load(segment + (position << 3))
+                while slot != 0:
+                    if shift_right(slot, 32) == tag and load(table + (((slot & ID_MASK) - 1) << 3)) == name:
+                        block = (slot & ID_MASK) - 1
+                        break
+                    position = (position + 1) & SLOT_MASK
+                    slot = load(segment + (position << 3))
+            if block < 0:
+                unknown += 1
+                continue
+            if not run_start <= block < run_end:
+                run = run_of(context, block)
+                if not covers(context, run, column):
+                    unknown += 1
+                    continue
+                run_start = field(context, run, RUN_START)
+                run_end = run_start + field(context, run, RUN_LENGTH)
+            elif low <= block <= high:
+                unknown += 1
+                continue
+            elif block == low - 1 and low <= high:
+                low = block
+                continue
+            elif block == high + 1 and low <= high:
+                high = block
+                continue
+            if low <= high:
+                store(scratch + (n_stretches << 4), low)
+                store(scratch + (n_stretches << 4) + 8, high)
+                n_stretches += 1
+            low = high = block
+        done += todo
+    if low <= high:
+        store(scratch + (n_stretches << 4), low)
+        store(scratch + (n_stretches << 4) + 8, high)
+        n_stretches += 1
+    for index in range(n_stretches):
+        low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
+        run = held_run(context, low, column)
+        if run >= 0 and high < field(context, run, RUN_START) + field(context, run, RUN_LENGTH):
+            uncover(context, run, low - field(context, run, RUN_START), high - low + 1, column)
+            continue
+        for block in range(low, high + 1):  # a name that came twice
+            run = held_run(context, block, column)
+            if run >= 0:
+                uncover(context, run, block - field(context, run, RUN_START), 1, column)
+            else:
+                unknown += 1
+    settle(context)
+    return unknown
+
+
+@kernel()
+def apply_event(context: int, holder: int, kind: int, parent: int, names: int, locals_: int, n_blocks: int) -> None:
+    """Apply one event, or refuse it as a whole: an unknown parent is counted, no room sets FULL."""
+    column = load32(get(context, COLUMN_OF) + (holder << 2))
+    if kind <= STORED:
+        run, offset = 0, 0
+        if kind == STORED:
+            block = find_parent(context, holder, column, parent)
+            if block < 0:
+                add(context, UNKNOWN_PARENTS, 1)
+                return
+            run, offset = end_of(context, block)
+        if not has_room(context, n_blocks):
+            put(context, FULL, 1)
+            return
+        store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
+    elif kind == REMOVED:
+        add(context, UNKNOWN_REMOVALS, remove_blocks(context, column, names, n_blocks))
+    else:
+        clear_rank(context, load32(get(context, HOLDER_RANK) + (holder << 2)))
+
+
+#: Runs or blocks that one call sweeps at most behind a clear: some 50 us.
+SWEEP_BUDGET = 4096
+#: Columns of an event table, in the order of their addresses.
+COLUMN_HOLDER, COLUMN_KIND, COLUMN_PARENT, COLUMN_OFFSET, COLUMN_NAMES, COLUMN_LOCAL = 0, 1, 2, 3, 4, 5
+
+
+@kernel()
+def apply_events(context: int, table: int, first: int, last: int) -> int:
+    """Apply events `first` to `last` - 1 of columns; gives how many were applied or refused, fewer than asked for where
+    there is no room for the next one.
+
+    table: address of the six columns' addresses. Counters of the call are in the context.
+    """
+    holders, kinds = load(table), load(table + 8)
+    parents, offsets = load(table + 16), load(table + 24)
+    names, locals_ = load(table + 32), load(table + 40)
+    put(context, UNKNOWN_PARENTS, 0)
+    put(context, UNKNOWN_REMOVALS, 0)
+    put(context, FULL, 0)
+    for event in range(first, last):
+        ahead = min(event + 2, last - 1) << 3
+        if load(kinds + ahead) == STORED:
+            prefetch(home_address(context, NAMES, tag_of(load(parents + ahead))))
+        at = event << 3
+        begin = load(offsets + at)
+        apply_event(
+            context,
+            load(holders + at),
+            load(kinds + at),
+            load(parents + at),
+            names + (begin << 3),
+            locals_ + (begin << 3),
+            load(offsets + at + 8) - begin,
+        )
+        if get(context, FULL):
+            return event - first
+    if get(context, N_ENDED):
+        sweep(context, SWEEP_BUDGET)
+    return last - first

@@ -1,0 +1,345 @@
+"""Run records folded into the tree, in any order.
+
+What lives here: what a record of a run means for the tree, given what it meant before. What must not: bytes
+(streams/tables) and epochs' comparison with progress records (run_fold).
+
+A record names its blocks by sequence hash, so its parent is found whoever holds it. A parent that is not known yet is a
+phantom, from which the record's blocks hang until the parent comes; queries do not reach them. Blocks of a record that
+nobody holds lie in the tree too, as far as held ones hang from them. A block that two records of a rank claim, since
+compaction leaves no order between a block's old record and its new one, goes when the last of them lets go.
+
+Entry of RECORDS: first sequence hash; holder << 32 | the last block held; presence bits, 0 for a free entry; the
+holder's life when it was written.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.events import has_room
+from streams.core.kernels.fields import column_word, coverage_address, field, get, name_at, put, segment_of, tag_of
+from streams.core.kernels.layout import (
+    CLAIMS,
+    COLUMN_CLAIMS,
+    COLUMN_OF,
+    FREE_RECORD,
+    FULL,
+    HOLDER_LIFE,
+    N_CLAIMS,
+    N_RECORDS,
+    N_RUNS,
+    N_WORDS,
+    RECORD_KEYS,
+    RECORDS,
+    RUN_LENGTH,
+    RUN_PARENT,
+    RUN_START,
+    SCRATCH,
+    SYNTHETIC_STEP,
+    TIER_OF,
+)
+from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, insert_id
+from streams.core.kernels.memory import leading_zeros, load, load32, shift_right, signed, store, trailing_zeros
+from streams.core.kernels.names import find_name, remove_claim
+from streams.core.kernels.runs import run_of
+from streams.core.kernels.shape import settle
+from streams.core.kernels.tree import end_of, new_phantom, store_blocks, uncover
+from streams.core.kernels.xxh3 import chain_step, digest_9
+
+#: Blocks of a record at most: one word of presence bits in half.
+RECORD_BLOCKS_MAX = 32
+
+
+@njit(inline="always")
+def record_tag(holder: int, first: int) -> int:
+    """Tag of a record's key."""
+    return tag_of(first ^ ((holder + 1) * SYNTHETIC_STEP))
+
+
+@kernel()
+def find_record(context: int, holder: int, first: int) -> int:
+    """Entry of a record, -1 for none."""
+    entries = get(context, RECORDS)
+    tag = record_tag(holder, first)
+    segment = segment_of(context, RECORD_KEYS, tag)
+    position = tag & SLOT_MASK
+    while True:
+        slot = load(segment + (position << 3))
+        if slot == 0:
+            return -1
+        if shift_right(slot, 32) == tag:
+            entry = (slot & ID_MASK) - 1
+            if load(entries + (entry << 5)) == first and load(entries + (entry << 5) + 8) >> 32 == holder:
+                return entry
+        position = (position + 1) & SLOT_MASK
+
+
+@kernel()
+def free_record(context: int, entry: int) -> None:
+    """A record is no more."""
+    address = get(context, RECORDS) + (entry << 5)
+    delete_id(context, RECORD_KEYS, record_tag(load(address + 8) >> 32, load(address)), entry)
+    store(address, get(context, FREE_RECORD))
+    store(address + 16, 0)
+    put(context, FREE_RECORD, entry + 1)
+
+
+@kernel()
+def write_record(context: int, entry: int, holder: int, first: int, last_block: int, present: int) -> None:
+    """Set a record, a new one where `entry` is -1."""
+    entries = get(context, RECORDS)
+    if entry < 0:
+        entry = get(context, FREE_RECORD) - 1
+        if entry >= 0:
+            put(context, FREE_RECORD, load(entries + (entry << 5)))
+        else:
+            entry = get(context, N_RECORDS)
+            put(context, N_RECORDS, entry + 1)
+        insert_id(context, RECORD_KEYS, record_tag(holder, first), entry)
+    address = entries + (entry << 5)
+    store(address, first)
+    store(address + 8, (holder << 32) | last_block)
+    store(address + 16, present)
+    store(address + 24, load(get(context, HOLDER_LIFE) + (holder << 3)))
+
+
+@kernel()
+def let_go(context: int, column: int, last_block: int, present: int, gone: int) -> None:
+    """A column's record holds these of its blocks no more.
+
+    last_block: block of the highest of the `present` bits; gone: bits among them.
+    """
+    blocks = get(context, SCRATCH)
+    block = last_block
+    offset = 63 - leading_zeros(present)
+    lowest = trailing_zeros(gone)
+    run = run_of(context, block)
+    start = field(context, run, RUN_START)
+    while True:
+        store(blocks + (offset << 3), block)
+        if offset == lowest:
+            break
+        offset -= 1
+        if block > start:
+            block -= 1
+        else:
+            run = field(context, run, RUN_PARENT)
+            start = field(context, run, RUN_START)
+            block = start + field(context, run, RUN_LENGTH) - 1
+    # Only now that all are known: what is let go may be freed.
+    claims = load(column_word(context, COLUMN_CLAIMS, column)) != 0
+    while gone:
+        offset = 63 - leading_zeros(gone)
+        gone &= ~(1 << offset)
+        block = load(blocks + (offset << 3))
+        if claims and remove_claim(context, column, block, False):
+            continue
+        n_blocks = 1
+        while (
+            not claims and offset > 0 and (gone >> (offset - 1)) & 1 and load(blocks + ((offset - 1) << 3)) == block - 1
+        ):
+            offset -= 1
+            block -= 1
+            gone &= ~(1 << offset)
+            n_blocks += 1
+        first = block
+        while n_blocks > 0:
+            # They lie side by side, in one run or in several that follow each other.
+            run = run_of(context, first + n_blocks - 1)
+            start = max(field(context, run, RUN_START), first)
+            todo = first + n_blocks - start
+            uncover(context, run, start - field(context, run, RUN_START), todo, column)
+            n_blocks -= todo
+    settle(context)
+
+
+@kernel()
+def place(
+    context: int, sequence: int, locals_: int, offset: int, connected: int, parent: int, has_parent: bool
+) -> tuple[int, int]:
+    """Where block `offset` of a record hangs: run and offset behind the block before it. What is not there of the
+    record before it is put there.
+
+    connected: of so many leading blocks it is known that they are there and hang from each other. Of others that is
+    not so, though their names be known: they may hang from a phantom.
+    """
+    if connected > 0:
+        run, behind = end_of(context, find_name(context, load(sequence + ((connected - 1) << 3))))
+    elif has_parent:
+        before = find_name(context, parent)
+        if before < 0:
+            run, behind = new_phantom(context, parent), 1
+        else:
+            run, behind = end_of(context, before)
+    else:
+        run, behind = 0, 0
+    if connected < offset:
+        at = connected << 3
+        store_blocks(context, -1, run, behind, sequence + at, locals_ + at, offset - connected, True)
+        run, behind = end_of(context, find_name(context, load(sequence + ((offset - 1) << 3))))
+    return run, behind
+
+
+@kernel()
+def fold_run(
+    context: int, holder: int, first: int, parent: int, has_parent: bool, locals_: int, n_blocks: int, present: int
+) -> bool:
+    """Fold one run record, or its tombstone where `present` is 0; False where there is no room.
+
+    sequence hashes follow from the first one, which is the record's key and was proved by the caller.
+    """
+    column = load32(get(context, COLUMN_OF) + (holder << 2))
+    entry = find_record(context, holder, first)
+    old, last_block = 0, 0
+    if entry >= 0:
+        address = get(context, RECORDS) + (entry << 5)
+        if load(address + 24) == load(get(context, HOLDER_LIFE) + (holder << 3)):
+            old = load(address + 16)
+            last_block = load(address + 8) & ID_MASK
+    if present == 0:
+        if entry >= 0:
+            free_record(context, entry)
+        if old:
+            let_go(context, column, last_block, old, old)
+        return True
+    if not has_room(context, 2 * n_blocks):
+        put(context, FULL, 1)
+        return False
+    # Behind the words that let_go uses.
+    sequence = get(context, SCRATCH) + (64 << 3)
+    link = first
+    store(sequence, link)
+    for index in range(1, n_blocks):
+        link = signed(chain_step(link, load(locals_ + (index << 3))))
+        store(sequence + (index << 3), link)
+    gone, new, connected = old, present, 0
+    if old:
+        top = 63 - leading_zeros(old)
+        if top < n_blocks and name_at(context, last_block) == load(sequence + (top << 3)):
+            gone, new, connected = old & ~present, present & ~old, top + 1
+    # What is new first: a block that goes on being held by other bits is then never gone in between.
+    while new:
+        begin = trailing_zeros(new)
+        length = trailing_zeros(~shift_right(new, begin))
+        new &= ~(((1 << length) - 1) << begin)
+        run, behind = place(context, sequence, locals_, begin, min(connected, begin), parent, has_parent)
+        at = begin << 3
+        store_blocks(context, column, run, behind, sequence + at, locals_ + at, length, True)
+        connected = max(connected, begin + length)
+    if gone:
+        let_go(context, column, last_block, old, gone)
+    top = 63 - leading_zeros(present)
+    write_record(context, entry, holder, first, find_name(context, load(sequence + (top << 3))), present)
+    return True
+
+
+#: Columns of a table of records, in the order of their addresses.
+(
+    FOLD_HOLDER,
+    FOLD_FIRST,
+    FOLD_PARENT,
+    FOLD_HAS_PARENT,
+    FOLD_PRESENT,
+    FOLD_OFFSET,
+    FOLD_LOCAL,
+) = range(7)
+
+
+@kernel()
+def fold_runs(context: int, table: int, first: int, last: int) -> int:
+    """Fold records `first` to `last` - 1 of columns; gives how many were folded, fewer where there is no room.
+
+    table: address of the seven columns' addresses: holder, first sequence hash, parent's, whether there is a parent,
+    presence bits (0 a tombstone), offsets into the local hashes, local hashes; int64 each.
+    """
+    holders, firsts, parents = load(table), load(table + 8), load(table + 16)
+    has_parents, presents = load(table + 24), load(table + 32)
+    offsets, locals_ = load(table + 40), load(table + 48)
+    put(context, FULL, 0)
+    for record in range(first, last):
+        at = record << 3
+        begin = load(offsets + at)
+        if not fold_run(
+            context,
+            load(holders + at),
+            load(firsts + at),
+            load(parents + at),
+            load(has_parents + at) != 0,
+            locals_ + (begin << 3),
+            load(offsets + at + 8) - begin,
+            load(presents + at),
+        ):
+            return record - first
+    return last - first
+
+
+@kernel()
+def drop_old_records(context: int, first: int, budget: int) -> int:
+    """Free records of lives that ended, from one entry on; gives the entry to go on from, 0 behind the last."""
+    n_records = get(context, N_RECORDS)
+    last = min(n_records, first + budget)
+    entries, lives = get(context, RECORDS), get(context, HOLDER_LIFE)
+    for entry in range(first, last):
+        address = entries + (entry << 5)
+        if load(address + 16) != 0:
+            holder = load(address + 8) >> 32
+            if load(address + 24) != load(lives + (holder << 3)):
+                free_record(context, entry)
+    if last >= n_records:
+        return 0
+    return last
+
+
+@kernel()
+def digest_columns(context: int, digests: int) -> None:
+    """Digest of what each column holds: the exclusive or over its blocks of xxh3_64 of tier and name.
+
+    digests: address of an int64 a column, zeros at first. Ended columns get some of their own, for nobody to read.
+    """
+    words = get(context, N_WORDS)
+    tiers = get(context, TIER_OF)
+    for run in range(1, get(context, N_RUNS)):
+        length = field(context, run, RUN_LENGTH)
+        if length <= 0:
+            continue
+        first = field(context, run, RUN_START)
+        known = 0
+        by_tier_0, by_tier_1, by_tier_2, by_tier_3 = 0, 0, 0, 0
+        for word in range(words):
+            bits = load(coverage_address(context, run, word))
+            while bits:
+                column = (word << 6) + trailing_zeros(bits)
+                bits &= bits - 1
+                tier = load32(tiers + (column << 2))
+                if not (known >> tier) & 1:
+                    known |= 1 << tier
+                    digest = 0
+                    for block in range(first, first + length):
+                        digest ^= signed(digest_9(tier, name_at(context, block)))
+                    if tier == 0:
+                        by_tier_0 = digest
+                    elif tier == 1:
+                        by_tier_1 = digest
+                    elif tier == 2:
+                        by_tier_2 = digest
+                    else:
+                        by_tier_3 = digest
+                digest = by_tier_0
+                if tier == 1:
+                    digest = by_tier_1
+                elif tier == 2:
+                    digest = by_tier_2
+                elif tier == 3:
+                    digest = by_tier_3
+                at = digests + (column << 3)
+                store(at, load(at) ^ digest)
+    claims = get(context, CLAIMS)
+    for entry in range(get(context, N_CLAIMS)):
+        more = load(claims + (entry << 4) + 8)
+        if more > 0 and more & 1:
+            key = load(claims + (entry << 4))
+            column = key >> 32
+            digest = signed(digest_9(load32(tiers + (column << 2)), name_at(context, key & ID_MASK)))
+            at = digests + (column << 3)
+            store(at, load(at) ^ digest)

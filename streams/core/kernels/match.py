@@ -1,0 +1,262 @@
+"""Queries: how many leading blocks of a request each rank holds.
+
+What lives here: reading the tree. What must not: changing anything. A query may run while another thread applies
+events: it reads the version before and after, bounds every step, and says BUSY where the two differ.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import int64, njit, types
+
+from streams.core.ids import HashArray
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.fields import coverage_address, get
+from streams.core.kernels.layout import (
+    BLOCKS_MAX,
+    LIVE,
+    LOCAL,
+    N_LOWER_FACTS,
+    N_TIERS,
+    N_WORDS,
+    RANK_OF,
+    RUN_COVERAGE,
+    RUN_LENGTH,
+    RUN_START,
+    RUNS,
+    RUNS_MAX,
+    TIER_OF,
+    VERSION,
+)
+from streams.core.kernels.memory import (
+    address_of,
+    fence,
+    load,
+    load32,
+    load_acquire,
+    store,
+    trailing_zeros,
+)
+from streams.core.kernels.runs import find_child
+from streams.core.kernels.tree import common_length
+
+Int64Array = npt.NDArray[np.int64]
+
+#: The tree changed meanwhile: ask again.
+BUSY = -1
+#: Some ranks hold blocks below the device: ask match_tiers.
+TIERED = -2
+#: Tries within one call before the caller hears BUSY.
+TRIES_MAX = 64
+
+
+#: Words of an answer of match_tiers: rank << 32 | blocks, and blocks whose fastest copy is in each tier.
+TIERED_WORDS = 5
+
+HASHES = types.Array(types.uint64, 1, "C", readonly=True)
+
+
+@njit(inline="always")
+def _emit(context: int, word: int, gone: int, blocks: int, out: int, found: int) -> int:
+    """These columns' match ends here."""
+    ranks = load(context + (RANK_OF << 3))
+    while gone:
+        column = (word << 6) + trailing_zeros(gone)
+        gone &= gone - 1
+        store(out + (found << 3), (load32(ranks + (column << 2)) << 32) | blocks)
+        found += 1
+    return found
+
+
+@njit(inline="always")
+def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int) -> int:
+    version = load_acquire(context + (VERSION << 3))
+    if version & 1:
+        return BUSY
+    if load(context + (N_LOWER_FACTS << 3)) != 0:
+        return TIERED
+    hashes = load(context + (LOCAL << 3))
+    runs = load(context + (RUNS << 3))
+    words = load(context + (N_WORDS << 3))
+    runs_max, blocks_max = load(context + (RUNS_MAX << 3)), load(context + (BLOCKS_MAX << 3))
+    run, done, found = 0, 0, 0
+    while done < n_blocks:
+        child = find_child(context, run, load(query + (done << 3)))
+        if child < 0:
+            break
+        if child >= runs_max:
+            return BUSY
+        line = runs + (child << 6)
+        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        if length <= 0 or start < 0 or start + length > blocks_max:
+            return BUSY
+        left = 0
+        if words == 1:
+            coverage = load(line + RUN_COVERAGE)
+            if run == 0:
+                left = coverage & load(load(context + (LIVE << 3)))
+            else:
+                before = load(alive)
+                left = before & coverage
+                if left != before:
+                    found = _emit(context, 0, before & ~coverage, done, out, found)
+            store(alive, left)
+        else:
+            live = load(context + (LIVE << 3))
+            for word in range(words):
+                coverage = load(coverage_address(context, child, word))
+                if run == 0:
+                    before = coverage & load(live + (word << 3))
+                else:
+                    before = load(alive + (word << 3))
+                    gone = before & ~coverage
+                    if gone:
+                        found = _emit(context, word, gone, done, out, found)
+                    before &= coverage
+                store(alive + (word << 3), before)
+                left |= before
+        run = child
+        if left == 0:
+            break
+        same = common_length(query + (done << 3), hashes + (start << 3), min(length, n_blocks - done))
+        done += same
+        if same < length:
+            break
+    if run != 0:
+        for word in range(words):
+            found = _emit(context, word, load(alive + (word << 3)), done, out, found)
+    fence()
+    if load_acquire(context + (VERSION << 3)) != version:
+        return BUSY
+    return found
+
+
+@kernel(int64(int64, HASHES), nogil=False)
+def match(matcher: int, query: HashArray) -> int:
+    """Match a request: gives the number of ranks found, BUSY or TIERED.
+
+    matcher: address of three words: context, where answers go (int64 a rank: rank << 32 | blocks), and a word for each
+    64 columns. query: uint64[n_blocks]. It keeps the GIL: it ends within microseconds, and to get the GIL back from a
+    thread that applies would take longer.
+    """
+    context, out, alive = load(matcher), load(matcher + 8), load(matcher + 16)
+    found = BUSY
+    for _ in range(TRIES_MAX):
+        found = _match_once(context, address_of(query), query.size, out, alive)
+        if found != BUSY:
+            break
+    return found
+
+
+@njit(inline="always")
+def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: int) -> int:
+    """`state`: per rank a stamp, the tiers of this run, and four counts; then the list of ranks still matching."""
+    version = load_acquire(context + (VERSION << 3))
+    if version & 1:
+        return BUSY
+    hashes = load(context + (LOCAL << 3))
+    runs = load(context + (RUNS << 3))
+    words = load(context + (N_WORDS << 3))
+    runs_max, blocks_max = load(context + (RUNS_MAX << 3)), load(context + (BLOCKS_MAX << 3))
+    ranks, tiers, live = get(context, RANK_OF), get(context, TIER_OF), get(context, LIVE)
+    # The stamp goes on from call to call, so that nothing needs clearing.
+    stamp = load(state)
+    n_ranks = load(state + 8)
+    rows = state + 16
+    matching = rows + n_ranks * 48
+    n_matching = 0
+    run, done, found = 0, 0, 0
+    while done < n_blocks:
+        child = find_child(context, run, load(query + (done << 3)))
+        if child < 0:
+            break
+        if child >= runs_max:
+            return BUSY
+        line = runs + (child << 6)
+        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        if length <= 0 or start < 0 or start + length > blocks_max:
+            return BUSY
+        stamp += 1
+        store(state, stamp)
+        for word in range(words):
+            bits = load(coverage_address(context, child, word)) & load(live + (word << 3))
+            while bits:
+                column = (word << 6) + trailing_zeros(bits)
+                bits &= bits - 1
+                rank = load32(ranks + (column << 2))
+                row = rows + rank * 48
+                if load(row) != stamp:
+                    if run == 0:
+                        store(matching + (n_matching << 3), rank)
+                        n_matching += 1
+                        for tier in range(N_TIERS):
+                            store(row + 16 + (tier << 3), 0)
+                    store(row, stamp)
+                    store(row + 8, 0)
+                store(row + 8, load(row + 8) | (1 << load32(tiers + (column << 2))))
+        same = common_length(query + (done << 3), hashes + (start << 3), min(length, n_blocks - done))
+        kept = 0
+        for index in range(n_matching):
+            rank = load(matching + (index << 3))
+            row = rows + rank * 48
+            if load(row) != stamp:
+                found = _emit_tiers(row, rank, done, out, found)
+                continue
+            count = row + 16 + (trailing_zeros(load(row + 8)) << 3)
+            store(count, load(count) + same)
+            store(matching + (kept << 3), rank)
+            kept += 1
+        n_matching = kept
+        run = child
+        if n_matching == 0:
+            break
+        done += same
+        if same < length:
+            break
+    for index in range(n_matching):
+        rank = load(matching + (index << 3))
+        found = _emit_tiers(rows + rank * 48, rank, done, out, found)
+    fence()
+    if load_acquire(context + (VERSION << 3)) != version:
+        return BUSY
+    return found
+
+
+@njit(inline="always")
+def _emit_tiers(row: int, rank: int, blocks: int, out: int, found: int) -> int:
+    answer = out + found * (TIERED_WORDS << 3)
+    store(answer, (rank << 32) | blocks)
+    for tier in range(N_TIERS):
+        store(answer + ((tier + 1) << 3), load(row + 16 + (tier << 3)))
+    return found + 1
+
+
+@kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C")), nogil=False)
+def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Array) -> int:
+    """Match a request where ranks hold blocks in several tiers: gives the number of ranks found, or BUSY.
+
+    out: int64[n_ranks * TIERED_WORDS]. state: int64[2 + n_ranks * 7], zeros at first but for state[1] = n_ranks.
+    """
+    found = BUSY
+    for _ in range(TRIES_MAX):
+        found = _match_tiers_once(context, address_of(query), query.size, address_of(out), address_of(state))
+        if found != BUSY:
+            break
+    return found
+
+
+@kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C")), nogil=False)
+def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
+    """As `match`, with the caller's own array: answers from its start, and its last words for the columns.
+
+    work: int64[n_ranks + words], words the number of coverage words.
+    """
+    out = address_of(work)
+    alive = out + ((work.size - load(context + (N_WORDS << 3))) << 3)
+    found = BUSY
+    for _ in range(TRIES_MAX):
+        found = _match_once(context, address_of(query), query.size, out, alive)
+        if found != BUSY:
+            break
+    return found

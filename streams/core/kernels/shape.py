@@ -1,0 +1,232 @@
+"""Cutting, joining and removing runs.
+
+What lives here: changes of the tree's shape that change no fact; and what is left to tidy up behind a change. What must
+not: holding and naming (tree).
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.fields import add, end_change, field, get, local_at, put, run_address, tag_of
+from streams.core.kernels.layout import (
+    AHEAD,
+    AHEAD_MAX,
+    CHILDREN,
+    DEFERRED,
+    DEFERRED_MAX,
+    MAP_DEPTH,
+    MAP_DIRECTORY,
+    MAP_ENTRIES,
+    N_DEFERRED,
+    N_ENDED,
+    N_PHANTOMS,
+    NAME,
+    NAMES,
+    PHANTOM,
+    RUN_CAPACITY,
+    RUN_CHILDREN,
+    RUN_DIRECT,
+    RUN_LENGTH,
+    RUN_PARENT,
+    RUN_SIBLING,
+    RUN_START,
+    SEGMENT_META,
+    SEGMENT_SHIFT,
+    SEGMENTS,
+    SWEEP_AGAIN,
+    SWEEP_AT,
+)
+from streams.core.kernels.maps import SLOT_MASK, delete_id
+from streams.core.kernels.memory import load, load32, prefetch_write, shift_right, store, store32
+from streams.core.kernels.runs import (
+    child_tag,
+    copy_coverage,
+    free_run,
+    has_ended_column,
+    new_run,
+    nobody_holds,
+    place_start,
+    remove_child,
+    replace_child,
+    replace_start,
+    same_coverage,
+    unplace_start,
+)
+from streams.core.kernels.spans import free_span
+
+# -- split, merge, remove runs ---------------------------------------------------------------------------
+
+
+@kernel()
+def split_run(context: int, run: int, offset: int) -> int:
+    """Cut a run before `offset`; gives the id of the head. The rest keeps the id, and with it all children."""
+    head = new_run(context)
+    line, first = run_address(context, run), run_address(context, head)
+    start, parent = load32(line + RUN_START), load32(line + RUN_PARENT)
+    store32(first + RUN_START, start)
+    store32(first + RUN_LENGTH, offset)
+    store32(first + RUN_CAPACITY, offset)
+    store32(first + RUN_DIRECT, run)
+    store32(first + RUN_CHILDREN, 1)
+    store32(first + RUN_SIBLING, 0)
+    copy_coverage(context, head, run)
+    replace_child(context, parent, run, head)
+    replace_start(context, run, head)
+    store32(line + RUN_START, start + offset)
+    store32(line + RUN_LENGTH, load32(line + RUN_LENGTH) - offset)
+    store32(line + RUN_CAPACITY, load32(line + RUN_CAPACITY) - offset)
+    store32(line + RUN_PARENT, head)
+    store32(line + RUN_SIBLING, 0)
+    place_start(context, run)
+    if get(context, N_ENDED) and head < get(context, SWEEP_AT) and has_ended_column(context, head):
+        put(context, SWEEP_AGAIN, 1)
+    return head
+
+
+@kernel()
+def merge_up(context: int, run: int) -> int:
+    """Join a run to its parent where they are one: beside each other, alone, held by the same. The run's id stays.
+    Gives the offset in it of what was its first block."""
+    line = run_address(context, run)
+    parent = load32(line + RUN_PARENT)
+    if parent <= 0:
+        return 0
+    above = run_address(context, parent)
+    length = load32(above + RUN_LENGTH)
+    if (
+        load32(above + RUN_CHILDREN) != 1
+        or load32(above + RUN_START) + length != load32(line + RUN_START)
+        or load32(above + RUN_CAPACITY) != length
+        or not same_coverage(context, parent, run)
+    ):
+        return 0
+    if load32(above + RUN_DIRECT) != run:
+        delete_id(context, CHILDREN, child_tag(parent, local_at(context, load32(line + RUN_START))), run)
+    unplace_start(context, run)
+    store32(line + RUN_START, load32(above + RUN_START))
+    store32(line + RUN_LENGTH, load32(line + RUN_LENGTH) + length)
+    store32(line + RUN_CAPACITY, load32(line + RUN_CAPACITY) + length)
+    replace_child(context, load32(above + RUN_PARENT), parent, run)
+    replace_start(context, parent, run)
+    free_run(context, parent)
+    if get(context, N_ENDED) and run < get(context, SWEEP_AT) and has_ended_column(context, run):
+        put(context, SWEEP_AGAIN, 1)
+    return length
+
+
+@njit(inline="always")
+def merge_down(context: int, run: int) -> int:
+    """Join a run's only child to it; gives the id of what is now one run, which is the child's, or the run's."""
+    line = run_address(context, run)
+    if load32(line + RUN_CHILDREN) == 1:
+        child = load32(line + RUN_DIRECT)
+        if child >= 0 and merge_up(context, child) > 0:
+            return child
+    return run
+
+
+@njit(inline="always")
+def look_ahead(context: int, names: int, n_names: int) -> None:
+    """Tags and segments of a few names, in the context's AHEAD, their slots asked for: so that the misses overlap."""
+    ahead = context + (AHEAD << 3)
+    directory = get(context, NAMES + MAP_DIRECTORY)
+    shift = 32 - get(context, NAMES + MAP_DEPTH)
+    segments = get(context, SEGMENTS)
+    for index in range(n_names):
+        tag = tag_of(load(names + (index << 3)))
+        segment = segments + (load32(directory + (shift_right(tag, shift) << 2)) << SEGMENT_SHIFT)
+        prefetch_write(segment + ((tag & SLOT_MASK) << 3))
+        store(ahead + (index << 4), tag)
+        store(ahead + (index << 4) + 8, segment)
+
+
+@kernel()
+def forget_names(context: int, first: int, n_blocks: int) -> None:
+    """NAMES knows these blocks no more."""
+    names = get(context, NAME) + (first << 3)
+    ahead = context + (AHEAD << 3)
+    metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
+    done = 0
+    while done < n_blocks:
+        todo = min(AHEAD_MAX, n_blocks - done)
+        look_ahead(context, names + (done << 3), todo)
+        for index in range(todo):
+            tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
+            wanted = (tag << 32) | (first + done + index + 1)
+            gap = tag & SLOT_MASK
+            while load(segment + (gap << 3)) != wanted:
+                gap = (gap + 1) & SLOT_MASK
+            # What follows in the cluster moves up, unless the gap lies before its home.
+            position = (gap + 1) & SLOT_MASK
+            slot = load(segment + (position << 3))
+            while slot != 0:
+                home = shift_right(slot, 32) & SLOT_MASK
+                if ((position - home) & SLOT_MASK) >= ((position - gap) & SLOT_MASK):
+                    store(segment + (gap << 3), slot)
+                    gap = position
+                position = (position + 1) & SLOT_MASK
+                slot = load(segment + (position << 3))
+            store(segment + (gap << 3), 0)
+            meta = metas + (((segment - segments) >> SEGMENT_SHIFT) << 3)
+            store32(meta, load32(meta) - 1)
+        done += todo
+    add(context, NAMES + MAP_ENTRIES, -n_blocks)
+
+
+@kernel()
+def settle(context: int) -> None:
+    """Forget the names and free the spans of what was removed: behind the change, since no query reads them."""
+    end_change(context)
+    entries = get(context, DEFERRED)
+    for index in range(get(context, N_DEFERRED)):
+        entry = entries + (index << 5)
+        forget_names(context, load(entry), load(entry + 8))
+        free_span(context, load(entry + 16), load(entry + 24))
+    put(context, N_DEFERRED, 0)
+
+
+@kernel()
+def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> None:
+    """These blocks' names and this span are to go once the change is over, or now where many wait already."""
+    index = get(context, N_DEFERRED)
+    if index >= DEFERRED_MAX:
+        forget_names(context, first, n_blocks)
+        free_span(context, span, length)
+        return
+    entry = get(context, DEFERRED) + (index << 5)
+    store(entry, first)
+    store(entry + 8, n_blocks)
+    store(entry + 16, span)
+    store(entry + 24, length)
+    put(context, N_DEFERRED, index + 1)
+
+
+@kernel()
+def trim_spare(context: int, run: int) -> None:
+    """Give back the spare room of a run: one that something hangs from never grows in place."""
+    line = run_address(context, run)
+    length = load32(line + RUN_LENGTH)
+    spare = load32(line + RUN_CAPACITY) - length
+    if spare > 0:
+        store32(line + RUN_CAPACITY, length)
+        free_span(context, load32(line + RUN_START) + length, spare)
+
+
+@kernel()
+def remove_ghosts(context: int, run: int) -> None:
+    """Remove a run that nobody holds and nothing hangs from, and then its parents as far as that holds for them."""
+    while run > 0 and field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
+        line = run_address(context, run)
+        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        capacity, parent = load32(line + RUN_CAPACITY), load32(line + RUN_PARENT)
+        if capacity == PHANTOM:
+            capacity = 1
+            add(context, N_PHANTOMS, -1)
+        if parent >= 0:
+            remove_child(context, parent, run)
+        unplace_start(context, run)
+        free_run(context, run)
+        defer(context, start, length, start, capacity)
+        run = parent

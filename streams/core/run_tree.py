@@ -1,0 +1,392 @@
+"""The fast prefix index: a radix tree of runs in flat arenas, worked by compiled kernels.
+
+What lives here: the interface over the kernels: numbers for ranks, checks of what callers hand in, answers. What must
+not: the tree's logic (streams/core/kernels/tree.py), records (run_fold).
+
+One thread writes; any thread may query meanwhile, and sees each event whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streams.core.arenas import DEFAULT_LIMITS, RANKS_MAX, Int64Array, TooManyRanks, TreeLimits, TreeMemory
+from streams.core.events import KvEvent
+from streams.core.hashing import BASE_SEED, Tokens, local_hashes
+from streams.core.ids import U32_MAX, EngineHash, HashArray, RankId, Tier
+from streams.core.index import OverlapScores, check_query, check_rank, check_removal, check_store
+from streams.core.kernels import layout
+from streams.core.kernels.columns import assign_column, clear_rank, sweep, take_column
+from streams.core.kernels.events import SWEEP_BUDGET, apply_events
+from streams.core.kernels.maps import split_segments_to
+from streams.core.kernels.match import BUSY, HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
+from streams.core.tree_inspection import Column, TreeReader
+from streams.errors import IndexFull, InvalidEvent, UnknownParent
+
+N_TIERS = len(Tier)
+
+#: Load at which presized maps are full: what the segments hold on average just before they would be split.
+_PRESIZED_LOAD = 0.7
+
+__all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIndex", "TreeScores"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What events could not do: stores whose parent the rank does not hold, removals of what it does not."""
+
+    n_unknown_parents: int
+    n_unknown_removals: int
+
+
+_CLEAN = Outcome(0, 0)
+
+
+class EventColumns:
+    """Many events as columns, checked once, applied in any batches.
+
+    holder: int64[n], from `RunTreeIndex.holder`. kind: int64[n], of layout: STORED_AT_ROOT, STORED, REMOVED, CLEARED.
+    parent: uint64[n], looked at where kind is STORED. offset: int64[n + 1] into names and local. names: uint64[m], the
+    engines' hashes. local: uint64[m], looked at for stores. Nobody may change them afterwards.
+    Raises InvalidEvent.
+    """
+
+    __slots__ = ("_columns", "_table", "address", "n_events")
+
+    def __init__(
+        self,
+        *,
+        holder: Int64Array,
+        kind: Int64Array,
+        parent: HashArray,
+        offset: Int64Array,
+        names: HashArray,
+        local: HashArray,
+    ) -> None:
+        given = (holder, kind, parent, offset, names, local)
+        wanted: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
+        for column, kind_of in zip(given, wanted, strict=True):
+            if column.dtype != kind_of or column.ndim != 1:
+                raise InvalidEvent(f"a column is {column.dtype} with {column.ndim} dimensions, not {kind_of.__name__}")
+        n = len(holder)
+        if len(kind) != n or len(parent) != n or len(offset) != n + 1 or len(names) != len(local):
+            raise InvalidEvent("columns differ in length", n_events=n, n_names=len(names), n_local=len(local))
+        if n and (holder.min() < 0 or kind.min() < 0 or kind.max() > layout.CLEARED):
+            raise InvalidEvent("a holder is negative or a kind is unknown")
+        if offset[0] < 0 or offset[-1] > len(names) or (n and (np.diff(offset) < 0).any()):
+            raise InvalidEvent("offsets do not grow within the hashes", n_names=len(names))
+        self._columns = tuple(np.ascontiguousarray(column) for column in given)
+        self._table = np.array([column.ctypes.data for column in self._columns], dtype=np.int64)
+        self.address = int(self._table.ctypes.data)
+        self.n_events = n
+
+    @property
+    def holder_max(self) -> int:
+        """Greatest holder number, -1 for none."""
+        return int(self._columns[0].max()) if self.n_events else -1
+
+
+class TreeScores(OverlapScores):
+    """What the kernels found; the mappings by rank are made when they are asked for."""
+
+    __slots__ = ("_found", "_made", "_rank_ids", "_tiers")
+
+    def __init__(self, rank_ids: list[RankId], found: Int64Array, tiers: Int64Array | None = None) -> None:
+        self._rank_ids = rank_ids
+        self._found = found
+        self._tiers = tiers
+        self._made = False
+
+    def _make(self) -> None:
+        rank_ids, found = self._rank_ids, self._found.tolist()
+        self._scores = {rank_ids[packed >> 32]: packed & U32_MAX for packed in found}
+        self._by_tier = {}
+        if self._tiers is not None:
+            rows = zip(found, self._tiers.tolist(), strict=True)
+            self._by_tier = {rank_ids[packed >> 32]: tuple(counts) for packed, counts in rows if any(counts[1:])}
+        self._made = True
+
+    @property
+    def scores(self) -> Mapping[RankId, int]:
+        """Leading blocks that each rank holds."""
+        if not self._made:
+            self._make()
+        return self._scores
+
+    @property
+    def by_tier(self) -> Mapping[RankId, tuple[int, ...]]:
+        """Of those, how many have their fastest copy in each tier, for ranks that hold some below the device."""
+        if not self._made:
+            self._make()
+        return self._by_tier
+
+    @property
+    def max_score(self) -> int:
+        """Most leading blocks that any rank holds; 0 where none does."""
+        return int((self._found & U32_MAX).max()) if self._found.size else 0
+
+    @property
+    def best_worker(self) -> RankId | None:
+        """Rank with the most leading blocks, the smallest id among equals; None where none holds any."""
+        if not self._found.size:
+            return None
+        blocks = self._found & U32_MAX
+        best = self._found[blocks == blocks.max()] >> 32
+        rank_ids: list[RankId] = [self._rank_ids[number] for number in best.tolist()]
+        return min(rank_ids)
+
+
+class RunTree:
+    """A tree's memory, the numbers of its ranks, and queries: what the index and the fold of records share."""
+
+    def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+        self._memory = TreeMemory(limits)
+        self._address = self._memory.address
+        self._context = self._memory.context
+        self._numbers: dict[RankId, int] = {}
+        # Replaced, never changed, where a number is given out again: an answer keeps the list it was given with.
+        self._rank_ids: list[RankId] = []
+        self._free_numbers: list[int] = []
+        self._n_holders = 0
+        self._holders: dict[tuple[int, int], int] = {}
+        self._tier_state: Int64Array | None = None
+        if blocks_hint:
+            segments = blocks_hint / (_PRESIZED_LOAD * layout.SEGMENT_SLOTS)
+            depth = min(layout.DEPTH_MAX, max(0, int(np.ceil(np.log2(max(1.0, segments))))))
+            split_segments_to(self._address, layout.NAMES, depth)
+
+    # -- ranks ----------------------------------------------------------------
+
+    def rank_number(self, rank: RankId) -> int:
+        """Number of a rank, given out when it is first met. Raises InvalidEvent, TooManyRanks."""
+        number = self._numbers.get(rank)
+        if number is not None:
+            return number
+        check_rank(rank)
+        if self._free_numbers:
+            number = self._free_numbers.pop()
+            ids = list(self._rank_ids)
+            ids[number] = rank
+            self._rank_ids = ids
+        else:
+            number = len(self._rank_ids)
+            if number >= RANKS_MAX:
+                raise TooManyRanks(f"an index has room for {RANKS_MAX} ranks")
+            self._rank_ids.append(rank)
+        self._numbers[rank] = number
+        return number
+
+    def holder(self, rank: RankId, tier: Tier) -> int:
+        """Number of a rank in a tier, given out when it is first met; it stays good until the rank is removed.
+
+        Raises InvalidEvent, TooManyRanks.
+        """
+        number = self.rank_number(rank)
+        holder = self._holders.get((number, tier))
+        if holder is not None:
+            return holder
+        context = self._context
+        column = take_column(self._address)
+        while column < 0:
+            if context[layout.N_ENDED]:
+                sweep(self._address, int(context[layout.RUNS_MAX]))
+            else:
+                columns_max = int(context[layout.COLUMNS_MAX])
+                if columns_max >= self._memory.limits.columns_max:
+                    raise TooManyRanks(f"an index has room for {columns_max} ranks, counted in each tier")
+                self._memory.widen(min(columns_max * 4, self._memory.limits.columns_max))
+            column = take_column(self._address)
+        holder = self._n_holders
+        self._n_holders += 1
+        self._memory.words(layout.HOLDER_RANK).view(np.int32)[holder] = number
+        self._memory.words(layout.HOLDER_TIER).view(np.int32)[holder] = tier
+        self._memory.words(layout.HOLDERS_OF).view(np.int32)[number * N_TIERS + tier] = holder + 1
+        assign_column(self._address, holder, column)
+        self._holders[number, int(tier)] = holder
+        return holder
+
+    def clear(self, rank: RankId) -> None:
+        """The rank holds nothing any more, in any tier."""
+        number = self._numbers.get(rank)
+        if number is not None:
+            clear_rank(self._address, number)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        if self._context[layout.N_ENDED]:
+            sweep(self._address, SWEEP_BUDGET)
+
+    def remove_rank(self, rank: RankId) -> None:
+        """The rank holds nothing any more and is forgotten; its number goes to the next new one."""
+        number = self._numbers.get(rank)
+        if number is not None:
+            self.clear(rank)
+            del self._numbers[rank]
+            self._free_numbers.append(number)
+
+    # -- queries --------------------------------------------------------------
+
+    def find_matches(self, local: HashArray) -> OverlapScores:
+        """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
+        check_query(local)
+        if not local.flags.c_contiguous:
+            local = np.ascontiguousarray(local)
+        rank_ids = self._rank_ids
+        work = np.empty(len(rank_ids) + int(self._context[layout.N_WORDS]), dtype=np.int64)
+        found = match_fresh(self._address, local, work)
+        while found == BUSY:
+            found = match_fresh(self._address, local, work)
+        if found == TIERED:
+            return self._find_in_tiers(local)
+        return TreeScores(rank_ids, work[:found])
+
+    def find_matches_for_request(self, tokens: Tokens, block_size: int, seed: int = BASE_SEED) -> OverlapScores:
+        """Score every rank for a request's tokens. Raises BlockSizeMismatch, InvalidRequest."""
+        return self.find_matches(local_hashes(tokens, block_size, seed))
+
+    def matcher(self) -> Matcher:
+        """A reusable lookup without an answer object; one a thread."""
+        return Matcher(self)
+
+    def _find_in_tiers(self, local: HashArray) -> OverlapScores:
+        rank_ids = self._rank_ids
+        n_ranks = len(rank_ids)
+        state = np.zeros(2 + n_ranks * 7, dtype=np.int64)
+        state[1] = n_ranks
+        out = np.empty(n_ranks * TIERED_WORDS, dtype=np.int64)
+        found = BUSY
+        while found == BUSY:
+            found = match_tiers(self._address, local, out, state)
+        rows = out[: found * TIERED_WORDS].reshape(found, TIERED_WORDS)
+        return TreeScores(rank_ids, rows[:, 0], rows[:, 1:])
+
+    @property
+    def _words(self) -> int:
+        return int(self._context[layout.N_WORDS])
+
+    def __len__(self) -> int:
+        return int(self._context[layout.N_FACTS])
+
+    def reader(self) -> TreeReader:
+        """The tree as it is now, for reading it out as a whole."""
+        columns = self._memory.words(layout.COLUMN_OF).view(np.int32)
+        return TreeReader(
+            self._memory,
+            [
+                Column(int(columns[holder]), self._rank_ids[number], Tier(tier))
+                for (number, tier), holder in self._holders.items()
+            ],
+        )
+
+    def check(self) -> None:
+        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        self.reader().check()
+
+    def memory_bytes(self) -> int:
+        """Bytes of memory that the tree takes, everything counted."""
+        return self._memory.resident_bytes()
+
+
+class Matcher:
+    """Bare lookups: `n = match(local)`, then `ranks[:n]` (numbers, see `rank_ids`) and `blocks[:n]`.
+
+    Its arrays are overwritten by the next call; one matcher a thread.
+    """
+
+    def __init__(self, tree: RunTree) -> None:
+        self._tree = tree
+        self._grow()
+
+    def _grow(self) -> None:
+        n_ranks = max(64, 2 * len(self._tree._rank_ids))
+        words = max(4, 2 * self._tree._words)
+        self.rank_ids = self._tree._rank_ids
+        self._out = np.zeros(n_ranks, dtype=np.int64)
+        self._alive = np.zeros(words, dtype=np.int64)
+        addresses = [self._tree._address, self._out.ctypes.data, self._alive.ctypes.data]
+        self._state = np.array(addresses, dtype=np.int64)
+        self._address = int(self._state.ctypes.data)
+        self.blocks: npt.NDArray[np.int32] = self._out.view(np.int32)[0::2]
+        self.ranks: npt.NDArray[np.int32] = self._out.view(np.int32)[1::2]
+
+    def match(self, local: HashArray) -> int:
+        """Number of ranks found. local: uint64[n_blocks]."""
+        found: int = match(self._address, local)
+        return found if found >= 0 else self._again(local)
+
+    def _again(self, local: HashArray) -> int:
+        found: int = match(self._address, local)
+        while found == BUSY:
+            found = match(self._address, local)
+        if found == TIERED:
+            answer = self._tree._find_in_tiers(local)
+            packed = answer._found  # type: ignore[attr-defined]  # a TreeScores
+            found = len(packed)
+            self._out[:found] = packed
+        return found
+
+
+class RunTreeIndex(RunTree):
+    """The prefix index over engine events; see PrefixIndex."""
+
+    def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+        super().__init__(blocks_hint=blocks_hint, limits=limits)
+        self._event = np.zeros(5, dtype=np.int64)  # holder, kind, parent, two offsets
+        self._row = np.zeros(6, dtype=np.int64)
+        base = int(self._event.ctypes.data)
+        self._row[:4] = (base, base + 8, base + 16, base + 24)
+        self._row_address = int(self._row.ctypes.data)
+
+    def apply(self, events: EventColumns, first: int = 0, last: int | None = None) -> Outcome:
+        """Apply events `first` to `last` - 1. Raises IndexFull where the next event does not fit: those before it
+        are applied, it and what follows are not."""
+        last = events.n_events if last is None else last
+        applied = apply_events(self._address, events.address, first, last)
+        context = self._context
+        if applied != last - first:
+            raise IndexFull("the index has no room for an event", event=first + applied)
+        parents, removals = context[layout.UNKNOWN_PARENTS], context[layout.UNKNOWN_REMOVALS]
+        return Outcome(int(parents), int(removals)) if parents or removals else _CLEAN
+
+    def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
+        """Hold consecutive blocks of one chain; see PrefixIndex."""
+        check_store(rank, tier, parent, names, local)
+        names, local = np.ascontiguousarray(names), np.ascontiguousarray(local)
+        if parent is not None and rank not in self._numbers:
+            raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
+        kind = layout.STORED_AT_ROOT if parent is None else layout.STORED
+        outcome = self._apply_one(self.holder(rank, tier), kind, parent or 0, names, local)
+        if outcome.n_unknown_parents:
+            raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
+
+    def remove(self, rank: RankId, tier: Tier, names: HashArray) -> int:
+        """Hold these blocks no more; gives how many were not held. See PrefixIndex."""
+        check_removal(rank, tier, names)
+        names = np.ascontiguousarray(names)
+        number = self._numbers.get(rank)
+        holder = None if number is None else self._holders.get((number, tier))
+        if holder is None:
+            return len(names)
+        return self._apply_one(holder, layout.REMOVED, 0, names, names).n_unknown_removals
+
+    def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
+        """Every fact held, in no order."""
+        return self.reader().members()
+
+    def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
+        """Events that rebuild an equal index from empty."""
+        return self.reader().dump()
+
+    def _apply_one(self, holder: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
+        event, row = self._event, self._row
+        event[0], event[1], event[4] = holder, kind, len(names)
+        event.view(np.uint64)[2] = parent
+        row[4], row[5] = names.ctypes.data, local.ctypes.data
+        if apply_events(self._address, self._row_address, 0, 1) != 1:
+            raise IndexFull("the index has no room for an event", n_blocks=len(names))
+        context = self._context
+        return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))

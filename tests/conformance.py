@@ -1,0 +1,511 @@
+"""Facts that others published, as cases: `python -m tests.conformance FILE...` says which of them hold here.
+
+What lives here: reading files of cases, what each kind of case asks of which part of kvstreams, and telling what
+differed. What must not: cases (conformance_cases.jsonl holds our own).
+
+A case is a line of JSON: `name`, `kind`, and by kind `ops` or `query` and `expect`. An indexer's case must come out the
+same in every index and behind the whole pipeline of records. Exits with 1 if a case failed, with 2 if a file cannot be
+read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from streams.core.cost import TIER_WEIGHTS, rank_terms
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, WorkerRemoved
+from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
+from streams.core.holdings import Holdings
+from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
+from streams.core.index import OverlapScores, PrefixIndex
+from streams.core.selection import select_by_cost
+from streams.errors import UnknownParent
+from streams.router_api.view import View
+from streams.settings import Settings
+from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, tell
+from tests.test_holdings import batch
+from tests.test_table_properties import Record, commit, compacted, folded, recovered
+
+#: Our own cases, beside this file.
+OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
+
+#: Kinds that ask for something that kvstreams does not have, and what that is.
+NO_SUBJECT = {
+    "queue": "no queue of waiting requests is part of this project yet",
+    "moe": "labels of experts are carried with blocks and not scored yet",
+}
+
+#: What engines and routers call the tiers.
+TIERS = {
+    "device": Tier.DEVICE,
+    "gpu": Tier.DEVICE,
+    "hbm": Tier.DEVICE,
+    "host": Tier.HOST,
+    "host_pinned": Tier.HOST,
+    "hostpinned": Tier.HOST,
+    "cpu": Tier.HOST,
+    "cpu_pinned": Tier.HOST,
+    "cpu_tier1": Tier.HOST,
+    "disk": Tier.DISK,
+    "nvme": Tier.DISK,
+    "ssd": Tier.DISK,
+    "cpu_tier2": Tier.DISK,
+    "external": Tier.EXTERNAL,
+    "remote": Tier.EXTERNAL,
+    "object": Tier.EXTERNAL,
+}
+
+#: Points of the unit interval at which a choice at random is looked at; a thousand tell probabilities to 0.1 %.
+N_DRAWS = 1000
+
+
+class Unreadable(Exception):
+    """A file or a line of it is no case; the message names both."""
+
+
+class Differs(Exception):
+    """A case did not come out as expected; the message says in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case and where it stands."""
+
+    name: str
+    kind: str
+    where: str
+    data: dict[str, Any]
+
+
+def load(path: Path) -> list[Case]:
+    """Read a file of cases, blank lines left out. Raises Unreadable."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise Unreadable(f"{path} cannot be read: {exc}") from exc
+    return [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(where: str, line: str) -> Case:
+    try:
+        data = json.loads(line)
+    except ValueError as exc:
+        raise Unreadable(f"{where}: no JSON: {exc}") from exc
+    if not isinstance(data, dict):
+        raise Unreadable(f"{where}: a case is an object, not a {type(data).__name__}")
+    for name in ("name", "kind"):
+        if not isinstance(data.get(name), str) or not data[name]:
+            raise Unreadable(f"{where}: the case has no {name}")
+    return Case(data["name"], data["kind"], where, data)
+
+
+def run(case: Case) -> None:
+    """Run a case of a kind in KINDS. Raises Differs."""
+    try:
+        KINDS[case.kind](case.data)
+    except Differs:
+        raise
+    except Exception as exc:  # whatever it is, the other cases are still to run
+        raise Differs(f"{type(exc).__name__}: {exc}") from exc
+
+
+class Subject(Protocol):
+    """What indexer cases are asked of."""
+
+    def event(self, rank: RankId, event: KvEvent) -> None:
+        """Take one engine event; a store behind an unknown parent changes nothing."""
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker in all its ranks."""
+
+    def remove_rank(self, rank: RankId) -> None:
+        """Forget one rank."""
+
+    def start_again(self) -> None:
+        """Go on as a copy made of what can be dumped."""
+
+    def find_matches(self, local: HashArray) -> OverlapScores:
+        """Score a request."""
+
+    def check(self) -> None:
+        """Raise IndexCorrupt where something is broken."""
+
+    def __len__(self) -> int:
+        """Number of facts held."""
+
+
+class IndexSubject:
+    """An index that is told the events themselves."""
+
+    def __init__(self, make_index: IndexFactory) -> None:
+        self._make_index = make_index
+        self._ranks: set[RankId] = set()
+        self.index: PrefixIndex = make_index()
+
+    def event(self, rank: RankId, event: KvEvent) -> None:
+        self._ranks.add(rank)
+        try:
+            tell(self.index, rank, event)
+        except UnknownParent:
+            pass
+
+    def remove_worker(self, worker_id: int) -> None:
+        for rank in {rank for rank in self._ranks if rank.worker_id == worker_id}:
+            self.remove_rank(rank)
+
+    def remove_rank(self, rank: RankId) -> None:
+        self._ranks.discard(rank)
+        self.index.remove_rank(rank)
+
+    def start_again(self) -> None:
+        events = list(self.index.dump())
+        self.index = self._make_index()
+        for rank, event in events:
+            tell(self.index, rank, event)
+
+    def find_matches(self, local: HashArray) -> OverlapScores:
+        return self.index.find_matches(local)
+
+    def check(self) -> None:
+        self.index.check()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Pipeline:
+    """Everything between engine batch and answer but Kafka: holdings, the log's bytes, a router's view.
+
+    restarts: agent and router die behind each event and come back from the compacted log.
+    """
+
+    def __init__(self, make_fold: FoldFactory, restarts: bool) -> None:
+        self._make_fold = make_fold
+        self._restarts = restarts
+        self._log: list[Record] = []
+        self._lives: Counter[int] = Counter()
+        self.holdings = Holdings()
+        self.view = self._new_view()
+
+    def event(self, rank: RankId, event: KvEvent) -> None:
+        known = self.holdings.ranks.get(rank)
+        life = self._lives[rank.worker_id]
+        new = known is None or known.progress.epoch.incarnation < life
+        number = 0 if known is None or new else known.progress.sequence + 1
+        self._commit(rank, number, event)
+
+    def remove_worker(self, worker_id: int) -> None:
+        self._commit(RankId(WorkerId(worker_id), DpRank(0)), 0, None)
+        self._lives[worker_id] += 1
+
+    def remove_rank(self, rank: RankId) -> None:
+        self.event(rank, AllBlocksCleared())
+
+    def start_again(self) -> None:
+        table = compacted(self._log)
+        self.holdings, self.view = recovered(table), folded(table.items(), self._new_view())
+
+    def find_matches(self, local: HashArray) -> OverlapScores:
+        return self.view.find_matches(local)
+
+    def check(self) -> None:
+        self.view.index.check()
+
+    def __len__(self) -> int:
+        return len(self.view.members())
+
+    def _new_view(self) -> View:
+        return View(Settings(), lambda: 0, self._make_fold)
+
+    def _commit(self, rank: RankId, number: int, event: KvEvent | None) -> None:
+        """event: None removes the worker."""
+        life = Incarnation(self._lives[rank.worker_id])
+        one = batch(number, *([] if event is None else [event]), rank=rank, incarnation=life)
+        records = commit(self.holdings, [one if event else replace(one, body=WorkerRemoved("asked for"))])
+        folded(records, self.view)
+        self._log += records
+        if self._restarts:
+            self.start_again()
+
+
+def subjects() -> list[tuple[str, Subject]]:
+    """Everything that must give an indexer's answers, each new and with its name."""
+    made: list[tuple[str, Subject]] = [(make.__name__, IndexSubject(make)) for make in INDEXES]
+    for make in FOLDS:
+        made.append((f"pipeline to {make.__name__}", Pipeline(make, restarts=False)))
+        made.append((f"restarting pipeline to {make.__name__}", Pipeline(make, restarts=True)))
+    return made
+
+
+def run_indexer(data: Mapping[str, Any]) -> None:
+    """ops in order, on every subject. Raises Differs."""
+    for name, subject in subjects():
+        for number, op in enumerate(data.get("ops", [])):
+            _step(f"{name}, op {number}", subject, op, data)
+            subject.check()
+        # Where there are queries among the ops, the case's own only repeats the last of them.
+        if "expect" in data and "query" in data and all(op.get("op") != "query" for op in data.get("ops", [])):
+            _compare_scores(f"{name}, at the end", subject.find_matches(_u64(data["query"])), data["expect"])
+    if "tokens" in data and "query" in data:
+        local = local_hashes(data["tokens"], data["block_size"], _seed(data))
+        _compare("local hashes of the tokens", local.tolist(), data["query"])
+
+
+def _step(where: str, subject: Subject, op: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    match op["op"]:
+        case "event":
+            told = op["event"]
+            event = told["event"]
+            dp_rank = event.get("dp_rank", told.get("dp_rank", 0))
+            rank = RankId(WorkerId(told["worker_id"]), DpRank(dp_rank or 0))
+            subject.event(rank, event_of(event["data"], tier_of(told.get("storage_tier", event.get("storage_tier")))))
+        case "remove_worker":
+            subject.remove_worker(op["worker_id"])
+        case "remove_worker_dp_rank":
+            subject.remove_rank(RankId(WorkerId(op["worker_id"]), DpRank(op["dp_rank"])))
+        case "dump_and_replay_into_fresh_index":
+            subject.start_again()
+        case "expect_dump_len":
+            _compare(f"{where}: facts in a dump", len(subject), op["n"])
+        case "query":
+            if "tokens" in op:
+                local = local_hashes(op["tokens"], op.get("block_size", data.get("block_size")), _seed(op))
+            else:
+                local = _u64(op["local_hashes"])
+            answer = subject.find_matches(local)
+            if "expect_scores" in op:
+                _compare_scores(where, answer, op["expect_scores"])
+            if "expect_by_tier" in op:
+                by_tier = {rank: list(tiers) for rank, tiers in answer.by_tier.items()}
+                expected = {_rank(*told): list(tiers) for *told, tiers in op["expect_by_tier"]}
+                _compare(f"{where}: blocks by tier", by_tier, expected)
+        case unknown:
+            raise Differs(f"{where}: this runner knows no op {unknown!r}")
+
+
+def event_of(data: Any, tier: Tier) -> KvEvent:
+    """An engine event as cases write it; signed hashes are bit-cast."""
+    if data == "cleared" or (isinstance(data, dict) and "cleared" in data):
+        return AllBlocksCleared()
+    if "stored" in data:
+        stored = data["stored"]
+        parent, blocks = stored.get("parent_hash"), stored["blocks"]
+        return BlocksStored(
+            None if parent is None else EngineHash(parent & U64_MASK),
+            _u64(block["block_hash"] for block in blocks),
+            _u64(block["tokens_hash"] for block in blocks),
+            tier,
+        )
+    if "removed" in data:
+        return BlocksRemoved(_u64(data["removed"]["block_hashes"]), tier)
+    raise Differs(f"this runner knows no event {data!r}")
+
+
+def tier_of(told: str | int | None) -> Tier:
+    """The tier of a name or a number; the device where nothing is told."""
+    if told is None:
+        return Tier.DEVICE
+    if isinstance(told, int):
+        return Tier(told)
+    tier = TIERS.get(told.lower().replace("-", "_"))
+    if tier is None:
+        raise Differs(f"this runner knows no tier {told!r}")
+    return tier
+
+
+def _compare_scores(where: str, answer: OverlapScores, expected: Iterable[Sequence[int]]) -> None:
+    """expected: (worker, rank, blocks) each; a rank of no blocks is as good as left out."""
+    scores = {_rank(*told): blocks for *told, blocks in expected if blocks}
+    _compare(f"{where}: scores", dict(answer.scores), scores)
+    _compare(f"{where}: best score", answer.max_score, max(scores.values(), default=0))
+
+
+def _rank(worker_id: int, dp_rank: int = 0) -> RankId:
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+def run_hash(data: Mapping[str, Any]) -> None:
+    """One query or several, each of tokens, of plain bytes, or of numbers of tokens. Raises Differs."""
+    query, expect = data["query"], data["expect"]
+    if isinstance(query, dict):
+        _run_hash(query, expect, data)
+        return
+    _compare("number of expectations", len(expect), len(query))
+    for one, expected in zip(query, expect, strict=True):
+        _run_hash(one, expected, data)
+
+
+def _run_hash(query: Mapping[str, Any], expect: Any, data: Mapping[str, Any]) -> None:
+    seed = _seed(query)
+    if "bytes_utf8" in query:
+        raw = query["bytes_utf8"].encode()
+        _compare("hash of the bytes", xxhash.xxh3_64_intdigest(raw, seed), expect)
+        if raw and len(raw) % 4 == 0:  # as many whole tokens, in one block
+            _compare("hash of the bytes as tokens", local_hashes(raw, len(raw) // 4, seed).tolist(), [expect])
+        return
+    block_size, eagle = query.get("block_size", data.get("block_size")), query.get("eagle", False)
+    n_tokens = query.get("num_tokens")
+    tokens = query["tokens"] if n_tokens is None else np.arange(n_tokens, dtype=np.uint32) + query.get("first_token", 0)
+    if placeholders := query.get("mm", query.get("placeholders")):
+        tokens = with_pad_values(tokens, [_placeholder(each) for each in placeholders])
+    local, sequence = request_hashes(tokens, block_size, seed, eagle=eagle)
+    found: dict[str, Any] = {
+        "local": local.tolist(),
+        "sequence": sequence.tolist(),
+        "n_blocks": len(local),
+        "seed": seed,
+        "digest": sequence_digest(sequence),
+    }
+    _compare("chain of the local hashes", sequence_hashes(local).tolist(), found["sequence"])
+    if isinstance(expect, int):
+        expect = {"n_blocks": expect}
+    elif isinstance(expect, list):
+        expect = {"local": expect}
+    for name, value in expect.items():
+        _compare(f"{name} of {len(tokens)} tokens", found.get(name, f"unknown to this runner: {name}"), value)
+
+
+def sequence_digest(sequence: HashArray) -> int:
+    """One number for many hashes: xxh3_64 of them as u64 little-endian."""
+    return xxhash.xxh3_64_intdigest(sequence.astype("<u8").tobytes())
+
+
+def _placeholder(told: Mapping[str, int] | Sequence[int]) -> tuple[int, int, int]:
+    if isinstance(told, Mapping):
+        return told["offset"], told["length"], told["mm_hash"]
+    offset, length, mm_hash = told
+    return offset, length, mm_hash
+
+
+def _seed(query: Mapping[str, Any]) -> int:
+    lora, namespace = query.get("lora_name", query.get("lora")), query.get("namespace")
+    seed: int = query.get("seed", BASE_SEED)
+    return (seed + hash_seed(lora, namespace) - BASE_SEED) & U64_MASK
+
+
+class _Draw:
+    """A generator that gives one number."""
+
+    def __init__(self, point: float) -> None:
+        self._point = point
+
+    def random(self) -> float:
+        return self._point
+
+
+def run_cost(data: Mapping[str, Any]) -> None:
+    """Price the workers and choose. Raises Differs.
+
+    workers: of each id `prefill_blocks`, the request's own; `overlap`, blocks cached, one number or one a tier;
+    `decode_blocks`; `active_prefill_blocks` of others. prefill_load_scale multiplies prefill, overlap_credit overlap.
+    """
+    query, expect = data["query"], data["expect"]
+    ids = list(query["workers"])
+    costs = [_cost(query, worker) for worker in query["workers"].values()]
+    temperature = query.get("temperature", 0)
+    draws = Counter(ids[select_by_cost(costs, temperature, _Draw((draw + 0.5) / N_DRAWS))] for draw in range(N_DRAWS))
+    for name, value in expect.items():
+        match name:
+            case "costs":
+                found = dict(zip(ids, costs, strict=True))
+                same = found.keys() == value.keys() and all(math.isclose(found[each], value[each]) for each in value)
+                if not same:
+                    raise Differs(f"costs: found {found}, expected {value}")
+            case "selected" if isinstance(value, list):  # all that may be chosen
+                _compare("selected", sorted(draws), sorted(map(str, value)))
+            case "selected" if temperature:
+                _compare("selected most often", draws.most_common(1)[0][0], str(value))
+            case "selected":
+                _compare("selected", sorted(draws), [str(value)])
+            case "probabilities":
+                for each, share in value.items():
+                    if abs(draws[each] / N_DRAWS - share) > 1.5 / N_DRAWS:
+                        raise Differs(f"probability of {each}: found {draws[each] / N_DRAWS}, expected {share}")
+            case _:
+                raise Differs(f"this runner knows no expectation {name!r}")
+
+
+def _cost(query: Mapping[str, Any], worker: Mapping[str, Any]) -> float:
+    overlap = worker.get("overlap", 0)
+    if isinstance(overlap, dict):
+        overlap = sum(TIER_WEIGHTS[tier_of(tier)] * blocks for tier, blocks in overlap.items())
+    terms = rank_terms(
+        _rank(0),
+        request_blocks=worker["prefill_blocks"],
+        overlap_blocks=int(overlap),
+        effective_cached_blocks=overlap * query.get("overlap_credit", 1),
+        active_prefill_tokens=worker.get("active_prefill_blocks", 0) * query.get("block_size", 1),
+        decode_blocks=worker.get("decode_blocks", 0),
+        block_size=query.get("block_size", 1),
+        overlap_score_weight=query.get("prefill_load_scale", 1),
+    )
+    return terms.cost
+
+
+KINDS: dict[str, Callable[[Mapping[str, Any]], None]] = {
+    "indexer": run_indexer,
+    "hash": run_hash,
+    "cost": run_cost,
+}
+
+
+def _compare(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise Differs(f"{what}: found {_short(found)}, expected {_short(expected)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        value = sorted(
+            ([*map(int, key), told] if isinstance(key, RankId) else [key, told]) for key, told in value.items()
+        )
+    told = str(value)
+    return told if len(told) <= 200 else f"{told[:200]}..."
+
+
+def _u64(hashes: Iterable[int]) -> HashArray:
+    return np.array([one & U64_MASK for one in hashes], dtype=np.uint64)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run files of cases; gives the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        cases = [case for path in options.files for case in load(path)]
+    except Unreadable as exc:
+        print(exc, file=sys.stderr)
+        return 2
+    n_passed, n_failed = 0, 0
+    skipped: Counter[str] = Counter()
+    for case in cases:
+        if case.kind not in KINDS:
+            skipped[case.kind] += 1
+            continue
+        try:
+            run(case)
+        except Differs as exc:
+            n_failed += 1
+            print(f"FAILED {case.name} ({case.where}): {exc}")
+        else:
+            n_passed += 1
+    for kind, n in sorted(skipped.items()):
+        print(f"SKIPPED {n} of kind {kind}: {NO_SUBJECT.get(kind, 'this runner does not know it')}")
+    print(f"{n_passed} passed, {n_failed} failed, {skipped.total()} skipped")
+    return 1 if n_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Long histories over every index and every fold, against the reference: `python -m tests.soak --operations 10000000`.
+
+What lives here: playing a history to several indexes at once and telling where they differ, which the tests do with
+short ones (test_index_histories). What must not: what histories are made of (tests.reference).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import xxhash
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from streams.core.holdings import Run, RunKey
+from streams.core.ids import RankId
+from streams.core.index import PrefixIndex
+from streams.core.plain_index import PlainPrefixIndex
+from streams.core.run_fold import PlainRunFold, RunFold
+from streams.core.run_tree import RunTreeIndex
+from streams.core.tree_fold import TreeRunFold
+from streams.errors import InvalidEvent, UnknownParent
+from streams.tables.records import (
+    PROGRESS_PREFIX,
+    decode_progress,
+    decode_run,
+    parse_progress_key,
+    parse_run_key,
+)
+from tests.reference import Answer, IndexHistory, Member, Query, RankGone, Step, overlap_of
+from tests.test_table_properties import Record, State, compacted, random_log
+
+#: Operations of one history: enough to fill and empty ranks many times, few enough to be played again while debugging.
+HISTORY_OPERATIONS = 2_000
+
+#: Operations between two comparisons of all facts, which take as long as a few hundred operations.
+COMPARE_EVERY = 500
+
+#: Batches of engines in one history of run records, some four records each.
+FOLD_BATCHES = 120
+
+IndexFactory = Callable[[], PrefixIndex]
+FoldFactory = Callable[[], RunFold]
+Places = dict[int, tuple[int | None, int]]
+
+INDEXES: list[IndexFactory] = [PlainPrefixIndex, RunTreeIndex]
+FOLDS: list[FoldFactory] = [PlainRunFold, TreeRunFold]
+
+
+class Differs(AssertionError):
+    """An index or fold is not what the reference is; the message names it, the seed and the operation."""
+
+
+def play(seed: int, indexes: Sequence[IndexFactory], n_operations: int = HISTORY_OPERATIONS) -> None:
+    """Play one history to several indexes at once. Raises Differs."""
+    rng = random.Random(seed)
+    history = IndexHistory(rng)
+    played = [make() for make in indexes]
+    step, number = None, 0
+    try:
+        for number, step in enumerate(history.steps(n_operations)):
+            for index in played:
+                _apply(index, step, history)
+            if number % COMPARE_EVERY == COMPARE_EVERY - 1:
+                for index in played:
+                    _compare(index, history)
+        for index, make in zip(played, indexes, strict=True):
+            _compare(index, history)
+            index.check()
+            _compare_dump(index, make(), history)
+    except Exception as exc:
+        raise Differs(f"seed {seed}, operation {number} of {n_operations}: {step}") from exc
+
+
+def _apply(index: PrefixIndex, step: Step, history: IndexHistory) -> None:
+    """Do one operation; what it gives must be what the reference gave."""
+    name, action = type(index).__name__, step.action
+    match action:
+        case Query():
+            answer = index.find_matches(action.local)
+            assert Answer(dict(answer.scores), dict(answer.by_tier)) == step.expected, (name, answer, step.expected)
+        case BlocksStored() if step.expected is False:
+            _refused(index, step.rank, action, UnknownParent)
+        case BlocksStored():
+            if action.local.size % 16 == 7:
+                _refused(index, step.rank, _broken(action), InvalidEvent)
+            index.store(step.rank, action.tier, action.parent, action.engine, action.local)
+        case BlocksRemoved():
+            unknown = index.remove(step.rank, action.tier, action.engine)
+            assert unknown == step.expected, (name, unknown, step.expected)
+        case AllBlocksCleared():
+            index.clear(step.rank)
+        case RankGone():
+            index.remove_rank(step.rank)
+    if not isinstance(action, Query):
+        assert len(index) == len(history.reference), (name, len(index), len(history.reference))
+
+
+def _refused(index: PrefixIndex, rank: RankId, event: BlocksStored, fault: type[Exception]) -> None:
+    """A store must raise and leave everything as it was; where that is much, its number at least."""
+    before = set(index.members()) if len(index) < COMPARE_EVERY else len(index)
+    try:
+        index.store(rank, event.tier, event.parent, event.engine, event.local)
+    except fault:
+        pass
+    else:
+        raise AssertionError(f"{type(index).__name__} took what is no {fault.__name__} to it")
+    assert before == (set(index.members()) if isinstance(before, set) else len(index))
+
+
+def _broken(event: BlocksStored) -> BlocksStored:
+    return BlocksStored(event.parent, event.engine[:-1], event.local, event.tier)
+
+
+def _compare(index: PrefixIndex, history: IndexHistory) -> None:
+    found = {(rank, tier, int(name)) for rank, tier, name in index.members()}
+    _same(type(index).__name__, found, history.reference.members())
+
+
+def _same(name: str, found: set[Member], expected: set[Member]) -> None:
+    if found != expected:
+        more, less = sorted(found - expected)[:3], sorted(expected - found)[:3]
+        raise AssertionError(f"{name} holds {len(found)}, not {len(expected)}; too many {more}, missing {less}")
+
+
+def _compare_dump(index: PrefixIndex, copy: PrefixIndex, history: IndexHistory) -> None:
+    """An index rebuilt from a dump holds the same facts in the same places."""
+    for rank, event in index.dump():
+        tell(copy, rank, event)
+    _compare(copy, history)
+    copy.check()
+    for step in history.queries(20):
+        _apply(copy, step, history)
+
+
+def tell(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
+    """Give an index one event."""
+    match event:
+        case BlocksStored():
+            index.store(rank, event.tier, event.parent, event.engine, event.local)
+        case BlocksRemoved():
+            index.remove(rank, event.tier, event.engine)
+        case AllBlocksCleared():
+            index.clear(rank)
+
+
+def play_fold(seed: int, folds: Sequence[FoldFactory], n_batches: int = FOLD_BATCHES) -> None:
+    """Write a history as run records and fold them in every way that a reader may come by them. Raises Differs."""
+    rng = random.Random(seed)
+    log = random_log(seed, n_batches, rng.choice((1, 2, 4, 9)), rng.randint(1, 8))
+    last = log.states[-1]
+    table = compacted(log.records)
+    places = _places(log.records)
+    for make in folds:
+        try:
+            along = make()
+            for transaction, state in zip(log.transactions, log.states, strict=True):
+                fold_records(along, transaction, rng)
+                _compare_fold(along, state, places, rng)
+            fold_records(along, log.records, rng)  # all of it once more
+            _compare_fold(along, last, places, rng)
+            for tombstones in (False, True):
+                shuffled = [record for record in table.items() if tombstones or record[1] is not None]
+                shuffled += rng.sample(shuffled, len(shuffled) // 3)  # and some of them twice
+                rng.shuffle(shuffled)
+                fold = make()
+                fold_records(fold, shuffled, rng)
+                _compare_fold(fold, last, places, rng)
+            fold = make()
+            fold_records(fold, _overtaken(log.records, rng), rng)
+            _compare_fold(fold, last, places, rng)
+            for rank in last.epochs:
+                fold.forget_rank(rank)
+            assert not len(fold) and not fold.ranks() and not list(fold.members())
+            fold.check()
+        except Exception as exc:
+            raise Differs(f"seed {seed}, {make.__name__} with {n_batches} batches") from exc
+
+
+def fold_records(fold: RunFold, records: Iterable[Record], rng: random.Random) -> None:
+    """Give a fold the index's records as a view does, runs in batches of any size."""
+    keys: list[RunKey] = []
+    runs: list[Run | None] = []
+    for key, value in records:
+        if key.startswith(PROGRESS_PREFIX):
+            fold.fold(keys, runs)
+            keys, runs = [], []
+            if value is None:
+                fold.forget_rank(parse_progress_key(key))
+            else:
+                progress = decode_progress(key, value)
+                fold.enter_epoch(progress.rank, progress.epoch)
+        else:
+            keys.append(parse_run_key(key))
+            runs.append(None if value is None else decode_run(key, value))
+            if rng.random() < 0.1:
+                fold.fold(keys, runs)
+                keys, runs = [], []
+    fold.fold(keys, runs)
+
+
+def _overtaken(records: Sequence[Record], rng: random.Random) -> list[Record]:
+    """What a reader sees that compaction overtakes: values that a later one replaces may be missing."""
+    last = {key: number for number, (key, _) in enumerate(records)}
+    share = rng.random()
+    return [record for number, record in enumerate(records) if last[record[0]] == number or rng.random() > share]
+
+
+def _places(records: Iterable[Record]) -> Places:
+    """Of each block in any record the block before it and its local hash."""
+    places: Places = {}
+    for key, value in records:
+        if value is not None and not key.startswith(PROGRESS_PREFIX):
+            run = decode_run(key, value)
+            before: int | None = run.parent
+            for block, local in zip(run.sequence, run.local, strict=True):
+                places[block] = before, local
+                before = block
+    return places
+
+
+def _compare_fold(fold: RunFold, state: State, places: Places, rng: random.Random) -> None:
+    name = type(fold).__name__
+    found = {(rank, tier, int(block)) for rank, tier, block in fold.members()}
+    _same(name, found, state.members)
+    assert len(fold) == len(found)
+    assert {rank: fold.epoch_of(rank) for rank in fold.ranks()} == state.epochs, name
+    fold.check()
+    expected = dict.fromkeys(state.epochs, (0, 0))
+    for rank, tier, block in found:
+        n_blocks, digest = expected[rank]
+        fact = xxhash.xxh3_64_intdigest(bytes([tier]) + block.to_bytes(8, "little"))
+        expected[rank] = n_blocks + 1, digest ^ fact
+    assert {rank: fold.facts(rank) for rank in state.epochs} == expected, name
+    blocks = [block for _, _, block in state.members]
+    for asked in rng.sample(blocks, min(3, len(blocks))):
+        path: list[int] = [rng.getrandbits(64)]  # one more than anybody holds
+        at: int | None = asked
+        while at in places:
+            at, local = places[at]
+            path.append(local)
+        if at is not None:
+            continue  # stored and removed in one transaction: no record tells its tokens
+        answer = fold.find_matches(np.array(path[::-1], dtype=np.uint64))
+        assert answer.scores == overlap_of(state.members, path[::-1]), name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play histories until enough operations are done; gives 1 on the first difference, having told its seed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--operations", type=int, default=10_000_000)
+    parser.add_argument("--seed", type=int, help="the first history's; the others follow it")
+    options = parser.parse_args(arguments)
+    first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    console = Console()
+    names = ", ".join(make.__name__ for make in (*INDEXES, *FOLDS))
+    console.print(f"first seed {first}; {names}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("operations", total=options.operations)
+        seed = first
+        while not progress.finished:
+            progress.update(task, description=f"seed {seed}")
+            try:
+                play(seed, INDEXES)
+                play_fold(seed, FOLDS)
+            except Differs as exc:
+                console.print(f"{exc}: {exc.__cause__!r}", soft_wrap=True, markup=False, highlight=False)
+                console.print(f"play it again: python -m tests.soak --operations 1 --seed {seed}", soft_wrap=True)
+                return 1
+            progress.update(task, advance=HISTORY_OPERATIONS)
+            seed += 1
+    console.print(f"no difference in seeds {first} to {seed - 1}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
