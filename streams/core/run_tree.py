@@ -8,13 +8,14 @@ One thread writes; any thread may query meanwhile, and sees each event whole or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from streams.core.arenas import DEFAULT_LIMITS, RANKS_MAX, Int64Array, TooManyRanks, TreeLimits, TreeMemory
+from streams.core.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, Int64Array, TooManyRanks, TreeLimits, TreeMemory
 from streams.core.events import KvEvent
 from streams.core.hashing import BASE_SEED, Tokens, local_hashes
 from streams.core.ids import U32_MAX, EngineHash, HashArray, RankId, Tier
@@ -23,7 +24,7 @@ from streams.core.kernels import layout
 from streams.core.kernels.columns import assign_column, clear_rank, sweep, take_column
 from streams.core.kernels.events import SWEEP_BUDGET, apply_events
 from streams.core.kernels.maps import split_segments_to
-from streams.core.kernels.match import BUSY, HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
+from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
 from streams.core.tree_inspection import Column, TreeReader
 from streams.errors import IndexFull, InvalidEvent, UnknownParent
 
@@ -235,14 +236,16 @@ class RunTree:
         check_query(local)
         if not local.flags.c_contiguous:
             local = np.ascontiguousarray(local)
-        rank_ids = self._rank_ids
-        work = np.empty(len(rank_ids) + int(self._context[layout.N_WORDS]), dtype=np.int64)
-        found = match_fresh(self._address, local, work)
-        while found == BUSY:
+        while True:
+            rank_ids = self._rank_ids
+            # An answer that is kept has an array of its own: 65 words for each 64 columns.
+            work = np.empty(65 * int(self._context[layout.N_WORDS]), dtype=np.int64)
             found = match_fresh(self._address, local, work)
-        if found == TIERED:
-            return self._find_in_tiers(local)
-        return TreeScores(rank_ids, work[:found])
+            if found == TIERED:
+                return self._find_in_tiers(local)
+            # The list was replaced where a number went from one rank to another: whose it was, nobody knows.
+            if found >= 0 and rank_ids is self._rank_ids:
+                return TreeScores(rank_ids, work[:found])
 
     def find_matches_for_request(self, tokens: Tokens, block_size: int, seed: int = BASE_SEED) -> OverlapScores:
         """Score every rank for a request's tokens. Raises BlockSizeMismatch, InvalidRequest."""
@@ -253,20 +256,16 @@ class RunTree:
         return Matcher(self)
 
     def _find_in_tiers(self, local: HashArray) -> OverlapScores:
-        rank_ids = self._rank_ids
-        n_ranks = len(rank_ids)
-        state = np.zeros(2 + n_ranks * 7, dtype=np.int64)
-        state[1] = n_ranks
-        out = np.empty(n_ranks * TIERED_WORDS, dtype=np.int64)
-        found = BUSY
-        while found == BUSY:
+        while True:
+            rank_ids = self._rank_ids
+            n_ranks = len(rank_ids)
+            state = np.zeros(2 + n_ranks * 7, dtype=np.int64)
+            state[1] = n_ranks
+            out = np.empty(n_ranks * TIERED_WORDS, dtype=np.int64)
             found = match_tiers(self._address, local, out, state)
-        rows = out[: found * TIERED_WORDS].reshape(found, TIERED_WORDS)
-        return TreeScores(rank_ids, rows[:, 0], rows[:, 1:])
-
-    @property
-    def _words(self) -> int:
-        return int(self._context[layout.N_WORDS])
+            if found >= 0 and rank_ids is self._rank_ids:
+                rows = out[: found * TIERED_WORDS].reshape(found, TIERED_WORDS)
+                return TreeScores(rank_ids, rows[:, 0], rows[:, 1:])
 
     def __len__(self) -> int:
         return int(self._context[layout.N_FACTS])
@@ -292,42 +291,34 @@ class RunTree:
 
 
 class Matcher:
-    """Bare lookups: `n = match(local)`, then `ranks[:n]` (numbers, see `rank_ids`) and `blocks[:n]`.
+    """Bare lookups: `n = matcher.match(local)`, then `ranks[:n]` and `blocks[:n]`; `rank_ids[rank]` says who it is.
 
-    Its arrays are overwritten by the next call; one matcher a thread.
+    match: takes uint64[n_blocks], contiguous; gives the number of ranks found, or BUSY where a writer did not come to
+    the end of a change for a millisecond. Its arrays are overwritten by the next call; one matcher a thread. It is the
+    compiled function itself with its first argument bound: a method around it would be a third of the time.
     """
+
+    __slots__ = ("_kept", "_tree", "blocks", "match", "ranks")
 
     def __init__(self, tree: RunTree) -> None:
         self._tree = tree
-        self._grow()
+        # Room for every rank that there can be: zeros that cost no memory until they are touched.
+        out = np.zeros(COLUMNS_MAX, dtype=np.int64)
+        alive = np.zeros(COLUMNS_MAX // 64, dtype=np.int64)
+        tiered = np.zeros(RANKS_MAX * TIERED_WORDS, dtype=np.int64)
+        state = np.zeros(2 + RANKS_MAX * 7, dtype=np.int64)
+        state[1] = RANKS_MAX
+        addresses = [array.ctypes.data for array in (out, alive, tiered, state)]
+        matcher = np.array([tree._address, *addresses], dtype=np.int64)
+        self._kept = (out, alive, tiered, state, matcher)
+        self.match: Callable[[HashArray], int] = partial(match, int(matcher.ctypes.data))
+        self.blocks: npt.NDArray[np.int32] = out.view(np.int32)[0::2]
+        self.ranks: npt.NDArray[np.int32] = out.view(np.int32)[1::2]
 
-    def _grow(self) -> None:
-        n_ranks = max(64, 2 * len(self._tree._rank_ids))
-        words = max(4, 2 * self._tree._words)
-        self.rank_ids = self._tree._rank_ids
-        self._out = np.zeros(n_ranks, dtype=np.int64)
-        self._alive = np.zeros(words, dtype=np.int64)
-        addresses = [self._tree._address, self._out.ctypes.data, self._alive.ctypes.data]
-        self._state = np.array(addresses, dtype=np.int64)
-        self._address = int(self._state.ctypes.data)
-        self.blocks: npt.NDArray[np.int32] = self._out.view(np.int32)[0::2]
-        self.ranks: npt.NDArray[np.int32] = self._out.view(np.int32)[1::2]
-
-    def match(self, local: HashArray) -> int:
-        """Number of ranks found. local: uint64[n_blocks]."""
-        found: int = match(self._address, local)
-        return found if found >= 0 else self._again(local)
-
-    def _again(self, local: HashArray) -> int:
-        found: int = match(self._address, local)
-        while found == BUSY:
-            found = match(self._address, local)
-        if found == TIERED:
-            answer = self._tree._find_in_tiers(local)
-            packed = answer._found  # type: ignore[attr-defined]  # a TreeScores
-            found = len(packed)
-            self._out[:found] = packed
-        return found
+    @property
+    def rank_ids(self) -> list[RankId]:
+        """Ranks by their numbers."""
+        return self._tree._rank_ids
 
 
 class RunTreeIndex(RunTree):

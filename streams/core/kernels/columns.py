@@ -151,7 +151,7 @@ def sweep_run(context: int, run: int) -> int:
         remove_ghosts(context, run)
         work += length
     else:
-        merge_up(context, run)
+        run, _ = merge_up(context, run)
         merge_down(context, run)
     settle(context)
     return work

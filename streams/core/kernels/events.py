@@ -5,6 +5,8 @@ What lives here: stores, removals and clears as engines tell them, in columns. W
 
 from __future__ import annotations
 
+from numba import njit
+
 from streams.core.kernels.columns import clear_rank, sweep
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.fields import add, column_word, covers, field, get, home_address, put, tag_of
@@ -15,6 +17,7 @@ from streams.core.kernels.layout import (
     COLUMN_ALIASES,
     COLUMN_OF,
     FULL,
+    GRANULES,
     HOLDER_RANK,
     HOLDERS_OF,
     N_ALIASES,
@@ -40,7 +43,15 @@ from streams.core.kernels.layout import (
     UNKNOWN_REMOVALS,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK
-from streams.core.kernels.memory import leading_zeros, load, load32, prefetch, shift_right, store
+from streams.core.kernels.memory import (
+    leading_zeros,
+    load,
+    load32,
+    prefetch,
+    prefetch_write,
+    shift_right,
+    store,
+)
 from streams.core.kernels.names import find_held
 from streams.core.kernels.runs import run_of
 from streams.core.kernels.shape import look_ahead, settle
@@ -197,6 +208,47 @@ SWEEP_BUDGET = 4096
 COLUMN_HOLDER, COLUMN_KIND, COLUMN_PARENT, COLUMN_OFFSET, COLUMN_NAMES, COLUMN_LOCAL = 0, 1, 2, 3, 4, 5
 
 
+#: Events ahead of which slots of names are asked for, and the blocks that they tell.
+_FAR, _NEAR = 6, 3
+#: Events of more blocks than this look ahead for themselves.
+_SMALL_BLOCKS = 4
+
+
+@njit(inline="always")
+def ask_for_slots(context: int, kinds: int, parents: int, offsets: int, names: int, event: int) -> None:
+    """Ask for the slots that a coming event will look at."""
+    at = event << 3
+    kind = load(kinds + at)
+    if kind == STORED:
+        prefetch(home_address(context, NAMES, tag_of(load(parents + at))))
+    begin, end = load(offsets + at), load(offsets + at + 8)
+    if end - begin <= _SMALL_BLOCKS:
+        for index in range(begin, end):
+            prefetch_write(home_address(context, NAMES, tag_of(load(names + (index << 3)))))
+
+
+@njit(inline="always")
+def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: int, event: int) -> None:
+    """Ask for what a coming event's name tells, its slot being here: the block's name, and where its run begins."""
+    at = event << 3
+    kind = load(kinds + at)
+    begin = load(offsets + at)
+    name = 0
+    if kind == STORED:
+        name = load(parents + at)
+    elif kind == REMOVED and 0 < load(offsets + at + 8) - begin <= _SMALL_BLOCKS:
+        name = load(names + (begin << 3))
+    else:
+        return
+    tag = tag_of(name)
+    slot = load(home_address(context, NAMES, tag))
+    if shift_right(slot, 32) == tag and slot != 0:
+        block = (slot & ID_MASK) - 1
+        prefetch(get(context, NAME) + (block << 3))
+        prefetch(get(context, STARTS) + ((block >> 6) << 3))
+        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
+
+
 @kernel()
 def apply_events(context: int, table: int, first: int, last: int) -> int:
     """Apply events `first` to `last` - 1 of columns; gives how many were applied or refused, fewer than asked for where
@@ -211,9 +263,10 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
     put(context, UNKNOWN_REMOVALS, 0)
     put(context, FULL, 0)
     for event in range(first, last):
-        ahead = min(event + 2, last - 1) << 3
-        if load(kinds + ahead) == STORED:
-            prefetch(home_address(context, NAMES, tag_of(load(parents + ahead))))
+        if event + _FAR < last:
+            ask_for_slots(context, load(table + 8), parents, offsets, names, event + _FAR)
+        if event + _NEAR < last:
+            ask_for_blocks(context, load(table + 8), parents, offsets, names, event + _NEAR)
         at = event << 3
         begin = load(offsets + at)
         apply_event(

@@ -15,6 +15,7 @@ from streams.core.kernels.compiling import kernel
 from streams.core.kernels.fields import coverage_address, get
 from streams.core.kernels.layout import (
     BLOCKS_MAX,
+    INLINE_WORDS,
     LIVE,
     LOCAL,
     N_LOWER_FACTS,
@@ -47,8 +48,11 @@ Int64Array = npt.NDArray[np.int64]
 BUSY = -1
 #: Some ranks hold blocks below the device: ask match_tiers.
 TIERED = -2
-#: Tries within one call before the caller hears BUSY.
-TRIES_MAX = 64
+#: There are more ranks by now than the caller has room for: ask with more.
+GROW = -3
+#: Tries within one call before the caller hears BUSY: a millisecond or so, in which a writer that the system put to
+#: sleep in the middle of a change may have come back.
+TRIES_MAX = 1 << 16
 
 
 #: Words of an answer of match_tiers: rank << 32 | blocks, and blocks whose fastest copy is in each tier.
@@ -105,7 +109,10 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int) -
         else:
             live = load(context + (LIVE << 3))
             for word in range(words):
-                coverage = load(coverage_address(context, child, word))
+                address = line + RUN_COVERAGE + (word << 3)
+                if word >= INLINE_WORDS:
+                    address = coverage_address(context, child, word)
+                coverage = load(address)
                 if run == 0:
                     before = coverage & load(live + (word << 3))
                 else:
@@ -129,23 +136,6 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int) -
     fence()
     if load_acquire(context + (VERSION << 3)) != version:
         return BUSY
-    return found
-
-
-@kernel(int64(int64, HASHES), nogil=False)
-def match(matcher: int, query: HashArray) -> int:
-    """Match a request: gives the number of ranks found, BUSY or TIERED.
-
-    matcher: address of three words: context, where answers go (int64 a rank: rank << 32 | blocks), and a word for each
-    64 columns. query: uint64[n_blocks]. It keeps the GIL: it ends within microseconds, and to get the GIL back from a
-    thread that applies would take longer.
-    """
-    context, out, alive = load(matcher), load(matcher + 8), load(matcher + 16)
-    found = BUSY
-    for _ in range(TRIES_MAX):
-        found = _match_once(context, address_of(query), query.size, out, alive)
-        if found != BUSY:
-            break
     return found
 
 
@@ -185,6 +175,8 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
                 column = (word << 6) + trailing_zeros(bits)
                 bits &= bits - 1
                 rank = load32(ranks + (column << 2))
+                if rank >= n_ranks:
+                    return GROW
                 row = rows + rank * 48
                 if load(row) != stamp:
                     if run == 0:
@@ -236,7 +228,8 @@ def _emit_tiers(row: int, rank: int, blocks: int, out: int, found: int) -> int:
 def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Array) -> int:
     """Match a request where ranks hold blocks in several tiers: gives the number of ranks found, or BUSY.
 
-    out: int64[n_ranks * TIERED_WORDS]. state: int64[2 + n_ranks * 7], zeros at first but for state[1] = n_ranks.
+    out: int64[n_ranks * TIERED_WORDS]. state: int64[2 + n_ranks * 7], zeros at first but for state[1] = n_ranks. GROW
+    where there are more ranks than that.
     """
     found = BUSY
     for _ in range(TRIES_MAX):
@@ -248,15 +241,41 @@ def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Arr
 
 @kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C")), nogil=False)
 def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
-    """As `match`, with the caller's own array: answers from its start, and its last words for the columns.
+    """As `match`, with the caller's own array, for an answer that is kept: BUSY, TIERED or GROW instead of a number.
 
-    work: int64[n_ranks + words], words the number of coverage words.
+    work: int64[words * 65], words the number of coverage words: an answer for each column, and a word for each 64.
     """
+    words = work.size // 65
+    if words < load(context + (N_WORDS << 3)):
+        return GROW
     out = address_of(work)
-    alive = out + ((work.size - load(context + (N_WORDS << 3))) << 3)
+    alive = out + (words << 9)
     found = BUSY
     for _ in range(TRIES_MAX):
         found = _match_once(context, address_of(query), query.size, out, alive)
+        if found != BUSY:
+            break
+    return found
+
+
+@kernel(int64(int64, HASHES), nogil=False)
+def match(matcher: int, query: HashArray) -> int:
+    """Match a request: gives the number of ranks found, or BUSY.
+
+    matcher: address of five words: context; where answers go, int64 a rank: rank << 32 | blocks; a word for each 64
+    columns; and `out` and `state` of match_tiers; all with room for as many ranks as there can be. query:
+    uint64[n_blocks]. It keeps the GIL: it ends within microseconds, and to get the GIL back from a thread that applies
+    would take longer.
+    """
+    context, out = load(matcher), load(matcher + 8)
+    found = BUSY
+    for _ in range(TRIES_MAX):
+        found = _match_once(context, address_of(query), query.size, out, load(matcher + 16))
+        if found == TIERED:
+            tiered = load(matcher + 24)
+            found = _match_tiers_once(context, address_of(query), query.size, tiered, load(matcher + 32))
+            for index in range(found):
+                store(out + (index << 3), load(tiered + index * (TIERED_WORDS << 3)))
         if found != BUSY:
             break
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba import njit
 
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import add, end_change, field, get, local_at, put, run_address, tag_of
+from streams.core.kernels.fields import add, end_change, field, get, local_at, put, run_address, set_field, tag_of
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
@@ -60,39 +60,70 @@ from streams.core.kernels.spans import free_span
 
 
 @kernel()
-def split_run(context: int, run: int, offset: int) -> int:
-    """Cut a run before `offset`; gives the id of the head. The rest keeps the id, and with it all children."""
-    head = new_run(context)
-    line, first = run_address(context, run), run_address(context, head)
-    start, parent = load32(line + RUN_START), load32(line + RUN_PARENT)
-    store32(first + RUN_START, start)
-    store32(first + RUN_LENGTH, offset)
-    store32(first + RUN_CAPACITY, offset)
-    store32(first + RUN_DIRECT, run)
-    store32(first + RUN_CHILDREN, 1)
-    store32(first + RUN_SIBLING, 0)
-    copy_coverage(context, head, run)
-    replace_child(context, parent, run, head)
-    replace_start(context, run, head)
-    store32(line + RUN_START, start + offset)
-    store32(line + RUN_LENGTH, load32(line + RUN_LENGTH) - offset)
-    store32(line + RUN_CAPACITY, load32(line + RUN_CAPACITY) - offset)
-    store32(line + RUN_PARENT, head)
-    store32(line + RUN_SIBLING, 0)
-    place_start(context, run)
-    if get(context, N_ENDED) and head < get(context, SWEEP_AT) and has_ended_column(context, head):
+def split_run(context: int, run: int, offset: int) -> tuple[int, int]:
+    """Cut a run before `offset`; gives the ids of head and rest, one of which is the run's.
+
+    The rest keeps the id where children in the map hang from it: they are known by it. Elsewhere the head does, so that
+    the parent need not be told: that is two lines of memory that nobody touched for long.
+    """
+    other = new_run(context)
+    line, fresh = run_address(context, run), run_address(context, other)
+    start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+    capacity = load32(line + RUN_CAPACITY)
+    children, direct = load32(line + RUN_CHILDREN), load32(line + RUN_DIRECT)
+    copy_coverage(context, other, run)
+    store32(fresh + RUN_SIBLING, 0)
+    if only_direct(children, direct):
+        store32(fresh + RUN_START, start + offset)
+        store32(fresh + RUN_LENGTH, length - offset)
+        store32(fresh + RUN_CAPACITY, capacity - offset)
+        store32(fresh + RUN_PARENT, run)
+        store32(fresh + RUN_DIRECT, direct)
+        store32(fresh + RUN_CHILDREN, children)
+        if direct >= 0:
+            set_field(context, direct, RUN_PARENT, other)
+        store32(line + RUN_LENGTH, offset)
+        store32(line + RUN_CAPACITY, offset)
+        store32(line + RUN_DIRECT, other)
+        store32(line + RUN_CHILDREN, 1)
+        place_start(context, other)
+        head, rest = run, other
+    else:
+        store32(fresh + RUN_START, start)
+        store32(fresh + RUN_LENGTH, offset)
+        store32(fresh + RUN_CAPACITY, offset)
+        store32(fresh + RUN_DIRECT, run)
+        store32(fresh + RUN_CHILDREN, 1)
+        replace_child(context, load32(line + RUN_PARENT), run, other)
+        replace_start(context, run, other)
+        store32(line + RUN_START, start + offset)
+        store32(line + RUN_LENGTH, length - offset)
+        store32(line + RUN_CAPACITY, capacity - offset)
+        store32(line + RUN_PARENT, other)
+        store32(line + RUN_SIBLING, 0)
+        place_start(context, run)
+        head, rest = other, run
+    if get(context, N_ENDED) and other < get(context, SWEEP_AT) and has_ended_column(context, other):
         put(context, SWEEP_AGAIN, 1)
-    return head
+    return head, rest
+
+
+@njit(inline="always")
+def only_direct(children: int, direct: int) -> bool:
+    """Whether no child is in the map."""
+    return children == 0 or (children == 1 and direct >= 0)
 
 
 @kernel()
-def merge_up(context: int, run: int) -> int:
-    """Join a run to its parent where they are one: beside each other, alone, held by the same. The run's id stays.
-    Gives the offset in it of what was its first block."""
+def merge_up(context: int, run: int) -> tuple[int, int]:
+    """Join a run to its parent where they are one: beside each other, alone, held by the same.
+
+    Gives the id of the run that has its blocks now, and the offset in it of what was its first one.
+    """
     line = run_address(context, run)
     parent = load32(line + RUN_PARENT)
     if parent <= 0:
-        return 0
+        return run, 0
     above = run_address(context, parent)
     length = load32(above + RUN_LENGTH)
     if (
@@ -101,29 +132,42 @@ def merge_up(context: int, run: int) -> int:
         or load32(above + RUN_CAPACITY) != length
         or not same_coverage(context, parent, run)
     ):
-        return 0
+        return run, 0
     if load32(above + RUN_DIRECT) != run:
         delete_id(context, CHILDREN, child_tag(parent, local_at(context, load32(line + RUN_START))), run)
     unplace_start(context, run)
-    store32(line + RUN_START, load32(above + RUN_START))
-    store32(line + RUN_LENGTH, load32(line + RUN_LENGTH) + length)
-    store32(line + RUN_CAPACITY, load32(line + RUN_CAPACITY) + length)
-    replace_child(context, load32(above + RUN_PARENT), parent, run)
-    replace_start(context, parent, run)
-    free_run(context, parent)
+    children, direct = load32(line + RUN_CHILDREN), load32(line + RUN_DIRECT)
+    if only_direct(children, direct):
+        store32(above + RUN_LENGTH, length + load32(line + RUN_LENGTH))
+        store32(above + RUN_CAPACITY, length + load32(line + RUN_CAPACITY))
+        store32(above + RUN_DIRECT, direct)
+        store32(above + RUN_CHILDREN, children)
+        if direct >= 0:
+            set_field(context, direct, RUN_PARENT, parent)
+        free_run(context, run)
+        run = parent
+    else:
+        store32(line + RUN_START, load32(above + RUN_START))
+        store32(line + RUN_LENGTH, load32(line + RUN_LENGTH) + length)
+        store32(line + RUN_CAPACITY, load32(line + RUN_CAPACITY) + length)
+        replace_child(context, load32(above + RUN_PARENT), parent, run)
+        replace_start(context, parent, run)
+        free_run(context, parent)
     if get(context, N_ENDED) and run < get(context, SWEEP_AT) and has_ended_column(context, run):
         put(context, SWEEP_AGAIN, 1)
-    return length
+    return run, length
 
 
-@njit(inline="always")
+@kernel()
 def merge_down(context: int, run: int) -> int:
-    """Join a run's only child to it; gives the id of what is now one run, which is the child's, or the run's."""
+    """Join a run's only child to it; gives the id of the run that has its blocks now."""
     line = run_address(context, run)
     if load32(line + RUN_CHILDREN) == 1:
         child = load32(line + RUN_DIRECT)
-        if child >= 0 and merge_up(context, child) > 0:
-            return child
+        if child >= 0:
+            joined, offset = merge_up(context, child)
+            if offset > 0:
+                return joined
     return run
 
 

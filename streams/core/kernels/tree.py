@@ -62,7 +62,17 @@ from streams.core.kernels.layout import (
     TIER_OF,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id, make_room
-from streams.core.kernels.memory import copy_words, load, load32, shift_right, store, store32, trailing_zeros, unequal_8
+from streams.core.kernels.memory import (
+    copy_words,
+    load,
+    load32,
+    prefetch,
+    shift_right,
+    store,
+    store32,
+    trailing_zeros,
+    unequal_8,
+)
 from streams.core.kernels.names import (
     add_alias,
     add_claim,
@@ -118,12 +128,12 @@ def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tu
     count_facts(context, column, n_blocks)
     begin_change(context)
     if offset > 0:
-        split_run(context, run, offset)
+        run = split_run(context, run, offset)[1]
     if n_blocks < field(context, run, RUN_LENGTH):
-        run = split_run(context, run, n_blocks)
+        run = split_run(context, run, n_blocks)[0]
     set_cover(context, run, column)
-    end = n_blocks + merge_up(context, run)
-    return merge_down(context, run), end
+    run, before = merge_up(context, run)
+    return merge_down(context, run), before + n_blocks
 
 
 @kernel()
@@ -150,14 +160,14 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
             defer(context, first, n_blocks, 0, 0)
         return
     if offset > 0:
-        split_run(context, run, offset)
+        run = split_run(context, run, offset)[1]
     if n_blocks < field(context, run, RUN_LENGTH):
-        run = split_run(context, run, n_blocks)
+        run = split_run(context, run, n_blocks)[0]
     unset_cover(context, run, column)
     if field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
         remove_ghosts(context, run)
         return
-    merge_up(context, run)
+    run, _ = merge_up(context, run)
     merge_down(context, run)
 
 
@@ -258,11 +268,17 @@ def name_taken(context: int, column: int, block: int, name: int, other: int) -> 
 # -- storing ---------------------------------------------------------------------------------------------
 
 
+#: How far ahead a long compare asks for its lines: a processor's own prefetcher stops at the end of each page.
+_COMPARE_AHEAD_BYTES = 1024
+
+
 @njit(inline="always")
 def common_length(left: int, right: int, limit: int) -> int:
     """How many int64 at two addresses are equal, up to a limit."""
     n = 0
     while n + 8 <= limit:
+        prefetch(left + (n << 3) + _COMPARE_AHEAD_BYTES)
+        prefetch(right + (n << 3) + _COMPARE_AHEAD_BYTES)
         unequal = unequal_8(left + (n << 3), right + (n << 3))
         if unequal:
             return n + trailing_zeros(unequal)
@@ -370,7 +386,7 @@ def store_blocks(
         same = common_length(hashes + (first << 3), locals_ + (done << 3), limit)
         if same == 0:
             begin_change(context)
-            run = split_run(context, run, offset)
+            run = split_run(context, run, offset)[0]
             end_change(context)
             continue
         if column < 0:
