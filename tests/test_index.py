@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streams.core.arenas import TreeLimits
 from streams.core.cost import TIER_WEIGHTS
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.hashing import hash_seed, local_hashes
@@ -15,7 +16,7 @@ from streams.core.ids import U32_MAX, U64_MASK, DpRank, EngineHash, HashArray, R
 from streams.core.index import OverlapScores, PrefixIndex
 from streams.core.plain_index import PlainPrefixIndex
 from streams.core.run_tree import RunTreeIndex
-from streams.errors import BlockSizeMismatch, InvalidEvent, InvalidRequest, UnknownParent
+from streams.errors import BlockSizeMismatch, IndexFull, InvalidEvent, InvalidRequest, UnknownParent
 from tests.reference import Member
 
 FACTORIES: list[Callable[[], PrefixIndex]] = [PlainPrefixIndex, RunTreeIndex]
@@ -386,3 +387,75 @@ def test_answers_are_equal_when_their_mappings_are() -> None:
     assert OverlapScores({A: 1}, {A: (0, 1, 0, 0)}) == OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
     assert OverlapScores({A: 1}) != OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
     assert OverlapScores({A: 1}) != {A: 1}
+
+
+def test_a_tree_gives_memory_back_and_grows_again() -> None:
+    """What clears leave behind is swept, joined and returned in steps, and the same events fill it again."""
+    index = RunTreeIndex()
+    ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(4)]
+    chain = np.arange(1, 60_001, dtype=np.uint64)
+
+    def fill() -> int:
+        for number, rank in enumerate(ranks):
+            own = chain + np.uint64(number << 32)
+            index.store(rank, Tier.DEVICE, None, own, own)
+        return index.memory_bytes()
+
+    full = fill()
+    for rank in ranks:
+        index.clear(rank)
+    for _ in range(200):
+        index.clear(ranks[0])
+    assert len(index) == 0
+    assert index.memory_bytes() < full / 3
+    index.check()
+    assert fill() <= full
+    assert len(index) == 4 * len(chain)
+    index.check()
+
+
+def test_a_tree_sized_beforehand_is_the_same_tree() -> None:
+    """Room for what is expected changes no answer."""
+    index = RunTreeIndex(blocks_hint=100_000)
+    names = np.arange(1, 20_001, dtype=np.uint64)
+    index.store(A, Tier.DEVICE, None, names, names)
+    assert index.find_matches(names).scores == {A: len(names)}
+    assert index.remove(A, Tier.DEVICE, names[100:]) == 0
+    assert index.find_matches(names).scores == {A: 100}
+    index.check()
+
+
+def test_an_event_that_does_not_fit_changes_nothing() -> None:
+    """A full tree refuses the event as a whole, and takes others when there is room again."""
+    index = RunTreeIndex(limits=TreeLimits(blocks_max=4096))
+    small = np.arange(1, 1001, dtype=np.uint64)
+    big = np.arange(10_001, 14_001, dtype=np.uint64)
+    index.store(A, Tier.DEVICE, None, small, small)
+    with pytest.raises(IndexFull):
+        index.store(B, Tier.DEVICE, None, big, big)
+    assert len(index) == len(small)
+    assert index.find_matches(small).scores == {A: len(small)}
+    assert index.find_matches(big).scores == {}
+    index.check()
+    index.store(B, Tier.DEVICE, None, big[:500], big[:500])
+    assert index.find_matches(big).scores == {B: 500}
+    index.check()
+
+
+@pytest.mark.parametrize("n_ranks", [63, 64, 65, 256, 257, 1025])
+def test_more_ranks_than_a_row_of_coverage_has_columns(n_ranks: int) -> None:
+    """Every rank scores what it holds, however many hold the same, and a matcher made before them has room."""
+    index = RunTreeIndex()
+    matcher = index.matcher()
+    names = np.arange(1, 9, dtype=np.uint64)
+    wanted = {}
+    for worker in range(n_ranks):
+        rank = RankId(WorkerId(worker), DpRank(0))
+        depth = 1 + worker % len(names)
+        index.store(rank, Tier.DEVICE, None, names[:depth], names[:depth])
+        wanted[rank] = depth
+    assert index.find_matches(names).scores == wanted
+    found = matcher.match(names)
+    ranks, blocks = matcher.ranks[:found].tolist(), matcher.blocks[:found].tolist()
+    assert {matcher.rank_ids[rank]: depth for rank, depth in zip(ranks, blocks, strict=True)} == wanted
+    index.check()

@@ -7,6 +7,7 @@ until they are written to.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from streams.errors import KvStreamsError
 Int64Array = npt.NDArray[np.int64]
 
 PAGE_BYTES = mmap.PAGESIZE
+
+_LIBC = ctypes.CDLL(None)
 
 #: Linux's flag for address space without a promise of memory; the mmap module of Python 3.11 has no name for it.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -36,6 +39,13 @@ RANKS_MAX = COLUMNS_MAX // 4
 BLOCKS_MAX = 1 << 28
 
 
+#: Free spans of fewer blocks keep their pages: 32 KiB, eight pages.
+GIVE_BACK_BLOCKS_MIN = 4096
+#: Blocks and segments whose pages go back in one step: a huge page of each, well below a millisecond.
+GIVE_BACK_BLOCKS_MAX = 262_144
+GIVE_BACK_SEGMENTS_MAX = 32
+
+
 class Arena:
     """One stretch of zeroed address space."""
 
@@ -47,6 +57,16 @@ class Arena:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.words: Int64Array = np.frombuffer(self._memory, dtype=np.int64)
         self.address = int(self.words.ctypes.data)
+
+    def resident_bytes(self) -> int:
+        """Bytes of its pages that are in memory; all of them where the system does not tell."""
+        if not hasattr(_LIBC, "mincore"):
+            return self.n_bytes
+        in_memory = np.zeros(self.n_bytes // PAGE_BYTES, dtype=np.uint8)
+        address, length = ctypes.c_void_p(self.address), ctypes.c_size_t(self.n_bytes)
+        if _LIBC.mincore(address, length, ctypes.c_void_p(in_memory.ctypes.data)):
+            return self.n_bytes
+        return int(np.count_nonzero(in_memory & 1)) * PAGE_BYTES
 
     def give_back(self, first_byte: int, last_byte: int) -> int:
         """Return the whole pages between two bytes to the system; they read as zeros afterwards. Gives the bytes."""
@@ -76,7 +96,7 @@ class TreeMemory:
     def __init__(self, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         blocks = -(-limits.blocks_max // 1024) * 1024
-        runs = blocks // 4 + 1024
+        runs = blocks // 2 + 4096
         segments = blocks // 1024 + 64
         small = blocks // 4 + 1024
         self.arenas: dict[int, Arena] = {}
@@ -134,6 +154,8 @@ class TreeMemory:
         root[layout.RUN_DIRECT // 4] = -1
         self._runs_max = runs
         self._retired: list[Arena] = []
+        self._blocks_seen = 0  # high water since pages were last given back
+        self._given_blocks = self._given_segments = 0  # how far the present giving back has come
         self.widen(min(COLUMNS_MAX_FIRST, limits.columns_max))
 
     def _reserve(self, word: int, n_bytes: int, huge_pages: bool) -> None:
@@ -166,28 +188,46 @@ class TreeMemory:
         if old is not None:
             old.give_back(0, old.n_bytes)
 
-    def resident_bytes(self) -> int:
-        """Bytes of pages that hold something, counted by high-water marks; what was given back is not subtracted."""
+    def give_back_free(self) -> bool:
+        """Return some pages of free blocks and free segments to the system; gives whether that were all there are.
+
+        The caller writes, alone. The first and last words of a free span, and the first word of a free segment, are in
+        use while they are free. What is free is looked up in each step: between two of them it may have been taken.
+        """
         context = self.context
-        n_blocks, n_runs = int(context[layout.N_BLOCKS]), int(context[layout.N_RUNS])
-        used = {
-            layout.LOCAL: n_blocks * 8,
-            layout.NAME: n_blocks * 8,
-            layout.STARTS: n_blocks // 8,
-            layout.FREE_STARTS: n_blocks // 8,
-            layout.FREE_ENDS: n_blocks // 8,
-            layout.GRANULES: n_blocks // 4,
-            layout.RUNS: n_runs * layout.RUN_BYTES,
-            layout.WIDE: n_runs * int(context[layout.WIDE_STRIDE]) * 8 if int(context[layout.N_WORDS]) > 4 else 0,
-            layout.SEGMENTS: int(context[layout.N_SEGMENTS]) << layout.SEGMENT_SHIFT,
-            layout.SEGMENT_META: int(context[layout.N_SEGMENTS]) * 8,
-            layout.ALIASES: int(context[layout.N_ALIASES]) * 16,
-            layout.CLAIMS: int(context[layout.N_CLAIMS]) * 16,
-            layout.RECORDS: int(context[layout.N_RECORDS]) * 32,
-            layout.COLUMN_FACTS: int(context[layout.N_COLUMNS]) * 60,
-        }
-        directories = sum(4 << int(context[which + layout.MAP_DEPTH]) for which in layout.MAPS)
-        return sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in used.values()) + directories
+        n_blocks = int(context[layout.N_BLOCKS])
+        names = self.words(layout.NAME)
+        bits = np.unpackbits(self.words(layout.FREE_STARTS)[: n_blocks // 64 + 1].view(np.uint8), bitorder="little")
+        spans = [(start + 1, start + int(names[start]) - 1) for start in np.flatnonzero(bits).tolist()]
+        for start, end in [*spans, (n_blocks, max(n_blocks, self._blocks_seen))]:
+            start = max(start, self._given_blocks)
+            # Whole huge pages, where they are in use: a part of one would be kept until the system needs it.
+            end = min(end, (start // GIVE_BACK_BLOCKS_MAX + 1) * GIVE_BACK_BLOCKS_MAX)
+            if end - start >= GIVE_BACK_BLOCKS_MIN:
+                self._given_blocks = end
+                self.arenas[layout.LOCAL].give_back(start * 8, end * 8)
+                self.arenas[layout.NAME].give_back(start * 8, end * 8)
+                return False
+        segments, free = self.words(layout.SEGMENTS), int(context[layout.FREE_SEGMENT]) - 1
+        for position in range(self._given_segments + GIVE_BACK_SEGMENTS_MAX):
+            if free < 0:
+                self._given_blocks = self._given_segments = self._blocks_seen = 0
+                return True
+            first = free << layout.SEGMENT_SHIFT
+            if position >= self._given_segments:
+                self.arenas[layout.SEGMENTS].give_back(first + 8, first + (1 << layout.SEGMENT_SHIFT))
+            free = int(segments[first // 8]) - 1
+        self._given_segments += GIVE_BACK_SEGMENTS_MAX
+        return False
+
+    def note_blocks(self) -> None:
+        """Remember how far the blocks reached: what lies behind them may have been touched."""
+        self._blocks_seen = max(self._blocks_seen, int(self.context[layout.N_BLOCKS]))
+
+    def resident_bytes(self) -> int:
+        """Bytes of memory that all arenas take, by the system's own account where it gives one."""
+        arenas = [self._context, *self.arenas.values(), *self._retired, *self._directories]
+        return sum(arena.resident_bytes() for arena in arenas)
 
 
 class TooManyRanks(KvStreamsError):

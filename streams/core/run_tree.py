@@ -23,7 +23,7 @@ from streams.core.index import OverlapScores, check_query, check_rank, check_rem
 from streams.core.kernels import layout
 from streams.core.kernels.columns import assign_column, clear_rank, sweep, take_column
 from streams.core.kernels.events import SWEEP_BUDGET, apply_events
-from streams.core.kernels.maps import split_segments_to
+from streams.core.kernels.maps import join_segments, split_segments_to
 from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
 from streams.core.tree_inspection import Column, TreeReader
 from streams.errors import IndexFull, InvalidEvent, UnknownParent
@@ -32,6 +32,13 @@ N_TIERS = len(Tier)
 
 #: Load at which presized maps are full: what the segments hold on average just before they would be split.
 _PRESIZED_LOAD = 0.7
+
+#: Blocks below which no memory is given back: a few megabytes.
+_TRIM_BLOCKS_MIN = 65_536
+#: Segments joined in one step, of some 40 us each where their lines are cold.
+_TRIM_SEGMENTS = 16
+#: Calls after which memory is looked at.
+_TRIM_CALLS = 1024
 
 __all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIndex", "TreeScores"]
 
@@ -56,7 +63,7 @@ class EventColumns:
     Raises InvalidEvent.
     """
 
-    __slots__ = ("_columns", "_table", "address", "n_events")
+    __slots__ = ("_columns", "_table", "address", "holder_max", "n_events")
 
     def __init__(
         self,
@@ -84,11 +91,8 @@ class EventColumns:
         self._table = np.array([column.ctypes.data for column in self._columns], dtype=np.int64)
         self.address = int(self._table.ctypes.data)
         self.n_events = n
-
-    @property
-    def holder_max(self) -> int:
-        """Greatest holder number, -1 for none."""
-        return int(self._columns[0].max()) if self.n_events else -1
+        #: Greatest holder number, -1 for none.
+        self.holder_max = int(holder.max()) if n else -1
 
 
 class TreeScores(OverlapScores):
@@ -103,12 +107,13 @@ class TreeScores(OverlapScores):
         self._made = False
 
     def _make(self) -> None:
-        rank_ids, found = self._rank_ids, self._found.tolist()
-        self._scores = {rank_ids[packed >> 32]: packed & U32_MAX for packed in found}
+        found = self._found
+        ranks = [self._rank_ids[number] for number in (found >> 32).tolist()]
+        self._scores = dict(zip(ranks, (found & U32_MAX).tolist(), strict=True))
         self._by_tier = {}
         if self._tiers is not None:
-            rows = zip(found, self._tiers.tolist(), strict=True)
-            self._by_tier = {rank_ids[packed >> 32]: tuple(counts) for packed, counts in rows if any(counts[1:])}
+            rows = zip(ranks, self._tiers.tolist(), strict=True)
+            self._by_tier = {rank: tuple(counts) for rank, counts in rows if any(counts[1:])}
         self._made = True
 
     @property
@@ -153,6 +158,8 @@ class RunTree:
         self._rank_ids: list[RankId] = []
         self._free_numbers: list[int] = []
         self._n_holders = 0
+        self._peak_blocks = 0
+        self._n_calls = 0
         self._holders: dict[tuple[int, int], int] = {}
         self._tier_state: Int64Array | None = None
         if blocks_hint:
@@ -216,6 +223,23 @@ class RunTree:
         if number is not None:
             clear_rank(self._address, number)
             self._sweep()
+            self._mind_memory()
+
+    def _mind_memory(self) -> None:
+        """Give memory back once half of what there was is gone; a step at a time, since the writer waits for it."""
+        context = self._context
+        in_use = int(context[layout.N_BLOCKS]) - int(context[layout.N_FREE_BLOCKS])
+        self._memory.note_blocks()
+        self._peak_blocks = max(self._peak_blocks, in_use)
+        if self._peak_blocks >= _TRIM_BLOCKS_MIN and in_use < self._peak_blocks // 2 and self.trim():
+            self._peak_blocks = in_use
+
+    def trim(self) -> bool:
+        """Give back some of what is free, within a millisecond or so; gives whether there is nothing left to do."""
+        budget = _TRIM_SEGMENTS
+        for which in layout.MAPS:
+            budget -= join_segments(self._address, which, budget)
+        return budget == _TRIM_SEGMENTS and self._memory.give_back_free()
 
     def _sweep(self) -> None:
         if self._context[layout.N_ENDED]:
@@ -336,12 +360,21 @@ class RunTreeIndex(RunTree):
         """Apply events `first` to `last` - 1. Raises IndexFull where the next event does not fit: those before it
         are applied, it and what follows are not."""
         last = events.n_events if last is None else last
+        if not 0 <= first <= last <= events.n_events:
+            raise InvalidEvent(f"events {first} to {last} of {events.n_events}")
+        if events.holder_max >= self._n_holders:
+            raise InvalidEvent(f"holder {events.holder_max} was never given out")
         applied = apply_events(self._address, events.address, first, last)
+        self._n_calls += 1
+        if not self._n_calls % _TRIM_CALLS:
+            self._mind_memory()
+        return _CLEAN if applied == last - first else self._outcome(-1 - applied, first)
+
+    def _outcome(self, applied: int, first: int) -> Outcome:
         context = self._context
-        if applied != last - first:
+        if context[layout.FULL]:
             raise IndexFull("the index has no room for an event", event=first + applied)
-        parents, removals = context[layout.UNKNOWN_PARENTS], context[layout.UNKNOWN_REMOVALS]
-        return Outcome(int(parents), int(removals)) if parents or removals else _CLEAN
+        return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
         """Hold consecutive blocks of one chain; see PrefixIndex."""
@@ -377,7 +410,5 @@ class RunTreeIndex(RunTree):
         event[0], event[1], event[4] = holder, kind, len(names)
         event.view(np.uint64)[2] = parent
         row[4], row[5] = names.ctypes.data, local.ctypes.data
-        if apply_events(self._address, self._row_address, 0, 1) != 1:
-            raise IndexFull("the index has no room for an event", n_blocks=len(names))
-        context = self._context
-        return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))
+        applied = apply_events(self._address, self._row_address, 0, 1)
+        return _CLEAN if applied == 1 else self._outcome(-1 - applied, 0)

@@ -251,8 +251,8 @@ def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: 
 
 @kernel()
 def apply_events(context: int, table: int, first: int, last: int) -> int:
-    """Apply events `first` to `last` - 1 of columns; gives how many were applied or refused, fewer than asked for where
-    there is no room for the next one.
+    """Apply events `first` to `last` - 1 of columns; gives how many were applied; as -1 - number where some blocks were
+    not known, or where there is no room for the next event.
 
     table: address of the six columns' addresses. Counters of the call are in the context.
     """
@@ -279,7 +279,9 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
             load(offsets + at + 8) - begin,
         )
         if get(context, FULL):
-            return event - first
+            return first - event - 1
     if get(context, N_ENDED):
         sweep(context, SWEEP_BUDGET)
+    if get(context, UNKNOWN_PARENTS) | get(context, UNKNOWN_REMOVALS):
+        return first - last - 1
     return last - first

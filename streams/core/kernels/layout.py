@@ -125,6 +125,8 @@ SEGMENT_SHIFT = 16
 #: A segment is split at a load of 0.6: at 0.8 a miss probes 13 slots and a deletion moves several, both beyond what a
 #: processor predicts (35 ns an insertion against 44), and half-full slots of 8 bytes are still few bytes a name.
 SEGMENT_ENTRIES_MAX = 4915
+#: Two halves are joined where both together fill a segment to a quarter: far from being split again.
+SEGMENT_ENTRIES_JOINED_MAX = 2048
 #: 2^19 segments of 8,192 slots use up the 32 bits of a tag.
 DEPTH_MAX = 19
 

@@ -11,7 +11,7 @@ tombstones.
 from __future__ import annotations
 
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import segment_of
+from streams.core.kernels.fields import begin_change, end_change, segment_of
 from streams.core.kernels.layout import (
     DEPTH_MAX,
     FREE_SEGMENT,
@@ -20,6 +20,7 @@ from streams.core.kernels.layout import (
     MAP_DIRECTORY,
     MAP_ENTRIES,
     N_SEGMENTS,
+    SEGMENT_ENTRIES_JOINED_MAX,
     SEGMENT_ENTRIES_MAX,
     SEGMENT_META,
     SEGMENT_SHIFT,
@@ -211,3 +212,43 @@ def split_segments_to(context: int, which: int, depth: int) -> None:
     for level in range(depth):
         for index in range(1 << level):
             split_segment(context, which, index << (32 - level))
+
+
+@kernel()
+def join_segments(context: int, which: int, budget: int) -> int:
+    """Join halves that fit one segment with room to spare, so many at most; gives how many segments came free.
+
+    Some 20 us each, during which queries wait if it is the children's map.
+    """
+    directory = load(context + ((which + MAP_DIRECTORY) << 3))
+    depth = load(context + ((which + MAP_DEPTH) << 3))
+    segments = load(context + (SEGMENTS << 3))
+    metas = load(context + (SEGMENT_META << 3))
+    joined = 0
+    index = 0
+    while index < (1 << depth) and joined < budget:
+        left = load32(directory + (index << 2))
+        own_depth = load32(metas + (left << 3) + 4)
+        span = 1 << (depth - own_depth)
+        if own_depth > 0 and index & (2 * span - 1) == 0:
+            right = load32(directory + ((index + span) << 2))
+            entries = load32(metas + (left << 3)) + load32(metas + (right << 3))
+            if load32(metas + (right << 3) + 4) == own_depth and entries <= SEGMENT_ENTRIES_JOINED_MAX:
+                begin_change(context)
+                source, target = segments + (right << SEGMENT_SHIFT), segments + (left << SEGMENT_SHIFT)
+                for at in range(SEGMENT_SLOTS):
+                    slot = load(source + (at << 3))
+                    if slot != 0:
+                        position = shift_right(slot, 32) & SLOT_MASK
+                        while load(target + (position << 3)) != 0:
+                            position = (position + 1) & SLOT_MASK
+                        store(target + (position << 3), slot)
+                for at in range(index + span, index + 2 * span):
+                    store32(directory + (at << 2), left)
+                store32(metas + (left << 3), entries)
+                store32(metas + (left << 3) + 4, own_depth - 1)
+                free_segment(context, right)
+                end_change(context)
+                joined += 1
+        index += span
+    return joined

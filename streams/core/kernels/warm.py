@@ -12,10 +12,12 @@ from typing import Any
 from numba import types
 
 #: Module and kernel, in the order in which they are compiled; what they call is compiled with the first that calls it.
+#: A module with a dot in its name is one of another package.
 ENTRIES = (
     ("xxh3", "hash_blocks"),
     ("xxh3", "chain_blocks"),
     ("maps", "split_segments_to"),
+    ("maps", "join_segments"),
     ("match", "match"),
     ("match", "match_fresh"),
     ("match", "match_tiers"),
@@ -24,9 +26,11 @@ ENTRIES = (
     ("columns", "sweep"),
     ("columns", "clear_rank"),
     ("events", "apply_events"),
-    ("fold", "fold_runs"),
     ("fold", "drop_old_records"),
     ("fold", "digest_columns"),
+    ("run_records", "find_known"),
+    ("run_records", "fold_known"),
+    ("streams.tables.run_decoding", "decode_records"),
 )
 
 _TYPES = {"int": types.int64, "bool": types.boolean}
@@ -36,7 +40,8 @@ def warm() -> Iterator[str]:
     """Compile or load one kernel after the other; gives each one's name before it begins."""
     for module_name, name in ENTRIES:
         yield name
-        kernel: Any = getattr(importlib.import_module(f"streams.core.kernels.{module_name}"), name)
+        module = importlib.import_module(module_name if "." in module_name else f"streams.core.kernels.{module_name}")
+        kernel: Any = getattr(module, name)
         if not kernel.signatures:
             code = kernel.py_func.__code__
             annotations = kernel.py_func.__annotations__
