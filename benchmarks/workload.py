@@ -558,6 +558,7 @@ def _trace(name: str, n_ranks: int, small: bool = False) -> Recipe:
 RECIPES: tuple[Recipe, ...] = (
     *(_synthetic(f"synth_w{w}_d{d}", w, d) for d in (128, 2048) for w in (8, 64, 256)),
     _synthetic("synth_w1024_d128", 1024, 128),
+    _synthetic("synth_w4096_d128", 4096, 128),
     Recipe("decode_w64", 64, 0, lambda _: decode(64), PREFIX_CASES),
     _trace("moon_conv_w64", 64),
     Recipe("evict_w1_d2048", 1, 2048, lambda _: long_runs(1024, 2048, evict=True), ("evict",)),

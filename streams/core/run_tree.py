@@ -322,7 +322,7 @@ class Matcher:
     compiled function itself with its first argument bound: a method around it would be a third of the time.
     """
 
-    __slots__ = ("_kept", "_tree", "blocks", "match", "ranks")
+    __slots__ = ("_tree", "blocks", "match", "ranks")
 
     def __init__(self, tree: RunTree) -> None:
         self._tree = tree
@@ -334,8 +334,10 @@ class Matcher:
         state[1] = RANKS_MAX
         addresses = [array.ctypes.data for array in (out, alive, tiered, state)]
         matcher = np.array([tree._address, *addresses], dtype=np.int64)
-        self._kept = (out, alive, tiered, state, matcher)
-        self.match: Callable[[HashArray], int] = partial(match, int(matcher.ctypes.data))
+        bound = partial(match, int(matcher.ctypes.data))
+        # The function outlives the matcher where somebody keeps just that, and then so must what it points to.
+        bound.kept = (tree, out, alive, tiered, state, matcher)  # type: ignore[attr-defined]  # partials have a __dict__
+        self.match: Callable[[HashArray], int] = bound
         self.blocks: npt.NDArray[np.int32] = out.view(np.int32)[0::2]
         self.ranks: npt.NDArray[np.int32] = out.view(np.int32)[1::2]
 
