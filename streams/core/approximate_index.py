@@ -128,7 +128,7 @@ class ApproximatePrefixIndex:
         times = list(self._predicted.values())
         if times != sorted(times):
             raise IndexCorrupt("predictions are out of order")
-        if times and not self._now_s - self._ttl_s < times[0] <= times[-1] <= self._now_s:
+        if times and not (self._now_s - times[0] < self._ttl_s and times[0] <= times[-1] <= self._now_s):
             raise IndexCorrupt("a prediction has expired or is yet to come", oldest=times[0], now_s=self._now_s)
         if len(times) > self._blocks_max:
             raise IndexCorrupt("more blocks than may be", n_blocks=len(times), blocks_max=self._blocks_max)

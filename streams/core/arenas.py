@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.core.kernels import layout
-from streams.errors import KvStreamsError
+from streams.errors import KvStreamsError, SettingsError
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,8 +30,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 #: Coverage columns, a rank in a tier each, before the rows of `WIDE` must be made longer. Rows of 1,024 columns are
 #: 96 bytes a run, and none is touched below 257 columns.
 COLUMNS_MAX_FIRST = 1024
-#: 16,384 ranks in four tiers.
-COLUMNS_MAX = 65_536
+COLUMNS_MAX = layout.COLUMNS_MAX_EVER
 RANKS_MAX = COLUMNS_MAX // 4
 
 #: Blocks that an index holds at most, spare room and all: 16 bytes each and, named, 15 more. 100 million memberships
@@ -58,14 +57,15 @@ class Arena:
         self.words: Int64Array = np.frombuffer(self._memory, dtype=np.int64)
         self.address = int(self.words.ctypes.data)
 
-    def resident_bytes(self) -> int:
-        """Bytes of its pages that are in memory; all of them where the system does not tell."""
+    def resident_bytes(self, n_bytes: int | None = None) -> int:
+        """Bytes of its first `n_bytes` whose pages are in memory; all of them where the system does not tell."""
+        n_bytes = self.n_bytes if n_bytes is None else min(self.n_bytes, -(-n_bytes // PAGE_BYTES) * PAGE_BYTES)
         if not hasattr(_LIBC, "mincore"):
-            return self.n_bytes
-        in_memory = np.zeros(self.n_bytes // PAGE_BYTES, dtype=np.uint8)
-        address, length = ctypes.c_void_p(self.address), ctypes.c_size_t(self.n_bytes)
+            return n_bytes
+        in_memory = np.zeros(n_bytes // PAGE_BYTES, dtype=np.uint8)
+        address, length = ctypes.c_void_p(self.address), ctypes.c_size_t(n_bytes)
         if _LIBC.mincore(address, length, ctypes.c_void_p(in_memory.ctypes.data)):
-            return self.n_bytes
+            return n_bytes
         return int(np.count_nonzero(in_memory & 1)) * PAGE_BYTES
 
     def give_back(self, first_byte: int, last_byte: int) -> int:
@@ -86,6 +86,12 @@ class TreeLimits:
     columns_max: int = COLUMNS_MAX
     huge_pages: bool = True
 
+    def __post_init__(self) -> None:
+        if not 1024 <= self.blocks_max <= BLOCKS_MAX:
+            raise SettingsError(f"blocks_max is {self.blocks_max}, not within 1024..{BLOCKS_MAX}")
+        if not 64 <= self.columns_max <= COLUMNS_MAX or self.columns_max % 64:
+            raise SettingsError(f"columns_max is {self.columns_max}, not a multiple of 64 within 64..{COLUMNS_MAX}")
+
 
 DEFAULT_LIMITS = TreeLimits()
 
@@ -96,7 +102,7 @@ class TreeMemory:
     def __init__(self, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         blocks = -(-limits.blocks_max // 1024) * 1024
-        runs = blocks // 2 + 4096
+        runs = blocks + 4096  # a block is in one run, and a change needs two more for a moment
         segments = blocks // 1024 + 64
         small = blocks // 4 + 1024
         self.arenas: dict[int, Arena] = {}
@@ -124,7 +130,7 @@ class TreeMemory:
             (layout.HOLDER_TIER, columns * 4, False),
             (layout.HOLDER_LIFE, columns * 8, False),
             (layout.FREE_COLUMNS, columns * 4, False),
-            (layout.SCRATCH, blocks * 16, False),
+            (layout.SCRATCH, blocks * 40 + 4096, False),
             (layout.DEFERRED, layout.DEFERRED_MAX * 32, False),
             (layout.SEGMENTS, segments << layout.SEGMENT_SHIFT, huge),
             (layout.SEGMENT_META, segments * 8, False),
@@ -146,6 +152,8 @@ class TreeMemory:
         self.context[layout.SCRATCH_MAX] = blocks
         self.context[layout.SMALL_MAX] = small
         self.context[layout.N_WORDS] = 1
+        # Where the system put it is random enough for what it is for.
+        self.context[layout.SALT] = np.int64(hash((self.address, "salt")))
         self.context[layout.SWEEP_AT] = 1
         # Run 0 is the root: no blocks, no holders, nothing above it.
         self.context[layout.N_RUNS] = 1
@@ -226,8 +234,15 @@ class TreeMemory:
 
     def resident_bytes(self) -> int:
         """Bytes of memory that all arenas take, by the system's own account where it gives one."""
-        arenas = [self._context, *self.arenas.values(), *self._retired, *self._directories]
-        return sum(arena.resident_bytes() for arena in arenas)
+        n_runs = int(self.context[layout.N_RUNS])
+        reached = {
+            layout.RUNS: n_runs * layout.RUN_BYTES,
+            layout.WIDE: n_runs * int(self.context[layout.WIDE_STRIDE]) * 8,
+        }
+        arenas = [self._context, *self._retired, *self._directories]
+        return sum(arena.resident_bytes() for arena in arenas) + sum(
+            arena.resident_bytes(reached.get(word, arena.n_bytes)) for word, arena in self.arenas.items()
+        )
 
 
 class TooManyRanks(KvStreamsError):

@@ -131,14 +131,16 @@ class PrefixIndex(Protocol):
 
 def check_rank(rank: RankId) -> None:
     """Raise InvalidEvent unless worker id and rank are in range: u64 and u32."""
+    if not isinstance(rank.worker_id, int | np.integer) or not isinstance(rank.dp_rank, int | np.integer):
+        raise InvalidEvent(f"rank {rank} is not of whole numbers")
     if not (0 <= rank.worker_id <= U64_MASK and 0 <= rank.dp_rank <= U32_MAX):
         raise InvalidEvent(f"rank {rank} is out of range", worker_id=int(rank.worker_id), dp_rank=int(rank.dp_rank))
 
 
 def check_tier(tier: Tier) -> None:
     """Raise InvalidEvent unless it is one of Tier's numbers."""
-    if not Tier.DEVICE <= tier <= Tier.EXTERNAL:
-        raise InvalidEvent(f"there is no tier {tier!r}", tier=int(tier))
+    if not isinstance(tier, int | np.integer) or not Tier.DEVICE <= tier <= Tier.EXTERNAL:
+        raise InvalidEvent(f"there is no tier {tier!r}")
 
 
 def check_hashes(what: str, hashes: HashArray) -> None:
@@ -157,8 +159,8 @@ def check_store(rank: RankId, tier: Tier, parent: EngineHash | None, names: Hash
         raise InvalidEvent(
             f"{len(names)} names for {len(local)} local hashes", rank=rank, n_names=len(names), n_local=len(local)
         )
-    if parent is not None and not 0 <= parent <= U64_MASK:
-        raise InvalidEvent(f"parent {parent} is no u64", rank=rank, parent=int(parent))
+    if parent is not None and not (isinstance(parent, int | np.integer) and 0 <= parent <= U64_MASK):
+        raise InvalidEvent(f"parent {parent!r} is no u64", rank=rank)
 
 
 def check_removal(rank: RankId, tier: Tier, names: HashArray) -> None:

@@ -24,7 +24,12 @@ from streams.errors import IndexCorrupt
 
 
 class RunFold(Protocol):
-    """What every fold of run records offers. Facts are (rank, tier, sequence hash)."""
+    """What every fold of run records offers. Facts are (rank, tier, sequence hash).
+
+    concurrent: whether `find_matches` may be called while another thread folds.
+    """
+
+    concurrent: bool
 
     def fold(self, keys: Sequence[RunKey], runs: Sequence[Run | None]) -> None:
         """Take in records, in the log's order for each key; None is a tombstone.
@@ -75,6 +80,8 @@ class PlainRunFold:
     _claims: blocks that more than one run record claims, and by how many more: a reader that lags may meet a block in
     its new run before its old run's end, since compaction leaves no order between keys.
     """
+
+    concurrent = False
 
     def __init__(self) -> None:
         self._sets = HolderSets()

@@ -19,7 +19,7 @@ from streams.core.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, Int64Arr
 from streams.core.events import KvEvent
 from streams.core.hashing import BASE_SEED, Tokens, local_hashes
 from streams.core.ids import U32_MAX, EngineHash, HashArray, RankId, Tier
-from streams.core.index import OverlapScores, check_query, check_rank, check_removal, check_store
+from streams.core.index import OverlapScores, check_query, check_rank, check_removal, check_store, check_tier
 from streams.core.kernels import layout
 from streams.core.kernels.columns import assign_column, clear_rank, sweep, take_column
 from streams.core.kernels.events import SWEEP_BUDGET, apply_events
@@ -78,8 +78,8 @@ class EventColumns:
         given = (holder, kind, parent, offset, names, local)
         wanted: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
         for column, kind_of in zip(given, wanted, strict=True):
-            if column.dtype != kind_of or column.ndim != 1:
-                raise InvalidEvent(f"a column is {column.dtype} with {column.ndim} dimensions, not {kind_of.__name__}")
+            if not isinstance(column, np.ndarray) or column.dtype != kind_of or column.ndim != 1:
+                raise InvalidEvent(f"a column is no {kind_of.__name__}[n]")
         n = len(holder)
         if len(kind) != n or len(parent) != n or len(offset) != n + 1 or len(names) != len(local):
             raise InvalidEvent("columns differ in length", n_events=n, n_names=len(names), n_local=len(local))
@@ -193,8 +193,9 @@ class RunTree:
 
         Raises InvalidEvent, TooManyRanks.
         """
+        check_tier(tier)
         number = self.rank_number(rank)
-        holder = self._holders.get((number, tier))
+        holder = self._holders.get((number, int(tier)))
         if holder is not None:
             return holder
         context = self._context

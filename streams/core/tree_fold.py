@@ -10,94 +10,169 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from streams.core.arenas import DEFAULT_LIMITS, Int64Array, TreeLimits
+from streams.core.arenas import DEFAULT_LIMITS, Int64Array, TooManyRanks, TreeLimits
 from streams.core.holdings import Run, RunKey
-from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier
-from streams.core.kernels import layout
-from streams.core.kernels.fold import digest_columns, drop_old_records, fold_runs
+from streams.core.ids import U64_MASK, DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.kernels import fold as columns_of_fold
+from streams.core.kernels import layout, run_records
+from streams.core.kernels.fold import digest_columns, drop_old_records
+from streams.core.kernels.run_records import KNOWN_WORDS, N_FOLD_COLUMNS, find_known, fold_known
 from streams.core.run_tree import N_TIERS, RunTree
 from streams.errors import IndexCorrupt, IndexFull
 
 #: Records of ended lives looked at behind each call: some 20 us.
 _DROP_BUDGET = 4096
+#: Entries of the table of known holders at first: 4 KiB.
+_KNOWN_FIRST = 64
 
 
 class RunColumns:
-    """Run records as columns, in the log's order.
+    """Run records as columns, in the log's order: room for them, which a decoder fills and the fold reads.
 
-    holder: int64[n]. first, parent: uint64[n], sequence hashes. has_parent: int64[n]. present: int64[n], 0 for a
-    tombstone. offset: int64[n + 1] into local: uint64[m].
+    words: int64, the addresses of all columns (see `fold_runs` and kernels/run_records), then the columns. n_records
+    each, all int64, hashes and incarnations as the bit patterns of their u64: first, parent, has_parent, present (0 for
+    a tombstone), offset (one more: begins and ends in local), worker, place, incarnation, generation; and holder, which
+    is the fold's to set. local: up to n_blocks_max.
     """
 
-    __slots__ = ("_columns", "_table", "address", "n_records")
+    __slots__ = ("_begins", "_words", "address", "n_records")
 
-    def __init__(
-        self,
-        *,
-        holder: Int64Array,
-        first: HashArray,
-        parent: HashArray,
-        has_parent: Int64Array,
-        present: Int64Array,
-        offset: Int64Array,
-        local: HashArray,
-    ) -> None:
-        self._columns = (holder, first, parent, has_parent, present, offset, local)
-        self._table = np.array([column.ctypes.data for column in self._columns], dtype=np.int64)
-        self.address = int(self._table.ctypes.data)
-        self.n_records = len(holder)
+    def __init__(self, n_records: int, n_blocks_max: int) -> None:
+        begin = N_FOLD_COLUMNS
+        begins = []
+        for column in range(N_FOLD_COLUMNS):
+            if column != columns_of_fold.FOLD_LOCAL:
+                begins.append(begin)
+                begin += n_records + (column == columns_of_fold.FOLD_OFFSET)
+            else:
+                begins.append(0)
+        begins[columns_of_fold.FOLD_LOCAL] = begin
+        self._begins = begins
+        self._words = np.empty(begin + n_blocks_max, dtype=np.int64)
+        self.address = int(self._words.ctypes.data)
+        self._words[:N_FOLD_COLUMNS] = [self.address + begin * 8 for begin in begins]
+        self.n_records = n_records
+
+    def column(self, which: int) -> Int64Array:
+        """One column, by its number in a table of records: int64[n_records], a view."""
+        begin = self._begins[which]
+        return self._words[begin : begin + self.n_records]
+
+    @property
+    def present(self) -> Int64Array:
+        """Presence bits of each record, 0 for a tombstone."""
+        return self.column(columns_of_fold.FOLD_PRESENT)
+
+    @property
+    def offset(self) -> Int64Array:
+        """Where each record's blocks begin in `local`, and where the last one's end: int64[n_records + 1]."""
+        begin = self._begins[columns_of_fold.FOLD_OFFSET]
+        return self._words[begin : begin + self.n_records + 1]
+
+    @property
+    def local(self) -> Int64Array:
+        """Local hashes of all records, bit patterns; of meaning up to the last offset."""
+        return self._words[self._begins[columns_of_fold.FOLD_LOCAL] :]
+
+    def place_of(self, record: int) -> tuple[RankId, Tier]:
+        """Rank and tier of a record."""
+        worker_id = int(self.column(run_records.FOLD_WORKER)[record]) & U64_MASK
+        place = int(self.column(run_records.FOLD_PLACE)[record])
+        return RankId(WorkerId(worker_id), DpRank(place >> 2)), Tier(place & 3)
+
+    def epoch_of(self, record: int) -> Epoch | None:
+        """Epoch of a record; None for a tombstone, which has none."""
+        if not self.present[record]:
+            return None
+        incarnation = int(self.column(run_records.FOLD_INCARNATION)[record]) & U64_MASK
+        return Epoch(Incarnation(incarnation), int(self.column(run_records.FOLD_GENERATION)[record]))
+
+
+def columns_of(keys: Sequence[RunKey], runs: Sequence[Run | None]) -> RunColumns:
+    """Give runs, None for a tombstone, as columns."""
+    lengths = [0 if run is None else len(run.local) for run in runs]
+    columns = RunColumns(len(keys), sum(lengths))
+    for which, unsigned in (
+        (columns_of_fold.FOLD_FIRST, [key.first for key in keys]),
+        (columns_of_fold.FOLD_PARENT, [0 if run is None else run.parent or 0 for run in runs]),
+        (run_records.FOLD_WORKER, [key.rank.worker_id for key in keys]),
+        (run_records.FOLD_INCARNATION, [0 if run is None else run.epoch.incarnation for run in runs]),
+    ):
+        columns.column(which).view(np.uint64)[:] = unsigned
+    columns.column(columns_of_fold.FOLD_HAS_PARENT)[:] = [run is not None and run.parent is not None for run in runs]
+    columns.column(run_records.FOLD_PLACE)[:] = [_place(key.rank, key.tier) for key in keys]
+    columns.column(run_records.FOLD_GENERATION)[:] = [0 if run is None else run.epoch.generation for run in runs]
+    columns.present[:] = [0 if run is None else run.present for run in runs]
+    columns.offset[0] = 0
+    columns.offset[1:] = np.cumsum(lengths)
+    columns.local.view(np.uint64)[:] = [one for run in runs if run is not None for one in run.local]
+    return columns
 
 
 class TreeRunFold(RunTree):
-    """The fold over a run tree; see RunFold."""
+    """The fold over a run tree; see RunFold.
+
+    _known: the table of kernels/run_records, of the holders that records were folded for since their ranks came. Its
+    entries follow _epochs and the numbers of holders.
+    """
+
+    concurrent = True
 
     def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         super().__init__(blocks_hint=blocks_hint, limits=limits)
         self._epochs: dict[RankId, Epoch] = {}
         self._digested: HashArray | None = None  # of each column; None where something was taken in since
         self._drop_from = -1  # record from which to look for ended lives; -1 where there can be none
+        self._known = np.zeros((_KNOWN_FIRST, KNOWN_WORDS), dtype=np.int64)
+        self._n_known = 0
+        self._known_address = int(self._known.ctypes.data)
 
     def fold(self, keys: Sequence[RunKey], runs: Sequence[Run | None]) -> None:
-        """Take in records; see RunFold. Raises IndexFull."""
-        taken: list[tuple[int, RunKey, Run | None]] = []
-        for key, run in zip(keys, runs, strict=True):
-            self._digested = None
-            if run is not None:
-                known = self._epochs.get(key.rank)
-                if known is not None and run.epoch < known:
-                    continue
-                if known is None or run.epoch > known:
-                    self._fold_columns(taken)
-                    taken = []
-                    self.enter_epoch(key.rank, run.epoch)
-            elif key.rank not in self._epochs:
-                continue
-            taken.append((self.holder(key.rank, key.tier), key, run))
-        self._fold_columns(taken)
+        """Take in records; see RunFold. Raises IndexFull where some do not fit; all others are folded."""
+        refused = self.fold_records(columns_of(keys, runs))
+        if refused:
+            raise IndexFull(f"the index has no room for {len(refused)} run records", records=refused)
 
-    def _fold_columns(self, taken: list[tuple[int, RunKey, Run | None]]) -> None:
-        if not taken:
-            return
-        lengths = [0 if run is None else len(run.local) for _, _, run in taken]
-        offset = np.zeros(len(taken) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offset[1:])
-        columns = RunColumns(
-            holder=np.array([holder for holder, _, _ in taken], dtype=np.int64),
-            first=np.array([key.first for _, key, _ in taken], dtype=np.uint64),
-            parent=np.array([0 if run is None else run.parent or 0 for _, _, run in taken], dtype=np.uint64),
-            has_parent=np.array([run is not None and run.parent is not None for _, _, run in taken], dtype=np.int64),
-            present=np.array([0 if run is None else run.present for _, _, run in taken], dtype=np.int64),
-            offset=offset,
-            local=np.array([one for _, _, run in taken if run is not None for one in run.local], dtype=np.uint64),
-        )
-        self.fold_columns(columns)
+    def fold_records(self, records: RunColumns, first: int = 0, last: int | None = None) -> list[int]:
+        """Take in records `first` to `last` - 1, see RunFold; gives those for which there is no room.
 
-    def fold_columns(self, columns: RunColumns) -> None:
-        """Take in records of epochs that are their ranks' own. Raises IndexFull."""
-        folded = fold_runs(self._address, columns.address, 0, columns.n_records)
-        if folded != columns.n_records:
-            raise IndexFull("the index has no room for a run record", record=folded)
+        Such a record leaves its key as it was.
+        """
+        last = records.n_records if last is None else last
+        self._digested = None
+        refused: list[int] = []
+        at = first
+        while at < last:
+            at = fold_known(self._address, self._known_address, len(self._known) - 1, records.address, at, last)
+            if self._context[layout.FULL]:
+                refused.append(at)
+                at += 1
+            elif at < last:
+                try:
+                    admitted = self._admit(records, at)
+                except TooManyRanks:
+                    admitted = False
+                    refused.append(at)
+                at += not admitted
         self._tidy()
+        return refused
+
+    def _admit(self, records: RunColumns, record: int) -> bool:
+        """Make a record one of its rank's epoch and a known holder; False for one that changes nothing.
+
+        Raises TooManyRanks.
+        """
+        (rank, tier), epoch = records.place_of(record), records.epoch_of(record)
+        known = self._epochs.get(rank)
+        if epoch is None:
+            if known is None:
+                return False
+        elif known is None or epoch > known:
+            self.enter_epoch(rank, epoch)
+        elif epoch < known:
+            return False
+        self._know(rank, tier, self.holder(rank, tier))
+        return True
 
     def _tidy(self) -> None:
         self._digested = None
@@ -111,6 +186,10 @@ class TreeRunFold(RunTree):
         if known is None or epoch > known:
             self._drop_runs(rank)
             self._epochs[rank] = epoch
+            for tier in Tier:
+                entry = self._known[self._find_known(rank, tier)]
+                if entry[run_records.KNOWN_HOLDER]:
+                    self._set_epoch(entry, epoch)
 
     def epoch_of(self, rank: RankId) -> Epoch | None:
         """Greatest epoch seen of a rank."""
@@ -120,6 +199,9 @@ class TreeRunFold(RunTree):
         """Drop a rank's runs and its epoch."""
         self._drop_runs(rank)
         self._epochs.pop(rank, None)
+        for tier in Tier:
+            # The entry stays where it is, for others were put behind it.
+            self._known[self._find_known(rank, tier), run_records.KNOWN_HOLDER] = 0
         self.remove_rank(rank)
 
     def _drop_runs(self, rank: RankId) -> None:
@@ -127,6 +209,43 @@ class TreeRunFold(RunTree):
             self.clear(rank)
             self._drop_from = 0
             self._tidy()
+
+    # -- known holders --------------------------------------------------------
+
+    def _find_known(self, rank: RankId, tier: Tier) -> int:
+        found: int = find_known(self._known_address, len(self._known) - 1, _signed(rank.worker_id), _place(rank, tier))
+        return found
+
+    def _know(self, rank: RankId, tier: Tier, holder: int) -> None:
+        entry = self._known[self._find_known(rank, tier)]
+        if not entry[run_records.KNOWN_PLACE]:
+            self._n_known += 1
+            if self._n_known * 2 > len(self._known):
+                self._grow_known()
+                entry = self._known[self._find_known(rank, tier)]
+        entry[run_records.KNOWN_WORKER] = _signed(rank.worker_id)
+        entry[run_records.KNOWN_PLACE] = _place(rank, tier) + 1
+        entry[run_records.KNOWN_HOLDER] = holder + 1
+        self._set_epoch(entry, self._epochs[rank])
+
+    def _set_epoch(self, entry: Int64Array, epoch: Epoch) -> None:
+        entry[run_records.KNOWN_INCARNATION] = _signed(epoch.incarnation)
+        entry[run_records.KNOWN_GENERATION] = epoch.generation
+
+    def _grow_known(self) -> None:
+        """Make room for as many again as are alive; forgotten ones go."""
+        alive = self._known[self._known[:, run_records.KNOWN_HOLDER] != 0]
+        n_entries = _KNOWN_FIRST
+        while n_entries < 4 * (len(alive) + 1):
+            n_entries *= 2
+        self._known = known = np.zeros((n_entries, KNOWN_WORDS), dtype=np.int64)
+        self._known_address = int(known.ctypes.data)
+        self._n_known = len(alive) + 1  # and the one that asks for room
+        for row in alive:
+            worker, place = int(row[run_records.KNOWN_WORKER]), int(row[run_records.KNOWN_PLACE]) - 1
+            known[find_known(self._known_address, n_entries - 1, worker, place)] = row
+
+    # -- what is held ---------------------------------------------------------
 
     def ranks(self) -> list[RankId]:
         """Every rank that has an epoch."""
@@ -169,3 +288,27 @@ class TreeRunFold(RunTree):
         super().check()
         if not self._numbers.keys() <= self._epochs.keys():
             raise IndexCorrupt("a rank holds runs and has no epoch")
+        self._check_known()
+
+    def _check_known(self) -> None:
+        n_known = 0
+        for worker, place, holder, incarnation, generation, *_ in self._known.tolist():
+            n_known += place != 0
+            if holder:
+                rank = RankId(WorkerId(worker & U64_MASK), DpRank((place - 1) >> 2))
+                epoch = Epoch(Incarnation(incarnation & U64_MASK), generation)
+                if self._epochs.get(rank) != epoch:
+                    raise IndexCorrupt("a known holder is not of its rank's epoch", rank=rank, epoch=epoch)
+                if self._holders.get((self._numbers.get(rank, -1), (place - 1) & 3)) != holder - 1:
+                    raise IndexCorrupt("a known holder is another's", rank=rank, holder=holder - 1)
+        if n_known != self._n_known:
+            raise IndexCorrupt("known holders are miscounted", counted=self._n_known, found=n_known)
+
+
+def _place(rank: RankId, tier: Tier) -> int:
+    return rank.dp_rank << 2 | tier
+
+
+def _signed(value: int) -> int:
+    """Give a u64 as the int64 of the same bits, which is what kernels take."""
+    return value - (1 << 64) if value >> 63 else value

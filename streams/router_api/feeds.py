@@ -1,15 +1,17 @@
 """The thread that reads a router's topics from their beginnings and keeps reading.
 
 What lives here: consuming, and knowing when each partition's end was first reached. What must not: what records mean.
+What one call of the client gives is handed on as a whole, by topic: a batch of run records costs a twentieth of as
+many records by themselves.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
 from streams.kafka import Record, as_record, reader
@@ -18,20 +20,41 @@ from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
 
-_CONSUME_RECORDS = 256
+#: A call's fixed costs, some 10 us, are then 20 ns a record; 500 of 600 bytes are 300 KB, near for who decodes them.
+_CONSUME_RECORDS = 500
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
-#: What is called with every record, and whether it was written after its partition's end was first reached; raises
-#: BadRecord for one that cannot be used.
-Fold = Callable[[Record, bool], None]
+#: What is called with messages without an error, in order for each partition, and whether all of them were written
+#: after their partitions' ends were first reached. It gives those that cannot be used, each with its position.
+Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
+
+
+def one_by_one(fold: Callable[[Record], None]) -> Fold:
+    """Make a fold of what takes one record and raises BadRecord for one that cannot be used."""
+
+    def fold_all(messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG001
+        bad = []
+        for position, message in enumerate(messages):
+            try:
+                fold(as_record(message))
+            except BadRecord as exc:
+                bad.append((position, exc))
+        return bad
+
+    return fold_all
+
+
+def key_and_value(message: Message) -> tuple[bytes, bytes | None]:
+    """Of a message without an error; one without a key has b""."""
+    return message.key() or b"", message.value()
 
 
 class Feeds:
     """Reads whole topics; `pending` tells what has not reached its end since the start."""
 
     def __init__(self, settings: Settings, folds: Mapping[str, tuple[TopicSpec, Fold]], on_restart: Callable[[], None]):
-        """folds: a name for people, to the topic and what is called with its records."""
+        """folds: a name for people, to the topic and what is called with its messages."""
         self._settings = settings
         self._folds = {spec.name: (name, fold) for name, (spec, fold) in folds.items()}
         self._specs = [spec for spec, _ in folds.values()]
@@ -82,11 +105,17 @@ class Feeds:
     def _read(self, consumer: Consumer) -> None:
         """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""
         while not self._stopping.is_set():
+            batches: dict[tuple[str | None, bool], list[Message]] = {}
             for message in consumer.consume(_CONSUME_RECORDS, _POLL_S):
                 error = message.error()
                 if error is None:
-                    self._fold(as_record(message))
-                elif error.code() == KafkaError._PARTITION_EOF:
+                    topic = message.topic()
+                    live = (topic, message.partition()) not in self._pending
+                    batches.setdefault((topic, live), []).append(message)
+                    continue
+                # What lies before the end of a partition is folded before anybody is told that the end was reached.
+                self._fold(batches)
+                if error.code() == KafkaError._PARTITION_EOF:
                     self._pending -= {(message.topic(), message.partition())}
                 elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     log.warning("%s was truncated or recreated", message.topic())
@@ -95,12 +124,15 @@ class Feeds:
                     raise KafkaException(error)
                 else:
                     log.warning("reading: %s", error.str())
+            self._fold(batches)
 
-    def _fold(self, record: Record) -> None:
-        try:
-            live = (record.topic, record.partition) not in self._pending
-            self._folds[record.topic][1](record, live)
-        except BadRecord as exc:
-            # The agents dead-letter bad input; what is bad here was written by a stranger or a newer version.
-            self.bad_records += 1
-            log.warning("%s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
+    def _fold(self, batches: dict[tuple[str | None, bool], list[Message]]) -> None:
+        """Hand on what has come of each topic, and leave nothing of it."""
+        for (topic, live), messages in batches.items():
+            assert topic is not None  # only an error may lack it
+            for position, exc in self._folds[topic][1](messages, live):
+                # The agents dead-letter bad input; what is bad here was written by a stranger or a newer version.
+                self.bad_records += 1
+                message = messages[position]
+                log.warning("%s [%d] at %d: %s", topic, message.partition(), message.offset(), exc)
+        batches.clear()

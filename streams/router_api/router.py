@@ -27,7 +27,7 @@ from streams.core.loads import Booking, Phase
 from streams.core.registry import Wanted, Worker, WorkerState
 from streams.errors import BlockSizeMismatch, NoEligibleWorker, NotReady, ProcessError, UnknownId
 from streams.kafka import producer
-from streams.router_api.feeds import Feeds
+from streams.router_api.feeds import Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
 from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of, booking_json, rank_of, terms_json
@@ -65,13 +65,13 @@ class Router:
             {
                 "index": (
                     self._topics.index_changelog,
-                    lambda record, live: self.view.fold_index(record.key, record.value, live),
+                    lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
                 ),
                 "workers": (
                     self._topics.workers,
-                    lambda record, _: self.view.fold_worker(record.key, record.value),
+                    one_by_one(lambda record: self.view.fold_worker(record.key, record.value)),
                 ),
-                "loads": (self._topics.router_loads, lambda record, _: self.loads.fold(record)),
+                "loads": (self._topics.router_loads, one_by_one(self.loads.fold)),
             },
             self._restart,
         )

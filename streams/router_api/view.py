@@ -11,9 +11,11 @@ query sees each record whole or not at all.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from streams.codec import decode_worker
 from streams.core.holdings import Health, Progress
@@ -21,7 +23,7 @@ from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, Worke
 from streams.core.index import OverlapScores
 from streams.core.registry import Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
-from streams.errors import BadRecord, UnknownModel
+from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import partition_of
 from streams.settings import Settings
 from streams.tables.records import (
@@ -35,6 +37,17 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
+
+if TYPE_CHECKING:
+    from streams.core.tree_fold import RunColumns, TreeRunFold
+
+log = logging.getLogger(__name__)
+
+#: Run records folded while queries wait: 130 to 200 us of them.
+_LOCKED_RECORDS = 128
+
+#: Decodes many records of the index changelog; see tables.run_decoding.
+DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
 
 
 class AnswerMode(enum.StrEnum):
@@ -62,13 +75,20 @@ class RankState:
 
 def fast_fold() -> RunFold:
     """The fold over compiled kernels, or the plain one where numba cannot be imported."""
+    compiled = _compiled()
+    return PlainRunFold() if compiled is None else compiled[0]()
+
+
+def _compiled() -> tuple[type[TreeRunFold], DecodeRuns] | None:
+    """The fold over compiled kernels and what decodes for it; None where numba cannot be imported."""
     try:
         from streams.core.tree_fold import TreeRunFold
+        from streams.tables.run_decoding import decode_runs
     except ImportError as exc:
         if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
-        return PlainRunFold()
-    return TreeRunFold()
+        return None
+    return TreeRunFold, decode_runs
 
 
 class View:
@@ -90,7 +110,15 @@ class View:
         self._progress: dict[RankId, Progress] = {}
         # With the time of receipt; None for one that lay in the log before we came, which proves no living owner.
         self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
-        self.bad_records = 0
+        # Ranks of which the index had no room for a record, in the epoch that they had then: what is held of them is
+        # wrong until a new one begins.
+        self._incomplete: dict[RankId, Epoch] = {}
+        self.records_without_room = 0
+        compiled = _compiled()
+        # The index again and its decoder, where it takes many records in one call.
+        self._batches: tuple[TreeRunFold, DecodeRuns] | None = None
+        if compiled is not None and isinstance(self.index, compiled[0]):
+            self._batches = (self.index, compiled[1])
 
     def reset(self) -> None:
         """Forget everything, to be folded anew."""
@@ -106,7 +134,10 @@ class View:
             run_id = parse_run_key(key)
             run = None if value is None else decode_run(key, value)
             with self._lock:
-                self.index.fold([run_id], [run])
+                try:
+                    self.index.fold([run_id], [run])
+                except IndexFull:
+                    self._note_no_room(run_id.rank)
         elif key.startswith(PROGRESS_PREFIX):
             rank = parse_progress_key(key)
             progress = None if value is None else decode_progress(key, value)
@@ -128,12 +159,40 @@ class View:
         A bad record stops none of the others. live: as in `fold_index`, of all of them.
         """
         bad: list[tuple[int, BadRecord]] = []
-        for position, (key, value) in enumerate(records):
+        columns: RunColumns | None = None
+        alone: Iterable[int] = range(len(records))
+        if self._batches is not None:
+            columns, alone = self._batches[1](records)
+        folded = 0
+        for position in alone:
+            if columns is not None:
+                self._fold_runs(columns, folded, position)
+            folded = position + 1
             try:
-                self.fold_index(key, value, live)
+                self.fold_index(*records[position], live)
             except BadRecord as exc:
                 bad.append((position, exc))
+        if columns is not None:
+            self._fold_runs(columns, folded, len(records))
         return bad
+
+    def _fold_runs(self, columns: RunColumns, first: int, last: int) -> None:
+        for begin in range(first, last, _LOCKED_RECORDS):
+            with self._lock:
+                assert self._batches is not None  # whoever decoded columns has what folds them
+                for record in self._batches[0].fold_records(columns, begin, min(begin + _LOCKED_RECORDS, last)):
+                    self._note_no_room(columns.place_of(record)[0])
+
+    def _note_no_room(self, rank: RankId) -> None:
+        self.records_without_room += 1
+        epoch = self.index.epoch_of(rank)
+        if epoch is not None and self._incomplete.get(rank) != epoch:
+            self._incomplete[rank] = epoch
+            log.error(
+                "The index has no room for run records of rank %s; answers for it are degraded until its cache is "
+                "cleared or its engine restarts. Give this router a smaller scope",
+                rank,
+            )
 
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the registry; raises BadRecord."""
@@ -153,8 +212,11 @@ class View:
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root."""
+        index = self.index
+        if index.concurrent:
+            return index.find_matches(local)
         with self._lock:
-            return self.index.find_matches(local)
+            return index.find_matches(local)
 
     def model_of(self, model: str | None) -> str:
         """Give the model asked for, or the only one there is; raises UnknownModel."""
@@ -195,6 +257,8 @@ class View:
                 health = progress.health if progress else Health.DEGRADED
                 if health is Health.DEGRADED or health is Health.REMOVED:
                     return AnswerMode.DEGRADED
+                if self._incomplete and self._lacks_records(rank):
+                    return AnswerMode.DEGRADED
                 seen = self._partitions.get(partition_of(rank.worker_id, self._settings.partitions))
                 if seen is None or seen[1] is None or now_ms - seen[1] > stale_ms:
                     return AnswerMode.DEGRADED
@@ -222,6 +286,10 @@ class View:
                 for partition, (record, _) in self._partitions.items()
                 if record.sources
             }
+
+    def _lacks_records(self, rank: RankId) -> bool:
+        """Whether the index had no room for a record of this rank's epoch."""
+        return rank in self._incomplete and self._incomplete[rank] == self.index.epoch_of(rank)
 
     def _rank_state(self, rank: RankId) -> RankState:
         n_blocks, digest = self.index.facts(rank)

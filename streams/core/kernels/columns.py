@@ -116,6 +116,9 @@ def end_column(context: int, holder: int) -> None:
 @kernel()
 def clear_rank(context: int, rank: int) -> None:
     """A rank holds nothing in any tier: one bit a tier, whatever it held."""
+    if get(context, N_FREE_COLUMNS) + get(context, COLUMNS_MAX) - get(context, N_COLUMNS) < N_TIERS:
+        while get(context, N_ENDED):
+            sweep(context, get(context, RUNS_MAX))
     begin_change(context)
     for tier in range(N_TIERS):
         holder = load32(get(context, HOLDERS_OF) + ((rank * N_TIERS + tier) << 2)) - 1

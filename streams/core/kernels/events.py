@@ -9,7 +9,7 @@ from numba import njit
 
 from streams.core.kernels.columns import clear_rank, sweep
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import add, column_word, covers, field, get, home_address, put, tag_of
+from streams.core.kernels.fields import add, column_word, covers, end_change, field, get, home_address, put, tag_of
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
@@ -23,7 +23,6 @@ from streams.core.kernels.layout import (
     N_ALIASES,
     N_BLOCKS,
     N_ENDED,
-    N_RUNS,
     N_SEGMENTS,
     N_TIERS,
     NAME,
@@ -31,7 +30,6 @@ from streams.core.kernels.layout import (
     REMOVED,
     RUN_LENGTH,
     RUN_START,
-    RUNS_MAX,
     SCRATCH,
     SCRATCH_MAX,
     SEGMENTS_MAX,
@@ -80,7 +78,6 @@ def has_room(context: int, n_blocks: int) -> bool:
     """Whether an event of so many blocks fits, whatever it does."""
     return (
         get(context, N_BLOCKS) + 2 * n_blocks + 2 * SLACK_MAX <= get(context, BLOCKS_MAX)
-        and get(context, N_RUNS) + 3 * n_blocks + 8 <= get(context, RUNS_MAX)
         and get(context, N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, SEGMENTS_MAX)
         and n_blocks <= get(context, SCRATCH_MAX)
         and get(context, N_ALIASES) + n_blocks <= get(context, SMALL_MAX)
@@ -196,7 +193,11 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
             put(context, FULL, 1)
             return
         store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
+        end_change(context)
     elif kind == REMOVED:
+        if n_blocks > get(context, SCRATCH_MAX):
+            put(context, FULL, 1)
+            return
         add(context, UNKNOWN_REMOVALS, remove_blocks(context, column, names, n_blocks))
     else:
         clear_rank(context, load32(get(context, HOLDER_RANK) + (holder << 2)))
@@ -220,11 +221,11 @@ def ask_for_slots(context: int, kinds: int, parents: int, offsets: int, names: i
     at = event << 3
     kind = load(kinds + at)
     if kind == STORED:
-        prefetch(home_address(context, NAMES, tag_of(load(parents + at))))
+        prefetch(home_address(context, NAMES, tag_of(context, load(parents + at))))
     begin, end = load(offsets + at), load(offsets + at + 8)
     if end - begin <= _SMALL_BLOCKS:
         for index in range(begin, end):
-            prefetch_write(home_address(context, NAMES, tag_of(load(names + (index << 3)))))
+            prefetch_write(home_address(context, NAMES, tag_of(context, load(names + (index << 3)))))
 
 
 @njit(inline="always")
@@ -240,7 +241,7 @@ def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: 
         name = load(names + (begin << 3))
     else:
         return
-    tag = tag_of(name)
+    tag = tag_of(context, name)
     slot = load(home_address(context, NAMES, tag))
     if shift_right(slot, 32) == tag and slot != 0:
         block = (slot & ID_MASK) - 1

@@ -21,6 +21,7 @@ from streams.core.kernels.layout import (
     RUN_BYTES,
     RUN_COVERAGE,
     RUNS,
+    SALT,
     SEGMENT_SHIFT,
     SEGMENT_SLOTS,
     SEGMENTS,
@@ -285,17 +286,33 @@ def unset_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
 # -- maps ------------------------------------------------------------------------------------------------------------
 
 
+def _mixed(builder: Any, key: Any) -> Any:
+    for multiplier in _MIX:
+        key = builder.mul(builder.xor(key, builder.lshr(key, _I64(33))), _I64(multiplier))
+    return builder.lshr(key, _I64(32))
+
+
 @intrinsic
-def tag_of(typingctx: Any, key: Any) -> Any:
-    """32 bits of hash of a 64-bit key: names may be any numbers, small ones too."""
+def mix(typingctx: Any, key: Any) -> Any:
+    """32 bits of hash of a 64-bit key, for a table of few keys that nobody can choose."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        mixed = args[0]
-        for multiplier in _MIX:
-            mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, _I64(33))), _I64(multiplier))
-        return builder.lshr(mixed, _I64(32))
+        return _mixed(builder, args[0])
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def tag_of(typingctx: Any, context: Any, key: Any) -> Any:
+    """32 bits of hash of a 64-bit key: names may be any numbers, small ones too.
+
+    Each tree has a salt of its own, so that nobody can choose prompts whose blocks meet in one segment.
+    """
+
+    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _mixed(builder, builder.xor(args[1], _context_word(builder, args[0], SALT)))
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 def _segment(builder: Any, context: Any, which: Any, tag: Any) -> Any:

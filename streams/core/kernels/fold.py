@@ -18,7 +18,17 @@ from numba import njit
 
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.events import has_room
-from streams.core.kernels.fields import column_word, coverage_address, field, get, name_at, put, segment_of, tag_of
+from streams.core.kernels.fields import (
+    column_word,
+    coverage_address,
+    end_change,
+    field,
+    get,
+    name_at,
+    put,
+    segment_of,
+    tag_of,
+)
 from streams.core.kernels.layout import (
     CLAIMS,
     COLUMN_CLAIMS,
@@ -36,6 +46,7 @@ from streams.core.kernels.layout import (
     RUN_PARENT,
     RUN_START,
     SCRATCH,
+    SMALL_MAX,
     SYNTHETIC_STEP,
     TIER_OF,
 )
@@ -52,16 +63,16 @@ RECORD_BLOCKS_MAX = 32
 
 
 @njit(inline="always")
-def record_tag(holder: int, first: int) -> int:
+def record_tag(context: int, holder: int, first: int) -> int:
     """Tag of a record's key."""
-    return tag_of(first ^ ((holder + 1) * SYNTHETIC_STEP))
+    return tag_of(context, first ^ ((holder + 1) * SYNTHETIC_STEP))
 
 
 @kernel()
 def find_record(context: int, holder: int, first: int) -> int:
     """Entry of a record, -1 for none."""
     entries = get(context, RECORDS)
-    tag = record_tag(holder, first)
+    tag = record_tag(context, holder, first)
     segment = segment_of(context, RECORD_KEYS, tag)
     position = tag & SLOT_MASK
     while True:
@@ -79,7 +90,7 @@ def find_record(context: int, holder: int, first: int) -> int:
 def free_record(context: int, entry: int) -> None:
     """A record is no more."""
     address = get(context, RECORDS) + (entry << 5)
-    delete_id(context, RECORD_KEYS, record_tag(load(address + 8) >> 32, load(address)), entry)
+    delete_id(context, RECORD_KEYS, record_tag(context, load(address + 8) >> 32, load(address)), entry)
     store(address, get(context, FREE_RECORD))
     store(address + 16, 0)
     put(context, FREE_RECORD, entry + 1)
@@ -96,7 +107,7 @@ def write_record(context: int, entry: int, holder: int, first: int, last_block: 
         else:
             entry = get(context, N_RECORDS)
             put(context, N_RECORDS, entry + 1)
-        insert_id(context, RECORD_KEYS, record_tag(holder, first), entry)
+        insert_id(context, RECORD_KEYS, record_tag(context, holder, first), entry)
     address = entries + (entry << 5)
     store(address, first)
     store(address + 8, (holder << 32) | last_block)
@@ -203,7 +214,9 @@ def fold_run(
         if old:
             let_go(context, column, last_block, old, old)
         return True
-    if not has_room(context, 2 * n_blocks):
+    small = get(context, SMALL_MAX)
+    records, claims = get(context, N_RECORDS) + 1, get(context, N_CLAIMS) + n_blocks
+    if not has_room(context, 2 * n_blocks) or records > small or claims > small:
         put(context, FULL, 1)
         return False
     # Behind the words that let_go uses.
@@ -229,6 +242,8 @@ def fold_run(
         connected = max(connected, begin + length)
     if gone:
         let_go(context, column, last_block, old, gone)
+    else:
+        end_change(context)
     top = 63 - leading_zeros(present)
     write_record(context, entry, holder, first, find_name(context, load(sequence + (top << 3))), present)
     return True

@@ -72,6 +72,8 @@ UNKNOWN_PARENTS = 54  # of the last call
 UNKNOWN_REMOVALS = 55
 FULL = 56  # the event was refused: an arena has no room
 N_DEFERRED = 57
+SALT = 59  # of all hashes of this tree's maps
+N_TAKEN = 58  # names of new blocks that are another's
 
 # -- limits -------------------------------------------------------------------
 BLOCKS_MAX = 60
@@ -100,6 +102,9 @@ AHEAD = 128
 AHEAD_MAX = 32
 
 CONTEXT_WORDS = 192
+
+#: Words of SCRATCH that the fold of records uses; stores list what they will change behind them.
+SCRATCH_OF_FOLD = 128
 
 # -- a run: int32 fields at these bytes, then four coverage words ---------------
 RUN_BYTES = 64
@@ -147,3 +152,6 @@ SPAN_TRIES_MAX = 4
 SYNTHETIC_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 N_TIERS = 4
+
+#: 16,384 ranks in four tiers.
+COLUMNS_MAX_EVER = 65_536

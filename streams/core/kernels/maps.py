@@ -15,7 +15,6 @@ from streams.core.kernels.fields import begin_change, end_change, segment_of
 from streams.core.kernels.layout import (
     DEPTH_MAX,
     FREE_SEGMENT,
-    FULL,
     MAP_DEPTH,
     MAP_DIRECTORY,
     MAP_ENTRIES,
@@ -115,7 +114,7 @@ def free_segment(context: int, number: int) -> None:
 
 @kernel()
 def split_segment(context: int, which: int, tag: int) -> bool:
-    """Split the segment of a tag in two; False where a map can grow no more."""
+    """Split the segment of a tag in two; False where a map can grow no more, and the segment fills up."""
     directory = load(context + ((which + MAP_DIRECTORY) << 3))
     depth = load(context + ((which + MAP_DEPTH) << 3))
     segments = load(context + (SEGMENTS << 3))
@@ -123,11 +122,9 @@ def split_segment(context: int, which: int, tag: int) -> bool:
     old = load32(directory + (shift_right(tag, 32 - depth) << 2))
     own_depth = load32(metas + (old << 3) + 4)
     if own_depth >= DEPTH_MAX:
-        store(context + (FULL << 3), 1)
         return False
     new = new_segment(context, own_depth + 1)
     if new < 0:
-        store(context + (FULL << 3), 1)
         return False
     if own_depth == depth:
         for index in range((1 << depth) - 1, -1, -1):
@@ -168,34 +165,15 @@ def split_segment(context: int, which: int, tag: int) -> bool:
 
 
 @kernel()
-def make_room(context: int, which: int, tag: int) -> bool:
-    """Split until the tag's segment takes one more entry; False where it cannot."""
+def insert_id(context: int, which: int, tag: int, number: int) -> None:
+    """Insert an entry whose key is not there."""
     while True:
-        depth = load(context + ((which + MAP_DEPTH) << 3))
-        directory = load(context + ((which + MAP_DIRECTORY) << 3))
-        number = load32(directory + (shift_right(tag, 32 - depth) << 2))
-        if load32(load(context + (SEGMENT_META << 3)) + (number << 3)) < SEGMENT_ENTRIES_MAX:
-            return True
-        if not split_segment(context, which, tag):
-            return False
-
-
-@kernel()
-def insert_id(context: int, which: int, tag: int, number: int) -> bool:
-    """Insert an entry whose key is not there; False where the map is full."""
-    depth = load(context + ((which + MAP_DEPTH) << 3))
-    directory = load(context + ((which + MAP_DIRECTORY) << 3))
-    index = load32(directory + (shift_right(tag, 32 - depth) << 2))
-    meta = load(context + (SEGMENT_META << 3)) + (index << 3)
-    entries = load32(meta)
-    if entries >= SEGMENT_ENTRIES_MAX:
-        if not make_room(context, which, tag):
-            return False
-        depth = load(context + ((which + MAP_DEPTH) << 3))
-        index = load32(directory + (shift_right(tag, 32 - depth) << 2))
+        segment = segment_of(context, which, tag)
+        index = (segment - load(context + (SEGMENTS << 3))) >> SEGMENT_SHIFT
         meta = load(context + (SEGMENT_META << 3)) + (index << 3)
         entries = load32(meta)
-    segment = load(context + (SEGMENTS << 3)) + (index << SEGMENT_SHIFT)
+        if entries < SEGMENT_ENTRIES_MAX or not split_segment(context, which, tag):
+            break
     position = tag & SLOT_MASK
     while load(segment + (position << 3)) != 0:
         position = (position + 1) & SLOT_MASK
@@ -203,7 +181,6 @@ def insert_id(context: int, which: int, tag: int, number: int) -> bool:
     store32(meta, entries + 1)
     count = context + ((which + MAP_ENTRIES) << 3)
     store(count, load(count) + 1)
-    return True
 
 
 @kernel()

@@ -15,6 +15,7 @@ from streams.core.kernels.compiling import kernel
 from streams.core.kernels.fields import coverage_address, get
 from streams.core.kernels.layout import (
     BLOCKS_MAX,
+    COLUMNS_MAX_EVER,
     INLINE_WORDS,
     LIVE,
     LOCAL,
@@ -74,7 +75,7 @@ def _emit(context: int, word: int, gone: int, blocks: int, out: int, found: int)
 
 
 @njit(inline="always")
-def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int) -> int:
+def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int, words_max: int) -> int:
     version = load_acquire(context + (VERSION << 3))
     if version & 1:
         return BUSY
@@ -83,6 +84,8 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int) -
     hashes = load(context + (LOCAL << 3))
     runs = load(context + (RUNS << 3))
     words = load(context + (N_WORDS << 3))
+    if words > words_max:
+        return GROW
     runs_max, blocks_max = load(context + (RUNS_MAX << 3)), load(context + (BLOCKS_MAX << 3))
     run, done, found = 0, 0, 0
     while done < n_blocks:
@@ -246,13 +249,11 @@ def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
     work: int64[words * 65], words the number of coverage words: an answer for each column, and a word for each 64.
     """
     words = work.size // 65
-    if words < load(context + (N_WORDS << 3)):
-        return GROW
     out = address_of(work)
     alive = out + (words << 9)
     found = BUSY
     for _ in range(TRIES_MAX):
-        found = _match_once(context, address_of(query), query.size, out, alive)
+        found = _match_once(context, address_of(query), query.size, out, alive, words)
         if found != BUSY:
             break
     return found
@@ -270,7 +271,7 @@ def match(matcher: int, query: HashArray) -> int:
     context, out = load(matcher), load(matcher + 8)
     found = BUSY
     for _ in range(TRIES_MAX):
-        found = _match_once(context, address_of(query), query.size, out, load(matcher + 16))
+        found = _match_once(context, address_of(query), query.size, out, load(matcher + 16), COLUMNS_MAX_EVER // 64)
         if found == TIERED:
             tiered = load(matcher + 24)
             found = _match_tiers_once(context, address_of(query), query.size, tiered, load(matcher + 32))

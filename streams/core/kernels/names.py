@@ -35,9 +35,9 @@ from streams.core.kernels.runs import run_of
 
 
 @njit(inline="always")
-def alias_name_tag(column: int, name: int) -> int:
+def alias_name_tag(context: int, column: int, name: int) -> int:
     """Tag of a name within a column."""
-    return tag_of(name ^ ((column + 1) * SYNTHETIC_STEP))
+    return tag_of(context, name ^ ((column + 1) * SYNTHETIC_STEP))
 
 
 @njit(inline="always")
@@ -50,7 +50,7 @@ def column_block(column: int, block: int) -> int:
 def find_alias_of_name(context: int, column: int, name: int) -> int:
     """Alias entry of a column's name, -1 for none."""
     entries = get(context, ALIASES)
-    tag = alias_name_tag(column, name)
+    tag = alias_name_tag(context, column, name)
     segment = segment_of(context, ALIAS_NAMES, tag)
     position = tag & SLOT_MASK
     while True:
@@ -67,7 +67,7 @@ def find_alias_of_name(context: int, column: int, name: int) -> int:
 @kernel()
 def find_keyed(context: int, which: int, entries: int, offset: int, key: int) -> int:
     """Entry whose word at `offset` is this key, -1 for none: an alias by its block, or a claim."""
-    tag = tag_of(key)
+    tag = tag_of(context, key)
     segment = segment_of(context, which, tag)
     position = tag & SLOT_MASK
     while True:
@@ -99,8 +99,8 @@ def add_alias(context: int, column: int, name: int, block: int) -> None:
         put(context, N_ALIASES, entry + 1)
     store(entries + (entry << 4), name)
     store(entries + (entry << 4) + 8, column_block(column, block))
-    insert_id(context, ALIAS_NAMES, alias_name_tag(column, name), entry)
-    insert_id(context, ALIAS_BLOCKS, tag_of(column_block(column, block)), entry)
+    insert_id(context, ALIAS_NAMES, alias_name_tag(context, column, name), entry)
+    insert_id(context, ALIAS_BLOCKS, tag_of(context, column_block(column, block)), entry)
     address = column_word(context, COLUMN_ALIASES, column)
     store(address, load(address) + 1)
 
@@ -113,8 +113,8 @@ def remove_alias(context: int, column: int, block: int) -> None:
         return
     entries = get(context, ALIASES)
     name = load(entries + (entry << 4))
-    delete_id(context, ALIAS_NAMES, alias_name_tag(column, name), entry)
-    delete_id(context, ALIAS_BLOCKS, tag_of(column_block(column, block)), entry)
+    delete_id(context, ALIAS_NAMES, alias_name_tag(context, column, name), entry)
+    delete_id(context, ALIAS_BLOCKS, tag_of(context, column_block(column, block)), entry)
     store(entries + (entry << 4), get(context, FREE_ALIAS))
     store(entries + (entry << 4) + 8, -1)
     put(context, FREE_ALIAS, entry + 1)
@@ -139,7 +139,7 @@ def add_claim(context: int, column: int, block: int) -> None:
         put(context, N_CLAIMS, entry + 1)
     store(entries + (entry << 4), key)
     store(entries + (entry << 4) + 8, 1)
-    insert_id(context, CLAIM_BLOCKS, tag_of(key), entry)
+    insert_id(context, CLAIM_BLOCKS, tag_of(context, key), entry)
     address = column_word(context, COLUMN_CLAIMS, column)
     store(address, load(address) + 1)
 
@@ -156,7 +156,7 @@ def remove_claim(context: int, column: int, block: int, all_of_them: bool) -> bo
     if left > 0 and not all_of_them:
         store(entries + (entry << 4) + 8, left)
         return True
-    delete_id(context, CLAIM_BLOCKS, tag_of(key), entry)
+    delete_id(context, CLAIM_BLOCKS, tag_of(context, key), entry)
     store(entries + (entry << 4), get(context, FREE_CLAIM))
     store(entries + (entry << 4) + 8, -1)
     put(context, FREE_CLAIM, entry + 1)
@@ -171,7 +171,7 @@ def remove_claim(context: int, column: int, block: int, all_of_them: bool) -> bo
 @kernel()
 def find_name(context: int, name: int) -> int:
     """Block that NAMES knows under a name, -1 for none; whoever holds it."""
-    tag = tag_of(name)
+    tag = tag_of(context, name)
     segment = segment_of(context, NAMES, tag)
     names = get(context, NAME)
     position = tag & SLOT_MASK
@@ -207,6 +207,6 @@ def synthetic_name(context: int) -> int:
     """A name that NAMES does not know, for a block whose own is taken."""
     while True:
         add(context, SYNTHETIC, 1)
-        name = tag_of(get(context, SYNTHETIC)) | (get(context, SYNTHETIC) * SYNTHETIC_STEP) << 32
+        name = tag_of(context, get(context, SYNTHETIC)) | (get(context, SYNTHETIC) * SYNTHETIC_STEP) << 32
         if find_name(context, name) < 0:
             return name

@@ -186,9 +186,9 @@ def free_run(context: int, run: int) -> None:
 
 
 @njit(inline="always")
-def child_tag(parent: int, local: int) -> int:
+def child_tag(context: int, parent: int, local: int) -> int:
     """Tag of a parent and its child's first local hash."""
-    return tag_of(local ^ (parent * SYNTHETIC_STEP))
+    return tag_of(context, local ^ (parent * SYNTHETIC_STEP))
 
 
 @kernel()
@@ -204,7 +204,7 @@ def find_child(context: int, parent: int, local: int) -> int:
         others -= 1
     if others <= 0:
         return -1
-    tag = child_tag(parent, local)
+    tag = child_tag(context, parent, local)
     segment = segment_of(context, CHILDREN, tag)
     position = tag & SLOT_MASK
     for _ in range(SLOT_MASK + 1):
@@ -229,7 +229,9 @@ def add_child(context: int, parent: int, child: int) -> None:
     if load32(line + RUN_DIRECT) < 0:
         store32(line + RUN_DIRECT, child)
     else:
-        insert_id(context, CHILDREN, child_tag(parent, local_at(context, field(context, child, RUN_START))), child)
+        insert_id(
+            context, CHILDREN, child_tag(context, parent, local_at(context, field(context, child, RUN_START))), child
+        )
     if parent != 0 and load32(line + RUN_CAPACITY) == PHANTOM:
         set_field(context, child, RUN_SIBLING, load32(line + RUN_SIBLING))
         store32(line + RUN_SIBLING, child + 1)
@@ -258,7 +260,9 @@ def remove_child(context: int, parent: int, child: int) -> None:
     if load32(line + RUN_DIRECT) == child:
         store32(line + RUN_DIRECT, -1)
     else:
-        delete_id(context, CHILDREN, child_tag(parent, local_at(context, field(context, child, RUN_START))), child)
+        delete_id(
+            context, CHILDREN, child_tag(context, parent, local_at(context, field(context, child, RUN_START))), child
+        )
     store32(line + RUN_CHILDREN, load32(line + RUN_CHILDREN) - 1)
     if parent != 0 and load32(line + RUN_CAPACITY) == PHANTOM:
         unlink_sibling(context, parent, child, 0)
@@ -272,7 +276,7 @@ def replace_child(context: int, parent: int, old: int, new: int) -> None:
     if load32(line + RUN_DIRECT) == old:
         store32(line + RUN_DIRECT, new)
     else:
-        tag = child_tag(parent, local_at(context, field(context, old, RUN_START)))
+        tag = child_tag(context, parent, local_at(context, field(context, old, RUN_START)))
         address = find_id(context, CHILDREN, tag, old)
         store(address, (tag << 32) | (new + 1))
     if parent != 0 and load32(line + RUN_CAPACITY) == PHANTOM:

@@ -134,7 +134,7 @@ def merge_up(context: int, run: int) -> tuple[int, int]:
     ):
         return run, 0
     if load32(above + RUN_DIRECT) != run:
-        delete_id(context, CHILDREN, child_tag(parent, local_at(context, load32(line + RUN_START))), run)
+        delete_id(context, CHILDREN, child_tag(context, parent, local_at(context, load32(line + RUN_START))), run)
     unplace_start(context, run)
     children, direct = load32(line + RUN_CHILDREN), load32(line + RUN_DIRECT)
     if only_direct(children, direct):
@@ -179,7 +179,7 @@ def look_ahead(context: int, names: int, n_names: int) -> None:
     shift = 32 - get(context, NAMES + MAP_DEPTH)
     segments = get(context, SEGMENTS)
     for index in range(n_names):
-        tag = tag_of(load(names + (index << 3)))
+        tag = tag_of(context, load(names + (index << 3)))
         segment = segments + (load32(directory + (shift_right(tag, shift) << 2)) << SEGMENT_SHIFT)
         prefetch_write(segment + ((tag & SLOT_MASK) << 3))
         store(ahead + (index << 4), tag)
@@ -221,12 +221,22 @@ def forget_names(context: int, first: int, n_blocks: int) -> None:
 
 @kernel()
 def settle(context: int) -> None:
-    """Forget the names and free the spans of what was removed: behind the change, since no query reads them."""
+    """The change is over; tidy up behind it."""
     end_change(context)
+    tidy(context)
+
+
+@kernel()
+def tidy(context: int) -> None:
+    """Forget the names and free the spans of what was removed: behind a change if that can be, since no query reads
+    them."""
     entries = get(context, DEFERRED)
+    # All names before any span: a freed span writes its length over the name of its last block.
     for index in range(get(context, N_DEFERRED)):
         entry = entries + (index << 5)
         forget_names(context, load(entry), load(entry + 8))
+    for index in range(get(context, N_DEFERRED)):
+        entry = entries + (index << 5)
         free_span(context, load(entry + 16), load(entry + 24))
     put(context, N_DEFERRED, 0)
 
@@ -234,11 +244,9 @@ def settle(context: int) -> None:
 @kernel()
 def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> None:
     """These blocks' names and this span are to go once the change is over, or now where many wait already."""
+    if get(context, N_DEFERRED) >= DEFERRED_MAX:
+        tidy(context)
     index = get(context, N_DEFERRED)
-    if index >= DEFERRED_MAX:
-        forget_names(context, first, n_blocks)
-        free_span(context, span, length)
-        return
     entry = get(context, DEFERRED) + (index << 5)
     store(entry, first)
     store(entry + 8, n_blocks)

@@ -19,11 +19,11 @@ from streams.core.kernels.fields import (
     begin_change,
     column_word,
     covers,
-    end_change,
     field,
     get,
     local_at,
     name_at,
+    put,
     run_address,
     set_cover,
     set_field,
@@ -42,6 +42,7 @@ from streams.core.kernels.layout import (
     N_FACTS,
     N_LOWER_FACTS,
     N_PHANTOMS,
+    N_TAKEN,
     NAME,
     NAMES,
     PHANTOM,
@@ -52,6 +53,8 @@ from streams.core.kernels.layout import (
     RUN_PARENT,
     RUN_SIBLING,
     RUN_START,
+    SCRATCH,
+    SCRATCH_OF_FOLD,
     SEGMENT_ENTRIES_MAX,
     SEGMENT_META,
     SEGMENT_SHIFT,
@@ -61,7 +64,7 @@ from streams.core.kernels.layout import (
     SLACK_MIN,
     TIER_OF,
 )
-from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id, make_room
+from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id, split_segment
 from streams.core.kernels.memory import (
     copy_words,
     load,
@@ -102,8 +105,8 @@ from streams.core.kernels.shape import (
     merge_down,
     merge_up,
     remove_ghosts,
-    settle,
     split_run,
+    tidy,
     trim_spare,
 )
 from streams.core.kernels.spans import free_span, new_span
@@ -125,8 +128,8 @@ def count_facts(context: int, column: int, n_blocks: int) -> None:
 def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tuple[int, int]:
     """A column that does not hold a run holds `n_blocks` of it from `offset` on; gives the run in which they are now,
     and the offset behind them."""
-    count_facts(context, column, n_blocks)
     begin_change(context)
+    count_facts(context, column, n_blocks)
     if offset > 0:
         run = split_run(context, run, offset)[1]
     if n_blocks < field(context, run, RUN_LENGTH):
@@ -144,8 +147,8 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
     if load(column_word(context, COLUMN_ALIASES, column)):
         for block in range(first, first + n_blocks):
             remove_alias(context, column, block)
-    count_facts(context, column, -n_blocks)
     begin_change(context)
+    count_facts(context, column, -n_blocks)
     line = run_address(context, run)
     length = load32(line + RUN_LENGTH)
     at_end = offset > 0 and offset + n_blocks == length and load32(line + RUN_CHILDREN) == 0
@@ -176,7 +179,7 @@ def uncover_block(context: int, block: int, column: int) -> None:
     """A column holds a block no more, which it held."""
     run = run_of(context, block)
     uncover(context, run, block - field(context, run, RUN_START), 1, column)
-    settle(context)
+    tidy(context)
 
 
 @kernel()
@@ -207,11 +210,15 @@ def give_name(context: int, column: int, block: int, name: int, held_before: boo
 
 
 @kernel()
-def name_new_blocks(context: int, column: int, first: int, names: int, n_blocks: int) -> None:
-    """Make new blocks known by their names; NAME has them already."""
+def name_new_blocks(context: int, first: int, names: int, n_blocks: int, before: int, taken: int, n_taken: int) -> int:
+    """Make new blocks known by their names; NAME has them already. Gives the number of names that are another's.
+
+    Whose those are is settled when the blocks are in the tree: until then such a block has a made-up name, or none
+    where a phantom waits for it. taken: address of a list, of which `n_taken` words are in use, of positions in the
+    event; before: position of the first of these blocks.
+    """
     table = get(context, NAME)
     metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
-    aliases = column >= 0 and load(column_word(context, COLUMN_ALIASES, column)) != 0
     ahead = context + (AHEAD << 3)
     done = 0
     while done < n_blocks:
@@ -222,11 +229,8 @@ def name_new_blocks(context: int, column: int, first: int, names: int, n_blocks:
             tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
             meta = metas + (((segment - segments) >> SEGMENT_SHIFT) << 3)
             entries = load32(meta)
-            if entries >= SEGMENT_ENTRIES_MAX:
-                if make_room(context, NAMES, tag):
-                    break  # what was looked up ahead may lie elsewhere now
-                index += 1
-                continue
+            if entries >= SEGMENT_ENTRIES_MAX and split_segment(context, NAMES, tag):
+                break  # what was looked up ahead may lie elsewhere now
             name = load(names + ((done + index) << 3))
             block = first + done + index
             position = tag & SLOT_MASK
@@ -241,28 +245,16 @@ def name_new_blocks(context: int, column: int, first: int, names: int, n_blocks:
                 store(segment + (position << 3), (tag << 32) | (block + 1))
                 store32(meta, entries + 1)
                 add(context, NAMES + MAP_ENTRIES, 1)
-                if aliases:
-                    give_name(context, column, block, name, False)
-                    break
-            else:
-                name_taken(context, column, block, name, (slot & ID_MASK) - 1)
-                aliases = column >= 0 and load(column_word(context, COLUMN_ALIASES, column)) != 0
-                break
+                continue
+            store(taken + (n_taken << 3), before + done + index - 1)
+            n_taken += 1
+            if field(context, run_of(context, (slot & ID_MASK) - 1), RUN_CAPACITY) != PHANTOM:
+                own = synthetic_name(context)
+                store(table + (block << 3), own)
+                insert_id(context, NAMES, tag_of(context, own), block)
+            break
         done += index
-
-
-@kernel()
-def name_taken(context: int, column: int, block: int, name: int, other: int) -> None:
-    """A new block's name is another's: a phantom that waited for it, or a block that this rank means or others do."""
-    run = run_of(context, other)
-    if field(context, run, RUN_CAPACITY) == PHANTOM:
-        replace_phantom(context, run, block)
-        return
-    own = synthetic_name(context)
-    store(get(context, NAME) + (block << 3), own)
-    insert_id(context, NAMES, tag_of(own), block)
-    if column >= 0:
-        give_name(context, column, block, name, False)
+    return n_taken
 
 
 # -- storing ---------------------------------------------------------------------------------------------
@@ -296,99 +288,218 @@ def end_of(context: int, block: int) -> tuple[int, int]:
 
 
 @kernel()
-def append(context: int, run: int, names: int, locals_: int, n_blocks: int, column: int) -> int:
-    """Put new blocks behind the end of a run, which none of its children continues; gives the last one's id.
+def prepare(
+    context: int, run: int, at_end: bool, names: int, locals_: int, n_blocks: int, column: int, taken: int
+) -> tuple[int, int, int, int]:
+    """Write new blocks where no query looks yet, and make their names known.
 
-    column: who holds them; -1 for nobody, where something is to hang from them at once.
+    They go behind `run`: into its spare room where it is all the column's own and they begin at its end (`at_end`),
+    into a run of their own else. Gives how many go into the run itself, the run of the others (0 for none), whether
+    that lies in the spare room, and how many names are another's.
     """
     table, hashes = get(context, NAME), get(context, LOCAL)
-    if column >= 0:
-        count_facts(context, column, n_blocks)
     line = run_address(context, run)
     length, capacity = load32(line + RUN_LENGTH), load32(line + RUN_CAPACITY)
     first = load32(line + RUN_START) + length
     spare = 0
-    if run != 0 and capacity != PHANTOM:
+    if at_end and run != 0 and capacity != PHANTOM:
         spare = capacity - length
-    done = 0
+    own = 0
+    n_taken = 0
     if spare > 0 and column >= 0 and only_holder(context, run, column):
-        done = min(spare, n_blocks)
-        copy_words(hashes + (first << 3), locals_, done)
-        copy_words(table + (first << 3), names, done)
-        begin_change(context)
-        store32(line + RUN_LENGTH, length + done)
-        spare -= done
-    more = n_blocks - done
-    start = first
-    if more > 0:
-        begin_change(context)
-        if more <= spare:
-            # It fits behind the run itself: they are one again once the same ranks hold both.
-            room = spare
-            store32(line + RUN_CAPACITY, length)
-        else:
-            if spare > 0:
-                trim_spare(context, run)
-            start, room = new_span(context, more, more + min(max(more, SLACK_MIN), SLACK_MAX))
-        copy_words(hashes + (start << 3), locals_ + (done << 3), more)
-        copy_words(table + (start << 3), names + (done << 3), more)
-        child = new_run(context)
-        line = run_address(context, child)
-        store32(line + RUN_START, start)
-        store32(line + RUN_LENGTH, more)
-        store32(line + RUN_CAPACITY, room)
-        store32(line + RUN_DIRECT, -1)
-        store32(line + RUN_CHILDREN, 0)
-        store32(line + RUN_SIBLING, 0)
-        clear_coverage(context, child)
-        if column >= 0:
-            set_cover(context, child, column)
-        place_start(context, child)
+        own = min(spare, n_blocks)
+        spare -= own
+        copy_words(hashes + (first << 3), locals_, own)
+        copy_words(table + (first << 3), names, own)
+        n_taken = name_new_blocks(context, first, names, own, 0, taken, 0)
+    more = n_blocks - own
+    if more == 0:
+        return own, 0, 0, n_taken
+    in_spare = 0
+    if more <= spare:
+        # It fits behind the run itself: they are one again once the same ranks hold both.
+        in_spare, start, room = 1, first, spare
+    else:
+        start, room = new_span(context, more, more + min(max(more, SLACK_MIN), SLACK_MAX))
+    copy_words(hashes + (start << 3), locals_ + (own << 3), more)
+    copy_words(table + (start << 3), names + (own << 3), more)
+    child = new_run(context)
+    line = run_address(context, child)
+    store32(line + RUN_START, start)
+    store32(line + RUN_LENGTH, more)
+    store32(line + RUN_CAPACITY, room)
+    store32(line + RUN_DIRECT, -1)
+    store32(line + RUN_CHILDREN, 0)
+    store32(line + RUN_SIBLING, 0)
+    clear_coverage(context, child)
+    if column >= 0:
+        set_cover(context, child, column)
+    place_start(context, child)
+    n_taken = name_new_blocks(context, start, names + (own << 3), more, own, taken, n_taken)
+    return own, child, in_spare, n_taken
+
+
+@kernel()
+def link(
+    context: int, run: int, offset: int, own: int, child: int, in_spare: int, names: int, column: int, taken: int
+) -> int:
+    """Put what was prepared behind `offset` blocks of a run, within a change; gives the last new block's id."""
+    length = field(context, run, RUN_LENGTH)
+    if offset < length:
+        run = split_run(context, run, offset)[0]
+        length = offset
+    first = field(context, run, RUN_START) + length
+    last = first + own - 1
+    if own:
+        set_field(context, run, RUN_LENGTH, length + own)
+    n_blocks = own
+    start = 0
+    if child:
+        start, n_more = field(context, child, RUN_START), field(context, child, RUN_LENGTH)
+        if in_spare:
+            set_field(context, run, RUN_CAPACITY, length)
+        elif run != 0 and field(context, run, RUN_CAPACITY) != PHANTOM:
+            trim_spare(context, run)
         add_child(context, run, child)
-    end_change(context)
-    if done:
-        name_new_blocks(context, column, first, names, done)
-    if more > 0:
-        name_new_blocks(context, column, start, names + (done << 3), more)
-        return start + more - 1
-    return first + done - 1
+        last = start + n_more - 1
+        n_blocks += n_more
+    if column >= 0:
+        count_facts(context, column, n_blocks)
+    # Names that are another's, and of a column with names of its own each one.
+    n_taken = get(context, N_TAKEN)
+    aliases = column >= 0 and load(column_word(context, COLUMN_ALIASES, column)) != 0
+    n_named = n_blocks if aliases else n_taken
+    for index in range(n_named):
+        at = index if aliases else load(taken + (index << 3))
+        block = first + at if at < own else start + at - own
+        name = load(names + (at << 3))
+        other = find_name(context, name)
+        if other >= 0 and other != block:
+            holding = run_of(context, other)
+            if field(context, holding, RUN_CAPACITY) == PHANTOM:
+                replace_phantom(context, holding, block)
+                continue
+        if column >= 0:
+            give_name(context, column, block, name, False)
+    return last
 
 
 @kernel()
 def store_blocks(
     context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
 ) -> None:
-    """A column holds consecutive blocks, the first behind `offset` blocks of a run; the root is run 0.
+    """A column holds consecutive blocks, the first behind `offset` blocks of a run; the root is run 0. The change that
+    this begins is the caller's to end.
 
-    column: -1 to have the blocks there and held by nobody. claiming: a record says so, and one that says it of a block
-    that another record holds already is counted.
+    First a walk that changes nothing, then the new blocks where no query looks, and then all of the change at once, as
+    short as it can be. column: -1 to have the blocks there and held by nobody. claiming: a record says so, and one that
+    says it of a block that another record holds already is counted.
     """
     hashes, table = get(context, LOCAL), get(context, NAME)
+    stretches = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
+    n_stretches = 0
+    regular = get(context, N_PHANTOMS) == 0
+    if regular and column >= 0:
+        regular = load(column_word(context, COLUMN_ALIASES, column)) == 0
+    at_end = False
+    here, behind, done = run, offset, 0
+    before = -1
+    if run != 0:
+        before = field(context, run, RUN_START) + offset - 1
+    while regular and done < n_blocks:
+        line = run_address(context, here)
+        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        if behind >= length:
+            child = find_child(context, here, load(locals_ + (done << 3)))
+            if child < 0:
+                at_end = True
+                break
+            here, behind = child, 0
+            continue
+        first = start + behind
+        limit = min(length - behind, n_blocks - done)
+        same = common_length(hashes + (first << 3), locals_ + (done << 3), limit)
+        if same == 0:
+            break
+        if column >= 0:
+            if not claiming and common_length(table + (first << 3), names + (done << 3), same) < same:
+                regular = False
+                break
+            held = covers(context, here, column)
+            if claiming or not held:
+                entry = stretches + n_stretches * 24
+                store(entry, first)
+                store(entry + 8, same)
+                store(entry + 16, int(held))
+                n_stretches += 1
+        before = first + same - 1
+        behind += same
+        done += same
+    if not regular:
+        store_in_steps(context, column, run, offset, names, locals_, n_blocks, claiming)
+        return
+    new = n_blocks - done
+    taken = stretches + n_stretches * 24
+    own, child, in_spare, n_taken = 0, 0, 0, 0
+    if new:
+        own, child, in_spare, n_taken = prepare(
+            context, here, at_end, names + (done << 3), locals_ + (done << 3), new, column, taken
+        )
+        begin_change(context)
+    for index in range(n_stretches):
+        entry = stretches + index * 24
+        first, same = load(entry), load(entry + 8)
+        if load(entry + 16) == 0:
+            here = run_of(context, first)
+            cover(context, here, first - field(context, here, RUN_START), same, column)
+        else:
+            for block in range(first, first + same):
+                add_claim(context, column, block)
+    if new:
+        here, behind = 0, 0
+        if before >= 0:
+            here, behind = end_of(context, before)
+        put(context, N_TAKEN, n_taken)
+        link(context, here, behind, own, child, in_spare, names + (done << 3), column, taken)
+
+
+@kernel()
+def store_in_steps(
+    context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
+) -> None:
+    """As `store_blocks`, one stretch after the other within the change: where a rank has names of its own, so that a
+    name that moves may take a later block of this very event, and where phantoms wait for new blocks."""
+    begin_change(context)
+    hashes, table = get(context, LOCAL), get(context, NAME)
+    taken = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
     done = 0
     while done < n_blocks:
         line = run_address(context, run)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        same = 0
         if offset >= length:
             child = find_child(context, run, load(locals_ + (done << 3)))
             if child >= 0:
                 run, offset = child, 0
                 continue
+        else:
+            limit = min(length - offset, n_blocks - done)
+            same = common_length(hashes + ((start + offset) << 3), locals_ + (done << 3), limit)
+        if same == 0:
             todo = n_blocks - done
             if get(context, N_PHANTOMS):
                 todo = blocks_to_phantom(context, names + (done << 3), todo)
-            last = append(context, run, names + (done << 3), locals_ + (done << 3), todo, column)
+            at = done << 3
+            own, child, in_spare, n_taken = prepare(
+                context, run, offset >= length, names + at, locals_ + at, todo, column, taken
+            )
+            put(context, N_TAKEN, n_taken)
+            last = link(context, run, offset, own, child, in_spare, names + at, column, taken)
             done += todo
             if done < n_blocks:
                 run, offset = end_of(context, last)
             continue
         first = start + offset
-        limit = min(length - offset, n_blocks - done)
-        same = common_length(hashes + (first << 3), locals_ + (done << 3), limit)
-        if same == 0:
-            begin_change(context)
-            run = split_run(context, run, offset)[0]
-            end_change(context)
-            continue
         if column < 0:
             offset += same
             done += same
@@ -403,10 +514,8 @@ def store_blocks(
         if claiming:
             agree = same  # records name blocks by their sequence hashes, which all ranks share
         if agree == 0:
-            # A name of its own: block by block, since a name that moves may take a later block of this very event.
             if not held:
                 cover(context, run, offset, 1, column)
-                end_change(context)
             give_name(context, column, first, load(names + (done << 3)), held)
             done += 1
             run, offset = end_of(context, first)
@@ -415,7 +524,6 @@ def store_blocks(
             offset += agree
         else:
             run, offset = cover(context, run, offset, agree, column)
-            end_change(context)
         done += agree
 
 
@@ -455,17 +563,17 @@ def new_phantom(context: int, name: int) -> int:
     store32(line + RUN_SIBLING, 0)
     clear_coverage(context, run)
     place_start(context, run)
-    insert_id(context, NAMES, tag_of(name), start)
+    insert_id(context, NAMES, tag_of(context, name), start)
     add(context, N_PHANTOMS, 1)
     return run
 
 
 @kernel()
 def replace_phantom(context: int, phantom: int, block: int) -> None:
-    """A new block, the last of its run, takes a phantom's place: what waited below that hangs from it."""
-    begin_change(context)
+    """A new block, the last of its run, takes a phantom's place, within a change: what waited below that hangs from
+    it."""
     start = field(context, phantom, RUN_START)
-    tag = tag_of(name_at(context, start))
+    tag = tag_of(context, name_at(context, start))
     store(find_id(context, NAMES, tag, start), (tag << 32) | (block + 1))
     run = run_of(context, block)
     trim_spare(context, run)
@@ -476,10 +584,14 @@ def replace_phantom(context: int, phantom: int, block: int) -> None:
         waiting = field(context, child, RUN_SIBLING)
         set_field(context, child, RUN_SIBLING, 0)
         if child != direct:
-            delete_id(context, CHILDREN, child_tag(phantom, local_at(context, field(context, child, RUN_START))), child)
+            delete_id(
+                context,
+                CHILDREN,
+                child_tag(context, phantom, local_at(context, field(context, child, RUN_START))),
+                child,
+            )
         add_child(context, run, child)
     unplace_start(context, phantom)
     free_run(context, phantom)
     free_span(context, start, 1)
     add(context, N_PHANTOMS, -1)
-    end_change(context)
