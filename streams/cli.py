@@ -338,6 +338,7 @@ def demo(
         blocks=blocks,
         policies=tuple(mode for mode in RouterMode if mode in modes),
     )
+    warm_up()  # once and not in each of the demo's processes
     run_demo(config, start_kafka)
 
 
@@ -349,6 +350,7 @@ def up(workers: int, directory: Path, kafka_directory: Path) -> None:
     """Run everything on this machine in the foreground, to be tried with curl."""
     from streams.local.demo import run_up
 
+    warm_up()
     run_up(workers, directory, kafka_directory, start_kafka)
 
 
