@@ -38,6 +38,9 @@ RANKS_MAX = COLUMNS_MAX // 4
 BLOCKS_MAX = 1 << 28
 
 
+#: Of the scratch memory so much is looked at when memory is counted: an event of a million blocks.
+SCRATCH_COUNTED_BYTES = 40 << 20
+
 #: Free spans of fewer blocks keep their pages: 32 KiB, eight pages.
 GIVE_BACK_BLOCKS_MIN = 4096
 #: Blocks and segments whose pages go back in one step: a huge page of each, well below a millisecond.
@@ -138,6 +141,7 @@ class TreeMemory:
             (layout.CLAIMS, small * 16, False),
             (layout.RECORDS, small * 32, False),
             (layout.FREE_STARTS, blocks // 8, False),
+            (layout.PHANTOM_BITS, layout.PHANTOM_FILTER_BITS // 8, False),
             (layout.FREE_ENDS, blocks // 8, False),
         ):
             self._reserve(word, n_bytes, pages)
@@ -234,10 +238,25 @@ class TreeMemory:
 
     def resident_bytes(self) -> int:
         """Bytes of memory that all arenas take, by the system's own account where it gives one."""
-        n_runs = int(self.context[layout.N_RUNS])
+        context = self.context
+        n_blocks = max(int(context[layout.N_BLOCKS]), self._blocks_seen)
+        n_runs, n_segments = int(context[layout.N_RUNS]), int(context[layout.N_SEGMENTS])
+        # As far as each can have been touched: to ask about all of their address space takes 20 ms.
         reached = {
+            layout.LOCAL: n_blocks * 8,
+            layout.NAME: n_blocks * 8,
+            layout.STARTS: n_blocks // 8 + 8,
+            layout.FREE_STARTS: n_blocks // 8 + 8,
+            layout.FREE_ENDS: n_blocks // 8 + 8,
+            layout.GRANULES: n_blocks // 4 + 4,
             layout.RUNS: n_runs * layout.RUN_BYTES,
-            layout.WIDE: n_runs * int(self.context[layout.WIDE_STRIDE]) * 8,
+            layout.WIDE: n_runs * int(context[layout.WIDE_STRIDE]) * 8,
+            layout.SEGMENTS: n_segments << layout.SEGMENT_SHIFT,
+            layout.SEGMENT_META: n_segments * 8,
+            layout.ALIASES: int(context[layout.N_ALIASES]) * 16,
+            layout.CLAIMS: int(context[layout.N_CLAIMS]) * 16,
+            layout.RECORDS: int(context[layout.N_RECORDS]) * 32,
+            layout.SCRATCH: SCRATCH_COUNTED_BYTES,
         }
         arenas = [self._context, *self._retired, *self._directories]
         return sum(arena.resident_bytes() for arena in arenas) + sum(

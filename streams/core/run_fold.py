@@ -65,6 +65,9 @@ class RunFold(Protocol):
     def check(self) -> None:
         """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
 
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes, or 0 where nobody counts them."""
+
     def __len__(self) -> int:
         """Number of facts held; one that two runs claim is one."""
 
@@ -134,6 +137,10 @@ class PlainRunFold:
                 n_blocks += 1
                 digest ^= digest_of(run.key.tier, run.sequence[offset])
         return n_blocks, digest
+
+    def memory_bytes(self) -> int:
+        """Nobody counts what dicts take."""
+        return 0
 
     def check(self) -> None:
         """Raise IndexCorrupt, naming the first invariant found broken."""

@@ -69,6 +69,8 @@ class Handlers:
                 ("bookings_unpublished", "Bookings that Kafka did not take"),
                 ("unknown_calls", "Calls for request ids that no booking came for"),
                 ("bad_records", "Records of the router's topics that could not be used"),
+                ("records_without_room", "Run records that the index had no room for; their ranks are degraded"),
+                ("index_bytes", "Memory that the index takes"),
             )
         }
         self._answers = Gauge("kvstreams_answers", "Answers of POST /route by mode", ["mode"], registry=self._registry)
@@ -194,6 +196,8 @@ class Handlers:
             ("bookings_unpublished", router.loads.unpublished),
             ("unknown_calls", router.loads.unknown_calls),
             ("bad_records", router.feeds.bad_records),
+            ("records_without_room", router.view.records_without_room),
+            ("index_bytes", router.view.index.memory_bytes()),
         ):
             self._gauges[name].set(value)
         for mode, count in router.answers.items():

@@ -24,6 +24,7 @@ from streams.core.kernels.fields import (
     end_change,
     field,
     get,
+    home_address,
     name_at,
     put,
     segment_of,
@@ -35,11 +36,15 @@ from streams.core.kernels.layout import (
     COLUMN_OF,
     FREE_RECORD,
     FULL,
+    GRANULES,
     HOLDER_LIFE,
+    LOCAL,
     N_CLAIMS,
     N_RECORDS,
     N_RUNS,
     N_WORDS,
+    NAME,
+    NAMES,
     RECORD_KEYS,
     RECORDS,
     RUN_LENGTH,
@@ -47,15 +52,27 @@ from streams.core.kernels.layout import (
     RUN_START,
     SCRATCH,
     SMALL_MAX,
+    STARTS,
     SYNTHETIC_STEP,
     TIER_OF,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, insert_id
-from streams.core.kernels.memory import leading_zeros, load, load32, shift_right, signed, store, trailing_zeros
+from streams.core.kernels.memory import (
+    copy_words,
+    leading_zeros,
+    load,
+    load32,
+    prefetch,
+    prefetch_write,
+    shift_right,
+    signed,
+    store,
+    trailing_zeros,
+)
 from streams.core.kernels.names import find_name, remove_claim
 from streams.core.kernels.runs import run_of
 from streams.core.kernels.shape import settle
-from streams.core.kernels.tree import end_of, new_phantom, store_blocks, uncover
+from streams.core.kernels.tree import common_length, end_of, new_phantom, store_blocks, uncover
 from streams.core.kernels.xxh3 import chain_step, digest_9
 
 #: Blocks of a record at most: one word of presence bits in half.
@@ -193,6 +210,19 @@ def place(
 
 
 @kernel()
+def known_blocks(context: int, last_block: int, n_old: int, locals_: int, n_blocks: int) -> int:
+    """How many leading blocks of a record are those that it had before, side by side up to `last_block`; 0 where they
+    are others, or lie elsewhere: equal local hashes in one run behind the same first block are the same chain."""
+    if n_old > n_blocks:
+        return 0
+    first = last_block - n_old + 1
+    if first < field(context, run_of(context, last_block), RUN_START):
+        return 0
+    hashes = get(context, LOCAL) + (first << 3)
+    return n_old if common_length(hashes, locals_, n_old) == n_old else 0
+
+
+@kernel()
 def fold_run(
     context: int, holder: int, first: int, parent: int, has_parent: bool, locals_: int, n_blocks: int, present: int
 ) -> bool:
@@ -221,13 +251,21 @@ def fold_run(
         return False
     # Behind the words that let_go uses.
     sequence = get(context, SCRATCH) + (64 << 3)
-    link = first
-    store(sequence, link)
-    for index in range(1, n_blocks):
+    gone, new, connected = old, present, 0
+    known = 0
+    if old:
+        known = known_blocks(context, last_block, 64 - leading_zeros(old), locals_, n_blocks)
+        if known:
+            gone, new, connected = old & ~present, present & ~old, known
+            copy_words(sequence, get(context, NAME) + ((last_block - known + 1) << 3), known)
+    if known == 0:
+        store(sequence, first)
+        known = 1
+    link = load(sequence + ((known - 1) << 3))
+    for index in range(known, n_blocks):
         link = signed(chain_step(link, load(locals_ + (index << 3))))
         store(sequence + (index << 3), link)
-    gone, new, connected = old, present, 0
-    if old:
+    if connected == 0 and old:
         top = 63 - leading_zeros(old)
         if top < n_blocks and name_at(context, last_block) == load(sequence + (top << 3)):
             gone, new, connected = old & ~present, present & ~old, top + 1
@@ -261,6 +299,32 @@ def fold_run(
 ) = range(7)
 
 
+#: Records ahead of which slots are asked for, and the blocks that they tell.
+_FAR, _NEAR = 6, 3
+
+
+@njit(inline="always")
+def ask_for_record(context: int, holders: int, firsts: int, parents: int, record: int) -> None:
+    """Ask for the slots that a coming record will look at."""
+    at = record << 3
+    first = load(firsts + at)
+    prefetch_write(home_address(context, RECORD_KEYS, record_tag(context, load(holders + at), first)))
+    prefetch_write(home_address(context, NAMES, tag_of(context, first)))
+    prefetch(home_address(context, NAMES, tag_of(context, load(parents + at))))
+
+
+@njit(inline="always")
+def ask_for_parent(context: int, parents: int, record: int) -> None:
+    """Ask for where a coming record's parent lies, its slot being here."""
+    tag = tag_of(context, load(parents + (record << 3)))
+    slot = load(home_address(context, NAMES, tag))
+    if slot != 0 and shift_right(slot, 32) == tag:
+        block = (slot & ID_MASK) - 1
+        prefetch(get(context, NAME) + (block << 3))
+        prefetch(get(context, STARTS) + ((block >> 6) << 3))
+        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
+
+
 @kernel()
 def fold_runs(context: int, table: int, first: int, last: int) -> int:
     """Fold records `first` to `last` - 1 of columns; gives how many were folded, fewer where there is no room.
@@ -273,6 +337,10 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
     offsets, locals_ = load(table + 40), load(table + 48)
     put(context, FULL, 0)
     for record in range(first, last):
+        if record + _FAR < last:
+            ask_for_record(context, holders, firsts, parents, record + _FAR)
+        if record + _NEAR < last:
+            ask_for_parent(context, parents, record + _NEAR)
         at = record << 3
         begin = load(offsets + at)
         if not fold_run(

@@ -43,6 +43,7 @@ FREE_STARTS = 26  # bit a block: a free span starts here
 FREE_ENDS = 27  # bit a block: a free span ends here
 FREE_COLUMNS = 28  # int32 stack of columns that nobody uses
 DEFERRED = 30  # four int64 an entry: first block and number of names to forget, first block and length of a span
+PHANTOM_BITS = 31  # bit a hash: a phantom may have it; see tree.may_be_phantom
 HOLDER_LIFE = 29  # int64 a holder: number of clears, so that records of older ones are known
 
 # -- counters -----------------------------------------------------------------
@@ -144,6 +145,9 @@ SLACK_KEPT_MAX = 256
 
 #: Runs removed by one event whose names wait for its end; with more of them queries wait a little.
 DEFERRED_MAX = 65_536
+
+#: Bits by which most names are known to be no phantom's: 512 KiB, which a recovery of many keeps in the cache.
+PHANTOM_FILTER_BITS = 1 << 22
 
 #: Free spans shorter than a class looked at before a bigger class is broken up.
 SPAN_TRIES_MAX = 4

@@ -25,9 +25,11 @@ from streams.core.kernels.fields import (
     name_at,
     put,
     run_address,
+    set_bit,
     set_cover,
     set_field,
     tag_of,
+    test_bit,
     unset_cover,
 )
 from streams.core.kernels.layout import (
@@ -46,6 +48,8 @@ from streams.core.kernels.layout import (
     NAME,
     NAMES,
     PHANTOM,
+    PHANTOM_BITS,
+    PHANTOM_FILTER_BITS,
     RUN_CAPACITY,
     RUN_CHILDREN,
     RUN_DIRECT,
@@ -398,8 +402,8 @@ def store_blocks(
     hashes, table = get(context, LOCAL), get(context, NAME)
     stretches = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
     n_stretches = 0
-    regular = get(context, N_PHANTOMS) == 0
-    if regular and column >= 0:
+    regular = True
+    if column >= 0:
         regular = load(column_word(context, COLUMN_ALIASES, column)) == 0
     at_end = False
     here, behind, done = run, offset, 0
@@ -435,6 +439,8 @@ def store_blocks(
         before = first + same - 1
         behind += same
         done += same
+    if regular and get(context, N_PHANTOMS):
+        regular = first_phantom(context, names + (done << 3), n_blocks - done) == n_blocks - done
     if not regular:
         store_in_steps(context, column, run, offset, names, locals_, n_blocks, claiming)
         return
@@ -488,7 +494,7 @@ def store_in_steps(
         if same == 0:
             todo = n_blocks - done
             if get(context, N_PHANTOMS):
-                todo = blocks_to_phantom(context, names + (done << 3), todo)
+                todo = min(todo, first_phantom(context, names + (done << 3), todo) + 1)
             at = done << 3
             own, child, in_spare, n_taken = prepare(
                 context, run, offset >= length, names + at, locals_ + at, todo, column, taken
@@ -531,17 +537,15 @@ def store_in_steps(
 
 
 @kernel()
-def blocks_to_phantom(context: int, names: int, n_blocks: int) -> int:
-    """How many of these new blocks to append before one takes a phantom's place, that one included."""
-    done = 0
-    while done < n_blocks:
-        todo = min(AHEAD_MAX, n_blocks - done)
-        look_ahead(context, names + (done << 3), todo)
-        for index in range(done, done + todo):
-            block = find_name(context, load(names + (index << 3)))
+def first_phantom(context: int, names: int, n_blocks: int) -> int:
+    """Which of these new blocks is the first to take a phantom's place; `n_blocks` for none."""
+    filter_bits = get(context, PHANTOM_BITS)
+    for index in range(n_blocks):
+        name = load(names + (index << 3))
+        if test_bit(filter_bits, tag_of(context, name) & (PHANTOM_FILTER_BITS - 1)):
+            block = find_name(context, name)
             if block >= 0 and field(context, run_of(context, block), RUN_CAPACITY) == PHANTOM:
-                return index + 1
-        done += todo
+                return index
     return n_blocks
 
 
@@ -564,6 +568,11 @@ def new_phantom(context: int, name: int) -> int:
     clear_coverage(context, run)
     place_start(context, run)
     insert_id(context, NAMES, tag_of(context, name), start)
+    filter_bits = get(context, PHANTOM_BITS)
+    if get(context, N_PHANTOMS) == 0:
+        for word in range(PHANTOM_FILTER_BITS >> 6):
+            store(filter_bits + (word << 3), 0)
+    set_bit(filter_bits, tag_of(context, name) & (PHANTOM_FILTER_BITS - 1))
     add(context, N_PHANTOMS, 1)
     return run
 
