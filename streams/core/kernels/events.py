@@ -39,6 +39,7 @@ from streams.core.kernels.layout import (
     STORED,
     UNKNOWN_PARENTS,
     UNKNOWN_REMOVALS,
+    WAITING,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK
 from streams.core.kernels.memory import (
@@ -52,7 +53,7 @@ from streams.core.kernels.memory import (
 )
 from streams.core.kernels.names import find_held
 from streams.core.kernels.runs import run_of
-from streams.core.kernels.shape import look_ahead, settle
+from streams.core.kernels.shape import look_ahead, settle, wait_for_queries
 from streams.core.kernels.tree import end_of, store_blocks, uncover
 
 # -- whole events ----------------------------------------------------------------------------------------
@@ -268,6 +269,8 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
             ask_for_slots(context, load(table + 8), parents, offsets, names, event + _FAR)
         if event + _NEAR < last:
             ask_for_blocks(context, load(table + 8), parents, offsets, names, event + _NEAR)
+        if get(context, WAITING):
+            wait_for_queries(context)
         at = event << 3
         begin = load(offsets + at)
         apply_event(

@@ -55,6 +55,7 @@ from streams.core.kernels.layout import (
     STARTS,
     SYNTHETIC_STEP,
     TIER_OF,
+    WAITING,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, insert_id
 from streams.core.kernels.memory import (
@@ -71,7 +72,7 @@ from streams.core.kernels.memory import (
 )
 from streams.core.kernels.names import find_name, remove_claim
 from streams.core.kernels.runs import run_of
-from streams.core.kernels.shape import settle
+from streams.core.kernels.shape import settle, wait_for_queries
 from streams.core.kernels.tree import common_length, end_of, new_phantom, store_blocks, uncover
 from streams.core.kernels.xxh3 import chain_step, digest_9
 
@@ -341,6 +342,8 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
             ask_for_record(context, holders, firsts, parents, record + _FAR)
         if record + _NEAR < last:
             ask_for_parent(context, parents, record + _NEAR)
+        if get(context, WAITING):
+            wait_for_queries(context)
         at = record << 3
         begin = load(offsets + at)
         if not fold_run(

@@ -73,6 +73,7 @@ UNKNOWN_PARENTS = 54  # of the last call
 UNKNOWN_REMOVALS = 55
 FULL = 56  # the event was refused: an arena has no room
 N_DEFERRED = 57
+WAITING = 70  # queries that were disturbed and ask the writer for a moment
 SALT = 59  # of all hashes of this tree's maps
 N_TAKEN = 58  # names of new blocks that are another's
 
@@ -142,6 +143,16 @@ SLACK_MIN = 16
 SLACK_MAX = 128
 #: A run that shrank keeps at most this much spare room.
 SLACK_KEPT_MAX = 256
+
+#: Looks at WAITING before the writer goes on all the same: some 20 us, in which the queries of many threads end.
+PATIENCE = 320
+#: Disturbed tries after which a query asks for a moment. A writer of small events changes the tree every 2 us, which is
+#: what a long query takes: without asking, every hundredth waited 190 us.
+TRIES_BEFORE_WAITING = 2
+
+#: Tries after which a query, or a writer that waits for queries, lets go of the processor between two: the other may
+#: be waiting for this very processor.
+TRIES_BEFORE_YIELDING = 256
 
 #: Runs removed by one event whose names wait for its end; with more of them queries wait a little.
 DEFERRED_MAX = 65_536

@@ -13,6 +13,7 @@ from __future__ import annotations
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.fields import begin_change, end_change, segment_of
 from streams.core.kernels.layout import (
+    CHILDREN,
     DEPTH_MAX,
     FREE_SEGMENT,
     MAP_DEPTH,
@@ -195,7 +196,7 @@ def split_segments_to(context: int, which: int, depth: int) -> None:
 def join_segments(context: int, which: int, budget: int) -> int:
     """Join halves that fit one segment with room to spare, so many at most; gives how many segments came free.
 
-    Some 20 us each, during which queries wait if it is the children's map.
+    Some 40 us each, during which queries wait if it is the children's map, the only one that they read.
     """
     directory = load(context + ((which + MAP_DIRECTORY) << 3))
     depth = load(context + ((which + MAP_DEPTH) << 3))
@@ -211,7 +212,8 @@ def join_segments(context: int, which: int, budget: int) -> int:
             right = load32(directory + ((index + span) << 2))
             entries = load32(metas + (left << 3)) + load32(metas + (right << 3))
             if load32(metas + (right << 3) + 4) == own_depth and entries <= SEGMENT_ENTRIES_JOINED_MAX:
-                begin_change(context)
+                if which == CHILDREN:
+                    begin_change(context)
                 source, target = segments + (right << SEGMENT_SHIFT), segments + (left << SEGMENT_SHIFT)
                 for at in range(SEGMENT_SLOTS):
                     slot = load(source + (at << 3))

@@ -29,16 +29,21 @@ from streams.core.kernels.layout import (
     RUNS,
     RUNS_MAX,
     TIER_OF,
+    TRIES_BEFORE_WAITING,
+    TRIES_BEFORE_YIELDING,
     VERSION,
+    WAITING,
 )
 from streams.core.kernels.memory import (
     address_of,
+    atomic_add,
     fence,
     load,
     load32,
     load_acquire,
     store,
     trailing_zeros,
+    yield_processor,
 )
 from streams.core.kernels.runs import find_child
 from streams.core.kernels.tree import common_length
@@ -51,8 +56,8 @@ BUSY = -1
 TIERED = -2
 #: There are more ranks by now than the caller has room for: ask with more.
 GROW = -3
-#: Tries within one call before the caller hears BUSY: a millisecond or so, in which a writer that the system put to
-#: sleep in the middle of a change may have come back.
+#: Tries within one call before the caller hears BUSY: tens of milliseconds, in which a writer that the system put to
+#: sleep in the middle of a change has come back.
 TRIES_MAX = 1 << 16
 
 
@@ -234,11 +239,17 @@ def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Arr
     out: int64[n_ranks * TIERED_WORDS]. state: int64[2 + n_ranks * 7], zeros at first but for state[1] = n_ranks. GROW
     where there are more ranks than that.
     """
-    found = BUSY
-    for _ in range(TRIES_MAX):
+    found, tries = BUSY, 0
+    for tries in range(TRIES_MAX):
         found = _match_tiers_once(context, address_of(query), query.size, address_of(out), address_of(state))
         if found != BUSY:
             break
+        if tries == TRIES_BEFORE_WAITING:
+            atomic_add(context + (WAITING << 3), 1)
+        if tries >= TRIES_BEFORE_YIELDING:
+            yield_processor()
+    if tries > TRIES_BEFORE_WAITING:
+        atomic_add(context + (WAITING << 3), -1)
     return found
 
 
@@ -251,11 +262,17 @@ def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
     words = work.size // 65
     out = address_of(work)
     alive = out + (words << 9)
-    found = BUSY
-    for _ in range(TRIES_MAX):
+    found, tries = BUSY, 0
+    for tries in range(TRIES_MAX):
         found = _match_once(context, address_of(query), query.size, out, alive, words)
         if found != BUSY:
             break
+        if tries == TRIES_BEFORE_WAITING:
+            atomic_add(context + (WAITING << 3), 1)
+        if tries >= TRIES_BEFORE_YIELDING:
+            yield_processor()
+    if tries > TRIES_BEFORE_WAITING:
+        atomic_add(context + (WAITING << 3), -1)
     return found
 
 
@@ -269,8 +286,8 @@ def match(matcher: int, query: HashArray) -> int:
     would take longer.
     """
     context, out = load(matcher), load(matcher + 8)
-    found = BUSY
-    for _ in range(TRIES_MAX):
+    found, tries = BUSY, 0
+    for tries in range(TRIES_MAX):
         found = _match_once(context, address_of(query), query.size, out, load(matcher + 16), COLUMNS_MAX_EVER // 64)
         if found == TIERED:
             tiered = load(matcher + 24)
@@ -279,4 +296,10 @@ def match(matcher: int, query: HashArray) -> int:
                 store(out + (index << 3), load(tiered + index * (TIERED_WORDS << 3)))
         if found != BUSY:
             break
+        if tries == TRIES_BEFORE_WAITING:
+            atomic_add(context + (WAITING << 3), 1)
+        if tries >= TRIES_BEFORE_YIELDING:
+            yield_processor()
+    if tries > TRIES_BEFORE_WAITING:
+        atomic_add(context + (WAITING << 3), -1)
     return found

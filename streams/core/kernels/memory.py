@@ -13,6 +13,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -105,6 +106,28 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 that several threads add to; gives what it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def yield_processor(typingctx: Any) -> Any:
+    """Let another thread have this processor, as sched_yield of POSIX does."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

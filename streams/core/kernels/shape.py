@@ -24,6 +24,7 @@ from streams.core.kernels.layout import (
     N_PHANTOMS,
     NAME,
     NAMES,
+    PATIENCE,
     PHANTOM,
     RUN_CAPACITY,
     RUN_CHILDREN,
@@ -37,9 +38,20 @@ from streams.core.kernels.layout import (
     SEGMENTS,
     SWEEP_AGAIN,
     SWEEP_AT,
+    TRIES_BEFORE_YIELDING,
+    WAITING,
 )
 from streams.core.kernels.maps import SLOT_MASK, delete_id
-from streams.core.kernels.memory import load, load32, prefetch_write, shift_right, store, store32
+from streams.core.kernels.memory import (
+    load,
+    load32,
+    load_acquire,
+    prefetch_write,
+    shift_right,
+    store,
+    store32,
+    yield_processor,
+)
 from streams.core.kernels.runs import (
     child_tag,
     copy_coverage,
@@ -217,6 +229,16 @@ def forget_names(context: int, first: int, n_blocks: int) -> None:
             store32(meta, load32(meta) - 1)
         done += todo
     add(context, NAMES + MAP_ENTRIES, -n_blocks)
+
+
+@kernel()
+def wait_for_queries(context: int) -> None:
+    """Leave the tree alone until the queries that asked for it have ended, or for a named while."""
+    for looks in range(PATIENCE):
+        if load_acquire(context + (WAITING << 3)) == 0:
+            return
+        if looks >= TRIES_BEFORE_YIELDING:
+            yield_processor()
 
 
 @kernel()
