@@ -98,17 +98,6 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
-def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64; everything before it is written first."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
 def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
     """Add to an int64 that several threads add to; gives what it was."""
 
