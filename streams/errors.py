@@ -109,6 +109,12 @@ class IndexFull(KvStreamsError):
     http_status = 507
 
 
+class TooManyRanks(KvStreamsError):
+    """More ranks, or ranks in more tiers, than an index has columns for."""
+
+    code = "too_many_ranks"
+
+
 class IndexCorrupt(KvStreamsError, AssertionError):
     """An index found one of its own invariants broken: a bug of kvstreams, and the answers since then are in doubt."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.core.kernels import layout
-from streams.errors import KvStreamsError, SettingsError
+from streams.errors import SettingsError
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -262,9 +262,3 @@ class TreeMemory:
         return sum(arena.resident_bytes() for arena in arenas) + sum(
             arena.resident_bytes(reached.get(word, arena.n_bytes)) for word, arena in self.arenas.items()
         )
-
-
-class TooManyRanks(KvStreamsError):
-    """More ranks, or ranks in more tiers, than an index has columns for."""
-
-    code = "too_many_ranks"

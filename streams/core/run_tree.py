@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from streams.core.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, Int64Array, TooManyRanks, TreeLimits, TreeMemory
+from streams.core.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, Int64Array, TreeLimits, TreeMemory
 from streams.core.events import KvEvent
 from streams.core.hashing import BASE_SEED, Tokens, local_hashes
 from streams.core.ids import U32_MAX, EngineHash, HashArray, RankId, Tier
@@ -26,7 +26,7 @@ from streams.core.kernels.events import SWEEP_BUDGET, apply_events
 from streams.core.kernels.maps import join_segments, split_segments_to
 from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
 from streams.core.tree_inspection import Column, TreeReader
-from streams.errors import IndexFull, InvalidEvent, UnknownParent
+from streams.errors import IndexFull, InvalidEvent, TooManyRanks, UnknownParent
 
 N_TIERS = len(Tier)
 
@@ -161,7 +161,6 @@ class RunTree:
         self._peak_blocks = 0
         self._n_calls = 0
         self._holders: dict[tuple[int, int], int] = {}
-        self._tier_state: Int64Array | None = None
         if blocks_hint:
             segments = blocks_hint / (_PRESIZED_LOAD * layout.SEGMENT_SLOTS)
             depth = min(layout.DEPTH_MAX, max(0, int(np.ceil(np.log2(max(1.0, segments))))))

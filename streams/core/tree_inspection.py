@@ -16,8 +16,9 @@ from streams.core.arenas import Int64Array, TreeMemory
 from streams.core.events import BlocksRemoved, BlocksStored, KvEvent
 from streams.core.ids import U32_MAX, U64_MASK, EngineHash, HashArray, RankId, Tier
 from streams.core.kernels import layout
+from streams.core.kernels.entries import find_keyed
 from streams.core.kernels.fold import find_record
-from streams.core.kernels.names import find_alias_of_block, find_alias_of_name, find_keyed, find_name
+from streams.core.kernels.names import find_alias_of_block, find_alias_of_name, find_name
 from streams.core.kernels.runs import find_child, run_of
 from streams.errors import IndexCorrupt
 

@@ -76,7 +76,13 @@ class RankState:
 def fast_fold() -> RunFold:
     """The fold over compiled kernels, or the plain one where numba cannot be imported."""
     compiled = _compiled()
-    return PlainRunFold() if compiled is None else compiled[0]()
+    if compiled is None:
+        return PlainRunFold()
+    from streams.core.kernels.warm import warm
+
+    for _ in warm():  # here, before anybody is answered: half a minute once, a tenth of a second from the cache
+        pass
+    return compiled[0]()
 
 
 def _compiled() -> tuple[type[TreeRunFold], DecodeRuns] | None:

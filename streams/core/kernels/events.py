@@ -17,7 +17,6 @@ from streams.core.kernels.layout import (
     COLUMN_ALIASES,
     COLUMN_OF,
     FULL,
-    GRANULES,
     HOLDER_RANK,
     HOLDERS_OF,
     N_ALIASES,
@@ -53,7 +52,7 @@ from streams.core.kernels.memory import (
 )
 from streams.core.kernels.names import find_held
 from streams.core.kernels.runs import run_of
-from streams.core.kernels.shape import look_ahead, settle, wait_for_queries
+from streams.core.kernels.shape import ask_for_block, look_ahead, settle, wait_for_queries
 from streams.core.kernels.tree import end_of, store_blocks, uncover
 
 # -- whole events ----------------------------------------------------------------------------------------
@@ -206,9 +205,6 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
 
 #: Runs or blocks that one call sweeps at most behind a clear: some 50 us.
 SWEEP_BUDGET = 4096
-#: Columns of an event table, in the order of their addresses.
-COLUMN_HOLDER, COLUMN_KIND, COLUMN_PARENT, COLUMN_OFFSET, COLUMN_NAMES, COLUMN_LOCAL = 0, 1, 2, 3, 4, 5
-
 
 #: Events ahead of which slots of names are asked for, and the blocks that they tell.
 _FAR, _NEAR = 6, 3
@@ -242,13 +238,7 @@ def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: 
         name = load(names + (begin << 3))
     else:
         return
-    tag = tag_of(context, name)
-    slot = load(home_address(context, NAMES, tag))
-    if shift_right(slot, 32) == tag and slot != 0:
-        block = (slot & ID_MASK) - 1
-        prefetch(get(context, NAME) + (block << 3))
-        prefetch(get(context, STARTS) + ((block >> 6) << 3))
-        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
+    ask_for_block(context, name)
 
 
 @kernel()
@@ -256,7 +246,8 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
     """Apply events `first` to `last` - 1 of columns; gives how many were applied; as -1 - number where some blocks were
     not known, or where there is no room for the next event.
 
-    table: address of the six columns' addresses. Counters of the call are in the context.
+    table: address of the six columns' addresses: holder, kind, parent's name, offsets, names, local hashes. Counters of
+    the call are in the context.
     """
     holders, kinds = load(table), load(table + 8)
     parents, offsets = load(table + 16), load(table + 24)
@@ -266,9 +257,9 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
     put(context, FULL, 0)
     for event in range(first, last):
         if event + _FAR < last:
-            ask_for_slots(context, load(table + 8), parents, offsets, names, event + _FAR)
+            ask_for_slots(context, kinds, parents, offsets, names, event + _FAR)
         if event + _NEAR < last:
-            ask_for_blocks(context, load(table + 8), parents, offsets, names, event + _NEAR)
+            ask_for_blocks(context, kinds, parents, offsets, names, event + _NEAR)
         if get(context, WAITING):
             wait_for_queries(context)
         at = event << 3

@@ -17,6 +17,7 @@ from __future__ import annotations
 from numba import njit
 
 from streams.core.kernels.compiling import kernel
+from streams.core.kernels.entries import find_owned, give_back, owned_tag, take_entry
 from streams.core.kernels.events import has_room
 from streams.core.kernels.fields import (
     column_word,
@@ -27,7 +28,6 @@ from streams.core.kernels.fields import (
     home_address,
     name_at,
     put,
-    segment_of,
     tag_of,
 )
 from streams.core.kernels.layout import (
@@ -36,7 +36,6 @@ from streams.core.kernels.layout import (
     COLUMN_OF,
     FREE_RECORD,
     FULL,
-    GRANULES,
     HOLDER_LIFE,
     LOCAL,
     N_CLAIMS,
@@ -52,12 +51,10 @@ from streams.core.kernels.layout import (
     RUN_START,
     SCRATCH,
     SMALL_MAX,
-    STARTS,
-    SYNTHETIC_STEP,
     TIER_OF,
     WAITING,
 )
-from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, insert_id
+from streams.core.kernels.maps import ID_MASK, delete_id, insert_id
 from streams.core.kernels.memory import (
     copy_words,
     leading_zeros,
@@ -72,46 +69,25 @@ from streams.core.kernels.memory import (
 )
 from streams.core.kernels.names import find_name, remove_claim
 from streams.core.kernels.runs import run_of
-from streams.core.kernels.shape import settle, wait_for_queries
+from streams.core.kernels.shape import ask_for_block, settle, wait_for_queries
 from streams.core.kernels.tree import common_length, end_of, new_phantom, store_blocks, uncover
 from streams.core.kernels.xxh3 import chain_step, digest_9
 
-#: Blocks of a record at most: one word of presence bits in half.
-RECORD_BLOCKS_MAX = 32
-
 
 @njit(inline="always")
-def record_tag(context: int, holder: int, first: int) -> int:
-    """Tag of a record's key."""
-    return tag_of(context, first ^ ((holder + 1) * SYNTHETIC_STEP))
-
-
-@kernel()
 def find_record(context: int, holder: int, first: int) -> int:
     """Entry of a record, -1 for none."""
-    entries = get(context, RECORDS)
-    tag = record_tag(context, holder, first)
-    segment = segment_of(context, RECORD_KEYS, tag)
-    position = tag & SLOT_MASK
-    while True:
-        slot = load(segment + (position << 3))
-        if slot == 0:
-            return -1
-        if shift_right(slot, 32) == tag:
-            entry = (slot & ID_MASK) - 1
-            if load(entries + (entry << 5)) == first and load(entries + (entry << 5) + 8) >> 32 == holder:
-                return entry
-        position = (position + 1) & SLOT_MASK
+    return find_owned(context, RECORD_KEYS, get(context, RECORDS), 5, holder, first)
 
 
 @kernel()
 def free_record(context: int, entry: int) -> None:
     """A record is no more."""
-    address = get(context, RECORDS) + (entry << 5)
-    delete_id(context, RECORD_KEYS, record_tag(context, load(address + 8) >> 32, load(address)), entry)
-    store(address, get(context, FREE_RECORD))
+    entries = get(context, RECORDS)
+    address = entries + (entry << 5)
+    delete_id(context, RECORD_KEYS, owned_tag(context, load(address + 8) >> 32, load(address)), entry)
+    give_back(context, entries, 5, FREE_RECORD, entry)
     store(address + 16, 0)
-    put(context, FREE_RECORD, entry + 1)
 
 
 @kernel()
@@ -119,13 +95,8 @@ def write_record(context: int, entry: int, holder: int, first: int, last_block: 
     """Set a record, a new one where `entry` is -1."""
     entries = get(context, RECORDS)
     if entry < 0:
-        entry = get(context, FREE_RECORD) - 1
-        if entry >= 0:
-            put(context, FREE_RECORD, load(entries + (entry << 5)))
-        else:
-            entry = get(context, N_RECORDS)
-            put(context, N_RECORDS, entry + 1)
-        insert_id(context, RECORD_KEYS, record_tag(context, holder, first), entry)
+        entry = take_entry(context, entries, 5, FREE_RECORD, N_RECORDS)
+        insert_id(context, RECORD_KEYS, owned_tag(context, holder, first), entry)
     address = entries + (entry << 5)
     store(address, first)
     store(address + 8, (holder << 32) | last_block)
@@ -309,7 +280,7 @@ def ask_for_record(context: int, holders: int, firsts: int, parents: int, record
     """Ask for the slots that a coming record will look at."""
     at = record << 3
     first = load(firsts + at)
-    prefetch_write(home_address(context, RECORD_KEYS, record_tag(context, load(holders + at), first)))
+    prefetch_write(home_address(context, RECORD_KEYS, owned_tag(context, load(holders + at), first)))
     prefetch_write(home_address(context, NAMES, tag_of(context, first)))
     prefetch(home_address(context, NAMES, tag_of(context, load(parents + at))))
 
@@ -317,13 +288,7 @@ def ask_for_record(context: int, holders: int, firsts: int, parents: int, record
 @njit(inline="always")
 def ask_for_parent(context: int, parents: int, record: int) -> None:
     """Ask for where a coming record's parent lies, its slot being here."""
-    tag = tag_of(context, load(parents + (record << 3)))
-    slot = load(home_address(context, NAMES, tag))
-    if slot != 0 and shift_right(slot, 32) == tag:
-        block = (slot & ID_MASK) - 1
-        prefetch(get(context, NAME) + (block << 3))
-        prefetch(get(context, STARTS) + ((block >> 6) << 3))
-        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
+    ask_for_block(context, load(parents + (record << 3)))
 
 
 @kernel()

@@ -60,7 +60,6 @@ GROW = -3
 #: sleep in the middle of a change has come back.
 TRIES_MAX = 1 << 16
 
-
 #: Words of an answer of match_tiers: rank << 32 | blocks, and blocks whose fastest copy is in each tier.
 TIERED_WORDS = 5
 
@@ -232,6 +231,22 @@ def _emit_tiers(row: int, rank: int, blocks: int, out: int, found: int) -> int:
     return found + 1
 
 
+@njit(inline="always")
+def _before_next_try(context: int, tries: int) -> None:
+    """The tree changed meanwhile: after some tries the writer is asked for a moment, and is let run."""
+    if tries == TRIES_BEFORE_WAITING:
+        atomic_add(context + (WAITING << 3), 1)
+    if tries >= TRIES_BEFORE_YIELDING:
+        yield_processor()
+
+
+@njit(inline="always")
+def _after_tries(context: int, tries: int) -> None:
+    """Ask no more. `tries`: number of the last one."""
+    if tries > TRIES_BEFORE_WAITING:
+        atomic_add(context + (WAITING << 3), -1)
+
+
 @kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C")), nogil=False)
 def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Array) -> int:
     """Match a request where ranks hold blocks in several tiers: gives the number of ranks found, or BUSY.
@@ -244,12 +259,8 @@ def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Arr
         found = _match_tiers_once(context, address_of(query), query.size, address_of(out), address_of(state))
         if found != BUSY:
             break
-        if tries == TRIES_BEFORE_WAITING:
-            atomic_add(context + (WAITING << 3), 1)
-        if tries >= TRIES_BEFORE_YIELDING:
-            yield_processor()
-    if tries > TRIES_BEFORE_WAITING:
-        atomic_add(context + (WAITING << 3), -1)
+        _before_next_try(context, tries)
+    _after_tries(context, tries)
     return found
 
 
@@ -267,12 +278,8 @@ def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
         found = _match_once(context, address_of(query), query.size, out, alive, words)
         if found != BUSY:
             break
-        if tries == TRIES_BEFORE_WAITING:
-            atomic_add(context + (WAITING << 3), 1)
-        if tries >= TRIES_BEFORE_YIELDING:
-            yield_processor()
-    if tries > TRIES_BEFORE_WAITING:
-        atomic_add(context + (WAITING << 3), -1)
+        _before_next_try(context, tries)
+    _after_tries(context, tries)
     return found
 
 
@@ -296,10 +303,6 @@ def match(matcher: int, query: HashArray) -> int:
                 store(out + (index << 3), load(tiered + index * (TIERED_WORDS << 3)))
         if found != BUSY:
             break
-        if tries == TRIES_BEFORE_WAITING:
-            atomic_add(context + (WAITING << 3), 1)
-        if tries >= TRIES_BEFORE_YIELDING:
-            yield_processor()
-    if tries > TRIES_BEFORE_WAITING:
-        atomic_add(context + (WAITING << 3), -1)
+        _before_next_try(context, tries)
+    _after_tries(context, tries)
     return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 from numba import njit
 
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import add, column_word, covers, get, put, segment_of, tag_of
+from streams.core.kernels.entries import find_keyed, find_owned, give_back, owned_tag, take_entry
+from streams.core.kernels.fields import add, column_word, covers, get, segment_of, tag_of
 from streams.core.kernels.layout import (
     ALIAS_BLOCKS,
     ALIAS_NAMES,
@@ -35,50 +36,15 @@ from streams.core.kernels.runs import run_of
 
 
 @njit(inline="always")
-def alias_name_tag(context: int, column: int, name: int) -> int:
-    """Tag of a name within a column."""
-    return tag_of(context, name ^ ((column + 1) * SYNTHETIC_STEP))
-
-
-@njit(inline="always")
 def column_block(column: int, block: int) -> int:
     """A block within a column, as a key."""
     return (column << 32) | block
 
 
-@kernel()
+@njit(inline="always")
 def find_alias_of_name(context: int, column: int, name: int) -> int:
     """Alias entry of a column's name, -1 for none."""
-    entries = get(context, ALIASES)
-    tag = alias_name_tag(context, column, name)
-    segment = segment_of(context, ALIAS_NAMES, tag)
-    position = tag & SLOT_MASK
-    while True:
-        slot = load(segment + (position << 3))
-        if slot == 0:
-            return -1
-        if shift_right(slot, 32) == tag:
-            entry = (slot & ID_MASK) - 1
-            if load(entries + (entry << 4)) == name and load(entries + (entry << 4) + 8) >> 32 == column:
-                return entry
-        position = (position + 1) & SLOT_MASK
-
-
-@kernel()
-def find_keyed(context: int, which: int, entries: int, offset: int, key: int) -> int:
-    """Entry whose word at `offset` is this key, -1 for none: an alias by its block, or a claim."""
-    tag = tag_of(context, key)
-    segment = segment_of(context, which, tag)
-    position = tag & SLOT_MASK
-    while True:
-        slot = load(segment + (position << 3))
-        if slot == 0:
-            return -1
-        if shift_right(slot, 32) == tag:
-            entry = (slot & ID_MASK) - 1
-            if load(entries + (entry << 4) + offset) == key:
-                return entry
-        position = (position + 1) & SLOT_MASK
+    return find_owned(context, ALIAS_NAMES, get(context, ALIASES), 4, column, name)
 
 
 @njit(inline="always")
@@ -90,16 +56,11 @@ def find_alias_of_block(context: int, column: int, block: int) -> int:
 @kernel()
 def add_alias(context: int, column: int, name: int, block: int) -> None:
     """A column calls a block by a name of its own."""
-    entry = get(context, FREE_ALIAS) - 1
     entries = get(context, ALIASES)
-    if entry >= 0:
-        put(context, FREE_ALIAS, load(entries + (entry << 4)))
-    else:
-        entry = get(context, N_ALIASES)
-        put(context, N_ALIASES, entry + 1)
+    entry = take_entry(context, entries, 4, FREE_ALIAS, N_ALIASES)
     store(entries + (entry << 4), name)
     store(entries + (entry << 4) + 8, column_block(column, block))
-    insert_id(context, ALIAS_NAMES, alias_name_tag(context, column, name), entry)
+    insert_id(context, ALIAS_NAMES, owned_tag(context, column, name), entry)
     insert_id(context, ALIAS_BLOCKS, tag_of(context, column_block(column, block)), entry)
     address = column_word(context, COLUMN_ALIASES, column)
     store(address, load(address) + 1)
@@ -113,11 +74,10 @@ def remove_alias(context: int, column: int, block: int) -> None:
         return
     entries = get(context, ALIASES)
     name = load(entries + (entry << 4))
-    delete_id(context, ALIAS_NAMES, alias_name_tag(context, column, name), entry)
+    delete_id(context, ALIAS_NAMES, owned_tag(context, column, name), entry)
     delete_id(context, ALIAS_BLOCKS, tag_of(context, column_block(column, block)), entry)
-    store(entries + (entry << 4), get(context, FREE_ALIAS))
+    give_back(context, entries, 4, FREE_ALIAS, entry)
     store(entries + (entry << 4) + 8, -1)
-    put(context, FREE_ALIAS, entry + 1)
     address = column_word(context, COLUMN_ALIASES, column)
     store(address, load(address) - 1)
 
@@ -131,12 +91,7 @@ def add_claim(context: int, column: int, block: int) -> None:
     if entry >= 0:
         store(entries + (entry << 4) + 8, load(entries + (entry << 4) + 8) + 1)
         return
-    entry = get(context, FREE_CLAIM) - 1
-    if entry >= 0:
-        put(context, FREE_CLAIM, load(entries + (entry << 4)))
-    else:
-        entry = get(context, N_CLAIMS)
-        put(context, N_CLAIMS, entry + 1)
+    entry = take_entry(context, entries, 4, FREE_CLAIM, N_CLAIMS)
     store(entries + (entry << 4), key)
     store(entries + (entry << 4) + 8, 1)
     insert_id(context, CLAIM_BLOCKS, tag_of(context, key), entry)
@@ -157,9 +112,8 @@ def remove_claim(context: int, column: int, block: int, all_of_them: bool) -> bo
         store(entries + (entry << 4) + 8, left)
         return True
     delete_id(context, CLAIM_BLOCKS, tag_of(context, key), entry)
-    store(entries + (entry << 4), get(context, FREE_CLAIM))
+    give_back(context, entries, 4, FREE_CLAIM, entry)
     store(entries + (entry << 4) + 8, -1)
-    put(context, FREE_CLAIM, entry + 1)
     address = column_word(context, COLUMN_CLAIMS, column)
     store(address, load(address) - 1)
     return True

@@ -9,13 +9,25 @@ from __future__ import annotations
 from numba import njit
 
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import add, end_change, field, get, local_at, put, run_address, set_field, tag_of
+from streams.core.kernels.fields import (
+    add,
+    end_change,
+    field,
+    get,
+    home_address,
+    local_at,
+    put,
+    run_address,
+    set_field,
+    tag_of,
+)
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
     CHILDREN,
     DEFERRED,
     DEFERRED_MAX,
+    GRANULES,
     MAP_DEPTH,
     MAP_DIRECTORY,
     MAP_ENTRIES,
@@ -36,16 +48,18 @@ from streams.core.kernels.layout import (
     SEGMENT_META,
     SEGMENT_SHIFT,
     SEGMENTS,
+    STARTS,
     SWEEP_AGAIN,
     SWEEP_AT,
     TRIES_BEFORE_YIELDING,
     WAITING,
 )
-from streams.core.kernels.maps import SLOT_MASK, delete_id
+from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id
 from streams.core.kernels.memory import (
     load,
     load32,
     load_acquire,
+    prefetch,
     prefetch_write,
     shift_right,
     store,
@@ -196,6 +210,18 @@ def look_ahead(context: int, names: int, n_names: int) -> None:
         prefetch_write(segment + ((tag & SLOT_MASK) << 3))
         store(ahead + (index << 4), tag)
         store(ahead + (index << 4) + 8, segment)
+
+
+@njit(inline="always")
+def ask_for_block(context: int, name: int) -> None:
+    """Ask for what a coming name tells, its slot being here: the block's name, and where its run begins."""
+    tag = tag_of(context, name)
+    slot = load(home_address(context, NAMES, tag))
+    if slot != 0 and shift_right(slot, 32) == tag:
+        block = (slot & ID_MASK) - 1
+        prefetch(get(context, NAME) + (block << 3))
+        prefetch(get(context, STARTS) + ((block >> 6) << 3))
+        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
 
 
 @kernel()
