@@ -26,13 +26,16 @@ from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Body,
     CxlMetadata,
     EngineBatch,
     EngineEvents,
+    Heartbeat,
     KvEvent,
     MoeLabels,
     RestatedRun,
     RestatementChunk,
+    ResyncRequest,
     WorkerRemoved,
 )
 from streams.core.hashing import pack_hashes, unpack_hashes
@@ -173,7 +176,8 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     if datum["n_unindexed"] < 0:
         raise BadRecord("bad_count", f"{datum['n_unindexed']} blocks are not indexed")
     body = _body(datum["body"])
-    begins = isinstance(body, EngineEvents) and not body.events and datum["sequence"] == BEFORE_FIRST
+    tells_nothing = isinstance(body, Heartbeat) or (isinstance(body, EngineEvents) and not body.events)
+    begins = tells_nothing and datum["sequence"] == BEFORE_FIRST
     if datum["sequence"] < 0 and not begins:
         raise BadRecord("bad_sequence", f"sequence is {datum['sequence']}")
     return EngineBatch(
@@ -186,6 +190,36 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         emitted_at_ms=datum["emitted_at_ms"],
         body=body,
         n_unindexed=datum["n_unindexed"],
+    )
+
+
+def encode_resync(request: ResyncRequest) -> bytes:
+    """Encode one record of kv-control."""
+    return codec("kv-control").encode(
+        {
+            "worker_id": to_long(request.rank.worker_id),
+            "dp_rank": request.rank.dp_rank,
+            "incarnation": to_long(request.incarnation),
+            "sequence": request.sequence,
+            "attempt": request.attempt,
+            "reason": request.reason,
+            "asked_at_ms": request.asked_at_ms,
+        }
+    )
+
+
+def decode_resync(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> ResyncRequest:
+    """Decode one record of kv-control; raises BadRecord."""
+    datum = codec("kv-control").decode(raw, schema_ids)
+    if datum["sequence"] < BEFORE_FIRST or datum["attempt"] < 1:
+        raise BadRecord("bad_resync", f"attempt {datum['attempt']} behind batch {datum['sequence']}")
+    return ResyncRequest(
+        rank=_rank(datum),
+        incarnation=Incarnation(from_long(datum["incarnation"])),
+        sequence=datum["sequence"],
+        attempt=datum["attempt"],
+        reason=datum["reason"],
+        asked_at_ms=datum["asked_at_ms"],
     )
 
 
@@ -289,7 +323,7 @@ def _rank(datum: dict[str, Any]) -> RankId:
     return RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"]))
 
 
-def _body_datum(body: EngineEvents | RestatementChunk | WorkerRemoved) -> tuple[str, dict[str, Any]]:
+def _body_datum(body: Body) -> tuple[str, dict[str, Any]]:
     match body:
         case EngineEvents():
             return "io.kvstreams.EngineEvents", {"events": [_event_datum(event) for event in body.events]}
@@ -312,6 +346,8 @@ def _body_datum(body: EngineEvents | RestatementChunk | WorkerRemoved) -> tuple[
             }
         case WorkerRemoved():
             return "io.kvstreams.WorkerRemoved", {"reason": body.reason, "seen_sequence": body.seen_sequence}
+        case Heartbeat():
+            return "io.kvstreams.Heartbeat", {"bridge": body.bridge, "lease_ms": body.lease_ms}
 
 
 def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
@@ -346,7 +382,7 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
             return "io.kvstreams.AllBlocksCleared", {}
 
 
-def _body(datum: dict[str, Any]) -> EngineEvents | RestatementChunk | WorkerRemoved:
+def _body(datum: dict[str, Any]) -> Body:
     """Tell the union's branches apart by their fields, which is what an Avro union without names leaves."""
     if "events" in datum:
         return EngineEvents(tuple(_event(event) for event in datum["events"]))
@@ -360,6 +396,10 @@ def _body(datum: dict[str, Any]) -> EngineEvents | RestatementChunk | WorkerRemo
             exact=datum["exact"],
             runs=tuple(_restated(run) for run in datum["runs"]),
         )
+    if "lease_ms" in datum:
+        if datum["lease_ms"] < 1:
+            raise BadRecord("bad_lease", f"a lease of {datum['lease_ms']} ms")
+        return Heartbeat(datum["bridge"], datum["lease_ms"])
     return WorkerRemoved(datum["reason"], datum["seen_sequence"])
 
 

@@ -22,7 +22,7 @@ import faust
 from faust.types import TP
 
 from streams.codec import decode_batch
-from streams.core.events import EngineEvents, RestatementChunk, WorkerRemoved
+from streams.core.events import EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
 from streams.core.holdings import Holdings, Verdict
 from streams.errors import BadRecord
 from streams.kafka import first_offset, partition_of
@@ -103,8 +103,10 @@ class IndexReducer:
                 verdict = self.holdings.apply(batch, events)  # 2 fence, 3 verdict, 4 apply
             case WorkerRemoved():
                 verdict = self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
-            case RestatementChunk():
-                raise BadRecord("not_supported", "restatements are read by a later version of the indexer")
+            case RestatementChunk() | Heartbeat():
+                raise BadRecord(
+                    "not_supported", "a later version of the indexer reads these"
+                )
         self._verdicts[verdict.value] += 1
         if verdict is not Verdict.APPLIED:
             log.info(

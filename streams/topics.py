@@ -21,6 +21,8 @@ _COMPACTED = {
     "min.compaction.lag.ms": str(60 * 1000),
     "delete.retention.ms": str(24 * 3600 * 1000),
 }
+#: Who asked and got no answer asks again; an older request is nobody's any more.
+_CONTROL_RETENTION_MS = 10 * 60 * 1000
 _DEAD_LETTER_RETENTION_MS = 7 * 24 * 3600 * 1000
 
 #: Bytes of one record of kv-events: 16 a block, so a prompt of 8 million tokens in blocks of 16 is one record.
@@ -55,12 +57,20 @@ class Topics:
     kv_events: TopicSpec
     workers: TopicSpec
     router_loads: TopicSpec
+    kv_control: TopicSpec
     dead_letters: TopicSpec
     index_changelog: TopicSpec
 
     def all(self) -> tuple[TopicSpec, ...]:
         """In the order in which they are created."""
-        return (self.kv_events, self.workers, self.router_loads, self.dead_letters, self.index_changelog)
+        return (
+            self.kv_events,
+            self.workers,
+            self.router_loads,
+            self.kv_control,
+            self.dead_letters,
+            self.index_changelog,
+        )
 
 
 def topics(settings: Settings) -> Topics:
@@ -95,6 +105,12 @@ def topics(settings: Settings) -> Topics:
                 "min.compaction.lag.ms": "0",
                 "max.message.bytes": str(LOAD_BYTES_MAX),
             },
+        ),
+        kv_control=spec(
+            f"{prefix}kv-control",
+            "worker id, ASCII decimal",
+            "kv-control",
+            {"cleanup.policy": "delete", "retention.ms": str(_CONTROL_RETENTION_MS), "segment.ms": str(60 * 1000)},
         ),
         dead_letters=spec(
             f"{prefix}kv-dead-letters",

@@ -19,9 +19,11 @@ from streams.codec import (
     codec,
     decode_batch,
     decode_load,
+    decode_resync,
     decode_worker,
     encode_batch,
     encode_load,
+    encode_resync,
     encode_worker,
     from_long,
     schemas_dir,
@@ -34,10 +36,12 @@ from streams.core.events import (
     CxlMetadata,
     EngineBatch,
     EngineEvents,
+    Heartbeat,
     KvEvent,
     MoeLabels,
     RestatedRun,
     RestatementChunk,
+    ResyncRequest,
     WorkerRemoved,
 )
 from streams.core.holdings import RUN_BLOCKS_MAX, Health, Progress, Run, RunKey
@@ -261,6 +265,8 @@ CHUNK = replace(
     body=RestatementChunk(1, 0, 2, True, (RestatedRun(2, SequenceHash(5), u64([1]), u64([2]), Tier.DISK),)),
 )
 REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
+HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000))
+RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
 BOOKING = Booking(RANK, "model", 100, (1, U64_MASK), 2, 9, 50, 1)
 BOOKING_ID = BookingId("request", "router", 3)
@@ -275,7 +281,7 @@ RUN = Run(
     0b10,
     {1: MoeLabels(1, 2, None)},
 )
-PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "model", 16, 1, 2, 3, 4)
+PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "model", 16, 1, 2, 3, 4, 6000, True)
 PARTITION = PartitionRecord(3, 5, "owner", (SourceProgress("t", "id", -1, 6, 7, 8),))
 
 #: One good record of every kind, its schema and its decoder.
@@ -283,6 +289,8 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "events": ("kv-events", encode_batch(BATCH), decode_batch),
     "restatement": ("kv-events", encode_batch(CHUNK), decode_batch),
     "removal": ("kv-events", encode_batch(REMOVAL), decode_batch),
+    "heartbeat": ("kv-events", encode_batch(HEARTBEAT), decode_batch),
+    "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
     "add": ("router-loads", encode_load(BOOKING_ID, Phase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, Phase.FREE, None, 1)[1], decode_load),
@@ -301,6 +309,7 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
 every_kind = pytest.mark.parametrize("kind", list(GOOD))
 WITH_CONFLUENT_IDS: dict[str, Callable[[bytes, dict[str, int]], Any]] = {
     "kv-events": decode_batch,
+    "kv-control": decode_resync,
     "workers": decode_worker,
     "router-loads": decode_load,
 }

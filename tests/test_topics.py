@@ -43,6 +43,7 @@ WANTED: dict[str, dict[str, str]] = {
         "retention.ms": str(2 * 600 * 1000),
         "max.message.bytes": str((8 << 20) + 65536),
     },
+    "kv-control": {"cleanup.policy": "delete", "retention.ms": "600000", "segment.ms": "60000"},
     "kv-dead-letters": {
         "cleanup.policy": "delete",
         "retention.ms": str(7 * 24 * HOUR_MS),

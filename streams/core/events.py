@@ -108,10 +108,25 @@ class WorkerRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The bridge goes on feeding this rank; the batch's sequence is the last one that it published.
+
+    bridge: who, told to people. lease_ms: silent for longer, the rank is ineligible until it is heard of again.
+    """
+
+    bridge: str
+    lease_ms: int
+
+
+Body = EngineEvents | RestatementChunk | WorkerRemoved | Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
 class EngineBatch:
     """One record of `kv-events`: one batch of one rank.
 
-    sequence: the engine's own number of the batch; of a restatement the last one it includes.
+    sequence: the engine's own number of the batch; of a restatement the last one it includes, of a heartbeat the last
+    one published.
     digest: xxh3_64 of the engine's payload, proof that two lives told the same thing.
     emitted_at_ms: the engine's clock, for measuring only.
     n_unindexed: blocks of groups that are not full attention; their rank's answers are approximate.
@@ -124,5 +139,21 @@ class EngineBatch:
     sequence: int
     digest: int
     emitted_at_ms: int
-    body: EngineEvents | RestatementChunk | WorkerRemoved
+    body: Body
     n_unindexed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResyncRequest:
+    """One record of `kv-control`: a partition's owner asks a rank's bridge to restate what the rank holds.
+
+    incarnation, sequence: the life that the asker knows, and the last batch of it that it applied. attempt: 1 for the
+    first of this gap.
+    """
+
+    rank: RankId
+    incarnation: Incarnation
+    sequence: int
+    attempt: int
+    reason: str
+    asked_at_ms: int

@@ -72,7 +72,8 @@ class Health(enum.IntEnum):
 class Progress:
     """How far a rank has been read, and what was seen on the way.
 
-    sequence: last batch applied, BEFORE_FIRST for none.
+    sequence: last batch applied, BEFORE_FIRST for none. lease_ms: what the rank's bridge promised to be heard of
+    within, 0 where nobody promised. silent: it was not, and no request goes to the rank until it is.
     """
 
     rank: RankId
@@ -86,6 +87,8 @@ class Progress:
     n_gaps: int = 0
     n_unknown_parents: int = 0
     n_unknown_removals: int = 0
+    lease_ms: int = 0
+    silent: bool = False
 
 
 class Verdict(enum.StrEnum):

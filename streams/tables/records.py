@@ -165,6 +165,8 @@ def encode_progress(progress: Progress) -> bytes:
             "n_gaps": progress.n_gaps,
             "n_unknown_parents": progress.n_unknown_parents,
             "n_unknown_removals": progress.n_unknown_removals,
+            "lease_ms": progress.lease_ms,
+            "silent": progress.silent,
         }
     )
 
@@ -185,6 +187,8 @@ def decode_progress(key: bytes, value: bytes) -> Progress:
         n_gaps=datum["n_gaps"],
         n_unknown_parents=datum["n_unknown_parents"],
         n_unknown_removals=datum["n_unknown_removals"],
+        lease_ms=datum["lease_ms"],
+        silent=datum["silent"],
     )
 
 
