@@ -104,9 +104,7 @@ class IndexReducer:
             case WorkerRemoved():
                 verdict = self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
             case RestatementChunk() | Heartbeat():
-                raise BadRecord(
-                    "not_supported", "a later version of the indexer reads these"
-                )
+                raise BadRecord("not_supported", "a later version of the indexer reads these")
         self._verdicts[verdict.value] += 1
         if verdict is not Verdict.APPLIED:
             log.info(
