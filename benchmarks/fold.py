@@ -21,7 +21,7 @@ from benchmarks import ours
 from benchmarks.ours import clock
 from benchmarks.workload import REMOVED, Workload, load
 from streams.core.events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvents
-from streams.core.holdings import Holdings
+from streams.core.holdings import plain_holdings
 from streams.core.ids import EngineHash, Incarnation, RankId, Tier
 from streams.core.tree_fold import TreeRunFold
 from streams.router_api.view import View
@@ -52,7 +52,7 @@ class Log:
 
 def logged(workload: Workload, ranks: Sequence[RankId], n_events: int, n_transaction_events: int) -> Log:
     """Write the events as an agent does, so many a transaction."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     offset = workload.ev_off.astype(int).tolist()
     records: list[Record] = []
     n_blocks = 0

@@ -102,6 +102,8 @@ class RecordCodec:
         stream.seek(start)
         try:
             datum: Any = fastavro.schemaless_reader(stream, self._schema, None)
+        except EOFError as exc:  # its own words name an object by its address
+            raise BadRecord("bad_avro", f"the datum is no {self.name}: it ends early") from exc
         except Exception as exc:  # fastavro lets whatever its C code met come through
             raise BadRecord("bad_avro", f"the datum is no {self.name}: {exc!r}") from exc
         if stream.tell() != len(raw):

@@ -15,15 +15,16 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import faust
 from faust.types import TP
 
 from streams.codec import decode_batch
-from streams.core.events import EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
-from streams.core.holdings import Holdings, Verdict
+from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
+from streams.core.holdings import plain_holdings
+from streams.core.ordering import Verdict
 from streams.errors import BadRecord
 from streams.kafka import first_offset, partition_of
 from streams.settings import Settings
@@ -62,7 +63,7 @@ class IndexReducer:
         self._settings = settings
         self._table = prefix_index_table(settings)
         self._verdicts = verdicts
-        self.holdings = Holdings()
+        self.holdings = plain_holdings()
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         """Start from what the table holds."""
@@ -83,9 +84,21 @@ class IndexReducer:
         if strays:
             log.warning("%s: %d runs of ranks without progress are passed over", table.name, strays)
 
-    def apply(self, record: SourceRecord) -> None:
-        """Effects 1 to 4 of one record; raises BadRecord for what belongs to the dead letters."""
-        batch = decode_batch(record.value, self._settings.schema_ids)  # 1 decode
+    def decode(self, records: Sequence[SourceRecord]) -> list[EngineBatch | BadRecord]:
+        """Effect 1: decode, or say why not."""
+        return [self._decode(record) for record in records]
+
+    def _decode(self, record: SourceRecord) -> EngineBatch | BadRecord:
+        try:
+            return decode_batch(record.value, self._settings.schema_ids)
+        except BadRecord as exc:
+            return exc
+
+    def apply(self, record: SourceRecord, decoded: EngineBatch | BadRecord) -> None:
+        """Effects 2 to 4 of one record; raises BadRecord for what belongs to the dead letters."""
+        if isinstance(decoded, BadRecord):
+            raise decoded
+        batch = decoded
         if record.key is not None and record.key != str(batch.rank.worker_id).encode():
             raise BadRecord("wrong_key", f"key {record.key!r} is not worker {batch.rank.worker_id}")
         home = partition_of(batch.rank.worker_id, self._settings.partitions)

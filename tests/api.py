@@ -21,8 +21,9 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from streams.core.hashing import local_hashes, sequence_hashes
-from streams.core.holdings import RUN_BLOCKS_MAX, Health, Progress, Run, RunKey
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ordering import Health, Progress
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.kafka import partition_of, producer
 from streams.local.stack import READY_TIMEOUT_S, free_port, is_ready
 from streams.router_api.server import serve

@@ -26,7 +26,7 @@ import xxhash
 from streams.core.cost import TIER_WEIGHTS, rank_terms
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
-from streams.core.holdings import Holdings
+from streams.core.holdings import plain_holdings
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores, PrefixIndex
 from streams.core.selection import select_by_cost
@@ -195,14 +195,14 @@ class Pipeline:
         self._restarts = restarts
         self._log: list[Record] = []
         self._lives: Counter[int] = Counter()
-        self.holdings = Holdings()
+        self.holdings = plain_holdings()
         self.view = self._new_view()
 
     def event(self, rank: RankId, event: KvEvent) -> None:
-        known = self.holdings.ranks.get(rank)
+        known = self.holdings.progress.get(rank)
         life = self._lives[rank.worker_id]
-        new = known is None or known.progress.epoch.incarnation < life
-        number = 0 if known is None or new else known.progress.sequence + 1
+        new = known is None or known.epoch.incarnation < life
+        number = 0 if known is None or new else known.sequence + 1
         self._commit(rank, number, event)
 
     def remove_worker(self, worker_id: int) -> None:

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from streams.core.holdings import Run, RunKey
 from streams.core.ids import RankId
 from streams.core.index import PrefixIndex
 from streams.core.plain_index import PlainPrefixIndex
 from streams.core.run_fold import PlainRunFold, RunFold
 from streams.core.run_tree import RunTreeIndex
+from streams.core.runs import Run, RunKey
 from streams.core.tree_fold import TreeRunFold
 from streams.errors import InvalidEvent, UnknownParent
 from streams.tables.records import (

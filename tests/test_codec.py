@@ -44,7 +44,6 @@ from streams.core.events import (
     ResyncRequest,
     WorkerRemoved,
 )
-from streams.core.holdings import RUN_BLOCKS_MAX, Health, Progress, Run, RunKey
 from streams.core.ids import (
     U32_MAX,
     U64_MASK,
@@ -59,7 +58,9 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads import Booking, BookingId, Phase
+from streams.core.ordering import Health, Progress
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, KvStreamsError
 from streams.tables.records import (
     PartitionRecord,

@@ -22,17 +22,11 @@ from streams.core.events import (
     MoeLabels,
     WorkerRemoved,
 )
-from streams.core.holdings import (
-    RUN_BLOCKS_MAX,
-    Changes,
-    Health,
-    Holdings,
-    Progress,
-    Run,
-    RunKey,
-    Verdict,
-)
+from streams.core.holdings import Changes, Holdings, PlainHoldings, plain_holdings
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ordering import Health, Progress, Verdict
+from streams.core.run_store import PlainRunStore
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from tests.reference import Member, ReferenceFleet, chain_hashes, random_history
 
 RANK = RankId(WorkerId(7), DpRank(0))
@@ -41,7 +35,7 @@ STRANGER = RankId(WorkerId(8), DpRank(0))
 ALL_TOMBSTONES = 1_000_000
 
 
-def judge(holdings: Holdings, batch: EngineBatch) -> Verdict:
+def judge(holdings: PlainHoldings, batch: EngineBatch) -> Verdict:
     """Give one batch to the holdings, as the agent does."""
     if isinstance(batch.body, WorkerRemoved):
         return holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
@@ -49,12 +43,11 @@ def judge(holdings: Holdings, batch: EngineBatch) -> Verdict:
     return holdings.apply(batch, batch.body.events)
 
 
-def check(holdings: Holdings) -> None:
-    for rank in holdings.ranks.values():
-        rank.check()
+def check(holdings: PlainHoldings) -> None:
+    holdings.runs.check()
 
 
-def members(holdings: Holdings) -> set[Member]:
+def members(holdings: PlainHoldings) -> set[Member]:
     return {(rank, tier, int(block)) for rank, tier, block in holdings.members()}
 
 
@@ -86,7 +79,8 @@ class Fleet:
     """Holdings that are told events of RANK, one batch each."""
 
     def __init__(self) -> None:
-        self.holdings = Holdings()
+        self.store = PlainRunStore()
+        self.holdings: PlainHoldings = Holdings(self.store)
         self._sequence = -1
 
     def tell(self, *events: KvEvent) -> Verdict:
@@ -97,11 +91,11 @@ class Fleet:
         return {block for _, where, block in members(self.holdings) if where is tier}
 
     def progress(self) -> Progress:
-        return self.holdings.ranks[RANK].progress
+        return self.holdings.progress[RANK]
 
     @property
     def runs(self) -> dict[RunKey, Run]:
-        return self.holdings.ranks[RANK].runs
+        return self.store.runs_of(RANK)
 
 
 @pytest.fixture
@@ -115,15 +109,15 @@ def fleet() -> Iterator[Fleet]:
 @given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), begins=st.booleans())
 def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool) -> None:
     """After each batch verdict, epoch and facts are the reference's, and no invariant is broken."""
-    holdings, reference = Holdings(), ReferenceFleet()
+    holdings, reference = plain_holdings(), ReferenceFleet()
     for told in random_history(random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins):
         assert judge(holdings, told).value == reference.apply(told)
         check(holdings)
         assert members(holdings) == reference.members()
-    assert {rank: held.progress.epoch for rank, held in holdings.ranks.items()} == reference.epochs()
-    for rank, held in holdings.ranks.items():
-        assert held.progress.n_unknown_parents == reference.ranks[rank].n_unknown_parents
-        assert held.n_blocks == len(reference.ranks[rank].facts)
+    assert {rank: progress.epoch for rank, progress in holdings.progress.items()} == reference.epochs()
+    for rank, progress in holdings.progress.items():
+        assert progress.n_unknown_parents == reference.ranks[rank].n_unknown_parents
+        assert holdings.runs.n_blocks(rank) == len(reference.ranks[rank].facts)
 
 
 #: Names and content from so small a space that every store collides with an older one.
@@ -141,7 +135,7 @@ def test_names_that_collide_all_the_time_end_in_the_state_of_the_reference(
     ops: list[tuple[int | None, list[tuple[int, int]], Tier] | tuple[list[int], Tier] | None],
 ) -> None:
     """Six engine names and three contents: moved, doubled and reused names leave what the reference holds."""
-    holdings, reference = Holdings(), ReferenceFleet()
+    holdings, reference = plain_holdings(), ReferenceFleet()
     for sequence, op in enumerate(ops):
         event: KvEvent
         if op is None:
@@ -164,12 +158,12 @@ def test_names_that_collide_all_the_time_end_in_the_state_of_the_reference(
 )
 def test_a_sequence_number_is_judged_against_the_last_one_applied(sequence: int, verdict: Verdict) -> None:
     """After batch 4 only 5 is next; older numbers change nothing, later ones are applied and degrade the rank."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     for number in range(5):
         assert judge(holdings, batch(number)) is Verdict.APPLIED
-    before = holdings.ranks[RANK].progress
+    before = holdings.progress[RANK]
     assert judge(holdings, batch(sequence, stored(names(1), locals_(1)))) is verdict
-    after = holdings.ranks[RANK].progress
+    after = holdings.progress[RANK]
     if verdict is Verdict.DUPLICATE:
         assert after == before and not members(holdings)
     else:
@@ -182,7 +176,7 @@ def test_a_sequence_number_is_judged_against_the_last_one_applied(sequence: int,
 
 def test_a_first_batch_above_the_engines_first_is_a_gap() -> None:
     """Engines count from 0; whoever is heard from later was missed before."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     assert judge(holdings, batch(1)) is Verdict.GAP
     assert judge(holdings, batch(0, rank=SIBLING)) is Verdict.APPLIED
 
@@ -241,7 +235,7 @@ def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Flee
 
 def test_a_run_whose_rank_is_unknown_is_left_out_and_counted() -> None:
     """A stranger's record in the table stops nobody."""
-    first, second = Fleet(), Holdings()
+    first, second = Fleet(), plain_holdings()
     first.tell(stored(names(2), locals_(2)))
     changes = first.holdings.take_changes(0)
     runs = [run for _, run in changes.runs if run is not None]
@@ -252,7 +246,7 @@ def test_a_run_whose_rank_is_unknown_is_left_out_and_counted() -> None:
 
 def test_the_removal_of_an_unknown_worker_changes_nothing() -> None:
     """Nothing is held of it, so nothing is written."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     assert holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
     assert holdings.take_changes(10) == Changes([], [])
 
@@ -296,7 +290,7 @@ def test_a_lost_source_degrades_every_exact_rank_and_no_other(fleet: Fleet) -> N
     fleet.holdings.take_changes(0)
     fleet.holdings.degrade_all()
     assert [(p.rank, p.health) for p in fleet.holdings.take_changes(0).progress] == [(RANK, Health.DEGRADED)]
-    assert fleet.holdings.ranks[STRANGER].progress.health is Health.REMOVED
+    assert fleet.holdings.progress[STRANGER].health is Health.REMOVED
 
 
 def test_a_store_behind_an_unknown_parent_is_rejected_whole(fleet: Fleet) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata, EngineEvents, KvEvent
 from streams.core.events import MoeLabels as Labels
-from streams.core.holdings import Holdings
+from streams.core.holdings import plain_holdings
 from streams.core.ids import Tier
 from streams.engines.ledger import Ledger
 from tests.reference import chain_hashes, random_history
@@ -68,7 +68,7 @@ class Published:
 
     def __init__(self, counts_copies: bool) -> None:
         self.ledger = Ledger(counts_copies)
-        self.holdings = Holdings()
+        self.holdings = plain_holdings()
         self._sequence = -1
 
     def tell(self, event: KvEvent) -> list[KvEvent]:
@@ -255,7 +255,7 @@ def test_what_cannot_be_placed_is_passed_on_as_it_came() -> None:
     assert published.tell(orphan) == [orphan]
     assert told(published.tell(removed(7, 8))) == [("removed", None, [7, 8], [])]
     assert (published.ledger.unknown_parents, published.ledger.unknown_removals) == (1, 2)
-    progress = published.holdings.ranks[RANK].progress
+    progress = published.holdings.progress[RANK]
     assert (progress.n_unknown_parents, progress.n_unknown_removals) == (1, 2)
     assert len(published.ledger) == 0
 
@@ -315,8 +315,8 @@ def test_what_is_published_is_what_the_engine_holds(
         raw.apply(event)
         assert published.facts() == raw.facts()
         assert len(published.ledger) == len(raw.facts())
-    progress = published.holdings.ranks.get(RANK)
-    assert progress is None or progress.progress.n_unknown_parents == published.ledger.unknown_parents
+    progress = published.holdings.progress.get(RANK)
+    assert progress is None or progress.n_unknown_parents == published.ledger.unknown_parents
 
 
 @settings(max_examples=15, deadline=None)

@@ -21,8 +21,8 @@ from aiohttp import web
 
 from streams.codec import decode_batch
 from streams.core.events import WorkerRemoved
-from streams.core.holdings import Health
 from streams.core.ids import U64_MASK, Tier
+from streams.core.ordering import Health
 from streams.core.selection import RouterMode
 from streams.errors import NotReady
 from streams.kafka import Record, ensure_topics, producer

@@ -18,10 +18,12 @@ from streams.codec import codec
 from streams.core.arenas import TreeLimits
 from streams.core.events import MoeLabels
 from streams.core.hashing import sequence_hashes
-from streams.core.holdings import RUN_BLOCKS_MAX, Health, Holdings, Progress, Run, RunKey
+from streams.core.holdings import plain_holdings
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.kernels.fold import FOLD_FIRST, FOLD_PRESENT
+from streams.core.ordering import Health, Progress
 from streams.core.run_fold import PlainRunFold
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.tree_fold import RunColumns, TreeRunFold, columns_of
 from streams.errors import BadRecord, IndexFull
 from streams.router_api.view import AnswerMode, View
@@ -345,7 +347,7 @@ def test_batches_of_any_size_give_what_single_records_give(seed: int, size: int)
 
 def test_the_end_of_a_rank_comes_where_it_stands_among_its_runs() -> None:
     """A tombstone of progress ends the runs before it in the batch and none behind it."""
-    log = commit(Holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
+    log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
     forget = (log[0][0], None)
     for records, held in (([*log, forget], 0), ([*log, forget, *log], 3), ([log[1], forget, log[1], log[0]], 3)):
         view = View(Settings(), lambda: 0)
@@ -423,7 +425,7 @@ def test_a_rank_that_the_index_has_no_room_for_is_degraded_until_its_next_epoch(
 
 def test_a_view_without_kernels_folds_batches_too() -> None:
     """One record at a time."""
-    log = commit(Holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
+    log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
     view = View(Settings(), lambda: 0, PlainRunFold)
     assert view.fold_index_batch([*log, (b"?", None)])[0][0] == len(log)
     assert len(view.members()) == 3

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from streams.codec import encode_worker
 from streams.core.events import BlocksRemoved, EngineBatch
-from streams.core.holdings import Changes, Health, Holdings
+from streams.core.holdings import Changes, PlainHoldings, plain_holdings
 from streams.core.ids import Epoch, Incarnation, RankId, Tier, WorkerId
+from streams.core.ordering import Health
 from streams.core.registry import Worker
+from streams.core.runs import Run, RunKey
 from streams.errors import BadRecord
 from streams.router_api.view import View
 from streams.settings import Settings
@@ -65,13 +67,13 @@ class Log:
         return [record for transaction in self.transactions for record in transaction]
 
 
-def written(changes: Changes) -> list[Record]:
+def written(changes: Changes[tuple[RunKey, Run | None]]) -> list[Record]:
     """The records of one transaction, as the agent writes them."""
     records: list[Record] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
     return records + [(run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs]
 
 
-def commit(holdings: Holdings, batches: Iterable[EngineBatch]) -> list[Record]:
+def commit(holdings: PlainHoldings, batches: Iterable[EngineBatch]) -> list[Record]:
     for one in batches:
         judge(holdings, one)
     return written(holdings.take_changes(TOMBSTONES_MAX))
@@ -79,7 +81,7 @@ def commit(holdings: Holdings, batches: Iterable[EngineBatch]) -> list[Record]:
 
 def judged(history: list[EngineBatch], rng: random.Random, batches_max: int) -> Log:
     """Judge a history in transactions of 1 to `batches_max` batches."""
-    log, holdings, reference = Log(), Holdings(), ReferenceFleet()
+    log, holdings, reference = Log(), plain_holdings(), ReferenceFleet()
     while history:
         n = rng.randint(1, batches_max)
         taken, history = history[:n], history[n:]
@@ -108,7 +110,7 @@ def compacted(records: Iterable[Record]) -> dict[bytes, bytes | None]:
     return table
 
 
-def recovered(table: dict[bytes, bytes | None]) -> Holdings:
+def recovered(table: dict[bytes, bytes | None]) -> PlainHoldings:
     """What an agent starts from."""
     progress, runs = [], []
     for key, value in table.items():
@@ -116,7 +118,7 @@ def recovered(table: dict[bytes, bytes | None]) -> Holdings:
             progress.append(decode_progress(key, value))
         elif value is not None:
             runs.append(decode_run(key, value))
-    holdings = Holdings()
+    holdings = plain_holdings()
     holdings.load(progress, runs)
     check(holdings)
     return holdings
@@ -134,8 +136,8 @@ def state_of_view(view: View) -> State:
     return State(found, {state.rank: state.epoch for state in view.rank_states()})
 
 
-def state_of_holdings(holdings: Holdings) -> State:
-    return State(members(holdings), {rank: held.progress.epoch for rank, held in holdings.ranks.items()})
+def state_of_holdings(holdings: PlainHoldings) -> State:
+    return State(members(holdings), {rank: progress.epoch for rank, progress in holdings.progress.items()})
 
 
 @settings(max_examples=4, deadline=None)
@@ -255,7 +257,7 @@ def test_tombstones_owed_at_a_cut_are_written_by_the_heir(seed: int, data: st.Da
 
 def test_a_block_that_moves_to_another_run_stays_in_the_view() -> None:
     """Evicted and stored again, a run grows over a block whose own run ends then: that end takes nothing from it."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     log = commit(
         holdings,
         [
@@ -278,7 +280,7 @@ def test_a_block_that_moves_to_another_run_stays_in_the_view() -> None:
 
 def test_a_new_life_drops_the_old_one_before_any_tombstone() -> None:
     """One progress record ends all of an epoch's runs at once, and their late copies are not taken in again."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     new = [record for record in commit(holdings, [batch(0, incarnation=2)]) if record[1] is not None]
     view = folded(old + new)
@@ -288,7 +290,7 @@ def test_a_new_life_drops_the_old_one_before_any_tombstone() -> None:
 
 def test_a_run_of_a_new_life_is_enough_to_end_the_old_one() -> None:
     """A permuted log may show it before its progress record."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     new = commit(holdings, [batch(0, stored(u64(5), u64(6)), incarnation=2)])
     run = [record for record in new if not record[0].startswith(PROGRESS_PREFIX) and record[1] is not None]
@@ -298,7 +300,7 @@ def test_a_run_of_a_new_life_is_enough_to_end_the_old_one() -> None:
 
 def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
     """Neither one of an older epoch nor one of an older batch of this epoch."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     first = commit(holdings, [batch(0)])
     second = commit(holdings, [batch(2)])
     third = commit(holdings, [batch(0, incarnation=2)])
@@ -310,7 +312,7 @@ def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
 
 def test_a_batch_of_records_is_folded_around_the_bad_ones() -> None:
     """Which are given back by position, and stop none of the others."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     log = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     (key, run), (progress_of, progress) = log[-1], log[0]
     assert run is not None
@@ -349,7 +351,7 @@ def test_a_worker_is_known_by_its_own_key_only(key: bytes, value: bytes | None, 
 @pytest.mark.parametrize("tier", list(Tier))
 def test_every_tier_is_a_table_of_its_own(tier: Tier) -> None:
     """A copy in one tier is written, recovered and dropped without a trace in the others."""
-    holdings = Holdings()
+    holdings = plain_holdings()
     log = commit(holdings, [batch(0, *(stored(names(2), u64(1, 2), tier=each) for each in Tier))])
     log += commit(recovered(compacted(log)), [batch(1, BlocksRemoved(names(2), tier))])
     view = folded(log)

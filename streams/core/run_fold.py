@@ -16,10 +16,10 @@ from typing import Protocol
 
 import xxhash
 
-from streams.core.holdings import Run, RunKey
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier
 from streams.core.index import OverlapScores, check_query
 from streams.core.plain_index import HolderSets
+from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt
 
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from streams.core.arenas import DEFAULT_LIMITS, Int64Array, TreeLimits
-from streams.core.holdings import Run, RunKey
 from streams.core.ids import U64_MASK, DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.kernels import fold as columns_of_fold
 from streams.core.kernels import layout, run_records
 from streams.core.kernels.fold import digest_columns, drop_old_records
 from streams.core.kernels.run_records import KNOWN_WORDS, N_FOLD_COLUMNS, find_known, fold_known
 from streams.core.run_tree import N_TIERS, RunTree
+from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
 
 #: Records of ended lives looked at behind each call: some 20 us.

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_worker
-from streams.core.holdings import Health, Progress
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index import OverlapScores
+from streams.core.ordering import Health, Progress
 from streams.core.registry import Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
 from streams.errors import BadRecord, IndexFull, UnknownModel

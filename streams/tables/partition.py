@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
@@ -73,7 +73,10 @@ HEADER_BYTES_MAX = 16 * 1024
 STOP_TIMEOUT_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
+Decoded = TypeVar("Decoded")
+
+
+@dataclass(slots=True)
 class SourceRecord:
     """One record as the source topic holds it. handle: what is acknowledged, opaque here."""
 
@@ -87,14 +90,17 @@ class SourceRecord:
     handle: Any = field(compare=False, default=None)
 
 
-class Reducer(Protocol):
+class Reducer(Protocol[Decoded]):
     """Pure state of one partition: source records in, changed records out."""
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         """Start from what a table holds; the partition record is not among the items."""
 
-    def apply(self, record: SourceRecord) -> None:
-        """Effects 1 to 4. Raises BadRecord for what belongs to the dead letters."""
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[Decoded]:
+        """Effect 1 of many records: what `apply` takes, one for each."""
+
+    def apply(self, record: SourceRecord, decoded: Decoded) -> None:
+        """Effects 2 to 4. Raises BadRecord for what belongs to the dead letters, be it that it was not decoded."""
 
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
@@ -116,7 +122,7 @@ class PartitionWiring:
     sources: tuple[TopicSpec, ...]
     dead_letters: TopicSpec
     owner: str
-    make_reducer: Callable[[], Reducer]
+    make_reducer: Callable[[], Reducer[Any]]
     acknowledge: Callable[[list[Any]], None]
     drained: Callable[[int], None]
     opened: Callable[[int, dict[str, int]], None]
@@ -141,7 +147,7 @@ class TablePartition:
         self._batch: list[SourceRecord] = []
         self._sources: dict[str, SourceProgress] = {}
         self._behind_since_ms: dict[str, int] = {}
-        self._reducer: Reducer | None = None
+        self._reducer: Reducer[Any] | None = None
         self._store: PartitionStore | None = None
         self._producer: Producer | None = None
         self._topic_ids: dict[str, str] = {}
@@ -267,7 +273,7 @@ class TablePartition:
             wanted = dict(self._next)
         wiring.opened(self.partition, wanted)
 
-    def _load(self, store: PartitionStore) -> tuple[Reducer, PartitionRecord | None]:
+    def _load(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
         """Bring every table to its changelog's end, and memory to the tables."""
         for table in self._wiring.tables:
             self._catch_up(store, table)
@@ -305,7 +311,7 @@ class TablePartition:
             end = read_to_end(self._wiring.settings, table.changelog_topic, self.partition, None, keep)
         store.write((), {table: ChangelogPosition(topic_id, end)})
 
-    def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer) -> None:
+    def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer[Any]) -> None:
         known = {source.topic: source for source in record.sources} if record else {}
         for spec in self._wiring.sources:
             topic_id = self._topic_ids[spec.name]
@@ -349,20 +355,21 @@ class TablePartition:
         if lost:
             self._reducer.source_lost()
         dead: list[tuple[SourceRecord, BadRecord]] = []
-        for record in batch:
-            if record.offset <= self._applied[record.topic]:
-                continue  # a duplicate by offset: in the log already
+        # What is at or below the applied offset is a duplicate: in the log already.
+        news = [record for record in batch if record.offset > self._applied[record.topic]]
+        decoded = self._reducer.decode(news)
+        for record, what in zip(news, decoded, strict=True):
             effect(1)
             try:
-                self._apply(record)  # effects 1 to 4
+                self._apply(record, what)  # effects 2 to 4
             except BadRecord as exc:
                 dead.append((record, exc))
-            self._applied[record.topic] = record.offset
-            source = self._sources[record.topic]
-            self._sources[record.topic] = replace(
-                source, applied_offset=record.offset, applied_at_ms=record.timestamp_ms
+            effect(4)
+        for topic, record in {record.topic: record for record in news}.items():
+            self._applied[topic] = record.offset
+            self._sources[topic] = replace(
+                self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
             )
-        effect(4)
         writes = self._reducer.take_changes()
         writes.append(
             TableWrite(
@@ -384,13 +391,13 @@ class TablePartition:
         self.counts["dead_letters"] += len(dead)
         self.counts["transactions"] += 1
 
-    def _apply(self, record: SourceRecord) -> None:
+    def _apply(self, record: SourceRecord, decoded: Any) -> None:
         """Hand a record to the reducer; one that breaks it every time is a dead letter, not the partition's end."""
         assert self._reducer is not None
         if self._breaker == (record.topic, record.offset) and self._breaks >= BREAKS_MAX:
             raise BadRecord("internal_error", f"applying it failed {self._breaks} times")
         try:
-            self._reducer.apply(record)
+            self._reducer.apply(record, decoded)
         except BadRecord:
             raise
         except Exception:
@@ -428,8 +435,13 @@ class TablePartition:
                 ends[record.topic] = max(ends.get(record.topic, -1), record.offset)
 
         kafka.begin_transaction()
-        for write in writes:
-            _produce(kafka, write.table.changelog_topic, self.partition, write.key, write.value, None, delivered)
+        # Of each changelog only the last record's offset is wanted, and a callback costs more than a record does. One
+        # that is not delivered fails the commit by itself.
+        last = {write.table.changelog_topic: position for position, write in enumerate(writes)}
+        for position, write in enumerate(writes):
+            topic = write.table.changelog_topic
+            told = delivered if last[topic] == position else None
+            _produce(kafka, topic, self.partition, write.key, write.value, None, told)
         for record, exc in dead:
             log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
             size = len(record.value or b"")
@@ -466,13 +478,14 @@ def _produce(
     key: bytes | None,
     value: bytes | None,
     headers: list[tuple[str, str | bytes | None]] | None,
-    on_delivery: Callable[[KafkaError | None, Message], None],
+    on_delivery: Callable[[KafkaError | None, Message], None] | None,
 ) -> None:
     while True:
         try:
-            kafka.produce(
-                topic, key=key, value=value, partition=partition, headers=headers or [], on_delivery=on_delivery
-            )
+            if on_delivery is None:
+                kafka.produce(topic, value, key, partition, headers=headers or [])
+            else:
+                kafka.produce(topic, value, key, partition, on_delivery, headers=headers or [])
             return
         except BufferError:
             kafka.poll(0.1)  # the client's own queue is full; it empties as the broker answers

@@ -21,7 +21,6 @@ import numpy as np
 
 from streams.codec import codec
 from streams.core.arenas import Int64Array
-from streams.core.holdings import RUN_BLOCKS_MAX
 from streams.core.ids import Tier
 from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.fold import (
@@ -35,6 +34,7 @@ from streams.core.kernels.fold import (
 from streams.core.kernels.memory import copy_words, load, shift_right, signed, store
 from streams.core.kernels.run_records import FOLD_GENERATION, FOLD_INCARNATION, FOLD_PLACE, FOLD_WORKER, load_byte
 from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, swap_bytes
+from streams.core.runs import RUN_BLOCKS_MAX
 from streams.core.tree_fold import RunColumns
 from streams.tables.records import RUN_PREFIX
 

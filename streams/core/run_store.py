@@ -1,0 +1,355 @@
+"""What ranks hold, as runs: the agents' side of the index.
+
+What lives here: what a store of runs does (`RunStore`), and the plain one, which the compiled one is compared with
+(tables.run_table). What must not: Kafka, bytes (tables.records), time, and which batch is news (ordering).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, RestatedRun
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import EngineHash, Epoch, RankId, SequenceHash, Tier
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+
+Events_contra = TypeVar("Events_contra", contravariant=True)
+Change = TypeVar("Change")
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a batch's events met. parents_since_clear: unknown parents behind its last clear, or all."""
+
+    n_clears: int = 0
+    n_unknown_parents: int = 0
+    parents_since_clear: int = 0
+    n_unknown_removals: int = 0
+
+
+class RunStore(Protocol[Events_contra, Change]):
+    """Runs that the ranks of one partition hold. Events: those of one batch. Change: one record to write."""
+
+    def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
+        """Start from runs read back, those of older epochs only waiting for their tombstones.
+
+        Gives the number of runs whose rank has no epoch, which are left out.
+        """
+
+    def end(self, rank: RankId, epoch: Epoch) -> None:
+        """End everything that a rank holds; what comes is of this epoch. The tombstones follow later, since progress
+        alone tells readers."""
+
+    def apply(self, rank: RankId, events: Events_contra) -> Applied:
+        """Apply the events of one batch in order; a clear begins the next generation of the rank's epoch."""
+
+    def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
+        """Hold the blocks of restated runs, parents before children."""
+
+    def n_blocks(self, rank: RankId) -> int:
+        """Blocks that a rank holds, each tier for itself."""
+
+    def take_changes(self, tombstones_max: int) -> list[Change]:
+        """Take what changed since the last call, with at most `tombstones_max` of ended epochs.
+
+        Tombstones before runs, that of a key written again too: a block that moved to another run has then left the
+        first one for every reader before it is in the second.
+        """
+
+    @property
+    def owes_tombstones(self) -> bool:
+        """Whether records of ended epochs still lie in the log."""
+
+    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
+        """Every block held by any rank."""
+
+    def check(self) -> None:
+        """Raise AssertionError where something disagrees with itself; for tests."""
+
+
+class Slot(NamedTuple):
+    """Where a block lies: a run and its offset in it."""
+
+    run: Run
+    offset: int
+
+
+class PlainRunStore:
+    """A RunStore of dictionaries; a change is a key and its run, None for a tombstone."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[RankId, _RankRuns] = {}
+        self._touched: dict[RankId, None] = {}
+
+    def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
+        """See RunStore."""
+        self._ranks = {rank: _RankRuns(rank, epoch) for rank, epoch in epochs.items()}
+        strays = 0
+        for run in runs:
+            held = self._ranks.get(run.key.rank)
+            if held is None:
+                strays += 1
+            else:
+                held.adopt(run)
+        return strays
+
+    def end(self, rank: RankId, epoch: Epoch) -> None:
+        """See RunStore."""
+        held = self._ranks.get(rank)
+        if held is None:
+            self._ranks[rank] = _RankRuns(rank, epoch)
+        else:
+            held.new_epoch(epoch)
+
+    def apply(self, rank: RankId, events: Iterable[KvEvent]) -> Applied:
+        """See RunStore."""
+        held = self._ranks[rank]
+        self._touched[rank] = None
+        n_clears = n_parents = before_clear = n_removals = 0
+        for event in events:
+            match event:
+                case BlocksStored():
+                    # Never attached elsewhere: a guessed place could claim a prefix that nobody holds.
+                    n_parents += not held.store(event)
+                case BlocksRemoved():
+                    n_removals += held.remove(event)
+                case AllBlocksCleared():
+                    held.new_epoch(Epoch(held.epoch.incarnation, held.epoch.generation + 1))
+                    n_clears += 1
+                    before_clear = n_parents
+        return Applied(n_clears, n_parents, n_parents - before_clear, n_removals)
+
+    def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
+        """See RunStore."""
+        self._touched[rank] = None
+        for run in runs:
+            self._ranks[rank].restate(run)
+
+    def runs_of(self, rank: RankId) -> dict[RunKey, Run]:
+        """A rank's runs, by key."""
+        held = self._ranks.get(rank)
+        return {} if held is None else held.runs
+
+    def n_blocks(self, rank: RankId) -> int:
+        """See RunStore."""
+        held = self._ranks.get(rank)
+        return 0 if held is None else held.n_blocks
+
+    def take_changes(self, tombstones_max: int) -> list[tuple[RunKey, Run | None]]:
+        """See RunStore."""
+        changes: list[tuple[RunKey, Run | None]] = []
+        for rank in self._touched:
+            held = self._ranks[rank]
+            changes.extend((key, None) for key in held.emptied)
+            changes.extend((key, run) for key in held.dirty if (run := held.runs.get(key)) is not None)
+            held.dirty.clear()
+            held.emptied.clear()
+        self._touched.clear()
+        for held in self._ranks.values():
+            while held.stale and tombstones_max > 0:
+                key = next(iter(held.stale))
+                del held.stale[key]
+                changes.append((key, None))
+                tombstones_max -= 1
+        return changes
+
+    @property
+    def owes_tombstones(self) -> bool:
+        """See RunStore."""
+        return any(held.stale for held in self._ranks.values())
+
+    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
+        """See RunStore."""
+        for held in self._ranks.values():
+            yield from held.members()
+
+    def check(self) -> None:
+        """See RunStore."""
+        for held in self._ranks.values():
+            held.check()
+
+
+class _RankRuns:
+    """One rank's runs.
+
+    _by_engine[tier]: engine hash to the slot of a held block.
+    _by_sequence[tier]: sequence hash to the slot of any block that a run has, held or not.
+    dirty: keys of runs changed since take_changes. emptied: keys of runs that ended since then.
+    stale: keys of an ended epoch that still lie in the log and wait for their tombstones.
+    """
+
+    def __init__(self, rank: RankId, epoch: Epoch) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.runs: dict[RunKey, Run] = {}
+        self.dirty: dict[RunKey, None] = {}
+        self.emptied: dict[RunKey, None] = {}
+        self.stale: dict[RunKey, None] = {}
+        self._by_engine: tuple[dict[int, Slot], ...] = tuple({} for _ in Tier)
+        self._by_sequence: tuple[dict[int, Slot], ...] = tuple({} for _ in Tier)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks held, each tier for itself."""
+        return sum(map(len, self._by_engine))
+
+    def adopt(self, run: Run) -> None:
+        """Take in a run read back from the table; one of an older epoch only awaits its tombstone."""
+        if run.epoch < self.epoch:
+            self.stale[run.key] = None
+            return
+        self.runs[run.key] = run
+        for offset, block in enumerate(run.sequence):
+            self._by_sequence[run.key.tier][block] = Slot(run, offset)
+        for offset in run.held():
+            self._by_engine[run.key.tier][run.engine[offset]] = Slot(run, offset)
+
+    def new_epoch(self, epoch: Epoch) -> None:
+        """End everything held; the tombstones follow later, since progress alone tells readers."""
+        assert epoch > self.epoch
+        self.stale.update(dict.fromkeys(self.runs))
+        self.stale.update(self.emptied)  # those of this very batch still have their old record in the log
+        self.runs.clear()
+        self.dirty.clear()
+        self.emptied.clear()
+        for tier in Tier:
+            self._by_engine[tier].clear()
+            self._by_sequence[tier].clear()
+        self.epoch = epoch
+
+    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
+        """Every block held."""
+        for run in self.runs.values():
+            for offset in run.held():
+                yield run.key.rank, run.key.tier, SequenceHash(run.sequence[offset])
+
+    def check(self) -> None:
+        """Raise AssertionError where the maps and the runs disagree; for tests."""
+        for tier in Tier:
+            for engine, (run, offset) in self._by_engine[tier].items():
+                assert run.engine[offset] == engine
+                assert run.present >> offset & 1
+                assert self.runs[run.key] is run
+            for block, (run, offset) in self._by_sequence[tier].items():
+                assert run.sequence[offset] == block
+                assert self.runs[run.key] is run
+        for key, run in self.runs.items():
+            assert run.key == key and run.sequence[0] == key.first and run.present
+            assert len(run.local) == len(run.engine) == len(run.sequence) <= RUN_BLOCKS_MAX
+            assert sum(1 for _ in run.held()) == sum(
+                1 for slot in self._by_engine[key.tier].values() if slot.run is run
+            )
+
+    def store(self, event: BlocksStored) -> bool:
+        """Hold the blocks of a store; False where its parent is not known."""
+        parent: Slot | None = None
+        if event.parent is not None:
+            parent = self._find(event.parent, event.tier)
+            if parent is None:
+                # Never attached elsewhere: a guessed place could claim a prefix that nobody holds.
+                return False
+        before = SequenceHash(parent.run.sequence[parent.offset]) if parent else None
+        position = parent.run.start + parent.offset + 1 if parent else 0
+        self._hold_all(event, parent, before, position)
+        return True
+
+    def restate(self, run: RestatedRun) -> None:
+        """Hold the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
+        parent = None if run.parent is None else self._by_sequence[run.tier].get(run.parent)
+        self._hold_all(run, parent, run.parent, run.start)
+
+    def _hold_all(
+        self, event: BlocksStored | RestatedRun, last: Slot | None, before: SequenceHash | None, position: int
+    ) -> None:
+        """Hold consecutive blocks behind `before`, which lies at `last` if this rank has it."""
+        moe = event.moe if isinstance(event, BlocksStored) else None
+        chain = sequence_hashes(event.local, before).tolist()
+        for engine, local, block in zip(event.engine.tolist(), event.local.tolist(), chain, strict=True):
+            last = self._hold(event.tier, moe, last, before, position, engine, local, block)
+            before = SequenceHash(block)
+            position += 1
+
+    def _hold(
+        self,
+        tier: Tier,
+        moe: MoeLabels | None,
+        last: Slot | None,
+        before: SequenceHash | None,
+        position: int,
+        engine: int,
+        local: int,
+        block: int,
+    ) -> Slot:
+        """Hold one block: where a run has it already, behind `last` where that run can grow, else in a new run."""
+        slot = self._by_sequence[tier].get(block)
+        if slot is None:
+            run = last.run if last is not None else None
+            if (
+                run is None
+                or last is None
+                or run.key.tier != tier
+                or last.offset != len(run.sequence) - 1
+                or len(run.sequence) >= RUN_BLOCKS_MAX
+            ):
+                key = RunKey(self.rank, tier, SequenceHash(block))
+                run = Run(key, self.epoch, position, before)
+                self.runs[key] = run
+                self.stale.pop(key, None)  # the new epoch wrote this key again: its tombstone must not come
+            slot = Slot(run, len(run.sequence))
+            run.local.append(local)
+            run.engine.append(engine)
+            run.sequence.append(block)
+            self._by_sequence[tier][block] = slot
+        run, offset = slot
+        held = run.present >> offset & 1
+        if held and run.engine[offset] == engine:
+            return slot  # stored again: a fact is not a number
+        if held:
+            del self._by_engine[tier][run.engine[offset]]
+        moved = self._by_engine[tier].get(engine)
+        if moved is not None:  # one engine name cannot lie at two places: the later store wins
+            self._unhold(moved)
+            if run.key not in self.runs:  # it was the run's only block
+                return self._hold(tier, moe, None, before, position, engine, local, block)
+        run.engine[offset] = engine
+        run.present |= 1 << offset
+        if moe is not None:
+            run.moe[offset] = moe
+        else:
+            run.moe.pop(offset, None)
+        self._by_engine[tier][engine] = slot
+        self.dirty[run.key] = None
+        return slot
+
+    def remove(self, event: BlocksRemoved) -> int:
+        """Hold blocks no more; gives how many were not held."""
+        unknown = 0
+        for engine in event.engine.tolist():
+            slot = self._by_engine[event.tier].get(engine)
+            if slot is None:
+                unknown += 1
+            else:
+                self._unhold(slot)
+        return unknown
+
+    def _unhold(self, slot: Slot) -> None:
+        run, offset = slot
+        tier = run.key.tier
+        del self._by_engine[tier][run.engine[offset]]
+        run.present &= ~(1 << offset)
+        run.moe.pop(offset, None)
+        self.dirty[run.key] = None
+        if not run.present:
+            del self.runs[run.key]
+            self.emptied[run.key] = None
+            for block in run.sequence:
+                del self._by_sequence[tier][block]
+
+    def _find(self, parent: EngineHash, tier: Tier) -> Slot | None:
+        """Find a held block by its engine's name, in the event's own tier before the faster and slower ones."""
+        slot = self._by_engine[tier].get(parent)
+        if slot is not None:
+            return slot
+        return next((maps[parent] for maps in self._by_engine if parent in maps), None)
