@@ -50,6 +50,9 @@ TOMBSTONES_PER_BATCH = 1000
 #: A partition that nothing reaches while its source has more is sought again after this; doubled up to the second.
 REALIGN_EVERY_S = (0.5, 30.0)
 
+#: Verdicts that nobody wants to read of.
+_USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED})
+
 
 def prefix_index_table(settings: Settings) -> TableSpec:
     """The table of runs, progress and partition records."""
@@ -106,20 +109,22 @@ class IndexReducer:
             # Two owners of one rank would each know half of it. Librdkafka's default partitioner does this.
             raise BadRecord("wrong_partition", f"worker {batch.rank.worker_id} belongs to partition {home} (murmur2)")
         expected = self._settings.block_size_of(batch.model)
+        if batch.block_size != expected and not isinstance(batch.body, WorkerRemoved):
+            raise BadRecord(
+                "wrong_block_size",
+                f"rank {batch.rank} has blocks of {batch.block_size} tokens; {batch.model} has {expected} here",
+            )
         match batch.body:
             case EngineEvents(events):
-                if batch.block_size != expected:
-                    raise BadRecord(
-                        "wrong_block_size",
-                        f"rank {batch.rank} has blocks of {batch.block_size} tokens; {batch.model} has {expected} here",
-                    )
                 verdict = self.holdings.apply(batch, events)  # 2 fence, 3 verdict, 4 apply
             case WorkerRemoved():
                 verdict = self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
-            case RestatementChunk() | Heartbeat():
+            case Heartbeat():
+                verdict = self.holdings.renew(batch, batch.body.lease_ms)
+            case RestatementChunk():
                 raise BadRecord("not_supported", "a later version of the indexer reads these")
         self._verdicts[verdict.value] += 1
-        if verdict is not Verdict.APPLIED:
+        if verdict not in _USUAL:
             log.info(
                 "%s: batch %d of rank %s, incarnation %d",
                 verdict.value,

@@ -18,6 +18,7 @@ from streams.core.events import (
     BlocksStored,
     EngineBatch,
     EngineEvents,
+    Heartbeat,
     KvEvent,
     MoeLabels,
     WorkerRemoved,
@@ -39,6 +40,8 @@ def judge(holdings: PlainHoldings, batch: EngineBatch) -> Verdict:
     """Give one batch to the holdings, as the agent does."""
     if isinstance(batch.body, WorkerRemoved):
         return holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
+    if isinstance(batch.body, Heartbeat):
+        return holdings.renew(batch, batch.body.lease_ms)
     assert isinstance(batch.body, EngineEvents)
     return holdings.apply(batch, batch.body.events)
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from streams.core.events import EngineBatch, KvEvent
 from streams.core.ids import Epoch, Incarnation, RankId, SequenceHash, Tier
-from streams.core.ordering import Health, Progress, Verdict, judge
+from streams.core.ordering import Health, Judgement, Progress, Verdict, judge, renew
 from streams.core.run_store import PlainRunStore, RunStore
 from streams.core.runs import Run, RunKey
 
@@ -47,13 +47,11 @@ class Holdings(Generic[Events, Change]):
     def apply(self, batch: EngineBatch, events: Events) -> Verdict:
         """Judge one batch and, if it is news, apply its events."""
         rank = batch.rank
-        known = self.progress.get(rank)
-        judgement = judge(known or Progress(rank, Epoch(Incarnation(0), 0)), batch)
+        judgement = judge(self._known(rank), batch)
         progress = judgement.progress
         if judgement.verdict in (Verdict.STALE, Verdict.DUPLICATE):
             return judgement.verdict
-        if known is None or judgement.begins_epoch:
-            self.runs.end(rank, progress.epoch)
+        self._begin(judgement)
         applied = self.runs.apply(rank, events)
         if applied.n_clears:
             # An empty cache is known exactly, whatever was lost before it. Blocks that the batch left out may have come
@@ -70,6 +68,17 @@ class Holdings(Generic[Events, Change]):
             )
         self.progress[rank] = progress
         self._touched[rank] = None
+        return judgement.verdict
+
+    def renew(self, batch: EngineBatch, lease_ms: int) -> Verdict:
+        """Judge a heartbeat; a progress that it does not change is not written."""
+        rank = batch.rank
+        judgement = renew(self._known(rank), batch, lease_ms)
+        if judgement.verdict is not Verdict.STALE:
+            self._begin(judgement)
+            if self.progress.get(rank) != judgement.progress:
+                self.progress[rank] = judgement.progress
+                self._touched[rank] = None
         return judgement.verdict
 
     def remove_worker(self, worker_id: int, incarnation: Incarnation) -> Verdict:
@@ -110,6 +119,16 @@ class Holdings(Generic[Events, Change]):
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Every block held by any rank."""
         return self.runs.members()
+
+    def _known(self, rank: RankId) -> Progress:
+        """Progress of a rank; of one that never told anything, that of a life before its first."""
+        return self.progress.get(rank) or Progress(rank, Epoch(Incarnation(0), 0))
+
+    def _begin(self, judgement: Judgement) -> None:
+        """Make room for what a record tells: end an older epoch, or begin a rank."""
+        rank = judgement.progress.rank
+        if judgement.begins_epoch or rank not in self.progress:
+            self.runs.end(rank, judgement.progress.epoch)
 
     def _end(self, progress: Progress) -> None:
         """End what a rank holds and take its new progress."""

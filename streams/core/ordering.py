@@ -46,17 +46,18 @@ class Progress:
 
 
 class Verdict(enum.StrEnum):
-    """What became of a batch; a value, not an error."""
+    """What became of a record; a value, not an error."""
 
     APPLIED = "applied"
-    GAP = "gap"  # applied, but batches before it are missing
+    GAP = "gap"  # applied, but batches before it are missing; or a heartbeat told that some are
     DUPLICATE = "duplicate"
-    STALE = "stale"  # of an older life of the engine, or of a removed worker
+    STALE = "stale"  # of an older life of the engine, of a removed worker, or an expiry that came too late
+    RENEWED = "renewed"  # a heartbeat: the bridge lives
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict on a batch, the rank's progress with it, and whether it ends whatever the rank held."""
+    """Verdict on a record, the rank's progress with it, and whether it ends whatever the rank held."""
 
     verdict: Verdict
     progress: Progress
@@ -65,17 +66,11 @@ class Judgement:
 
 def judge(progress: Progress, batch: EngineBatch) -> Judgement:
     """Judge a batch of events by its incarnation and sequence number."""
-    known = progress.epoch.incarnation
-    begins = False
-    if batch.incarnation != known or progress.health is Health.REMOVED:
-        # A batch numbered BEFORE_FIRST only says that a life begins; whoever is removed and begins again is back.
-        revived = batch.incarnation == known and batch.sequence == BEFORE_FIRST
-        if batch.incarnation <= known and not revived:
-            return Judgement(Verdict.STALE, progress)
-        epoch = Epoch(known, progress.epoch.generation + 1) if revived else Epoch(batch.incarnation, 0)
-        progress = replace(progress, epoch=epoch, sequence=BEFORE_FIRST, digest=0, health=Health.EXACT, n_blocks=0)
-        begins = True
-    elif batch.sequence <= progress.sequence:
+    fenced = fence(progress, batch)
+    if fenced is None:
+        return Judgement(Verdict.STALE, progress)
+    progress, begins = fenced
+    if batch.sequence <= progress.sequence and not begins:
         return Judgement(Verdict.DUPLICATE, progress)
     gap = batch.sequence > progress.sequence + 1
     health = progress.health
@@ -96,6 +91,56 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         progress.n_unknown_parents,
         progress.n_unknown_removals,
         progress.lease_ms,
-        progress.silent,
     )
     return Judgement(Verdict.GAP if gap else Verdict.APPLIED, news, begins)
+
+
+def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
+    """Judge a heartbeat: whoever feeds the rank lives, and had published up to the batch's sequence.
+
+    It never moves the sequence on. The progress that it gives is the one that it was given where nothing changed, so
+    that a quiet fleet writes nothing.
+    """
+    returned = progress.health is Health.REMOVED and progress.silent and batch.incarnation == progress.epoch.incarnation
+    if returned:
+        # Taken for dead and not dead: what it held is forgotten, what it told meanwhile was refused. Only a removal
+        # that somebody asked for needs a new beginning.
+        epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + 1)
+        progress, begins = replace(progress, epoch=epoch, health=Health.EXACT, n_blocks=0), True
+    elif progress.health is Health.REMOVED and batch.incarnation == progress.epoch.incarnation:
+        return Judgement(Verdict.STALE, progress)
+    else:
+        fenced = fence(progress, batch)
+        if fenced is None:
+            return Judgement(Verdict.STALE, progress)
+        progress, begins = fenced
+        if begins:
+            progress = replace(progress, model=batch.model, block_size=batch.block_size)
+    if progress.silent or progress.lease_ms != lease_ms:
+        progress = replace(progress, lease_ms=lease_ms, silent=False)
+    missing = batch.sequence > (BEFORE_FIRST if returned else progress.sequence)
+    if not missing or progress.health is not Health.EXACT:  # a loss known already: each heartbeat tells of it again
+        return Judgement(Verdict.RENEWED, progress, begins)
+    lossy = replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1)
+    return Judgement(Verdict.GAP, lossy, begins)
+
+
+def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | None:
+    """Give the progress of the life that a batch is of, and whether that life begins here; None for an older one."""
+    known = progress.epoch.incarnation
+    if batch.incarnation == known and progress.health is not Health.REMOVED:
+        return progress, False
+    # A batch numbered BEFORE_FIRST only says that a life begins; whoever is removed and begins again is back.
+    revived = batch.incarnation == known and batch.sequence == BEFORE_FIRST
+    if batch.incarnation <= known and not revived:
+        return None
+    return replace(
+        progress,
+        epoch=Epoch(known, progress.epoch.generation + 1) if revived else Epoch(batch.incarnation, 0),
+        sequence=BEFORE_FIRST,
+        digest=0,
+        health=Health.EXACT,
+        n_blocks=0,
+        lease_ms=0,  # another bridge may feed this life, or none that promises anything
+        silent=False,
+    ), True
