@@ -28,6 +28,7 @@ from streams.core.tree_fold import RunColumns, TreeRunFold, columns_of
 from streams.errors import BadRecord, IndexFull
 from streams.router_api.view import AnswerMode, View
 from streams.settings import Settings
+from streams.tables.kernels.runs import OTHER, decode_records
 from streams.tables.records import (
     PartitionRecord,
     decode_run,
@@ -39,7 +40,7 @@ from streams.tables.records import (
     progress_key,
     run_key,
 )
-from streams.tables.run_decoding import OTHER, decode, decode_records, decode_runs, join
+from streams.tables.run_decoding import decode, decode_runs, join
 from tests.test_holdings import batch, names, stored, u64
 from tests.test_table_properties import Record, commit, compacted, folded, random_log, state_of_view
 

@@ -5,6 +5,7 @@ What lives here: the events in past tense. What must not: bytes (codec) and engi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streams.core.ids import EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier
@@ -82,7 +83,7 @@ class RestatedRun:
 class EngineEvents:
     """Body of an ordinary batch: its events in the engine's order."""
 
-    events: tuple[KvEvent, ...]
+    events: Sequence[KvEvent]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ ENTRIES = (
     ("fold", "digest_columns"),
     ("run_records", "find_known"),
     ("run_records", "fold_known"),
-    ("streams.tables.run_decoding", "decode_records"),
+    ("streams.tables.kernels.runs", "decode_records"),
 )
 
 _TYPES = {"int": types.int64, "bool": types.boolean}

@@ -1,0 +1,199 @@
+"""Many records of kv-events to batches in one call of a compiled kernel.
+
+What lives here: batches whose events stay rows; it needs numba. What must not: the bytes of a record (kernels.events),
+and what is wrong with one (codec.decode_batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+
+from streams.codec import decode_batch
+from streams.core.arenas import Int64Array
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineBatch,
+    EngineEvents,
+    KvEvent,
+    MoeLabels,
+)
+from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
+from streams.core.run_kernels.layout import (
+    EVENT_BLOCKS,
+    EVENT_ENGINE,
+    EVENT_HAS_PARENT,
+    EVENT_KIND,
+    EVENT_LABELLED,
+    EVENT_LABELS,
+    EVENT_LOCAL,
+    EVENT_PARENT,
+    EVENT_TIER,
+    EVENT_WORDS,
+    LABEL_WORDS,
+    NO_LABEL,
+    REMOVED,
+    STORED,
+)
+from streams.errors import BadRecord
+from streams.tables.kernels.events import HEAD_WORDS, decode_batches
+from streams.tables.run_decoding import frame_header
+
+#: An event of one block is some 30 bytes; a record of shorter ones, when room for rows runs out, is decoded by itself.
+_BYTES_A_ROW = 16
+_ROWS_MIN = 64
+
+
+class EventRows(Sequence[KvEvent]):
+    """The events of one batch, as rows of a table; each becomes an event when somebody looks at it.
+
+    rows: int64[n, EVENT_WORDS]. data: the bytes that their addresses point into.
+    """
+
+    __slots__ = ("_data", "rows")
+
+    def __init__(self, rows: Int64Array, data: bytes) -> None:
+        self.rows = rows
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> KvEvent: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[KvEvent]: ...
+    def __getitem__(self, index: int | slice) -> KvEvent | Sequence[KvEvent]:
+        if isinstance(index, slice):
+            return EventRows(self.rows[index], self._data)
+        return self._event(self.rows[index].tolist())
+
+    def __iter__(self) -> Iterator[KvEvent]:
+        return map(self._event, self.rows.tolist())
+
+    def _event(self, row: list[int]) -> KvEvent:
+        if row[EVENT_KIND] not in (STORED, REMOVED):
+            return AllBlocksCleared()
+        engine, tier = self._hashes(row[EVENT_ENGINE], row[EVENT_BLOCKS]), Tier(row[EVENT_TIER])
+        if row[EVENT_KIND] == REMOVED:
+            return BlocksRemoved(engine, tier)
+        labels = [None if each == NO_LABEL else each for each in row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS]]
+        return BlocksStored(
+            EngineHash(row[EVENT_PARENT] & U64_MASK) if row[EVENT_HAS_PARENT] else None,
+            engine,
+            self._hashes(row[EVENT_LOCAL], row[EVENT_BLOCKS]),
+            tier,
+            MoeLabels(*labels) if row[EVENT_LABELLED] else None,
+        )
+
+    def _hashes(self, address: int, n_hashes: int) -> HashArray:
+        begin = address - _address_of(self._data)
+        return np.frombuffer(self._data, dtype="<u8", count=n_hashes, offset=begin)
+
+
+def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, object]:
+    """Rows of events, int64[n, EVENT_WORDS], and what must stay alive while their addresses are used."""
+    if isinstance(events, EventRows):
+        return events.rows, events
+    events = list(events)
+    rows = np.zeros((len(events), EVENT_WORDS), dtype=np.int64)
+    kept: list[HashArray] = []
+    for row, event in zip(rows, events, strict=True):
+        if isinstance(event, AllBlocksCleared):
+            row[EVENT_KIND] = 2
+            continue
+        engine = np.ascontiguousarray(event.engine, dtype=np.uint64)
+        kept.append(engine)
+        row[EVENT_TIER] = event.tier
+        row[EVENT_BLOCKS], row[EVENT_ENGINE] = len(engine), engine.ctypes.data
+        if isinstance(event, BlocksRemoved):
+            row[EVENT_KIND] = REMOVED
+            continue
+        local = np.ascontiguousarray(event.local, dtype=np.uint64)
+        kept.append(local)
+        row[EVENT_KIND], row[EVENT_LOCAL] = STORED, local.ctypes.data
+        if event.parent is not None:
+            row[EVENT_HAS_PARENT], row[EVENT_PARENT] = 1, np.uint64(event.parent).view(np.int64)
+        if event.moe is not None:
+            row[EVENT_LABELLED] = 1
+            labels = (event.moe.layer_id, event.moe.expert_id, event.moe.expert_group)
+            row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS] = [NO_LABEL if each is None else each for each in labels]
+    return rows, kept
+
+
+def decode_events(
+    values: Sequence[bytes | None], schema_ids: dict[str, int] | None = None
+) -> list[EngineBatch | BadRecord]:
+    """Decode values of kv-events, each by itself good or bad."""
+    data = b"".join(filter(None, values))
+    lengths = np.array([len(value) if value else 0 for value in values], dtype=np.int64)
+    heads = np.empty((len(values), HEAD_WORDS), dtype=np.int64)
+    rows = np.empty((_ROWS_MIN + len(data) // _BYTES_A_ROW, EVENT_WORDS), dtype=np.int64)
+    decode_batches(
+        _address_of(data) if data else 0,
+        lengths.ctypes.data,
+        len(values),
+        *frame_header("kv-events"),
+        heads.ctypes.data,
+        rows.ctypes.data,
+        len(rows),
+    )
+    return [
+        _one(value, schema_ids) if head[0] < 0 else _batch(head, data, rows) or _one(value, schema_ids)
+        for value, head in zip(values, heads.tolist(), strict=True)
+    ]
+
+
+def _one(value: bytes | None, schema_ids: dict[str, int] | None) -> EngineBatch | BadRecord:
+    try:
+        return decode_batch(value, schema_ids)
+    except BadRecord as exc:
+        return exc
+
+
+def _batch(head: list[int], data: bytes, rows: Int64Array) -> EngineBatch | None:
+    """The batch of a head; None where its model is no text."""
+    (
+        n_rows,
+        first_row,
+        worker,
+        dp_rank,
+        model,
+        n_model,
+        block_size,
+        incarnation,
+        sequence,
+        digest,
+        emitted_at,
+        n_unindexed,
+    ) = head
+    try:
+        name = _text(data[model : model + n_model])
+    except UnicodeDecodeError:
+        return None
+    return EngineBatch(
+        RankId(WorkerId(worker & U64_MASK), DpRank(dp_rank)),
+        name,
+        block_size,
+        Incarnation(incarnation & U64_MASK),
+        sequence,
+        digest & U64_MASK,
+        emitted_at,
+        EngineEvents(EventRows(rows[first_row : first_row + n_rows], data)),
+        n_unindexed,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _text(raw: bytes) -> str:
+    """A model's name; a scope has few."""
+    return raw.decode()
+
+
+def _address_of(data: bytes) -> int:
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

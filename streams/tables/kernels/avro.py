@@ -1,0 +1,59 @@
+"""Avro's numbers, in kernels.
+
+What lives here: reading and writing what every schema has. What must not: any schema.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+from streams.core.kernels.compiling import inlined
+from streams.core.kernels.memory import shift_right
+from streams.core.kernels.run_records import load_byte
+
+#: Marker of Avro's single-object encoding and fingerprint.
+HEADER_BYTES = 10
+#: A long of 64 bits takes ten groups of seven.
+_VARINT_BITS_MAX = 70
+
+
+@intrinsic
+def store_byte(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the low eight bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8)
+        builder.store(builder.trunc(args[1], byte), builder.inttoptr(args[0], byte.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@inlined
+def read_long(at: int, end: int) -> tuple[int, int]:
+    """A zigzag varint and the address behind it; 0 and end + 1 where there is none, from where nothing can be read."""
+    value, shift = 0, 0
+    while at < end and shift < _VARINT_BITS_MAX:
+        byte = load_byte(at)
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return int(shift_right(value, 1) ^ -(value & 1)), at
+        shift += 7
+    return 0, end + 1
+
+
+@inlined
+def write_long(at: int, value: int) -> int:
+    """Write a zigzag varint; gives the address behind it."""
+    left = (value << 1) ^ (value >> 63)
+    while shift_right(left, 7) != 0:
+        store_byte(at, (left & 127) | 128)
+        left = shift_right(left, 7)
+        at += 1
+    store_byte(at, left)
+    return at + 1

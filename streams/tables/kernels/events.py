@@ -1,0 +1,207 @@
+"""Records of kv-events to rows that a store of runs applies.
+
+What lives here: the bytes of an ordinary batch, as a kernel reads them. What must not: reasons. What is no ordinary
+batch, or is none at all, is left to `codec.decode_batch`, which tells or takes it: restatements, removals, heartbeats,
+stores into CXL memory, frames of a registry.
+
+Rows point into the records' bytes, which must stay where they are until the rows were applied. Nothing outside of a
+record's own bytes is read, whatever they are.
+"""
+
+from __future__ import annotations
+
+from streams.core.events import BEFORE_FIRST
+from streams.core.ids import Tier
+from streams.core.kernels.compiling import inlined
+from streams.core.kernels.memory import load, signed, store
+from streams.core.kernels.run_records import load_byte
+from streams.core.kernels.xxh3 import load_u64
+from streams.core.run_kernels.layout import (
+    CLEARED,
+    EVENT_BLOCKS,
+    EVENT_ENGINE,
+    EVENT_HAS_PARENT,
+    EVENT_KIND,
+    EVENT_LABELLED,
+    EVENT_LABELS,
+    EVENT_LOCAL,
+    EVENT_PARENT,
+    EVENT_TIER,
+    EVENT_WORDS,
+    LABEL_WORDS,
+    NO_LABEL,
+    STORED,
+)
+from streams.tables.kernels.avro import HEADER_BYTES, read_long
+from streams.tables.kernels.compiling import kernel
+
+#: Words of a head: how many rows, -1 for a record that is left to decode_batch; the first row; fields of the record,
+#: the model as where it begins in the record and its bytes.
+(
+    HEAD_ROWS,
+    HEAD_FIRST_ROW,
+    HEAD_WORKER,
+    HEAD_DP_RANK,
+    HEAD_MODEL,
+    HEAD_MODEL_BYTES,
+    HEAD_BLOCK_SIZE,
+    HEAD_INCARNATION,
+    HEAD_SEQUENCE,
+    HEAD_DIGEST,
+    HEAD_EMITTED_AT,
+    HEAD_UNINDEXED,
+) = range(12)
+HEAD_WORDS = 12
+
+_TIER_MAX = max(Tier)
+_I32_MAX = (1 << 31) - 1
+
+
+@inlined
+def _read_hashes(at: int, end: int) -> tuple[int, int, int]:
+    """Where packed hashes begin, how many they are, and the address behind them, end + 1 where they are none."""
+    n_bytes, at = read_long(at, end)
+    if n_bytes < 0 or n_bytes & 7 or n_bytes > end - at:
+        return 0, 0, end + 1
+    return at, n_bytes >> 3, at + n_bytes
+
+
+@inlined
+def _read_event(at: int, end: int, row: int) -> int:
+    """One event to its row; gives the address behind it, end + 1 where the record is left to decode_batch."""
+    kind, at = read_long(at, end)
+    if at > end or kind < STORED or kind > CLEARED:
+        return end + 1
+    store(row + EVENT_KIND * 8, kind)
+    store(row + EVENT_BLOCKS * 8, 0)
+    if kind == CLEARED:
+        return at
+    if kind == STORED:
+        branch, at = read_long(at, end)
+        if branch == 1 and end - at >= 8:
+            store(row + EVENT_PARENT * 8, signed(load_u64(at)))
+            at += 8
+        elif branch != 0:
+            return end + 1
+        store(row + EVENT_HAS_PARENT * 8, branch)
+    engines, n_blocks, at = _read_hashes(at, end)
+    store(row + EVENT_ENGINE * 8, engines)
+    store(row + EVENT_BLOCKS * 8, n_blocks)
+    if kind == STORED:
+        locals_, n_locals, at = _read_hashes(at, end)
+        if n_locals != n_blocks:
+            return end + 1
+        store(row + EVENT_LOCAL * 8, locals_)
+    tier, at = read_long(at, end)
+    if at > end or tier < 0 or tier > _TIER_MAX:
+        return end + 1
+    store(row + EVENT_TIER * 8, tier)
+    if kind == STORED:
+        labelled, at = read_long(at, end)
+        if labelled == 1:
+            for word in range(LABEL_WORDS):
+                branch, at = read_long(at, end)
+                label = NO_LABEL
+                if branch == 1:
+                    label, at = read_long(at, end)
+                elif branch != 0:
+                    return end + 1
+                store(row + (EVENT_LABELS + word) * 8, label)
+        elif labelled != 0:
+            return end + 1
+        store(row + EVENT_LABELLED * 8, labelled)
+        in_pool, at = read_long(at, end)
+        if in_pool != 0:
+            return end + 1
+    return at
+
+
+@inlined
+def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> int:
+    """One datum; gives its rows, -1 where it is left to decode_batch."""
+    worker, at = read_long(begin, end)
+    dp_rank, at = read_long(at, end)
+    n_model, at = read_long(at, end)
+    if n_model < 0 or n_model > end - at:
+        return -1
+    model = at
+    block_size, at = read_long(at + n_model, end)
+    incarnation, at = read_long(at, end)
+    sequence, at = read_long(at, end)
+    if end - at < 8:
+        return -1
+    digest = signed(load_u64(at))
+    emitted_at, at = read_long(at + 8, end)
+    n_unindexed, at = read_long(at, end)
+    body, at = read_long(at, end)
+    if (
+        at > end
+        or body != 0
+        or block_size < 1
+        or n_unindexed < 0
+        or dp_rank < 0
+        or dp_rank > _I32_MAX
+        or sequence < BEFORE_FIRST
+    ):
+        return -1
+    n_rows = 0
+    count, at = read_long(at, end)
+    while count != 0:
+        if count < 0:
+            count = -count
+            _, at = read_long(at, end)
+        if at > end or count < 0 or count > rows_left - n_rows:
+            return -1
+        for _ in range(count):
+            at = _read_event(at, end, rows + n_rows * (EVENT_WORDS * 8))
+            if at > end:
+                return -1
+            n_rows += 1
+        count, at = read_long(at, end)
+    if at != end or (sequence == BEFORE_FIRST and n_rows > 0):
+        return -1
+    store(head + HEAD_WORKER * 8, worker)
+    store(head + HEAD_DP_RANK * 8, dp_rank)
+    store(head + HEAD_MODEL * 8, model)
+    store(head + HEAD_MODEL_BYTES * 8, n_model)
+    store(head + HEAD_BLOCK_SIZE * 8, block_size)
+    store(head + HEAD_INCARNATION * 8, incarnation)
+    store(head + HEAD_SEQUENCE * 8, sequence)
+    store(head + HEAD_DIGEST * 8, digest)
+    store(head + HEAD_EMITTED_AT * 8, emitted_at)
+    store(head + HEAD_UNINDEXED * 8, n_unindexed)
+    return n_rows
+
+
+@kernel()
+def decode_batches(
+    data: int, lengths: int, n_records: int, header: int, header_end: int, heads: int, rows: int, rows_max: int
+) -> int:
+    """Decode records; gives the number of those that are left to decode_batch.
+
+    data: address of the records' bytes, one behind the other. lengths: address of an int64 each. header, header_end:
+    the first eight bytes of every record and the next two. heads: address of HEAD_WORDS int64 a record, the model given
+    as an offset from `data`. rows: address of room for rows_max rows; a record for which there is none is left.
+    """
+    begin, n_rows, others = data, 0, 0
+    for record in range(n_records):
+        n_bytes = load(lengths + (record << 3))
+        head = heads + record * (HEAD_WORDS * 8)
+        found = -1
+        if (
+            n_bytes >= HEADER_BYTES
+            and signed(load_u64(begin)) == header
+            and load_byte(begin + 8) | (load_byte(begin + 9) << 8) == header_end
+        ):
+            found = _read_batch(
+                begin + HEADER_BYTES, begin + n_bytes, head, rows + n_rows * (EVENT_WORDS * 8), rows_max - n_rows
+            )
+        store(head + HEAD_ROWS * 8, found)
+        store(head + HEAD_FIRST_ROW * 8, n_rows)
+        if found < 0:
+            others += 1
+        else:
+            store(head + HEAD_MODEL * 8, load(head + HEAD_MODEL * 8) - data)
+            n_rows += found
+        begin += n_bytes
+    return others

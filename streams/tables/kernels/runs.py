@@ -1,0 +1,402 @@
+"""Run records: bytes to columns or into a store of runs, and a store's changes to bytes.
+
+What lives here: the bytes of a run record as kernels read and write them. What must not: reasons. Of a record that a
+kernel does not take, `records.decode_run` tells what is wrong, or takes it: the two agree on every byte, but for
+varints of more than ten bytes and array counts of -2^63, which no writer makes and which are left to it.
+
+Nothing outside of a record's own bytes is read, whatever they are.
+"""
+
+from __future__ import annotations
+
+from streams.core.ids import Tier
+from streams.core.kernels.compiling import inlined
+from streams.core.kernels.fields import get, put
+from streams.core.kernels.fold import (
+    FOLD_FIRST,
+    FOLD_HAS_PARENT,
+    FOLD_LOCAL,
+    FOLD_OFFSET,
+    FOLD_PARENT,
+    FOLD_PRESENT,
+)
+from streams.core.kernels.memory import copy_words, load, shift_right, signed, store, trailing_zeros
+from streams.core.kernels.run_records import FOLD_GENERATION, FOLD_INCARNATION, FOLD_PLACE, FOLD_WORKER, load_byte
+from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, store_u64, swap_bytes
+from streams.core.run_kernels.changes import adopt_run, next_stale, owe_tombstone, set_labels
+from streams.core.run_kernels.layout import (
+    DIRTY,
+    EMPTIED,
+    HAS_PARENT,
+    IS_DIRTY,
+    LABEL_WORDS,
+    LENGTH_MASK,
+    N_DIRTY,
+    N_EMPTIED,
+    NO_LABEL,
+    RANK_DP,
+    RANK_GENERATION,
+    RANK_INCARNATION,
+    RANK_WORDS,
+    RANK_WORKER,
+    RANKS,
+    RUN_COLUMN,
+    RUN_FIRST,
+    RUN_LABELLED,
+    RUN_LABELS,
+    RUN_PARENT,
+    RUN_PRESENT,
+    RUN_SHAPE,
+    RUN_START,
+    SPANS,
+    STALE_BEGIN,
+)
+from streams.core.run_kernels.spans import capacity_of, locals_at, run_at
+from streams.core.runs import RUN_BLOCKS_MAX
+from streams.tables.kernels.avro import HEADER_BYTES, read_long, store_byte, write_long
+from streams.tables.kernels.compiling import kernel
+from streams.tables.records import RUN_PREFIX
+
+_PREFIX = RUN_PREFIX[0]
+KEY_BYTES = 22
+_TIER_MAX = max(Tier)
+_HASHES_BYTES_MAX = RUN_BLOCKS_MAX * 8
+#: Presence bits of a record that is none, or that is left to decode_run.
+OTHER = -1
+#: Bytes of the longest key and value: the numbers, the hashes, and 32 blocks with all their labels.
+RECORD_BYTES_MAX = 2048
+_SIGN = -(1 << 63)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _skip_labels(at: int, end: int, n_blocks: int) -> int:
+    """Address behind the labels; beyond `end` where they are none, or of blocks that the run has not.
+
+    fastavro takes an index of a union from the end, -1 for the last of its branches, as Python does; so it is here.
+    """
+    count, at = read_long(at, end)
+    while count != 0:
+        if count < 0:
+            count = -count
+            _, at = read_long(at, end)
+            if count < 0:
+                return end + 1
+        while count > 0:
+            offset, at = read_long(at, end)
+            if at > end or offset < 0 or offset >= n_blocks:
+                return end + 1
+            for _ in range(3):
+                branch, at = read_long(at, end)
+                if branch == 1 or branch == -1:  # numba makes a tuple of the other
+                    _, at = read_long(at, end)
+                elif branch != 0 and branch != -2:
+                    return end + 1
+            count -= 1
+        count, at = read_long(at, end)
+    return at
+
+
+@inlined
+def _parse_run(at: int, end: int, first: int) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """Fields of one datum: blocks, incarnation, generation, start, parent, whether there is one, presence bits, and the
+    addresses of the local hashes and of the labels; no blocks where decode_run is to look at it."""
+    incarnation, at = read_long(at, end)
+    generation, at = read_long(at, end)
+    start, at = read_long(at, end)
+    branch, at = read_long(at, end)
+    n_blocks, parent, has_parent, present, local, labels = 0, 0, 0, 0, 0, 0
+    good = True
+    if branch == 1 or branch == -1:
+        if end - at < 8:
+            good = False
+        else:
+            parent, has_parent = signed(load_u64(at)), 1
+            at += 8
+    elif branch != 0 and branch != -2:
+        good = False
+    if start < 0 or (start == 0) == (has_parent == 1):
+        good = False
+    if good:
+        n_bytes, at = read_long(at, end)
+        good = 8 <= n_bytes <= _HASHES_BYTES_MAX and n_bytes & 7 == 0 and n_bytes <= end - at
+        if good:
+            local = at
+            n_engine_bytes, at = read_long(at + n_bytes, end)
+            good = n_engine_bytes == n_bytes and n_bytes <= end - at
+        if good:
+            n_blocks = n_bytes >> 3
+            n_present, at = read_long(at + n_bytes, end)
+            good = 1 <= n_present <= end - at
+            if good:
+                for index in range(n_present):
+                    byte = load_byte(at + index)
+                    if index < 4:
+                        present |= byte << (index << 3)
+                    elif byte != 0:
+                        good = False
+                labels = at + n_present
+    if good:
+        good = present != 0 and present >> n_blocks == 0 and _skip_labels(labels, end, n_blocks) == end
+    if good:
+        name = signed(load_u64(local))
+        if has_parent:
+            name = signed(chain_step(parent, name))
+        good = name == first
+    if not good:
+        n_blocks = 0
+    return n_blocks, incarnation, generation, start, parent, has_parent, present, local, labels
+
+
+@inlined
+def _begins_with(value: int, n_bytes: int, header: int, header_end: int) -> bool:
+    return bool(
+        n_bytes >= HEADER_BYTES
+        and signed(load_u64(value)) == header
+        and load_byte(value + 8) | (load_byte(value + 9) << 8) == header_end
+    )
+
+
+@kernel()
+def decode_records(
+    data: int, n_bytes: int, lengths: int, n_records: int, header: int, header_end: int, table: int
+) -> int:
+    """Decode records into the columns of a table; gives the number of those that are left to decode_run.
+
+    data: address of keys and values, one behind the other, n_bytes together. lengths: address of two int64 a record,
+    its key's and its value's bytes, -1 for a tombstone's. header, header_end: the first eight bytes and the next two
+    of every value. table: of RunColumns; the holder is not set.
+    """
+    presents, offsets = load(table + FOLD_PRESENT * 8), load(table + FOLD_OFFSET * 8)
+    locals_ = load(table + FOLD_LOCAL * 8)
+    key, data_end = data, data + n_bytes
+    n_blocks, n_others = 0, 0
+    store(offsets, 0)
+    for record in range(n_records):
+        row = record << 3
+        n_key, n_value = load(lengths + (row << 1)), load(lengths + (row << 1) + 8)
+        value = key + n_key
+        end = value + max(n_value, 0)
+        store(presents + row, OTHER)
+        taken = False
+        if n_key == KEY_BYTES and end <= data_end and load_byte(key) == _PREFIX:
+            tier = load_byte(key + 13)
+            if tier <= _TIER_MAX:
+                first = signed(swap_bytes(load_u64(key + 14)))
+                dp_rank = shift_right(signed(swap_bytes(load_u32(key + 9))), 32)
+                store(load(table + FOLD_FIRST * 8) + row, first)
+                store(load(table + FOLD_WORKER * 8) + row, signed(swap_bytes(load_u64(key + 1))))
+                store(load(table + FOLD_PLACE * 8) + row, (dp_rank << 2) | tier)
+                if n_value < 0:
+                    store(presents + row, 0)
+                    taken = True
+                elif _begins_with(value, n_value, header, header_end):
+                    found, incarnation, generation, _, parent, has_parent, present, local, _ = _parse_run(
+                        value + HEADER_BYTES, end, first
+                    )
+                    if found > 0:
+                        copy_words(locals_ + (n_blocks << 3), local, found)
+                        store(load(table + FOLD_PARENT * 8) + row, parent)
+                        store(load(table + FOLD_HAS_PARENT * 8) + row, has_parent)
+                        store(presents + row, present)
+                        store(load(table + FOLD_INCARNATION * 8) + row, incarnation)
+                        store(load(table + FOLD_GENERATION * 8) + row, generation)
+                        n_blocks += found
+                        taken = True
+        n_others += not taken
+        store(offsets + row + 8, n_blocks)
+        key = end
+    return n_others
+
+
+@kernel()
+def load_records(
+    context: int, data: int, lengths: int, n_records: int, n_ranks: int, header: int, header_end: int, scratch: int
+) -> int:
+    """Take run records into a store, which has room for them; gives the number that was not taken.
+
+    data, lengths: as of decode_records; no tombstones. Each record's length of key becomes 0 where it was taken, 1
+    where its rank is not known, 2 where decode_run is to look at it. scratch: address of LABEL_WORDS int64.
+    """
+    key, rank, others = data, -1, 0
+    ranks = get(context, RANKS)
+    for record in range(n_records):
+        at = lengths + (record << 4)
+        n_key, n_value = load(at), load(at + 8)
+        value = key + n_key
+        end = value + n_value
+        fate = 2
+        if n_key == KEY_BYTES and load_byte(key) == _PREFIX and load_byte(key + 13) <= _TIER_MAX:
+            worker = signed(swap_bytes(load_u64(key + 1)))
+            dp_rank = shift_right(signed(swap_bytes(load_u32(key + 9))), 32)
+            first = signed(swap_bytes(load_u64(key + 14)))
+            # Records come in order of their keys, so of one rank together.
+            words = ranks + rank * (RANK_WORDS * 8)
+            if rank < 0 or load(words + RANK_WORKER * 8) != worker or load(words + RANK_DP * 8) != dp_rank:
+                rank = -1
+                for each in range(n_ranks):
+                    words = ranks + each * (RANK_WORDS * 8)
+                    if load(words + RANK_WORKER * 8) == worker and load(words + RANK_DP * 8) == dp_rank:
+                        rank = each
+                        break
+            if _begins_with(value, n_value, header, header_end):
+                n_blocks, incarnation, generation, start, parent, has_parent, present, local, labels = _parse_run(
+                    value + HEADER_BYTES, end, first
+                )
+                if n_blocks > 0 and rank < 0:
+                    fate = 1
+                elif n_blocks > 0:
+                    fate = 0
+                    words = ranks + rank * (RANK_WORDS * 8)
+                    column = (rank << 2) | load_byte(key + 13)
+                    known = load(words + RANK_INCARNATION * 8)
+                    # Incarnations are unsigned.
+                    if (incarnation ^ _SIGN) < (known ^ _SIGN) or (
+                        incarnation == known and generation < load(words + RANK_GENERATION * 8)
+                    ):
+                        owe_tombstone(context, column, first)
+                    else:
+                        engines = local + (n_blocks << 3)
+                        _, engines = read_long(engines, end)
+                        run = adopt_run(
+                            context, column, first, start, parent, has_parent, n_blocks, present, local, engines
+                        )
+                        line = run_at(context, run)
+                        count, labels = read_long(labels, end)
+                        while count != 0:
+                            if count < 0:
+                                count = -count
+                                _, labels = read_long(labels, end)
+                            while count > 0:
+                                offset, labels = read_long(labels, end)
+                                for word in range(LABEL_WORDS):
+                                    branch, labels = read_long(labels, end)
+                                    label = NO_LABEL
+                                    if branch == 1 or branch == -1:
+                                        label, labels = read_long(labels, end)
+                                    store(scratch + (word << 3), label)
+                                set_labels(context, line, offset, 1, scratch)
+                                count -= 1
+                            count, labels = read_long(labels, end)
+        others += fate != 0
+        store(at, fate)
+        key = end
+    return others
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _write_key(context: int, at: int, column: int, first: int) -> int:
+    """Write a key; gives the address behind it."""
+    words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
+    store_byte(at, _PREFIX)
+    store_u64(at + 1, swap_bytes(load(words + RANK_WORKER * 8)))
+    store_u64(at + 9, swap_bytes(load(words + RANK_DP * 8) << 32))
+    store_byte(at + 13, column & 3)
+    store_u64(at + 14, swap_bytes(first))
+    return at + KEY_BYTES
+
+
+@inlined
+def _write_hashes(at: int, hashes: int, n_blocks: int) -> int:
+    at = write_long(at, n_blocks << 3)
+    copy_words(at, hashes, n_blocks)
+    return at + (n_blocks << 3)
+
+
+@inlined
+def _write_labels(context: int, at: int, line: int) -> int:
+    labelled = load(line + RUN_LABELLED * 8)
+    if labelled:
+        count, left = 0, labelled
+        while left:
+            left &= left - 1
+            count += 1
+        at = write_long(at, count)
+        labels = get(context, SPANS) + ((load(line + RUN_LABELS * 8) - 1) << 3)
+        while labelled:
+            offset = trailing_zeros(labelled)
+            labelled &= labelled - 1
+            at = write_long(at, offset)
+            for word in range(LABEL_WORDS):
+                label = load(labels + ((offset * LABEL_WORDS + word) << 3))
+                at = write_long(at, 0) if label == NO_LABEL else write_long(write_long(at, 1), label)
+    return write_long(at, 0)
+
+
+@kernel()
+def encode_dirty(
+    context: int, begin: int, out: int, n_bytes: int, ends: int, n_records: int, header: int, header_end: int
+) -> int:
+    """Write records of changed runs, from entry `begin` of DIRTY on; gives the entry to go on from.
+
+    out: address of room for n_bytes. ends: address of n_records + 1 int64: how many were written, then where each ends,
+    in bytes from `out`.
+    """
+    at, written = out, 0
+    while begin < get(context, N_DIRTY) and written < n_records and at - out + RECORD_BYTES_MAX <= n_bytes:
+        run = load(get(context, DIRTY) + (begin << 3))
+        begin += 1
+        line = run_at(context, run)
+        shape = load(line + RUN_SHAPE * 8)
+        if shape & IS_DIRTY == 0:
+            continue  # it ended, or was written under an earlier entry
+        store(line + RUN_SHAPE * 8, shape & ~IS_DIRTY)
+        column, n_blocks = load(line + RUN_COLUMN * 8), shape & LENGTH_MASK
+        words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
+        at = _write_key(context, at, column, load(line + RUN_FIRST * 8))
+        store_u64(at, header)
+        store_byte(at + 8, header_end)
+        store_byte(at + 9, header_end >> 8)
+        at = write_long(at + HEADER_BYTES, load(words + RANK_INCARNATION * 8))
+        at = write_long(at, load(words + RANK_GENERATION * 8))
+        at = write_long(at, load(line + RUN_START * 8))
+        if shape & HAS_PARENT:
+            at = write_long(at, 1)
+            store_u64(at, load(line + RUN_PARENT * 8))
+            at += 8
+        else:
+            at = write_long(at, 0)
+        hashes = locals_at(context, line)
+        at = _write_hashes(at, hashes, n_blocks)
+        at = _write_hashes(at, hashes + (capacity_of(line) << 3), n_blocks)
+        n_present = (n_blocks + 7) >> 3
+        at = write_long(at, n_present)
+        for index in range(n_present):
+            store_byte(at + index, load(line + RUN_PRESENT * 8) >> (index << 3))
+        at = _write_labels(context, at + n_present, line)
+        written += 1
+        store(ends + (written << 3), at - out)
+    store(ends, written)
+    if begin >= get(context, N_DIRTY):
+        begin = 0
+        put(context, N_DIRTY, 0)
+    return begin
+
+
+@kernel()
+def encode_emptied(context: int, begin: int, out: int, n_keys: int) -> int:
+    """Write keys of runs that ended, from entry `begin` of EMPTIED on; gives how many."""
+    n_keys = min(n_keys, get(context, N_EMPTIED) - begin)
+    for index in range(n_keys):
+        entry = get(context, EMPTIED) + ((begin + index) << 4)
+        out = _write_key(context, out, load(entry), load(entry + 8))
+    return n_keys
+
+
+@kernel()
+def encode_stale(context: int, out: int, n_keys: int) -> int:
+    """Write keys of ended epochs, whose tombstones are owed no more then; gives how many."""
+    written = 0
+    while written < n_keys:
+        entry = next_stale(context)
+        if entry == 0:
+            break
+        out = _write_key(context, out, load(entry), load(entry + 8))
+        put(context, STALE_BEGIN, get(context, STALE_BEGIN) + 1)
+        written += 1
+    return written

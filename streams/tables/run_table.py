@@ -1,0 +1,330 @@
+"""The compiled store of runs: what the ranks of one partition hold, worked by kernels; a change is a key and a value.
+
+What lives here: memory, numbers for ranks, calls. What must not: what an event does (core.run_kernels) and the bytes of
+a record (kernels.runs). `core.run_store.PlainRunStore` says the same in Python, and tests compare the two.
+
+One thread works it. A block takes 24 bytes and at most twice that while its run grows, and two slots of 8 bytes in maps
+that are at most 60 % full; five million memberships of Mooncake's runs take some 400 MB.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from streams.core.arenas import Arena, Int64Array
+from streams.core.events import KvEvent, RestatedRun
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import U64_MASK, Epoch, RankId, SequenceHash, Tier
+from streams.core.run_kernels import layout
+from streams.core.run_kernels.changes import apply_rows, end_rank, next_stale, restate_run, room_for
+from streams.core.run_kernels.maps import move_entries
+from streams.core.run_store import Applied
+from streams.core.runs import Run
+from streams.errors import IndexFull
+from streams.tables.event_decoding import rows_of
+from streams.tables.kernels.runs import (
+    KEY_BYTES,
+    RECORD_BYTES_MAX,
+    encode_dirty,
+    encode_emptied,
+    encode_stale,
+    load_records,
+)
+from streams.tables.records import encode_run, run_key
+from streams.tables.run_decoding import frame_header, join
+
+#: Runs of a partition at most, and words of their blocks: 64 million memberships in runs of ten. Address space only,
+#: until it is written to.
+RUNS_MAX = 1 << 23
+SPAN_WORDS_MAX = 1 << 29
+STALE_MAX = 1 << 25
+RANKS_MAX = 1 << 16
+
+#: Slots of a map at first.
+_SLOTS_FIRST = 1 << 12
+#: Records written in one call of the kernel, and read back in one.
+_RECORDS_A_CALL = 1024
+#: Tombstones owed that were written, before those still owed are moved to the front.
+_STALE_SLACK = 1 << 16
+
+Change = tuple[bytes, bytes | None]
+
+
+class RunTable:
+    """A `core.run_store.RunStore` of rows and bytes."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._context = Arena(layout.CONTEXT_WORDS * 8)
+        self._arenas = {
+            layout.RUNS: Arena(RUNS_MAX * layout.RUN_WORDS * 8),
+            layout.SPANS: Arena(SPAN_WORDS_MAX * 8),
+            layout.RANKS: Arena(RANKS_MAX * layout.RANK_WORDS * 8),
+            layout.COLUMNS: Arena(RANKS_MAX * layout.N_TIERS * layout.COLUMN_WORDS * 8),
+            layout.DIRTY: Arena(RUNS_MAX * 8),
+            layout.EMPTIED: Arena(RUNS_MAX * 16),
+            layout.STALE: Arena(STALE_MAX * 16),
+        }
+        words = self._context.words
+        for word, arena in self._arenas.items():
+            words[word] = arena.address
+        words[layout.SALT] = secrets.randbits(63)
+        words[layout.RUNS_MAX] = RUNS_MAX
+        words[layout.SPAN_WORDS_MAX] = SPAN_WORDS_MAX
+        words[layout.STALE_MAX] = STALE_MAX
+        self._maps = {which: Arena(_SLOTS_FIRST * 8) for which in (layout.BY_ENGINE, layout.BY_SEQUENCE)}
+        for which, arena in self._maps.items():
+            words[which + layout.MAP_ADDRESS], words[which + layout.MAP_MASK] = arena.address, _SLOTS_FIRST - 1
+        self._words = words
+        self._at = self._context.address
+        self._numbers: dict[RankId, int] = {}
+        self._ranks = self._arenas[layout.RANKS].words.reshape(-1, layout.RANK_WORDS)
+        self._columns = self._arenas[layout.COLUMNS].words.reshape(-1, layout.COLUMN_WORDS)
+        self._out = np.empty(_RECORDS_A_CALL * RECORD_BYTES_MAX, dtype=np.uint8)
+        self._ends = np.empty(_RECORDS_A_CALL + 1, dtype=np.int64)
+        self._header = frame_header("prefix-index-run")
+
+    # -- what RunStore says -----------------------------------------------------------------------------------
+
+    def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
+        """See RunStore."""
+        self.begin_load(epochs)
+        records = [(run_key(run.key), encode_run(run)) for run in runs]
+        strays, bad = self.load_records(records)
+        assert not bad
+        return strays
+
+    def end(self, rank: RankId, epoch: Epoch) -> None:
+        """See RunStore."""
+        number = self._number(rank)
+        if int(self._words[layout.STALE_END] + self._words[layout.N_RUNS]) > STALE_MAX:
+            raise IndexFull(f"rank {rank} cannot end: {STALE_MAX} tombstones are owed")
+        end_rank(self._at, number)
+        self._set_epoch(number, epoch)
+
+    def apply(self, rank: RankId, events: Iterable[KvEvent]) -> Applied:
+        """See RunStore. Raises IndexFull, and nothing was changed."""
+        table, kept = rows_of(events)
+        number = self._number(rank)
+        while (room := apply_rows(self._at, number, table.ctypes.data, len(table))) != 0:
+            self._make_room(room, int(table[:, layout.EVENT_BLOCKS].sum()))
+        del kept  # until here, since the rows point into it
+        n_clears, n_parents, before_clear, n_removals = self._words[
+            [layout.N_CLEARS, layout.N_UNKNOWN_PARENTS, layout.PARENTS_BEFORE_CLEAR, layout.N_UNKNOWN_REMOVALS]
+        ].tolist()
+        if n_clears or n_parents or n_removals:
+            return Applied(n_clears, n_parents, n_parents - before_clear, n_removals)
+        return _NOTHING_MET
+
+    def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
+        """See RunStore. Raises IndexFull."""
+        number = self._number(rank)
+        for run in runs:
+            engine = np.ascontiguousarray(run.engine, dtype=np.uint64)
+            local = np.ascontiguousarray(run.local, dtype=np.uint64)
+            parent = np.uint64(run.parent or 0).view(np.int64).item()
+            while (
+                room := restate_run(
+                    self._at,
+                    number,
+                    int(run.tier),
+                    run.start,
+                    parent,
+                    int(run.parent is not None),
+                    len(engine),
+                    engine.ctypes.data,
+                    local.ctypes.data,
+                )
+            ) != 0:
+                self._make_room(room, len(engine))
+
+    def n_blocks(self, rank: RankId) -> int:
+        """See RunStore."""
+        number = self._numbers.get(rank)
+        if number is None:
+            return 0
+        first = number * layout.N_TIERS
+        return int(self._columns[first : first + layout.N_TIERS, layout.COLUMN_HELD].sum())
+
+    def take_changes(self, tombstones_max: int) -> list[Change]:
+        """See RunStore: keys and values as they lie in the log, None for a tombstone's."""
+        changes: list[Change] = []
+        out = self._out.ctypes.data
+        n_emptied = int(self._words[layout.N_EMPTIED])
+        for begin in range(0, n_emptied, _RECORDS_A_CALL):
+            changes += self._tombstones(encode_emptied(self._at, begin, out, _RECORDS_A_CALL))
+        self._words[layout.N_EMPTIED] = 0
+        begin = 0
+        while int(self._words[layout.N_DIRTY]):
+            begin = encode_dirty(
+                self._at, begin, out, self._out.nbytes, self._ends.ctypes.data, _RECORDS_A_CALL, *self._header
+            )
+            written = int(self._ends[0])
+            ends = self._ends[1 : written + 1].tolist()
+            data = self._out[: ends[-1] if ends else 0].tobytes()
+            at = 0
+            for end in ends:
+                changes.append((data[at : at + KEY_BYTES], data[at + KEY_BYTES : end]))
+                at = end
+        while tombstones_max > 0:
+            written = encode_stale(self._at, out, min(tombstones_max, _RECORDS_A_CALL))
+            if not written:
+                break
+            changes += self._tombstones(written)
+            tombstones_max -= written
+        self._move_stale()
+        return changes
+
+    @property
+    def owes_tombstones(self) -> bool:
+        """See RunStore."""
+        return next_stale(self._at) != 0
+
+    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
+        """See RunStore."""
+        ranks = list(self._numbers)
+        for line in self._runs():
+            column, present = int(line[layout.RUN_COLUMN]), int(line[layout.RUN_PRESENT])
+            _, _, sequence = self._hashes(line)
+            for offset, block in enumerate(sequence.tolist()):
+                if present >> offset & 1:
+                    yield ranks[column >> 2], Tier(column & 3), SequenceHash(block & U64_MASK)
+
+    # -- reading back -----------------------------------------------------------------------------------------
+
+    def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
+        """Forget everything; these are the ranks."""
+        self._reset()
+        for rank, epoch in epochs.items():
+            self._set_epoch(self._number(rank), epoch)
+
+    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[int]]:
+        """Take in records read back, in any order, ranks best together; see RunStore.load.
+
+        Gives the number of runs whose rank is not known, and the positions of what is no good record: decode_run says
+        why, or takes it, and `load_run` then.
+        """
+        data, lengths = join(records)
+        n_blocks = len(data) // 16
+        while (room := room_for(self._at, n_blocks)) != 0:
+            self._make_room(room, n_blocks)
+        labels = np.empty(layout.LABEL_WORDS, dtype=np.int64)
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data if data else 0
+        others = load_records(
+            self._at,
+            address,
+            lengths.ctypes.data,
+            len(records),
+            len(self._numbers),
+            *self._header,
+            labels.ctypes.data,
+        )
+        if not others:
+            return 0, []
+        fates = lengths[::2]
+        return int(np.count_nonzero(fates == 1)), np.flatnonzero(fates == 2).tolist()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(arena.resident_bytes() for arena in (*self._arenas.values(), *self._maps.values()))
+
+    def check(self) -> None:
+        """See RunStore."""
+        ranks = list(self._numbers)
+        n_held, n_blocks = 0, 0
+        heads = 0
+        for line in self._runs():
+            column, shape, present = (
+                int(line[word]) for word in (layout.RUN_COLUMN, layout.RUN_SHAPE, layout.RUN_PRESENT)
+            )
+            length = shape & layout.LENGTH_MASK
+            local, _, sequence = self._hashes(line)
+            parent = int(line[layout.RUN_PARENT]) & U64_MASK if shape & layout.HAS_PARENT else None
+            chain = sequence_hashes(local.view(np.uint64), None if parent is None else SequenceHash(parent))
+            assert chain.tolist() == sequence.view(np.uint64).tolist(), "sequence hashes follow from the parent"
+            assert int(line[layout.RUN_FIRST]) == int(sequence[0]), "a run's key is its first block"
+            assert present and present >> length == 0, "a run holds blocks that it has"
+            assert int(line[layout.RUN_LABELLED]) & ~present == 0, "labels are of held blocks"
+            assert (int(line[layout.RUN_START]) == 0) == (parent is None), "only a root's child has no parent"
+            assert column >> 2 < len(ranks), "a run is of a known rank"
+            n_blocks += length
+            n_held += present.bit_count()
+            heads += int(line[layout.RUN_PREVIOUS]) == 0
+        assert n_blocks == int(self._words[layout.BY_SEQUENCE + layout.MAP_ENTRIES]), "each block has a name"
+        assert n_held == int(self._words[layout.BY_ENGINE + layout.MAP_ENTRIES]), "each held block has a name"
+        assert n_held == int(self._columns[:, layout.COLUMN_HELD][: len(ranks) * layout.N_TIERS].sum())
+        assert heads == np.count_nonzero(self._columns[: len(ranks) * layout.N_TIERS, layout.COLUMN_HEAD])
+        for which, arena in self._maps.items():
+            found = int(np.count_nonzero(arena.words[: int(self._words[which + layout.MAP_MASK]) + 1]))
+            assert found == int(self._words[which + layout.MAP_ENTRIES]), "a map counts its entries"
+
+    def _runs(self) -> Iterator[Int64Array]:
+        """Words of every run."""
+        n_runs = int(self._words[layout.N_RUNS])
+        lines = self._arenas[layout.RUNS].words[: n_runs * layout.RUN_WORDS].reshape(-1, layout.RUN_WORDS)
+        # Of a page that nobody wrote to yet no run is made, so -1 marks those that are free.
+        yield from lines[lines[:, layout.RUN_COLUMN] >= 0]
+
+    def _hashes(self, line: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Local, engine and sequence hashes of a run, as bit patterns."""
+        shape = int(line[layout.RUN_SHAPE])
+        length = shape & layout.LENGTH_MASK
+        capacity = layout.SPAN_BLOCKS_MIN << (shape >> layout.CLASS_SHIFT & 255)
+        spans, at = self._arenas[layout.SPANS].words, int(line[layout.RUN_SPAN])
+        local, engine, sequence = (spans[at + part * capacity :][:length] for part in range(3))
+        return local, engine, sequence
+
+    def _number(self, rank: RankId) -> int:
+        number = self._numbers.get(rank)
+        if number is None:
+            number = len(self._numbers)
+            if number == RANKS_MAX:
+                raise IndexFull(f"a partition has room for {RANKS_MAX} ranks")
+            self._ranks[number, layout.RANK_WORKER] = np.uint64(rank.worker_id).view(np.int64)
+            self._ranks[number, layout.RANK_DP] = rank.dp_rank
+            self._numbers[rank] = number
+        return number
+
+    def _set_epoch(self, number: int, epoch: Epoch) -> None:
+        self._ranks[number, layout.RANK_INCARNATION] = np.uint64(epoch.incarnation).view(np.int64)
+        self._ranks[number, layout.RANK_GENERATION] = epoch.generation
+
+    def _tombstones(self, n_keys: int) -> list[Change]:
+        data = self._out[: n_keys * KEY_BYTES].tobytes()
+        return [(data[at : at + KEY_BYTES], None) for at in range(0, len(data), KEY_BYTES)]
+
+    def _make_room(self, why: int, n_blocks: int) -> None:
+        """Grow the maps for so many blocks more; raises IndexFull where more than that is lacking."""
+        if why == layout.FULL:
+            raise IndexFull(f"a partition has no room for {n_blocks} blocks more")
+        for which, old in self._maps.items():
+            n_entries = int(self._words[which + layout.MAP_ENTRIES]) + n_blocks
+            slots = old.n_bytes // 8
+            wanted = slots
+            while n_entries * 5 > wanted * 3:
+                wanted *= 2
+            if wanted > slots:
+                new = Arena(wanted * 8)
+                move_entries(old.address, slots - 1, new.address, wanted - 1)
+                self._maps[which] = new
+                self._words[which + layout.MAP_ADDRESS] = new.address
+                self._words[which + layout.MAP_MASK] = wanted - 1
+
+    def _move_stale(self) -> None:
+        """Move the tombstones still owed to the front, so that their arena does not run out."""
+        begin, end = int(self._words[layout.STALE_BEGIN]), int(self._words[layout.STALE_END])
+        if begin > max(_STALE_SLACK, end - begin):
+            stale = self._arenas[layout.STALE].words
+            stale[: (end - begin) * 2] = stale[begin * 2 : end * 2]
+            self._words[layout.STALE_BEGIN], self._words[layout.STALE_END] = 0, end - begin
+
+
+_NOTHING_MET = Applied()
