@@ -51,7 +51,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads import Booking, BookingId, Phase
-from streams.core.registry import Role, Worker, WorkerState
+from streams.core.registry import BridgeLease, Role, Worker, WorkerState
 from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 
 _SINGLE_OBJECT = b"\xc3\x01"
@@ -249,9 +249,18 @@ def decode_worker(raw: bytes | None, schema_ids: Mapping[str, int] | None = None
             events_endpoint=datum["events_endpoint"],
             replay_endpoint=datum["replay_endpoint"],
             registered_at_ms=datum["registered_at_ms"],
+            lease=_lease(datum["lease"]),
         )
     except InvalidRequest as exc:
         raise BadRecord("bad_worker", exc.message) from exc
+
+
+def _lease(datum: dict[str, Any] | None) -> BridgeLease | None:
+    if datum is None:
+        return None
+    if min(datum["term"], datum["lease_ms"], datum["renewal"]) < 0:
+        raise BadRecord("bad_lease", f"term {datum['term']}, {datum['lease_ms']} ms, renewal {datum['renewal']}")
+    return BridgeLease(datum["bridge"], datum["term"], datum["lease_ms"], datum["renewal"])
 
 
 _KEY_SEPARATOR = "\x1f"

@@ -87,6 +87,9 @@ class Settings:
     schema_ids: dict[str, int] = field(
         default_factory=dict, metadata={"help": "Confluent registry ids accepted by schema, as in kv-events=12"}
     )
+    bridge_lease_s: float = _knob(
+        6.0, "a bridge silent for this long has lost its engines to the next one", low=0.3, high=600.0
+    )
     log_level: str = _knob("info", "debug, info, warning or error")
     log_json: bool = _knob(False, "write logs as JSON, one object a line")
 

@@ -11,7 +11,8 @@ import msgpack
 import pytest
 import zmq
 
-from streams.engines.bridge import engine_address, port_above
+from streams.engines.bridge import engine_address
+from streams.engines.feed import port_above
 from streams.errors import KvStreamsError, SettingsError
 from streams.local.stack import Engine, RouterProcess, Stack, free_port, get_json, wait_workers
 from streams.sim.model import EngineConfig

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata, EngineEvents, KvEvent
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineEvents,
+    KvEvent,
+    ResyncRequest,
+)
 from streams.core.events import MoeLabels as Labels
+from streams.core.hashing import sequence_hashes
 from streams.core.holdings import plain_holdings
-from streams.core.ids import Tier
+from streams.core.ids import Epoch, Incarnation, Tier
+from streams.core.run_store import PlainRunStore
 from streams.engines.ledger import Ledger
+from streams.engines.restating import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
 from tests.reference import chain_hashes, random_history
 from tests.test_holdings import RANK, batch, check, judge, stored, u64
 
@@ -331,3 +343,139 @@ def test_an_engines_whole_history_is_published_as_what_it_holds(seed: int, count
             published.tell(event)
             raw.apply(event)
         assert published.facts() == raw.facts()
+
+
+def restored(
+    ledger: Ledger, bytes_max: int = CHUNK_BYTES_MAX
+) -> tuple[set[tuple[Tier, int]], dict[tuple[Tier, int], int]]:
+    """What a store of runs holds after a ledger's restatement in chunks, and under which names."""
+    told = chunks(ledger.restated(), 1, exact=True, bytes_max=bytes_max)
+    assert [piece.chunk for piece in told] == list(range(len(told))) and {piece.n_chunks for piece in told} == {
+        len(told)
+    }
+    store = plain_holdings().runs
+    assert isinstance(store, PlainRunStore)
+    store.end(RANK, Epoch(Incarnation(1), 1))
+    held: set[tuple[Tier, int]] = set()
+    all_held = facts_of(ledger)
+    for piece in told:
+        for run in piece.runs:
+            assert run.parent is None or (run.tier, run.parent) in held or (run.tier, run.parent) not in all_held
+            held |= {(run.tier, block) for block in sequence_hashes(run.local, run.parent).tolist()}
+        store.restate(RANK, piece.runs)
+        assert sum(48 + 16 * len(run.local) for run in piece.runs) <= bytes_max
+    store.check()
+    names = {
+        (key.tier, run.sequence[offset]): run.engine[offset]
+        for key, run in store.runs_of(RANK).items()
+        for offset in run.held()
+    }
+    return {(tier, int(block)) for _, tier, block in store.members()}, names
+
+
+def facts_of(ledger: Ledger) -> set[tuple[Tier, int]]:
+    """What a ledger holds, by its runs."""
+    return {(run.tier, block) for run in ledger.restated() for block in sequence_hashes(run.local, run.parent).tolist()}
+
+
+def raw_history(seed: int, n_batches: int) -> Iterable[KvEvent]:
+    """The events of one engine's random history."""
+    for one in random_history(random.Random(seed), n_batches, 1, n_blocks_max=120):
+        if isinstance(one.body, EngineEvents):
+            yield from one.body.events
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), counts_copies=st.booleans(), bytes_max=st.sampled_from([64, 200, 1024, 1 << 20]))
+def test_a_restatement_is_all_that_the_ledger_holds(seed: int, counts_copies: bool, bytes_max: int) -> None:
+    """Whatever the history and the size of a chunk, an empty store that is restated holds just what the engine does."""
+    published, raw = Published(counts_copies), RawRank(counts_copies)
+    for event in raw_history(seed, 60):
+        if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
+            continue
+        published.tell(event)
+        raw.apply(event)
+    facts, names = restored(published.ledger, bytes_max)
+    assert facts == raw.facts() == published.facts()
+    runs = published.holdings.runs
+    assert isinstance(runs, PlainRunStore)
+    agents = {
+        (key.tier, run.sequence[offset]): run.engine[offset]
+        for key, run in runs.runs_of(RANK).items()
+        for offset in run.held()
+    }
+    assert names == agents  # later events must find the blocks under the names that the agent knows
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_ledger_rebuilt_from_what_was_published_goes_on_and_never_says_more_than_the_engine(seed: int) -> None:
+    """One copy each: it may tell of a removal too early, never too late; no name and no parent is lost."""
+    events = list(raw_history(seed, 60))
+    published, raw = Published(counts_copies=True), RawRank(counts_copies=True)
+    for number, event in enumerate(events):
+        if number == len(events) // 2:
+            before = published.ledger
+            published.ledger = Ledger(counts_copies=True)
+            for run in before.restated():
+                published.ledger.adopt(run)
+            assert facts_of(published.ledger) == facts_of(before)
+        if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
+            continue
+        published.tell(event)
+        raw.apply(event)
+        assert published.facts() == facts_of(published.ledger)
+
+
+def test_a_ledger_is_complete_until_something_is_lost_and_again_after_a_clear() -> None:
+    """A lost batch, or a store behind a parent that never came, is what a restatement cannot tell of."""
+    ledger = Ledger(counts_copies=True)
+    assert ledger.complete
+    ledger.lost_events()
+    ledger.apply(stored(u64(11), u64(1)))
+    assert not ledger.complete
+    ledger.apply(AllBlocksCleared())
+    assert ledger.complete
+    ledger.apply(stored(u64(12), u64(2), parent=NOBODY))
+    assert not ledger.complete
+
+
+def test_a_restatement_of_nothing_is_one_chunk_without_runs() -> None:
+    """That nothing is held must be told as well."""
+    (piece,) = chunks(Ledger(counts_copies=True).restated(), 5, exact=False)
+    assert (piece.restatement_id, piece.chunk, piece.n_chunks, piece.exact, piece.runs) == (5, 0, 1, False, ())
+
+
+def test_consecutive_blocks_are_one_run_and_a_hole_begins_another() -> None:
+    """Runs are as long as they can be; a branch and a block behind a hole name their parent by its sequence hash."""
+    ledger = Ledger(counts_copies=True)
+    ledger.apply(stored(u64(11, 12, 13, 14), u64(1, 2, 3, 4)))
+    ledger.apply(stored(u64(23), u64(9), parent=12))
+    ledger.apply(removed(13))
+    told = [(run.start, run.parent, run.engine.tolist(), run.local.tolist()) for run in ledger.restated()]
+    chain = chain_hashes([1, 2, 3, 4])
+    assert told == [(0, None, [11, 12, 23], [1, 2, 9]), (3, chain[2], [14], [4])]
+
+
+REQUEST = ResyncRequest(RANK, Incarnation(5), 10, 1, "gap", 0)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "at_s", "wanted"),
+    [
+        (replace(REQUEST, incarnation=Incarnation(4)), 100.0, False),  # another life's
+        (replace(REQUEST, incarnation=Incarnation(6)), 100.0, False),
+        (REQUEST, 100.0, True),
+        (replace(REQUEST, sequence=20, attempt=2), 1.0, False),  # answered: restated to 20 at 0 s
+        (replace(REQUEST, sequence=20, attempt=2), ANSWERED_FOR_S, True),  # yet asked again: the answer was lost
+        (replace(REQUEST, sequence=21), RESTATE_EVERY_S / 2, False),  # a new gap, but too soon
+        (replace(REQUEST, sequence=21), RESTATE_EVERY_S, True),
+    ],
+)
+def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, wanted: bool) -> None:
+    """For this life only, and again only when the answer cannot be on its way any more."""
+    restatements = Restatements()
+    assert restatements.wanted(REQUEST, Incarnation(5), 20, 0.0)
+    restatements.told(20, 0.0)
+    assert restatements.wanted(request_of, Incarnation(5), 30, at_s) is wanted
+    assert not Restatements().wanted(REQUEST, Incarnation(5), -1, at_s)  # nothing was published: nothing to say

@@ -385,7 +385,13 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
     }
     (worker_id,) = fleet.agents.worker_ids(1, LIVE)
     answer = fleet.main.call("PUT", f"/workers/{worker_id}", body).given()
-    assert answer == {"worker_id": worker_id, "state": "active", "registered_at_ms": answer["registered_at_ms"], **body}
+    assert answer == {
+        "worker_id": worker_id,
+        "state": "active",
+        "registered_at_ms": answer["registered_at_ms"],
+        "lease": None,
+        **body,
+    }
     assert fleet.main.workers()[worker_id] == answer  # at once, where it was put
     fleet.wait(lambda: fleet.peer.workers().get(worker_id) == answer, "the peer to know the worker")
     assert fleet.main.loads([worker_id]) == {(worker_id, rank): (0, 0, 0) for rank in range(3)}

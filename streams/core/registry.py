@@ -32,8 +32,21 @@ class WorkerState(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BridgeLease:
+    """Which bridge feeds a worker's events, and for how long without a word; the rules are engines.lease's.
+
+    renewal: counts this bridge's writes, so that a copy of one, as a cordon makes it, is no renewal.
+    """
+
+    bridge: str
+    term: int
+    lease_ms: int
+    renewal: int
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
-    """One engine instance. kv_total_blocks: room of each rank's cache, where known."""
+    """One engine instance. kv_total_blocks: room of each rank's cache, where known. lease: its bridge's, if it has one."""
 
     worker_id: WorkerId
     url: str
@@ -49,6 +62,7 @@ class Worker:
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     registered_at_ms: int = 0
+    lease: BridgeLease | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

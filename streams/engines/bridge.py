@@ -1,70 +1,49 @@
 """`kvstreams bridge`: engines' ZMQ events to `kv-events`, and the engines themselves to `workers`.
 
-What lives here: sockets, the order of batches, and which life of an engine they belong to. What must not: what an event
-means (vllm) and which of them are news (ledger).
-
-An engine's batches are numbered from 0. The bridge publishes them in order: whatever is missing, before it connected or
-behind a dropped message, is asked of the engine's replay socket; only what the engine has forgotten stays missing, and
-the agent then sees the gap in the numbers. An engine is one life as long as its process start time stays the same; a
-new one is announced before it has told anything, since what the old one held is gone already.
+What lives here: the parts of a bridge, joined; an engine is fed while this bridge holds its lease. What must not: the
+order of batches and which life they belong to (feed), and who holds a lease (lease).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import struct
+import os
+import secrets
 import time
-from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
+from collections.abc import Collection
 
 import aiohttp
-import xxhash
 import zmq
 import zmq.asyncio
-from confluent_kafka import Producer
-from prometheus_client.parser import text_string_to_metric_families
+from confluent_kafka import KafkaException
 
 from streams.codec import encode_worker
-from streams.core.events import BEFORE_FIRST
-from streams.core.ids import U64_MASK, DpRank, Incarnation, RankId, WorkerId
+from streams.core.events import ResyncRequest
+from streams.core.ids import U64_MASK, RankId, WorkerId
 from streams.core.registry import DP_SIZE_MAX, Worker
-from streams.engines.publisher import RankWriter, event_producer
-from streams.engines.vllm import COUNTS_COPIES, decode_payload
-from streams.errors import BadRecord, KvStreamsError, SettingsError
-from streams.kafka import dead_letter_headers, dead_letter_value
+from streams.engines.feed import RETRY_S, EngineAddress, FeedWiring, RankFeed
+from streams.engines.inbox import Inbox
+from streams.engines.lease import Lease
+from streams.engines.publisher import event_producer
+from streams.engines.recollection import RankMemory, recall
+from streams.engines.tenure import LeaseLost, Tenure
+from streams.errors import KvStreamsError, SettingsError
 from streams.settings import Settings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Batches waiting in the socket; beyond it ZMQ drops, which the numbers show and the replay socket heals.
-RECEIVE_HWM = 100_000
+#: What a stopping bridge still says must reach Kafka within this.
+FLUSH_TIMEOUT_S = 3.0
 
-#: The replay socket answers from the engine's publishing thread, which looks every 100 ms.
-REPLAY_TIMEOUT_S = 3.0
+#: Changelogs read at once. Each is a partition's whole table; a bridge that starts has many engines to look up.
+RECALLS_AT_ONCE = 2
 
-#: How often an engine's start time is read: a restarted engine counts from 0 again, so its own numbers tell too.
-LIFE_CHECK_S = 2.0
-
-#: Between attempts to reach an engine that does not answer.
-RETRY_S = 1.0
+#: Leases are looked at this often within one: a claim comes this much late at most.
+_TICKS_PER_LEASE = 30
 
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_SEQUENCE = struct.Struct(">Q")
-_END_MARKER = b"\xff" * 8
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
-    """One engine. events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM."""
-
-    worker_id: WorkerId
-    url: str
-    events: str
-    replay: str | None = None
-    dp_size: int = 1
-    model: str | None = None
 
 
 class Bridge:
@@ -75,41 +54,112 @@ class Bridge:
         self._engines = engines
         self._kafka = event_producer(settings)
         self._context = zmq.asyncio.Context()
+        self._recalls = asyncio.Semaphore(RECALLS_AT_ONCE)
+        self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._tenures = {engine.worker_id: self._tenure(engine.worker_id) for engine in engines}
+        self._feeds: dict[RankId, RankFeed] = {}
 
     async def run(self) -> None:
         """Run until cancelled."""
+        inbox = Inbox(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
             async with aiohttp.ClientSession(timeout=_HTTP_TIMEOUT) as http, asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._serve_delivery())
+                tasks.create_task(inbox.run())
+                tasks.create_task(self._tick())
                 for engine in self._engines:
                     tasks.create_task(self._bridge(engine, http))
         finally:
+            for tenure in self._tenures.values():
+                tenure.release()
             self._context.destroy(linger=0)
-            self._kafka.flush(REPLAY_TIMEOUT_S)
+            self._kafka.flush(FLUSH_TIMEOUT_S)
 
-    async def _serve_delivery(self) -> None:
+    # -- told by the inbox, on the loop --------------------------------------------------------------------------------
+
+    def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
+        """See inbox.Reader."""
+        self._tenures[worker_id].on_record(worker)
+
+    def on_end(self, worker_ids: Collection[WorkerId]) -> None:
+        """See inbox.Reader."""
+        for worker_id in worker_ids:
+            self._tenures[worker_id].on_end()
+
+    def on_resync(self, request: ResyncRequest) -> None:
+        """See inbox.Reader."""
+        feed = self._feeds.get(request.rank)
+        if feed is not None:  # else another bridge feeds it, and is asked by the same record
+            feed.ask(request)
+
+    # -- engines -------------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
         while True:
             self._kafka.poll(0)
-            await asyncio.sleep(0.05)
+            for tenure in self._tenures.values():
+                tenure.tick()
+            await asyncio.sleep(min(0.05, self._settings.bridge_lease_s / _TICKS_PER_LEASE))
 
     async def _bridge(self, engine: EngineAddress, http: aiohttp.ClientSession) -> None:
-        """Register an engine as soon as it answers, then bridge each of its ranks."""
+        """Want an engine's lease as soon as the engine answers, and feed it whenever that is held."""
         while True:
             try:
                 model = engine.model or await _served_model(http, engine.url)
-                life = await _life(http, engine.url)
                 break
             except (aiohttp.ClientError, TimeoutError, KvStreamsError) as exc:
                 log.info("worker %d at %s does not answer yet: %s", engine.worker_id, engine.url, exc)
                 await asyncio.sleep(RETRY_S)
-        self._register(engine, model)
-        async with asyncio.TaskGroup() as tasks:
-            for dp_rank in range(engine.dp_size):
-                feed = _RankFeed(self._settings, self._kafka, self._context, http, engine, model, dp_rank, life)
-                tasks.create_task(feed.run())
+        tenure = self._tenures[engine.worker_id]
+        tenure.lease.want(self._registration(engine, model))
+        while True:
+            term = await tenure.held()
+            log.info("worker %d: %s serves %s; term %d is ours", engine.worker_id, engine.url, model, term)
+            wiring = FeedWiring(self._settings, self._kafka, self._context, http, engine, model, tenure, term)
+            try:
+                await self._feed(wiring)
+            except* LeaseLost as lost:
+                log.warning("worker %d: %s", engine.worker_id, lost.exceptions[0])
+            except* Exception:
+                log.exception("worker %d: the feeds begin again", engine.worker_id)
+                await asyncio.sleep(RETRY_S)
 
-    def _register(self, engine: EngineAddress, model: str) -> None:
-        worker = Worker(
+    async def _feed(self, wiring: FeedWiring) -> None:
+        """Feed every rank of an engine until one cannot be fed any more."""
+        memories = await self._recall(wiring.engine.worker_id)
+        feeds = [RankFeed(wiring, rank, memories.get(rank)) for rank in range(wiring.engine.dp_size)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for feed in feeds:
+                    self._feeds[feed.rank] = feed
+                    tasks.create_task(feed.run())
+        finally:
+            for feed in feeds:
+                self._feeds.pop(feed.rank, None)
+
+    async def _recall(self, worker_id: WorkerId) -> dict[int, RankMemory]:
+        """What Kafka has of a worker, after everything that this process has said of it."""
+        async with self._recalls:
+            left = await asyncio.to_thread(self._kafka.flush, FLUSH_TIMEOUT_S)
+            if left:
+                raise KvStreamsError(f"Kafka has not taken {left} records yet")
+            try:
+                return await asyncio.to_thread(recall, self._settings, worker_id)
+            except KafkaException as exc:
+                raise KvStreamsError(f"the table cannot be read: {exc.args[0].str()}") from exc
+
+    def _tenure(self, worker_id: WorkerId) -> Tenure:
+        topic, key = topics(self._settings).workers.name, str(worker_id).encode()
+
+        def write(worker: Worker | None) -> None:
+            try:
+                self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
+            except BufferError as exc:  # Kafka is away; the lease runs out, and is claimed again when it is back
+                log.warning("worker %d: the lease is not written: %s", worker_id, exc)
+
+        return Tenure(Lease(self.name, self._settings.bridge_lease_s), write)
+
+    def _registration(self, engine: EngineAddress, model: str) -> Worker:
+        return Worker(
             worker_id=engine.worker_id,
             url=engine.url,
             model=model,
@@ -119,187 +169,6 @@ class Bridge:
             replay_endpoint=engine.replay,
             registered_at_ms=time.time_ns() // 1_000_000,
         )
-        self._kafka.produce(
-            topics(self._settings).workers.name, key=str(engine.worker_id).encode(), value=encode_worker(worker)
-        )
-        log.info("worker %d registered: %s serves %s", engine.worker_id, engine.url, model)
-
-
-class _RankFeed:
-    """One rank of one engine: its sockets, the next batch wanted, its writer."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        kafka: Producer,
-        context: zmq.asyncio.Context,
-        http: aiohttp.ClientSession,
-        engine: EngineAddress,
-        model: str,
-        dp_rank: int,
-        life: Incarnation | None,
-    ) -> None:
-        self._settings = settings
-        self._kafka = kafka
-        self._context = context
-        self._http = http
-        self._engine = engine
-        self._events = port_above(engine.events, dp_rank)
-        self._replay = port_above(engine.replay, dp_rank) if engine.replay else None
-        self._block_size = settings.block_size_of(model)
-        self._life = life
-        rank = RankId(engine.worker_id, DpRank(dp_rank))
-        self._writer = RankWriter(settings, kafka, rank, model, life or _minted(), COUNTS_COPIES)
-        self._next = 0
-        self._life_checked_at = time.monotonic()
-
-    async def run(self) -> None:
-        """Receive, order, publish, until cancelled; what fails begins again from the engine's first batch.
-
-        A new ledger is built from the engine's replay buffer then, and what Kafka has already comes as duplicates.
-        """
-        while True:
-            try:
-                await self._run()
-            except Exception:
-                log.exception("rank %s: the feed begins again", self._writer.rank)
-                await asyncio.sleep(RETRY_S)
-                self._begin(self._writer.incarnation)
-
-    async def _run(self) -> None:
-        """One life of the engine after the other; each has a socket of its own."""
-        while True:
-            # What waits in an older life's socket looks like the new one's batches: numbers are all that frames carry.
-            with self._context.socket(zmq.SUB) as socket:
-                socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-                socket.setsockopt(zmq.SUBSCRIBE, b"")
-                socket.connect(self._events)
-                self._announce_life()
-                await self._fill()  # what was published before we connected
-                await self._receive(socket)
-
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        """Receive until the engine begins a new life."""
-        while True:
-            if await socket.poll(int(LIFE_CHECK_S * 1000)):
-                if await self._received(await socket.recv_multipart()):
-                    return
-            else:
-                await self._fill()  # the last batch before a quiet time may have been dropped as well
-            if time.monotonic() - self._life_checked_at >= LIFE_CHECK_S and await self._new_life():
-                return
-            if self._writer.failed:
-                raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
-
-    async def _received(self, frames: list[bytes]) -> bool:
-        """Take one message; True where it shows that the engine began a new life."""
-        if len(frames) < 2 or len(frames[-2]) != _SEQUENCE.size:
-            exc = BadRecord("bad_frames", f"{len(frames)} frames, no sequence number")
-            self._dead_letter(b"".join(frames), exc)
-            return False
-        sequence, payload = _SEQUENCE.unpack(frames[-2])[0], frames[-1]
-        if sequence < self._next:
-            # Either it came by replay already, or the engine restarted and counts from 0 again.
-            return await self._new_life()
-        if sequence > self._next:
-            known = await self._fill(until=sequence)
-            if known is not None and known < sequence:
-                # The engine itself has never numbered so high: the frame is an older life's.
-                log.warning("rank %s: batch %d is none of this life", self._writer.rank, sequence)
-                return await self._new_life()
-            if self._next < sequence:
-                self._forgotten(sequence)
-        if sequence == self._next:
-            self._publish(sequence, payload)
-        return False
-
-    async def _fill(self, until: int | None = None) -> int | None:
-        """Publish what the engine's replay buffer has from the next batch wanted on, up to `until`.
-
-        Returns the highest number that the engine told of, BEFORE_FIRST for none; None where it did not answer.
-        """
-        if self._replay is None:
-            return None
-        highest = BEFORE_FIRST
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-            socket.connect(self._replay)
-            await socket.send_multipart([b"", _SEQUENCE.pack(self._next)])
-            while await socket.poll(int(REPLAY_TIMEOUT_S * 1000)):
-                frames = await socket.recv_multipart()
-                if len(frames) < 2 or len(frames[-2]) != _SEQUENCE.size:
-                    log.warning("rank %s: a replay answer of %d frames", self._writer.rank, len(frames))
-                    return None
-                if frames[-2] == _END_MARKER:
-                    return highest
-                sequence = _SEQUENCE.unpack(frames[-2])[0]
-                highest = max(highest, sequence)
-                if sequence < self._next or (until is not None and sequence >= until):
-                    continue
-                if sequence > self._next:
-                    self._forgotten(sequence)
-                self._publish(sequence, frames[-1])
-        log.warning("rank %s: %s does not answer", self._writer.rank, self._replay)
-        return None
-
-    def _forgotten(self, until: int) -> None:
-        """The engine has forgotten batches. If Kafka lacks them too, the agent sees it in the numbers."""
-        log.warning("rank %s: the engine has forgotten batches %d to %d", self._writer.rank, self._next, until - 1)
-        self._next = until
-
-    def _publish(self, sequence: int, payload: bytes) -> None:
-        try:
-            batch = decode_payload(payload, self._block_size)
-            digest = xxhash.xxh3_64_intdigest(payload)
-            self._writer.write(sequence, digest, batch.emitted_at_ms, batch.events, batch.n_unindexed)
-        except BadRecord as exc:
-            # Its number is then missing on Kafka: the agent degrades the rank, which is the truth.
-            self._dead_letter(payload, exc)
-        self._next = sequence + 1
-
-    async def _new_life(self) -> bool:
-        """Read the engine's start time; True where it is another one, and everything begins anew."""
-        self._life_checked_at = time.monotonic()
-        try:
-            life = await _life(self._http, self._engine.url)
-        except (aiohttp.ClientError, TimeoutError, KvStreamsError):
-            return False  # an engine that does not answer has not proven a new life
-        if life is None or life == self._life:
-            return False
-        log.info("worker %d began a new life: %d", self._engine.worker_id, life)
-        self._life = life
-        self._begin(max(life, Incarnation(self._writer.incarnation + 1)))
-        return True
-
-    def _begin(self, incarnation: Incarnation) -> None:
-        self._writer.new_life(incarnation)
-        self._next = 0
-
-    def _announce_life(self) -> None:
-        """Say that this life begins, or goes on: what an older one held is gone before the new one tells anything."""
-        self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
-
-    def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
-        log.warning("dead letter from rank %s at %s: %s", self._writer.rank, self._events, exc)
-        self._kafka.produce(
-            topics(self._settings).dead_letters.name,
-            key=str(self._writer.rank.worker_id).encode(),
-            value=dead_letter_value(payload),
-            headers=dead_letter_headers(self._events, exc, len(payload)),
-        )
-
-
-def port_above(endpoint: str, offset: int) -> str:
-    """The ZMQ address `offset` ports above; ipc addresses get the rank as a suffix. Raises KvStreamsError."""
-    if offset == 0:
-        return endpoint
-    parts = urlsplit(endpoint)
-    if parts.scheme != "tcp":
-        return f"{endpoint}_{offset}"
-    if parts.port is None or parts.hostname is None:
-        raise KvStreamsError(f"{endpoint} has no port", remedy="Give it as tcp://host:port")
-    return urlunsplit(("tcp", f"{parts.hostname}:{parts.port + offset}", "", "", ""))
 
 
 async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
@@ -309,23 +178,6 @@ async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
     if not models:
         raise KvStreamsError(f"{url} serves no model")
     return str(models[0]["id"])
-
-
-async def _life(http: aiohttp.ClientSession, url: str) -> Incarnation | None:
-    """The engine process's start time in microseconds; None where its metrics do not tell."""
-    async with http.get(f"{url}/metrics") as response:
-        if response.status != 200:
-            return None
-        text = await response.text()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "process_start_time_seconds":
-                return Incarnation(round(sample.value * 1_000_000))
-    return None
-
-
-def _minted() -> Incarnation:
-    return Incarnation(time.time_ns() // 1000)
 
 
 def engine_address(text: str) -> EngineAddress:

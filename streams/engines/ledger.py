@@ -8,16 +8,20 @@ store and the last removal are facts. Other engines repeat a store that changes 
 Two engine names for one sequence hash count as copies of it, published under the first name. An engine may drop that
 name while others are left, and give it to another block: that one is then published under its sequence hash, since on
 Kafka a name names one block.
+
+A ledger also tells all that it holds, as runs of consecutive blocks (`restated`), and starts from such runs (`adopt`),
+with one copy of each block: that can only under-report.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain, count
+from typing import NamedTuple
 
 import numpy as np
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, RestatedRun
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 
@@ -32,10 +36,24 @@ class _Name:
 
 @dataclass(slots=True)
 class _Held:
-    """One block held: the name it was published under, and how many engine hashes name it."""
+    """One block held: the name it was published under, how many engine hashes name it, and where it lies on its chain.
+
+    before: sequence hash of the block before it, None at the root.
+    """
 
     published_as: int
     names: int
+    local: int
+    before: int | None
+    position: int
+
+
+class _Found(NamedTuple):
+    """The parent of a store."""
+
+    sequence: int
+    published_as: int
+    position: int
 
 
 class Ledger:
@@ -43,6 +61,8 @@ class Ledger:
 
     _names[tier]: engine hash to what it names. _held[tier]: sequence hash of each block that some name names.
     _published[tier]: the name that each of these was published under, to its sequence hash.
+    complete: whether it lacks nothing that the engine told; false behind a lost batch or a store that could not be
+    placed, until the engine clears.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -50,6 +70,7 @@ class Ledger:
         self._names: tuple[dict[int, _Name], ...] = tuple({} for _ in Tier)
         self._held: tuple[dict[int, _Held], ...] = tuple({} for _ in Tier)
         self._published: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
+        self.complete = True
         self.unknown_parents = 0
         self.unknown_removals = 0
 
@@ -68,23 +89,70 @@ class Ledger:
                     self._names[tier].clear()
                     self._held[tier].clear()
                     self._published[tier].clear()
+                self.complete = True  # nothing is held, and nothing is all that there is
                 return [event]
+
+    def lost_events(self) -> None:
+        """Events of the engine never came, or could not be read."""
+        self.complete = False
 
     def __len__(self) -> int:
         """Blocks held, each tier for itself."""
         return sum(map(len, self._held))
 
+    def adopt(self, run: RestatedRun) -> None:
+        """Hold the blocks of a run, one copy each under its published name; what is held already stays as it is."""
+        before = run.parent
+        chained = sequence_hashes(run.local, before).tolist()
+        for offset, (engine, local, block) in enumerate(
+            zip(run.engine.tolist(), run.local.tolist(), chained, strict=True)
+        ):
+            if block not in self._held[run.tier] and engine not in self._names[run.tier]:
+                self._names[run.tier][engine] = _Name(block, 1)
+                self._held[run.tier][block] = _Held(engine, 1, local, before, run.start + offset)
+                self._published[run.tier][engine] = block
+            before = SequenceHash(block)
+
+    def restated(self) -> list[RestatedRun]:
+        """Give all that is held, as the longest runs of consecutive blocks, parents before children."""
+        lying = [(held.position, tier, block, held) for tier in Tier for block, held in self._held[tier].items()]
+        lying.sort(key=lambda row: row[:3])  # by position, so that a block's run is there before its children's
+        runs: list[tuple[Tier, _Held, list[int], list[int]]] = []
+        ends: dict[tuple[Tier, int | None], int] = {}  # tier and last block of a run, to its number
+        for _, tier, block, held in lying:
+            number = ends.pop((tier, held.before), None) if held.before is not None else None
+            if number is None:
+                number = len(runs)
+                runs.append((tier, held, [], []))
+            _, _, engine, local = runs[number]
+            engine.append(held.published_as)
+            local.append(held.local)
+            ends[tier, block] = number
+        return [
+            RestatedRun(
+                start=first.position,
+                parent=None if first.before is None else SequenceHash(first.before),
+                engine=np.array(engine, dtype=np.uint64),
+                local=np.array(local, dtype=np.uint64),
+                tier=tier,
+            )
+            for tier, first, engine, local in runs
+        ]
+
     def _store(self, event: BlocksStored) -> list[KvEvent]:
         parent_published: int | None = None
-        before: SequenceHash | None = None
+        before: int | None = None
+        position = 0
         if event.parent is not None:
             found = self._find(event.parent, event.tier)
             if found is None:
                 self.unknown_parents += 1
+                self.complete = False
                 return [event]
-            before, parent_published = found
+            before, parent_published, position = found.sequence, found.published_as, found.position + 1
         tier = event.tier
-        blocks: list[int] = sequence_hashes(event.local, before).tolist()
+        blocks: list[int] = sequence_hashes(event.local, None if before is None else SequenceHash(before)).tolist()
+        local: list[int] = event.local.tolist()
         out: list[KvEvent] = []
         news: list[int] = []  # published names of the stretch of news that ends before `index`
         for index, (engine, block) in enumerate(zip(event.engine.tolist(), blocks, strict=True)):
@@ -93,7 +161,8 @@ class Ledger:
             if name is not None and name.sequence != block:
                 # The engine gave the name to another block: what it named before has one name less.
                 gone, name = self._forget(engine, tier), None
-            is_news = self._take(engine, block, tier, name)
+            is_news = self._take(engine, block, tier, name, local[index], before, position + index)
+            before = block
             published_as = self._held[tier][block].published_as
             if is_news:
                 news.append(published_as)
@@ -109,7 +178,9 @@ class Ledger:
         self._flush(out, event, news, len(blocks), parent_published)
         return out
 
-    def _take(self, engine: int, block: int, tier: Tier, name: _Name | None) -> bool:
+    def _take(
+        self, engine: int, block: int, tier: Tier, name: _Name | None, local: int, before: int | None, position: int
+    ) -> bool:
         """Count one announced copy; True where the block was not held before."""
         if name is not None:
             if self._counts_copies:
@@ -121,7 +192,7 @@ class Ledger:
             held.names += 1
             return False
         published_as = self._free_name(engine, block)
-        self._held[tier][block] = _Held(published_as, 1)
+        self._held[tier][block] = _Held(published_as, 1, local, before, position)
         self._published[tier][published_as] = block
         return True
 
@@ -160,19 +231,20 @@ class Ledger:
         del self._published[tier][held.published_as]
         return held.published_as
 
-    def _find(self, engine: EngineHash, tier: Tier) -> tuple[SequenceHash, int] | None:
-        """Sequence hash and published name of a block, its own tier first.
+    def _find(self, engine: EngineHash, tier: Tier) -> _Found | None:
+        """A block by its name, its own tier first.
 
         A name that the engine dropped still says where children belong while its block is held under another one.
         """
         for where in (tier, *Tier):
             name = self._names[where].get(engine)
             if name is not None:
-                return SequenceHash(name.sequence), self._held[where][name.sequence].published_as
+                held = self._held[where][name.sequence]
+                return _Found(name.sequence, held.published_as, held.position)
         for where in (tier, *Tier):
             block = self._published[where].get(engine)
             if block is not None:
-                return SequenceHash(block), engine
+                return _Found(block, engine, self._held[where][block].position)
         return None
 
     @staticmethod

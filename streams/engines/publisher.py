@@ -19,15 +19,18 @@ from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Body,
     CxlMetadata,
     EngineBatch,
     EngineEvents,
+    Heartbeat,
     KvEvent,
     MoeLabels,
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.engines.ledger import Ledger
+from streams.engines.restating import chunks
 from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 from streams.kafka import producer
 from streams.settings import Settings
@@ -65,6 +68,10 @@ class RankWriter:
         self.model = model
         self.incarnation = incarnation
         self.ledger = Ledger(counts_copies)
+        #: The last batch published of this life, and the digest of its payload.
+        self.sequence = BEFORE_FIRST
+        self.digest = 0
+        self.unindexed = 0
         self.published = 0
         self.delivered = 0
         self.failed: list[str] = []
@@ -76,6 +83,25 @@ class RankWriter:
         news: list[KvEvent] = []
         for event in events:
             news += self.ledger.apply(event)
+        self.unindexed += n_unindexed
+        self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(news)), n_unindexed)
+        self.sequence, self.digest = sequence, digest
+
+    def restate(self, restatement_id: int, emitted_at_ms: int) -> int:
+        """Publish the whole ledger, complete to the last batch, in consecutive chunks; gives their number.
+
+        Nothing of this rank may come between them, so nothing here awaits.
+        """
+        pieces = chunks(self.ledger.restated(), restatement_id, exact=self.ledger.complete)
+        for piece in pieces:
+            self._send(self.sequence, self.digest, emitted_at_ms, piece, self.unindexed)
+        return len(pieces)
+
+    def heartbeat(self, bridge: str, lease_ms: int, emitted_at_ms: int) -> None:
+        """Say that this rank is fed, and what the last batch was, so that a lost last batch shows."""
+        self._send(self.sequence, self.digest, emitted_at_ms, Heartbeat(bridge, lease_ms), 0)
+
+    def _send(self, sequence: int, digest: int, emitted_at_ms: int, body: Body, n_unindexed: int) -> None:
         value = encode_batch(
             EngineBatch(
                 rank=self.rank,
@@ -85,7 +111,7 @@ class RankWriter:
                 sequence=sequence,
                 digest=digest,
                 emitted_at_ms=emitted_at_ms,
-                body=EngineEvents(tuple(news)),
+                body=body,
                 n_unindexed=n_unindexed,
             )
         )
@@ -107,8 +133,13 @@ class RankWriter:
     def new_life(self, incarnation: Incarnation) -> None:
         """Begin anew with an empty ledger, in this life or a greater one."""
         self.incarnation = incarnation
+        self.resume(BEFORE_FIRST, 0, Ledger(self._counts_copies))
+
+    def resume(self, sequence: int, digest: int, ledger: Ledger) -> None:
+        """Go on in this life behind a batch, with what is held by then."""
+        self.sequence, self.digest, self.ledger = sequence, digest, ledger
+        self.unindexed = 0
         self.failed.clear()
-        self.ledger = Ledger(self._counts_copies)
 
     def _told(self, error: KafkaError | None, message: Message) -> None:  # noqa: ARG002 - the client's signature
         if error is None:

@@ -1,0 +1,112 @@
+"""What Kafka tells a bridge: the registry's records of its engines, and requests to restate a rank.
+
+What lives here: one consumer on a thread of its own. What must not: what follows from a record (lease, feed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, Message, TopicPartition
+
+from streams.codec import decode_resync, decode_worker
+from streams.core.events import ResyncRequest
+from streams.core.ids import WorkerId
+from streams.core.registry import Worker
+from streams.errors import BadRecord, KvStreamsError
+from streams.kafka import partition_of, reader
+from streams.settings import Settings
+from streams.topics import topics
+
+log = logging.getLogger(__name__)
+
+#: Records taken at a time, and how long is waited for the first: a renewal that comes back late is a lease lost.
+_READ_RECORDS = 500
+_POLL_S = 0.1
+
+
+class Reader(Protocol):
+    """Who is told, on the loop."""
+
+    def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
+        """One record of the registry in log order; None is a tombstone."""
+
+    def on_end(self, worker_ids: Collection[WorkerId]) -> None:
+        """The registry has been read to its end, for these workers."""
+
+    def on_resync(self, request: ResyncRequest) -> None:
+        """A partition's owner asks for a restatement."""
+
+
+class Inbox:
+    """Reads for a fixed set of workers: the registry from its beginning, requests from now on."""
+
+    def __init__(self, settings: Settings, worker_ids: Collection[WorkerId], told: Reader) -> None:
+        self._settings = settings
+        self._workers, self._control = topics(settings).workers.name, topics(settings).kv_control.name
+        self._told = told
+        self._keys = {str(worker_id).encode(): worker_id for worker_id in worker_ids}
+        self._homes: dict[int, list[WorkerId]] = {}
+        for worker_id in worker_ids:
+            self._homes.setdefault(partition_of(worker_id, settings.partitions), []).append(worker_id)
+        self._stopping = threading.Event()
+
+    async def run(self) -> None:
+        """Read until cancelled; raises KvStreamsError where the topics cannot be read any more."""
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(None, self._read, loop)
+        try:
+            await asyncio.shield(reading)
+        finally:
+            self._stopping.set()
+            await asyncio.wait([reading])
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        consumer = reader(self._settings)
+        try:
+            where = [TopicPartition(self._workers, home, OFFSET_BEGINNING) for home in self._homes]
+            where += [TopicPartition(self._control, home, OFFSET_END) for home in self._homes]
+            consumer.assign(where)
+            while not self._stopping.is_set():
+                calls = [call for message in consumer.consume(_READ_RECORDS, _POLL_S) for call in self._calls(message)]
+                if calls:
+                    loop.call_soon_threadsafe(_call_all, calls)
+        finally:
+            consumer.close()
+
+    def _calls(self, message: Message) -> list[Callable[[], None]]:
+        """What a message is to tell whom."""
+        error = message.error()
+        topic, key = message.topic(), message.key() or b""
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                partition = message.partition()
+                if topic != self._workers or partition is None:
+                    return []
+                home = self._homes[partition]
+                return [lambda: self._told.on_end(home)]
+            if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE) or error.fatal():
+                raise KvStreamsError(f"{topic} cannot be read: {error.str()}", remedy="Start the bridge again")
+            return []  # a broker that is away; the client goes on by itself
+        worker_id = self._keys.get(key)
+        if worker_id is None:
+            return []
+        value = message.value()
+        try:
+            if topic == self._control:
+                request = decode_resync(value, self._settings.schema_ids)
+                return [lambda: self._told.on_resync(request)]
+            worker = None if value is None else decode_worker(value, self._settings.schema_ids)
+            return [lambda: self._told.on_worker(worker_id, worker)]
+        except BadRecord as exc:
+            log.warning("%s: a record is passed over: %s", topic, exc)  # a stranger's; routers pass over it too
+            return []
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

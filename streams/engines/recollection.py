@@ -1,0 +1,234 @@
+"""What Kafka has of a worker's ranks, as a bridge that starts must know it: the table, and what lies behind it.
+
+What lives here: folding table records and the batches that no agent has applied yet into each rank's ledger (pure), and
+reading them. What must not: what follows from it (continuity, feed).
+
+The table alone would not do. A batch in the log that no agent has read yet decides, when one does, under which names
+blocks are known; a ledger that lacks it would remove names that nobody knows and keep others for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streams.codec import decode_batch
+from streams.core.events import (
+    BEFORE_FIRST,
+    EngineBatch,
+    EngineEvents,
+    Heartbeat,
+    RestatedRun,
+    RestatementChunk,
+    WorkerRemoved,
+)
+from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ordering import Health, Progress
+from streams.core.runs import Run, RunKey
+from streams.engines.continuity import KnownLife
+from streams.engines.ledger import Ledger
+from streams.errors import BadRecord
+from streams.kafka import Record, first_offset, partition_of
+from streams.settings import Settings
+from streams.tables.changelog import read_to_end
+from streams.tables.records import (
+    PARTITION_PREFIX,
+    PROGRESS_PREFIX,
+    RUN_PREFIX,
+    decode_partition,
+    decode_progress,
+    decode_run,
+    parse_run_key,
+    partition_key,
+    progress_key,
+    run_key,
+)
+from streams.topics import topics
+
+
+@dataclass(slots=True)
+class RankMemory:
+    """One rank as Kafka has it. gone: its worker was removed, so it holds nothing and counts from its first batch."""
+
+    incarnation: Incarnation
+    sequence: int
+    digest: int
+    gone: bool
+    ledger: Ledger
+    _pieces: list[RestatementChunk] = field(default_factory=list)
+
+    @property
+    def life(self) -> KnownLife:
+        """What continuity asks of it; a removed rank begins again, so it has no batch to compare."""
+        return KnownLife(self.incarnation, BEFORE_FIRST if self.gone else self.sequence, self.digest)
+
+    def fold(self, batch: EngineBatch) -> None:
+        """Take a batch that is behind the table, as the agent will."""
+        body = batch.body
+        if isinstance(body, Heartbeat):
+            return
+        if isinstance(body, WorkerRemoved):
+            if batch.incarnation >= self.incarnation and body.seen_sequence in (None, self.sequence):
+                self._empty(batch.incarnation)
+                self.gone = True
+            return
+        if isinstance(body, RestatementChunk):
+            self._restate(batch, body)
+            return
+        self._pieces.clear()
+        revived = self.gone and batch.incarnation == self.incarnation and batch.sequence == BEFORE_FIRST
+        if batch.incarnation > self.incarnation or revived:
+            self._empty(batch.incarnation)
+            self.gone = False
+        elif batch.incarnation < self.incarnation or self.gone or batch.sequence <= self.sequence:
+            return
+        if batch.sequence > self.sequence + 1:
+            self.ledger.lost_events()
+        for event in body.events:
+            self.ledger.apply(event)
+        self.sequence, self.digest = batch.sequence, batch.digest
+
+    def _empty(self, incarnation: Incarnation) -> None:
+        self.incarnation, self.sequence, self.digest = incarnation, BEFORE_FIRST, 0
+        self.ledger = Ledger(counts_copies=False)
+
+    def _restate(self, batch: EngineBatch, piece: RestatementChunk) -> None:
+        begun = self._pieces
+        if batch.incarnation != self.incarnation or self.gone or batch.sequence < self.sequence:
+            return
+        if piece.chunk != len(begun) or (begun and begun[0].restatement_id != piece.restatement_id):
+            begun.clear()
+        if piece.chunk == len(begun):
+            begun.append(piece)
+        if len(begun) == piece.n_chunks:
+            self.ledger = ledger_of((run for done in begun for run in done.runs), piece.exact, counts_copies=False)
+            self.sequence, self.digest = batch.sequence, batch.digest
+            begun.clear()
+
+
+def ledger_of(runs: Iterable[RestatedRun], complete: bool, *, counts_copies: bool) -> Ledger:
+    """A ledger that holds these runs, one copy of each block."""
+    ledger = Ledger(counts_copies)
+    for run in runs:
+        ledger.adopt(run)
+    ledger.complete = complete
+    return ledger
+
+
+def held_runs(run: Run) -> list[RestatedRun]:
+    """The blocks that a run record holds, as runs without holes."""
+    stretches: list[list[int]] = []
+    for offset in run.held():
+        if stretches and stretches[-1][-1] == offset - 1:
+            stretches[-1].append(offset)
+        else:
+            stretches.append([offset])
+    return [
+        RestatedRun(
+            start=run.start + at[0],
+            parent=run.parent if at[0] == 0 else SequenceHash(run.sequence[at[0] - 1]),
+            engine=np.array(run.engine[at[0] : at[-1] + 1], dtype=np.uint64),
+            local=np.array(run.local[at[0] : at[-1] + 1], dtype=np.uint64),
+            tier=run.key.tier,
+        )
+        for at in stretches
+    ]
+
+
+def remembered(progress: Progress, runs: Iterable[Run]) -> RankMemory:
+    """A rank from its table records; runs of other epochs are over."""
+    gone = progress.health is Health.REMOVED
+    # An approximate rank may have been degraded before, which its health no longer tells.
+    complete = progress.health is Health.EXACT or (
+        progress.health is Health.APPROXIMATE and not (progress.n_gaps or progress.n_unknown_parents)
+    )
+    held = [] if gone else [part for run in runs if run.epoch == progress.epoch for part in held_runs(run)]
+    return RankMemory(
+        incarnation=progress.epoch.incarnation,
+        sequence=progress.sequence,
+        digest=progress.digest,
+        gone=gone,
+        ledger=ledger_of(held, complete, counts_copies=False),
+    )
+
+
+def recall(settings: Settings, worker_id: WorkerId) -> dict[int, RankMemory]:
+    """Read what Kafka has of a worker's ranks, by rank number. Blocks; raises TableError, KafkaException."""
+    names = topics(settings)
+    partition = partition_of(worker_id, settings.partitions)
+    table: dict[bytes, bytes] = {}
+    ours = run_key(RunKey(RankId(worker_id, DpRank(0)), Tier.DEVICE, SequenceHash(0)))[:9]
+    rank_prefixes = (ours, progress_key(RankId(worker_id, DpRank(0)))[:9], partition_key(partition))
+    assert ours[:1] == RUN_PREFIX
+
+    def take(records: list[Record]) -> None:
+        for record in records:
+            if record.key.startswith(rank_prefixes):
+                if record.value is None:
+                    table.pop(record.key, None)
+                else:
+                    table[record.key] = record.value
+
+    read_to_end(settings, names.index_changelog.name, partition, None, take)
+    memories = _from_table(table)
+    behind = _applied_offset(table, partition_key(partition), names.kv_events.name) + 1
+
+    def fold(records: list[Record]) -> None:
+        for record in records:
+            _fold_record(memories, settings, worker_id, record)
+
+    found = first_offset(settings, names.kv_events.name, partition, behind)
+    if found.low > behind:
+        for memory in memories.values():
+            memory.ledger.lost_events()  # agents were away for longer than events are kept
+    if found.first is not None:
+        read_to_end(settings, names.kv_events.name, partition, found.first, fold)
+    return memories
+
+
+def _from_table(table: dict[bytes, bytes]) -> dict[int, RankMemory]:
+    progress: dict[RankId, Progress] = {}
+    runs: dict[RankId, list[Run]] = {}
+    for key, value in table.items():
+        try:
+            if key.startswith(PROGRESS_PREFIX):
+                found = decode_progress(key, value)
+                progress[found.rank] = found
+            elif key.startswith(RUN_PREFIX):
+                runs.setdefault(parse_run_key(key).rank, []).append(decode_run(key, value))
+        except BadRecord:
+            continue  # agents and routers pass over it too
+    return {rank.dp_rank: remembered(found, runs.get(rank, [])) for rank, found in progress.items()}
+
+
+def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
+    """The last record of a source that the table has; -1 where it has none."""
+    assert key.startswith(PARTITION_PREFIX)
+    try:
+        sources = decode_partition(key, table[key]).sources if key in table else ()
+    except BadRecord:
+        sources = ()
+    return next((source.applied_offset for source in sources if source.topic == topic), -1)
+
+
+def _fold_record(memories: dict[int, RankMemory], settings: Settings, worker_id: WorkerId, record: Record) -> None:
+    if record.key != str(worker_id).encode():
+        return
+    try:
+        batch = decode_batch(record.value, settings.schema_ids)
+    except BadRecord:
+        return  # the agent makes a dead letter of it
+    if batch.rank.worker_id != worker_id:
+        return
+    if isinstance(batch.body, WorkerRemoved):
+        for removed in memories.values():
+            removed.fold(batch)
+        return
+    memory = memories.get(batch.rank.dp_rank)
+    if memory is None and isinstance(batch.body, EngineEvents):
+        memory = RankMemory(batch.incarnation, BEFORE_FIRST, 0, False, Ledger(counts_copies=False))
+        memories[batch.rank.dp_rank] = memory
+    if memory is not None:
+        memory.fold(batch)

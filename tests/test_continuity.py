@@ -1,0 +1,118 @@
+"""Whether an engine is still the process that it was, from what it could be brought to tell."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.core.events import BEFORE_FIRST
+from streams.core.ids import Incarnation
+from streams.engines.continuity import (
+    Decision,
+    Evidence,
+    KnownLife,
+    NewLife,
+    NotTold,
+    Proof,
+    SameLife,
+    begins,
+    goes_on,
+    needs_proof,
+)
+
+NOW = 5_000
+KNOWN = KnownLife(Incarnation(1_000), 7, 99)
+UNKNOWN_DIGEST = KnownLife(Incarnation(1_000), BEFORE_FIRST, 0)
+
+
+def evidence(started: int | None, proof: Proof = Proof.SILENT, reachable: bool = True) -> Evidence:
+    return Evidence(reachable, None if started is None else Incarnation(started), proof)
+
+
+def life(incarnation: int) -> NewLife:
+    return NewLife(Incarnation(incarnation))
+
+
+@pytest.mark.parametrize(
+    ("known", "told", "decision"),
+    [
+        (None, evidence(3_000), life(3_000)),
+        (None, evidence(None), life(NOW)),
+        (None, evidence(None, reachable=False), NotTold()),
+        (KNOWN, evidence(1_000), SameLife()),
+        (KNOWN, evidence(1_000, Proof.OTHER), SameLife()),  # the start time is above every other evidence
+        (KNOWN, evidence(3_000), life(3_000)),
+        # An earlier start than what is known: that was minted when nobody told, or the clock was set back.
+        (KNOWN, evidence(500, Proof.SAME), SameLife()),
+        (KNOWN, evidence(500, Proof.OTHER), life(NOW)),
+        (KNOWN, evidence(500, Proof.SILENT), life(NOW)),
+        (KNOWN, evidence(None, Proof.SAME), SameLife()),
+        (KNOWN, evidence(None, Proof.SAME, reachable=False), SameLife()),
+        (KNOWN, evidence(None, Proof.OTHER), life(NOW)),
+        (KNOWN, evidence(None, Proof.UNSENT), life(NOW)),
+        (KNOWN, evidence(None, Proof.FORGOTTEN), life(NOW)),
+        (KNOWN, evidence(None, Proof.FORGOTTEN, reachable=False), life(NOW)),
+        (KNOWN, evidence(None, Proof.SILENT), life(NOW)),
+        (KNOWN, evidence(None, Proof.SILENT, reachable=False), NotTold()),
+        (UNKNOWN_DIGEST, evidence(None), life(NOW)),
+    ],
+)
+def test_a_bridge_that_starts(known: KnownLife | None, told: Evidence, decision: Decision) -> None:
+    """Start time first, then the bytes of the last batch known, then a life greater than the last."""
+    assert begins(known, told, NOW) == decision
+
+
+@pytest.mark.parametrize(
+    ("seen", "told", "contradicted", "decision"),
+    [
+        (1_000, evidence(1_000), False, SameLife()),
+        (1_000, evidence(1_000), True, SameLife()),  # a late batch of an older life is no new one
+        (1_000, evidence(2_000), False, life(2_000)),
+        (1_000, evidence(900), False, life(1_001)),  # restarted on a machine whose clock was set back
+        (1_000, evidence(None, Proof.SILENT, reachable=False), False, SameLife()),
+        (1_000, evidence(None, Proof.OTHER, reachable=False), False, life(NOW)),
+        (None, evidence(2_000, Proof.SAME), False, SameLife()),  # its metrics tell only now
+        (None, evidence(2_000, Proof.UNSENT), False, life(2_000)),
+        (None, evidence(None, Proof.SAME), True, SameLife()),
+        (None, evidence(None, Proof.OTHER), False, life(NOW)),
+        (None, evidence(None, Proof.UNSENT), False, life(NOW)),
+        (None, evidence(None, Proof.FORGOTTEN), False, SameLife()),
+        (None, evidence(None, Proof.SILENT), False, SameLife()),
+        (None, evidence(None, Proof.SILENT), True, life(NOW)),
+    ],
+)
+def test_a_bridge_that_feeds(seen: int | None, told: Evidence, contradicted: bool, decision: Decision) -> None:
+    """It goes on until something contradicts."""
+    start = None if seen is None else Incarnation(seen)
+    assert goes_on(KNOWN, start, told, NOW, contradicted=contradicted) == decision
+
+
+def test_proof_is_asked_for_only_where_it_decides() -> None:
+    """A start time that is known, or newer than all that is, needs none; nor has a life without batches any."""
+    assert not needs_proof(None, evidence(None))
+    assert not needs_proof(UNKNOWN_DIGEST, evidence(None))
+    assert not needs_proof(KNOWN, evidence(1_000))
+    assert not needs_proof(KNOWN, evidence(2_000))
+    assert needs_proof(KNOWN, evidence(999))
+    assert needs_proof(KNOWN, evidence(None))
+
+
+@given(
+    known=st.builds(KnownLife, st.integers(0, 10_000).map(Incarnation), st.integers(-1, 5), st.just(1)),
+    told=st.builds(
+        Evidence, st.booleans(), st.one_of(st.none(), st.integers(0, 10_000).map(Incarnation)), st.sampled_from(Proof)
+    ),
+    now=st.integers(0, 10_000),
+    contradicted=st.booleans(),
+)
+def test_a_new_life_is_always_greater_than_the_last(
+    known: KnownLife, told: Evidence, now: int, contradicted: bool
+) -> None:
+    """Whatever the clocks say, since agents refuse what is older."""
+    for decision in (
+        begins(known, told, now),
+        goes_on(known, known.incarnation, told, now, contradicted=contradicted),
+        goes_on(known, None, told, now, contradicted=contradicted),
+    ):
+        assert not isinstance(decision, NewLife) or decision.incarnation > known.incarnation
