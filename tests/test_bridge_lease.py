@@ -161,6 +161,24 @@ def test_what_others_write_is_kept_even_where_it_crosses_a_renewal() -> None:
     assert a.may_publish(4.1)
 
 
+def test_a_stopped_holders_late_renewal_takes_no_word_back() -> None:
+    """It knew nothing of the cordon that came while it was stopped; whoever holds now writes that again."""
+    log = Log()
+    a, b = Node(log, "a"), Node(log, "b")
+    a.step(0.0)
+    b.step(0.0)
+    log.records.append(replace(log.last, state=WorkerState.CORDONED))
+    b.step(LEASE_S)
+    states = [log.last.state]
+    a.tick(LEASE_S + 1.0)
+    a.send()
+    states.append(log.last.state)
+    b.step(LEASE_S + 1.0)
+    states.append(log.last.state)
+    assert states == [WorkerState.CORDONED, WorkerState.ACTIVE, WorkerState.CORDONED]
+    assert log.last.lease is not None and log.last.lease.bridge == "b"
+
+
 def test_a_copy_of_a_lease_is_no_renewal() -> None:
     """A router that cordons a dead bridge's worker does not keep its lease alive."""
     log = Log()

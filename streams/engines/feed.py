@@ -549,7 +549,7 @@ class RankFeed:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             heard = time.monotonic() - self._heard_at_s < self._lease_s
-            if HEARTBEATS and self._begun and heard and self._wiring.tenure.may_publish():
+            if self._begun and heard and self._wiring.tenure.may_publish():
                 lease = self._wiring.tenure.lease
                 self._writer.heartbeat(lease.bridge, round(self._lease_s * 1000), _now_us() // 1000)
                 self.counters.heartbeats += 1
@@ -569,10 +569,6 @@ class RankFeed:
             value=dead_letter_value(payload),
             headers=dead_letter_headers(self._events, exc, len(payload)),
         )
-
-
-#: Agents that do not know heartbeats yet make dead letters of them.
-HEARTBEATS = False
 
 
 def told(counters: FeedCounters) -> str:

@@ -72,7 +72,9 @@ class Inbox:
             where += [TopicPartition(self._control, home, OFFSET_END) for home in self._homes]
             consumer.assign(where)
             while not self._stopping.is_set():
-                calls = [call for message in consumer.consume(_READ_RECORDS, _POLL_S) for call in self._calls(message)]
+                first = consumer.poll(_POLL_S)  # `consume` alone would wait for its time to pass, whatever has come
+                messages = [] if first is None else [first, *consumer.consume(_READ_RECORDS - 1, 0.0)]
+                calls = [call for message in messages for call in self._calls(message)]
                 if calls:
                     loop.call_soon_threadsafe(_call_all, calls)
         finally:

@@ -38,6 +38,9 @@ RENEWALS_IN_FLIGHT_MAX = 8
 #: Writes of any term that may still come back and are then known as ours; older ones pass for somebody's.
 WRITES_REMEMBERED = 64
 
+#: Other bridges whose last renewal is kept; each start of a bridge is a new name.
+BRIDGES_REMEMBERED = 64
+
 
 class Phase(enum.Enum):
     """Where a bridge stands with one engine."""
@@ -77,6 +80,7 @@ class Lease:
         self._own: Worker | None = None
         self._base: Worker | None = None  # the last registration that somebody else wrote, or that we found
         self._base_number = 0
+        self._seen: dict[str, int] = {}  # other bridges' last renewals
         self._known: BridgeLease | None = None  # the lease that counts, ours or another's
         self._known_at_s = 0.0
         self._sent: dict[int, _Sent] = {}
@@ -98,7 +102,9 @@ class Lease:
         lease = worker.lease
         if lease is not None and lease.bridge == self.bridge and lease.renewal in self._sent:
             return self._on_own(lease, now_s)
-        self._base, self._base_number = worker, self._base_number + 1
+        registration = self._is_registration(lease)
+        if self._base is None or registration:
+            self._base, self._base_number = worker, self._base_number + 1
         self._renew_at_s = now_s  # a holder puts his lease on what somebody else wrote
         if self.phase is Phase.DISMISSED:
             self.phase = Phase.WAITING
@@ -112,6 +118,20 @@ class Lease:
         """The topic has been read to its end."""
         if self.phase is Phase.READING:
             self.phase = Phase.WAITING
+
+    def _is_registration(self, lease: BridgeLease | None) -> bool:
+        """Whether a record is somebody's word on the worker, and no bridge's renewal on top of what it knew then.
+
+        Who is no bridge leaves the lease out or copies it, so that its renewal was seen before. One that is new may
+        be a stopped holder's, who has not read yet what was said meanwhile.
+        """
+        if lease is None:
+            return True
+        seen = self._renewal if lease.bridge == self.bridge else self._seen.pop(lease.bridge, -1)
+        self._seen[lease.bridge] = max(seen, lease.renewal)
+        if len(self._seen) > BRIDGES_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        return lease.renewal <= seen
 
     def _counts(self, lease: BridgeLease) -> bool:
         """Whether a lease in the log is news: a greater term, or a renewal of the one that counts."""
