@@ -21,37 +21,43 @@ from typing import Any
 import faust
 from faust.types import TP
 
-from streams.codec import decode_batch
+from streams.codec import decode_batch, encode_batch, encode_resync
+from streams.core.caretaker import Caretaker
 from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
-from streams.core.holdings import plain_holdings
-from streams.core.ordering import Verdict
+from streams.core.holdings import Holdings
+from streams.core.ordering import Progress, Verdict
+from streams.core.restatement import ChunkKey
 from streams.errors import BadRecord
 from streams.kafka import first_offset, partition_of
 from streams.settings import Settings
-from streams.tables.partition import PartitionWiring, SourceRecord, TablePartition
+from streams.tables.index_runs import index_runs
+from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
 from streams.tables.records import (
+    PARKED_PREFIX,
     PROGRESS_PREFIX,
     RUN_PREFIX,
     decode_progress,
-    decode_run,
     encode_progress,
-    encode_run,
+    parked_key,
+    parse_parked_key,
     progress_key,
-    run_key,
 )
 from streams.tables.store import TableSpec, TableWrite
-from streams.topics import PREFIX_INDEX, topics
+from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, topics
 
 log = logging.getLogger(__name__)
 
 #: Tombstones of ended epochs in one transaction: a restart of a worker with a million blocks must not stop the others.
 TOMBSTONES_PER_BATCH = 1000
 
+#: Run records taken in with one call when a partition is opened.
+LOAD_RECORDS = 4096
+
 #: A partition that nothing reaches while its source has more is sought again after this; doubled up to the second.
 REALIGN_EVERY_S = (0.5, 30.0)
 
 #: Verdicts that nobody wants to read of.
-_USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED})
+_USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED, Verdict.PARKED})
 
 
 def prefix_index_table(settings: Settings) -> TableSpec:
@@ -62,40 +68,71 @@ def prefix_index_table(settings: Settings) -> TableSpec:
 class IndexReducer:
     """Gives `kv-events` their meaning: the pure state of one partition, and its records."""
 
-    def __init__(self, settings: Settings, verdicts: Counter[str]) -> None:
+    def __init__(
+        self, settings: Settings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
+    ) -> None:
         self._settings = settings
         self._table = prefix_index_table(settings)
         self._verdicts = verdicts
-        self.holdings = plain_holdings()
+        self._runs, self._decode_events = index_runs()
+        self.holdings = Holdings(self._runs, on_effect)
+        self._caretaker = Caretaker(
+            self.holdings,
+            grace_ms=int(settings.worker_grace_s * 1000),
+            clear_degraded_after_ms=int(settings.clear_degraded_after_s * 1000),
+        )
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         """Start from what the table holds."""
-        progress, runs = [], []
-        for key, value in items:
+        progress: list[Progress] = []
+        parked: list[tuple[ChunkKey, EngineBatch, int]] = []
+        runs: list[tuple[bytes, bytes]] = []
+        strays, begun = 0, False
+        for key, value in items:  # in order of their keys: parked chunks, progress, runs
+            if key.startswith(RUN_PREFIX):
+                if not begun:
+                    self.holdings.load(progress, (), parked)
+                    begun = True
+                runs.append((key, value))
+                if len(runs) == LOAD_RECORDS:
+                    strays += self._load_runs(table, runs)
+                    runs.clear()
+                continue
             try:
                 if key.startswith(PROGRESS_PREFIX):
                     progress.append(decode_progress(key, value))
-                elif key.startswith(RUN_PREFIX):
-                    runs.append(decode_run(key, value))
+                elif key.startswith(PARKED_PREFIX):
+                    parked.append(self._decode_parked(key, value))
                 else:
                     raise BadRecord("bad_key", f"{key.hex()} is no key of ours")
             except BadRecord as exc:
-                # A stranger wrote to the changelog. It stops nobody; what the rank lacks of it can only under-report.
-                self._verdicts["bad_table_record"] += 1
-                log.warning("%s: a record is passed over: %s", table.name, exc)
-        strays = self.holdings.load(progress, runs)
+                self._pass_over(table, exc)
+        if not begun:
+            self.holdings.load(progress, (), parked)
+        strays += self._load_runs(table, runs)
         if strays:
             log.warning("%s: %d runs of ranks without progress are passed over", table.name, strays)
 
-    def decode(self, records: Sequence[SourceRecord]) -> list[EngineBatch | BadRecord]:
-        """Effect 1: decode, or say why not."""
-        return [self._decode(record) for record in records]
+    def _load_runs(self, table: TableSpec, runs: list[tuple[bytes, bytes]]) -> int:
+        strays, bad = self._runs.load_records(runs)
+        for _, exc in bad:
+            self._pass_over(table, exc)
+        return strays
 
-    def _decode(self, record: SourceRecord) -> EngineBatch | BadRecord:
-        try:
-            return decode_batch(record.value, self._settings.schema_ids)
-        except BadRecord as exc:
-            return exc
+    def _pass_over(self, table: TableSpec, exc: BadRecord) -> None:
+        # A stranger wrote to the changelog. It stops nobody; what the rank lacks of it can only under-report.
+        self._verdicts["bad_table_record"] += 1
+        log.warning("%s: a record is passed over: %s", table.name, exc)
+
+    def _decode_parked(self, key: bytes, value: bytes) -> tuple[ChunkKey, EngineBatch, int]:
+        batch = decode_batch(value, self._settings.schema_ids)
+        if not isinstance(batch.body, RestatementChunk):
+            raise BadRecord("bad_parked", f"{key.hex()} holds no chunk of a restatement")
+        return parse_parked_key(key), batch, len(value)
+
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[EngineBatch | BadRecord]:
+        """Effect 1: decode, or say why not."""
+        return self._decode_events([record.value for record in records], self._settings.schema_ids)
 
     def apply(self, record: SourceRecord, decoded: EngineBatch | BadRecord) -> None:
         """Effects 2 to 4 of one record; raises BadRecord for what belongs to the dead letters."""
@@ -118,11 +155,14 @@ class IndexReducer:
             case EngineEvents(events):
                 verdict = self.holdings.apply(batch, events)  # 2 fence, 3 verdict, 4 apply
             case WorkerRemoved():
-                verdict = self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
+                verdict = self._remove(batch, batch.body)
             case Heartbeat():
-                verdict = self.holdings.renew(batch, batch.body.lease_ms)
+                verdict = self.holdings.renew(batch, batch.body)
             case RestatementChunk():
-                raise BadRecord("not_supported", "a later version of the indexer reads these")
+                raw = record.value or b""
+                if len(raw) > PARKED_CHUNK_BYTES_MAX:
+                    raise BadRecord("bad_restatement", f"a chunk of {len(raw)} bytes; at most {PARKED_CHUNK_BYTES_MAX}")
+                verdict = self.holdings.restate(batch, raw)
         self._verdicts[verdict.value] += 1
         if verdict not in _USUAL:
             log.info(
@@ -133,17 +173,40 @@ class IndexReducer:
                 batch.incarnation,
             )
 
+    def _remove(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
+        if removed.seen_sequence is None:
+            return self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
+        return self.holdings.expire_worker(batch, removed)
+
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
         self.holdings.degrade_all()
+
+    def look(self, monotonic_ms: int, wall_ms: int, caught_up: Callable[[], bool]) -> list[Outgoing]:
+        """Requests to bridges, and expiries, which are applied when they come back in order with everything else."""
+        care = self._caretaker.look(monotonic_ms, wall_ms, caught_up)
+        self._verdicts.update(care.counts)
+        names = topics(self._settings)
+        for request in care.requests:
+            log.info(
+                "rank %s is asked for a restatement, attempt %d: %s", request.rank, request.attempt, request.reason
+            )
+        for expiry in care.expiries:
+            log.warning("worker %s has been silent for too long and is removed", expiry.rank.worker_id)
+        return [
+            Outgoing(names.kv_control.name, _key(request.rank.worker_id), encode_resync(request))
+            for request in care.requests
+        ] + [
+            Outgoing(names.kv_events.name, _key(expiry.rank.worker_id), encode_batch(expiry))
+            for expiry in care.expiries
+        ]
 
     def take_changes(self) -> list[TableWrite]:
         """What changed since the last call; progress first, since readers drop an older epoch's runs by it."""
         changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
         writes = [TableWrite(self._table, progress_key(p.rank), encode_progress(p)) for p in changes.progress]
-        writes += [
-            TableWrite(self._table, run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs
-        ]
+        writes += [TableWrite(self._table, parked_key(key), raw) for key, raw in changes.parked]
+        writes += [TableWrite(self._table, key, value) for key, value in changes.runs]
         return writes
 
 
@@ -154,6 +217,7 @@ class Indexer:
         self._app = app
         self._settings = settings
         self._source = topics(settings).kv_events
+        self._armed = on_effect
         self._on_effect = on_effect or (lambda _: None)
         self._partitions: dict[int, TablePartition] = {}
         self._paused: set[int] = set()
@@ -255,11 +319,15 @@ class Indexer:
             if table is None or wanted is None:
                 return
             found = await asyncio.to_thread(first_offset, self._settings, topic, partition, wanted)
-            if found.first is not None and found.first > wanted:
+            first = found.end if found.first is None else found.first
+            if first > wanted:
                 lost = found.low > wanted
-                log.warning("%s [%d] has nothing from %d to %d", topic, partition, wanted, found.first - 1)
-                table.skip_to(topic, found.first, lost)
-                wanted = found.first
+                log.log(
+                    logging.WARNING if lost else logging.INFO,
+                    "%s [%d] has nothing from %d to %d",
+                    *(topic, partition, wanted, first - 1),
+                )
+                table.skip_to(topic, first, lost)
             # What Faust fetched before the seek is still on its way and would move its own position on again.
             await asyncio.sleep(REALIGN_EVERY_S[0] / 2)
             if self._partitions.get(partition) is table:
@@ -283,11 +351,12 @@ class Indexer:
                 sources=(self._source,),
                 dead_letters=topics(self._settings).dead_letters,
                 owner=f"{os.uname().nodename}:{os.getpid()}",
-                make_reducer=lambda: IndexReducer(self._settings, self.verdicts),
+                make_reducer=lambda: IndexReducer(self._settings, self.verdicts, self._armed),
                 acknowledge=self._acknowledge,
                 drained=self._drained,
                 opened=self._opened,
                 source_end=self._source_end,
+                nothing_from=self._nothing_from,
                 on_effect=self._on_effect,
                 now_ms=lambda: time.time_ns() // 1_000_000,
             )
@@ -329,6 +398,9 @@ class Indexer:
             return -1
         return -1 if end is None else end
 
+    def _nothing_from(self, topic: str, partition: int, offset: int) -> bool:
+        return first_offset(self._settings, topic, partition, offset).first is None
+
     def _call(self, action: Callable[[], object]) -> None:
         loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -336,6 +408,10 @@ class Indexer:
                 loop.call_soon_threadsafe(action)
             except RuntimeError:
                 pass  # the loop closed in between: the process ends, and what was not acknowledged comes again
+
+
+def _key(worker_id: int) -> bytes:
+    return str(worker_id).encode()
 
 
 def _headers(headers: Any) -> list[tuple[str, str | bytes | None]]:

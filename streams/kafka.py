@@ -274,10 +274,14 @@ def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -
 
 @dataclass(frozen=True, slots=True)
 class FirstOffset:
-    """low: start of the log. first: offset of the first record at or behind the one asked for, None where none is."""
+    """low: start of the log. first: offset of the first record at or behind the one asked for, None where none is.
+
+    end: where a reader stands who found none, behind whatever markers lie there.
+    """
 
     low: int
     first: int | None
+    end: int = 0
 
 
 def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
@@ -302,12 +306,15 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
     try:
         low, high = _watermarks(consumer, TopicPartition(topic, partition))
         if high <= wanted:
-            return FirstOffset(low, None)
+            return FirstOffset(low, None, wanted)
         consumer.assign([TopicPartition(topic, partition, max(low, wanted))])
         for message in consumer.consume(1, ANSWER_TIMEOUT_S):
-            if message.error() is None:
-                return FirstOffset(low, message.offset())
-        return FirstOffset(low, None)
+            error, at = message.error(), message.offset()
+            if error is None:
+                return FirstOffset(low, at, wanted)
+            if error.code() == KafkaError._PARTITION_EOF and at is not None:
+                return FirstOffset(low, None, max(at, wanted))
+        return FirstOffset(low, None, wanted)
     finally:
         consumer.close()
 

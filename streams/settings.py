@@ -83,6 +83,12 @@ class Settings:
     batch_records_max: int = _knob(500, "source records of one transaction", low=1)
     queue_records_high: int = _knob(4096, "records waiting for one partition before its source is paused", low=1)
     rocksdb_cache_mb: int = _knob(8, "block cache of one partition's RocksDB", low=1)
+    worker_grace_s: float = _knob(
+        300.0, "a worker silent for this long beyond its lease is removed", low=1.0, high=30 * 86_400.0
+    )
+    clear_degraded_after_s: float = _knob(
+        0.0, "a rank degraded for this long is cleared; 0 leaves it to its engine", low=0.0, high=30 * 86_400.0
+    )
     retention_ms: int = _knob(3_600_000, "kv-events are kept this long", low=60_000)
     schema_ids: dict[str, int] = field(
         default_factory=dict, metadata={"help": "Confluent registry ids accepted by schema, as in kv-events=12"}

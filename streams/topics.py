@@ -35,6 +35,9 @@ LOAD_BYTES_MAX = 8 * 1024 * 1024 + 64 * 1024
 #: A dead letter is its record and headers that say why.
 DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
 
+#: Bytes of a chunk of a restatement, parked in the index's changelog as it came; bridges cut at 1 MiB of hashes.
+PARKED_CHUNK_BYTES_MAX = 1536 * 1024
+
 PREFIX_INDEX = "prefix-index"
 
 
@@ -126,6 +129,7 @@ def topics(settings: Settings) -> Topics:
             f"{settings.app_id}-{PREFIX_INDEX}-changelog",
             "run, progress or partition key, big-endian",
             "prefix-index-run",
-            _COMPACTED,
+            # Broker and clients take 1 MB unless told otherwise.
+            {**_COMPACTED, "max.message.bytes": str(PARKED_CHUNK_BYTES_MAX + 64 * 1024)},
         ),
     )

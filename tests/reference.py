@@ -7,7 +7,9 @@ must not: anything of the code under test but the events and ids that go in; not
 The rules of DESIGN 4 and 5, as sets: a batch of an older life or of a removed worker is stale, a sequence number
 applied already is a duplicate, a newer life ends everything older, `cleared` ends everything of that rank, a store
 whose parent the rank does not hold is rejected. Within a rank and tier a block has one engine name and a name one
-block; the later store wins.
+block; the later store wins. A restatement replaces a rank's blocks when its last chunk comes right behind the others; a
+worker whose ranks are all silent is expired by a record that saw how far the named one had come; a heartbeat ends a
+silence, and tells of what is missing.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Body,
     EngineBatch,
     EngineEvents,
+    Heartbeat,
     KvEvent,
     MoeLabels,
+    RestatedRun,
+    RestatementChunk,
     WorkerRemoved,
 )
-from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, Tier, WorkerId
+from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 
 Member = tuple[RankId, Tier, int]
 Names = dict[tuple[Tier, int], int]
@@ -55,13 +61,29 @@ def chain_hashes(local: Iterable[int], parent: int | None = None) -> list[int]:
     return chain
 
 
+@dataclass(frozen=True)
+class Silence:
+    """Not a record: the owner finds that a rank's lease is over."""
+
+    rank: RankId
+
+
+Told = EngineBatch | Silence
+
+
 @dataclass
 class ReferenceRank:
-    """What one rank holds. facts: (tier, sequence hash) to its engine hash; names: the other way round."""
+    """What one rank holds. facts: (tier, sequence hash) to its engine hash; names: the other way round.
+
+    lossy: something is missing that only a clear, a new life or a whole restatement makes good. parked: chunks.
+    """
 
     epoch: Epoch = field(default_factory=lambda: Epoch(Incarnation(0), 0))
     sequence: int = BEFORE_FIRST
     removed: bool = False
+    lossy: bool = False
+    silent: bool = False
+    parked: list[EngineBatch] = field(default_factory=list)
     n_unknown_parents: int = 0
     facts: dict[tuple[Tier, int], int] = field(default_factory=dict)
     names: Names = field(default_factory=dict)
@@ -70,6 +92,8 @@ class ReferenceRank:
         """A new epoch: nothing older is held. All but a clear count their batches anew."""
         self.epoch = epoch
         self.sequence = BEFORE_FIRST
+        self.lossy = self.silent = self.removed = False
+        self.parked.clear()
         self.facts.clear()
         self.names.clear()
 
@@ -95,6 +119,7 @@ class ReferenceRank:
             parent = next((block for block in found if block is not None), None)
             if parent is None:
                 self.n_unknown_parents += 1
+                self.lossy = True
                 return
         for engine, block in zip(event.engine.tolist(), chain_hashes(event.local.tolist(), parent), strict=True):
             self.hold(event.tier, engine, block)
@@ -117,44 +142,124 @@ class ReferenceFleet:
     def __init__(self) -> None:
         self.ranks: dict[RankId, ReferenceRank] = {}
 
-    def apply(self, batch: EngineBatch) -> str:
-        """Apply a batch; gives what became of it: applied, gap, duplicate or stale."""
-        if isinstance(batch.body, WorkerRemoved):
-            return self.remove_worker(batch.rank.worker_id, batch.incarnation)
-        assert isinstance(batch.body, EngineEvents)
-        rank = self.ranks.setdefault(batch.rank, ReferenceRank())
-        same = batch.incarnation == rank.epoch.incarnation
-        if same and rank.removed and batch.sequence == BEFORE_FIRST:
-            rank.begin(Epoch(batch.incarnation, rank.epoch.generation + 1))
-            rank.removed = False
-            return "applied"
-        if batch.incarnation < rank.epoch.incarnation or (same and rank.removed):
-            return "stale"
-        if not same:
-            rank.begin(Epoch(batch.incarnation, 0))
-            rank.removed = False
-            if batch.sequence == BEFORE_FIRST:
-                return "applied"
-        if batch.sequence <= rank.sequence:
-            return "duplicate"
-        verdict = "applied" if batch.sequence == rank.sequence + 1 else "gap"
-        rank.sequence = batch.sequence
-        for event in batch.body.events:
-            rank.apply(event)
-        return verdict
+    def apply(self, told: Told) -> str:
+        """Apply a batch; gives what became of it, as the agents count it."""
+        if isinstance(told, Silence):
+            self.ranks[told.rank].silent = True
+            return "silent"
+        match told.body:
+            case WorkerRemoved(seen_sequence=None):
+                return self.remove_worker(told.rank.worker_id, told.incarnation)
+            case WorkerRemoved(seen_sequence=seen):
+                return self.expire_worker(told, seen)
+        rank = self.ranks.setdefault(told.rank, ReferenceRank())
+        match told.body:
+            case Heartbeat():
+                return self.renew(rank, told)
+            case RestatementChunk():
+                return self.restate(rank, told, told.body)
+            case EngineEvents(events):
+                return self.tell(rank, told, events)
+        raise AssertionError(told.body)
 
-    def remove_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> str:
+    def begins(self, rank: ReferenceRank, batch: EngineBatch) -> bool | None:
+        """Whether a life begins by a batch, None where it is of an older one."""
+        same = batch.incarnation == rank.epoch.incarnation
+        if same and not rank.removed:
+            return False
+        if same and batch.sequence == BEFORE_FIRST:
+            rank.begin(Epoch(batch.incarnation, rank.epoch.generation + 1))
+        elif batch.incarnation > rank.epoch.incarnation:
+            rank.begin(Epoch(batch.incarnation, 0))
+        else:
+            return None
+        return True
+
+    def tell(self, rank: ReferenceRank, batch: EngineBatch, events: Iterable[KvEvent]) -> str:
+        """An ordinary batch."""
+        begins = self.begins(rank, batch)
+        if begins is None:
+            return "stale"
+        if not begins and batch.sequence <= rank.sequence:
+            return "duplicate"
+        gap = batch.sequence > rank.sequence + 1
+        rank.sequence, rank.lossy, rank.silent = batch.sequence, rank.lossy or gap, False
+        rank.parked.clear()
+        for event in events:
+            rank.apply(event)
+        return "gap" if gap else "applied"
+
+    def renew(self, rank: ReferenceRank, batch: EngineBatch) -> str:
+        """A heartbeat."""
+        missing = batch.sequence > rank.sequence
+        if rank.removed and batch.incarnation == rank.epoch.incarnation:
+            if not rank.silent:
+                return "stale"
+            sequence = rank.sequence
+            rank.begin(Epoch(batch.incarnation, rank.epoch.generation + 1))
+            rank.sequence, missing = sequence, batch.sequence > BEFORE_FIRST
+        else:
+            begins = self.begins(rank, batch)
+            if begins is None:
+                return "stale"
+            missing = batch.sequence > rank.sequence
+        rank.silent = False
+        if not missing or rank.lossy:
+            return "renewed"
+        rank.lossy = True
+        return "gap"
+
+    def restate(self, rank: ReferenceRank, batch: EngineBatch, chunk: RestatementChunk) -> str:
+        """A chunk of a restatement."""
+        begins = self.begins(rank, batch)
+        if begins is None:
+            return "stale"
+        if begins:
+            rank.lossy = True
+        elif batch.sequence < rank.sequence:
+            return "duplicate"
+        rank.silent = False
+        ids = {(each.body.restatement_id, each.sequence) for each in rank.parked}  # type: ignore[union-attr]
+        if len(rank.parked) != chunk.chunk or not ids <= {(chunk.restatement_id, batch.sequence)}:
+            rank.parked.clear()
+            if chunk.chunk:
+                return "dropped"
+        rank.parked.append(batch)
+        if len(rank.parked) < chunk.n_chunks:
+            return "parked"
+        runs = [run for each in rank.parked for run in each.body.runs]  # type: ignore[union-attr]
+        rank.begin(Epoch(rank.epoch.incarnation, rank.epoch.generation + 1))
+        rank.sequence, rank.lossy = batch.sequence, not chunk.exact
+        for run in sorted(runs, key=lambda run: run.start):
+            for engine, block in zip(run.engine.tolist(), chain_hashes(run.local.tolist(), run.parent), strict=True):
+                rank.hold(run.tier, engine, block)
+        return "restated"
+
+    def remove_worker(self, worker_id: WorkerId, incarnation: Incarnation, silent: bool = False) -> str:
         """End a worker's life in all of its ranks that have no newer one."""
         verdict = "stale"
         for rank_id, rank in self.ranks.items():
-            older = rank.epoch.incarnation < incarnation
-            if rank_id.worker_id == worker_id and (
-                older or (rank.epoch.incarnation == incarnation and not rank.removed)
-            ):
+            if rank_id.worker_id != worker_id or rank.epoch.incarnation > incarnation:
+                continue
+            if rank.epoch.incarnation < incarnation or not rank.removed:
+                sequence = rank.sequence
                 rank.begin(Epoch(incarnation, rank.epoch.generation + 1))
-                rank.removed = True
+                rank.sequence, rank.removed, rank.silent = sequence, True, silent
+                verdict = "applied"
+            elif rank.silent and not silent:
+                rank.silent = False
                 verdict = "applied"
         return verdict
+
+    def expire_worker(self, batch: EngineBatch, seen: int | None) -> str:
+        """End a silent worker's life, unless it was heard of."""
+        for rank_id, rank in self.ranks.items():
+            if rank_id.worker_id != batch.rank.worker_id or rank.removed:
+                continue
+            moved = rank_id == batch.rank and rank.sequence != seen
+            if not rank.silent or moved or rank.epoch.incarnation > batch.incarnation:
+                return "stale"
+        return self.remove_worker(batch.rank.worker_id, batch.incarnation, silent=True)
 
     def members(self) -> set[Member]:
         """Every fact held."""
@@ -204,6 +309,11 @@ class _Engine:
         self.worker_id = rank.worker_id
         self.incarnation = rng.randrange(1, 50)
         self.sequence = BEFORE_FIRST
+
+    def path(self, block: int) -> tuple[int, ...]:
+        """Local hashes from the root to a block that this rank stored; empty where a moved name put it elsewhere."""
+        node = self._nodes.get(block)
+        return node.path if node else ()
 
     def event(self, n_blocks_max: int) -> KvEvent:
         """Tell something new."""
@@ -352,6 +462,7 @@ def random_history(
     block_size: int = 16,
     n_blocks_max: int = 300,
     begins: bool = False,
+    bridged: bool = False,
 ) -> list[EngineBatch]:
     """Tell what `n_ranks` engines might, as the batches of one log, `n_batches` of them.
 
@@ -361,17 +472,43 @@ def random_history(
 
     n_blocks_max: a rank that holds more removes half of it. begins: lives are announced by an empty batch before the
     first, which also brings a removed worker back in the same life; only their offsets tell such batches from repeats.
+    bridged: there are heartbeats and restatements too, of which the same is true.
     """
+    history = told_history(rng, n_batches, n_ranks, model, block_size, n_blocks_max, begins=begins, bridged=bridged)
+    return [told for told in history if isinstance(told, EngineBatch)]
+
+
+def told_history(
+    rng: random.Random,
+    n_batches: int,
+    n_ranks: int,
+    model: str = "m",
+    block_size: int = 16,
+    n_blocks_max: int = 300,
+    *,
+    begins: bool = False,
+    bridged: bool = False,
+    silences: bool = False,
+) -> list[Told]:
+    """See random_history. silences: ranks fall silent, and silent workers are expired."""
     told = ReferenceFleet()
     prompts = _prompts(rng)
     engines = [_Engine(rng, RankId(WorkerId(n // 2 + 1), DpRank(n % 2)), told, prompts) for n in range(n_ranks)]
-    history: list[EngineBatch] = []
+    history: list[Told] = []
     while len(history) < n_batches:
         engine = rng.choice(engines)
+        news = _bridge(rng, engine, told, model, block_size, silences=silences) if bridged else []
+        if news:
+            for each in news:
+                told.apply(each)
+            history += news
+            continue
         chance = rng.random()
         if chance < 0.04 and history:
-            history.append(rng.choice(history[-40:]))  # delivered again
-            told.apply(history[-1])
+            again = rng.choice(history[-40:])  # delivered again
+            if isinstance(again, EngineBatch):
+                history.append(again)
+                told.apply(again)
             continue
         refused = told.ranks.get(engine.rank, ReferenceRank()).removed
         if chance < (0.4 if refused else 0.05):
@@ -400,17 +537,81 @@ def random_history(
         if old:
             batch = replace(batch, incarnation=Incarnation(engine.incarnation - 1))
         # The number is told first and its events one by one, so that each can build on the one before.
-        news = told.apply(batch) in ("applied", "gap")
+        is_news = told.apply(batch) in ("applied", "gap")
         events: list[KvEvent] = []
         for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 5))):
             events.append(engine.event(n_blocks_max))
-            if news:
+            if is_news:
                 told.ranks[engine.rank].apply(events[-1])
         history.append(replace(batch, body=EngineEvents(tuple(events))))
     return history
 
 
-def _batch(engine: _Engine, model: str, block_size: int, body: EngineEvents | WorkerRemoved) -> EngineBatch:
+def _bridge(
+    rng: random.Random, engine: _Engine, told: ReferenceFleet, model: str, block_size: int, *, silences: bool
+) -> list[Told]:
+    """What a bridge says of a rank beside its batches, and what is said of one that says nothing; mostly nothing."""
+    rank = told.ranks.get(engine.rank)
+    kind = rng.random()
+    if rank is None or kind > 0.25:
+        return []
+    if kind < 0.08:
+        heartbeat = _batch(engine, model, block_size, Heartbeat("b", rng.choice((1000, 1000, 3000))))
+        told_of = max(engine.sequence + rng.choice((0, 0, 0, 0, 1)), BEFORE_FIRST)
+        return [replace(heartbeat, sequence=told_of)]
+    if kind < 0.16:
+        return list(_restatement(rng, engine, rank, model, block_size))
+    worker = {each: state for each, state in told.ranks.items() if each.worker_id == engine.worker_id}
+    if not silences:
+        return []
+    if kind < 0.22:
+        quiet = [each for each, state in worker.items() if not state.removed and rng.random() < 0.7]
+        if rng.random() < 0.5:
+            return [Silence(each) for each in quiet]
+        everybody: list[Told] = [Silence(each) for each, state in worker.items() if not state.removed]
+        return [*everybody, _batch(engine, model, block_size, WorkerRemoved("silent", rank.sequence))]
+    seen = rank.sequence + rng.choice((0, 0, 0, -1))
+    return [_batch(engine, model, block_size, WorkerRemoved("silent", max(seen, BEFORE_FIRST)))]
+
+
+def _restatement(
+    rng: random.Random, engine: _Engine, rank: ReferenceRank, model: str, block_size: int
+) -> Iterator[EngineBatch]:
+    """The chunks of a restatement: of what is held, less some blocks; some lost, doubled, or of another one."""
+    runs: list[RestatedRun] = []
+    open_ends: dict[tuple[Tier, int], int] = {}
+    facts = [(len(engine.path(block)), tier, block, name) for (tier, block), name in rank.facts.items()]
+    for _, tier, block, name in sorted(facts):
+        path = engine.path(block)
+        before = chain_hashes(path)[-2] if len(path) > 1 else None
+        if not path or rng.random() < 0.05:
+            continue
+        at = open_ends.pop((tier, before), None) if before is not None else None
+        if at is None or rng.random() < 0.1:
+            parent = None if before is None else SequenceHash(before)
+            runs.append(RestatedRun(len(path) - 1, parent, _u64([name]), _u64([path[-1]]), tier))
+            at = len(runs) - 1
+        else:
+            run = runs[at]
+            runs[at] = replace(
+                run, engine=np.append(run.engine, np.uint64(name)), local=np.append(run.local, np.uint64(path[-1]))
+            )
+        open_ends[tier, block] = at
+    rng.shuffle(runs)
+    n_chunks = rng.choice((1, 2, 2, 3, 4))
+    restatement_id, exact, lag = rng.getrandbits(64), rng.random() < 0.8, rng.choice((0, 0, 0, 0, -1))
+    for number in range(n_chunks):
+        chunk = RestatementChunk(restatement_id, number, n_chunks, exact, tuple(runs[number::n_chunks]))
+        whole = replace(_batch(engine, model, block_size, chunk), sequence=max(engine.sequence + lag, 0))
+        for _ in range(rng.choice((1,) * 20 + (0, 2))):
+            yield whole
+        if rng.random() < 0.05:
+            yield replace(_batch(engine, model, block_size, Heartbeat("b", 1000)), sequence=max(engine.sequence, 0))
+        if rng.random() < 0.02:
+            return
+
+
+def _batch(engine: _Engine, model: str, block_size: int, body: Body) -> EngineBatch:
     return EngineBatch(
         rank=engine.rank,
         model=model,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.codec import encode_batch
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
@@ -21,14 +22,15 @@ from streams.core.events import (
     Heartbeat,
     KvEvent,
     MoeLabels,
+    RestatementChunk,
     WorkerRemoved,
 )
 from streams.core.holdings import Changes, Holdings, PlainHoldings, plain_holdings
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.ordering import Health, Progress, Verdict
-from streams.core.run_store import PlainRunStore
+from streams.core.run_store import PlainRunStore, unchanged
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from tests.reference import Member, ReferenceFleet, chain_hashes, random_history
+from tests.reference import Member, ReferenceFleet, Silence, Told, chain_hashes, told_history
 
 RANK = RankId(WorkerId(7), DpRank(0))
 SIBLING = RankId(WorkerId(7), DpRank(1))
@@ -36,12 +38,19 @@ STRANGER = RankId(WorkerId(8), DpRank(0))
 ALL_TOMBSTONES = 1_000_000
 
 
-def judge(holdings: PlainHoldings, batch: EngineBatch) -> Verdict:
-    """Give one batch to the holdings, as the agent does."""
+def judge(holdings: PlainHoldings, batch: Told) -> Verdict | None:
+    """Give one batch to the holdings, as the agent does; None is no record's verdict."""
+    if isinstance(batch, Silence):
+        holdings.mark_silent(batch.rank)
+        return None
     if isinstance(batch.body, WorkerRemoved):
+        if batch.body.seen_sequence is not None:
+            return holdings.expire_worker(batch, batch.body)
         return holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
     if isinstance(batch.body, Heartbeat):
-        return holdings.renew(batch, batch.body.lease_ms)
+        return holdings.renew(batch, batch.body)
+    if isinstance(batch.body, RestatementChunk):
+        return holdings.restate(batch, encode_batch(batch))
     assert isinstance(batch.body, EngineEvents)
     return holdings.apply(batch, batch.body.events)
 
@@ -82,11 +91,11 @@ class Fleet:
     """Holdings that are told events of RANK, one batch each."""
 
     def __init__(self) -> None:
-        self.store = PlainRunStore()
+        self.store = PlainRunStore(unchanged)
         self.holdings: PlainHoldings = Holdings(self.store)
         self._sequence = -1
 
-    def tell(self, *events: KvEvent) -> Verdict:
+    def tell(self, *events: KvEvent) -> Verdict | None:
         self._sequence += 1
         return judge(self.holdings, batch(self._sequence, *events))
 
@@ -109,17 +118,24 @@ def fleet() -> Iterator[Fleet]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), begins=st.booleans())
-def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool) -> None:
+@given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), begins=st.booleans(), bridged=st.booleans())
+def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool, bridged: bool) -> None:
     """After each batch verdict, epoch and facts are the reference's, and no invariant is broken."""
     holdings, reference = plain_holdings(), ReferenceFleet()
-    for told in random_history(random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins):
-        assert judge(holdings, told).value == reference.apply(told)
+    history = told_history(
+        random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins, bridged=bridged, silences=bridged
+    )
+    for told in history:
+        assert (judge(holdings, told) or "silent") == reference.apply(told)
         check(holdings)
         assert members(holdings) == reference.members()
     assert {rank: progress.epoch for rank, progress in holdings.progress.items()} == reference.epochs()
     for rank, progress in holdings.progress.items():
-        assert progress.n_unknown_parents == reference.ranks[rank].n_unknown_parents
+        expected = reference.ranks[rank]
+        assert progress.n_unknown_parents == expected.n_unknown_parents
+        assert progress.silent == expected.silent
+        lossy = Health.DEGRADED if expected.lossy else Health.EXACT
+        assert progress.health is (Health.REMOVED if expected.removed else lossy)
         assert holdings.runs.n_blocks(rank) == len(reference.ranks[rank].facts)
 
 

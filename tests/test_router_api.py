@@ -390,6 +390,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "state": "active",
         "registered_at_ms": answer["registered_at_ms"],
         "lease": None,
+        "silent_dp_ranks": [],
         **body,
     }
     assert fleet.main.workers()[worker_id] == answer  # at once, where it was put
@@ -490,6 +491,8 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
         "blocks": 3,
         "gaps": 0,
         "unknown_parents": 0,
+        "lease_ms": 0,
+        "silent": False,
     }
     for api in (fleet.main, fleet.peer):
         answer = api.call("GET", "/state/blocks")

@@ -32,6 +32,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "body_bytes_max": (1024, NUMBER_MAX),
     "stale_after_ms": (100, NUMBER_MAX),
     "behind_after_ms": (10, NUMBER_MAX),
+    "worker_grace_s": (1.0, 30 * 86_400.0),
+    "clear_degraded_after_s": (0.0, 30 * 86_400.0),
     "session_timeout_s": (1.0, 1800.0),
     "transaction_timeout_ms": (1000, NUMBER_MAX),
     "batch_records_max": (1, NUMBER_MAX),

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import encode_worker
-from streams.core.events import BlocksRemoved, EngineBatch
+from streams.codec import decode_batch, encode_worker
+from streams.core.events import BlocksRemoved
 from streams.core.holdings import Changes, PlainHoldings, plain_holdings
 from streams.core.ids import Epoch, Incarnation, RankId, Tier, WorkerId
 from streams.core.ordering import Health
@@ -25,15 +25,19 @@ from streams.errors import BadRecord
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import (
+    PARKED_PREFIX,
     PROGRESS_PREFIX,
+    RUN_PREFIX,
     decode_progress,
     decode_run,
     encode_progress,
     encode_run,
+    parked_key,
+    parse_parked_key,
     progress_key,
     run_key,
 )
-from tests.reference import Member, ReferenceFleet, random_history
+from tests.reference import Member, ReferenceFleet, Told, told_history
 from tests.test_holdings import RANK, batch, check, judge, members, names, stored, u64
 
 Record = tuple[bytes, bytes | None]
@@ -52,13 +56,14 @@ class State:
 
     members: set[Member]
     epochs: dict[RankId, Epoch]
+    silent: set[RankId] = field(default_factory=set)
 
 
 @dataclass
 class Log:
     """A history, judged: its transactions, the batches that each applied, and the reference behind each."""
 
-    batches: list[list[EngineBatch]] = field(default_factory=list)
+    batches: list[list[Told]] = field(default_factory=list)
     transactions: list[list[Record]] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
 
@@ -70,16 +75,17 @@ class Log:
 def written(changes: Changes[tuple[RunKey, Run | None]]) -> list[Record]:
     """The records of one transaction, as the agent writes them."""
     records: list[Record] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
+    records += [(parked_key(key), raw) for key, raw in changes.parked]
     return records + [(run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs]
 
 
-def commit(holdings: PlainHoldings, batches: Iterable[EngineBatch]) -> list[Record]:
+def commit(holdings: PlainHoldings, batches: Iterable[Told]) -> list[Record]:
     for one in batches:
         judge(holdings, one)
     return written(holdings.take_changes(TOMBSTONES_MAX))
 
 
-def judged(history: list[EngineBatch], rng: random.Random, batches_max: int) -> Log:
+def judged(history: list[Told], rng: random.Random, batches_max: int) -> Log:
     """Judge a history in transactions of 1 to `batches_max` batches."""
     log, holdings, reference = Log(), plain_holdings(), ReferenceFleet()
     while history:
@@ -89,15 +95,18 @@ def judged(history: list[EngineBatch], rng: random.Random, batches_max: int) -> 
         log.transactions.append(commit(holdings, taken))
         for one in taken:
             reference.apply(one)
-        log.states.append(State(reference.members(), reference.epochs()))
+        silent = {rank for rank, state in reference.ranks.items() if state.silent}
+        log.states.append(State(reference.members(), reference.epochs(), silent))
     return log
 
 
 def random_log(seed: int, n_batches: int, n_ranks: int, batches_max: int, *, begins: bool | None = None) -> Log:
-    """begins: lives are announced; every second seed's are where it is left open."""
+    """begins: lives are announced, and bridges tell of ranks; every second seed's are where it is left open."""
     rng = random.Random(seed)
     announced = seed % 2 == 1 if begins is None else begins
-    history = random_history(rng, n_batches, n_ranks, n_blocks_max=120, begins=announced)
+    history = told_history(
+        rng, n_batches, n_ranks, n_blocks_max=120, begins=announced, bridged=announced, silences=announced
+    )
     return judged(history, rng, batches_max)
 
 
@@ -112,14 +121,16 @@ def compacted(records: Iterable[Record]) -> dict[bytes, bytes | None]:
 
 def recovered(table: dict[bytes, bytes | None]) -> PlainHoldings:
     """What an agent starts from."""
-    progress, runs = [], []
+    progress, runs, parked = [], [], []
     for key, value in table.items():
         if value is not None and key.startswith(PROGRESS_PREFIX):
             progress.append(decode_progress(key, value))
+        elif value is not None and key.startswith(PARKED_PREFIX):
+            parked.append((parse_parked_key(key), decode_batch(value), len(value)))
         elif value is not None:
             runs.append(decode_run(key, value))
     holdings = plain_holdings()
-    holdings.load(progress, runs)
+    holdings.load(progress, runs, parked)
     check(holdings)
     return holdings
 
@@ -133,11 +144,14 @@ def folded(records: Iterable[Record], view: View | None = None) -> View:
 
 def state_of_view(view: View) -> State:
     found = {(rank, tier, int(block)) for rank, tier, block in view.members()}
-    return State(found, {state.rank: state.epoch for state in view.rank_states()})
+    states = view.rank_states()
+    return State(found, {state.rank: state.epoch for state in states}, {state.rank for state in states if state.silent})
 
 
 def state_of_holdings(holdings: PlainHoldings) -> State:
-    return State(members(holdings), {rank: progress.epoch for rank, progress in holdings.progress.items()})
+    known = holdings.progress
+    silent = {rank for rank, progress in known.items() if progress.silent}
+    return State(members(holdings), {rank: progress.epoch for rank, progress in known.items()}, silent)
 
 
 @settings(max_examples=4, deadline=None)
@@ -249,7 +263,7 @@ def test_tombstones_owed_at_a_cut_are_written_by_the_heir(seed: int, data: st.Da
         table.update(records)
     live = {key: value for key, value in table.items() if value is not None}
     for key, value in live.items():
-        if not key.startswith(PROGRESS_PREFIX):
+        if key.startswith(RUN_PREFIX):
             run = decode_run(key, value)
             assert run.epoch == log.states[-1].epochs[run.key.rank]
     assert state_of_holdings(recovered(dict(live))) == log.states[-1]
@@ -293,7 +307,7 @@ def test_a_run_of_a_new_life_is_enough_to_end_the_old_one() -> None:
     holdings = plain_holdings()
     old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     new = commit(holdings, [batch(0, stored(u64(5), u64(6)), incarnation=2)])
-    run = [record for record in new if not record[0].startswith(PROGRESS_PREFIX) and record[1] is not None]
+    run = [record for record in new if record[0].startswith(RUN_PREFIX) and record[1] is not None]
     view = folded(old + run)
     assert state_of_view(view) == State({(RANK, Tier.DEVICE, 6)}, {RANK: Epoch(Incarnation(2), 0)})
 

@@ -53,6 +53,9 @@ class Verdict(enum.StrEnum):
     DUPLICATE = "duplicate"
     STALE = "stale"  # of an older life of the engine, of a removed worker, or an expiry that came too late
     RENEWED = "renewed"  # a heartbeat: the bridge lives
+    PARKED = "parked"  # a chunk of a restatement, waiting for the rest
+    DROPPED = "dropped"  # a chunk that follows nothing, or for which there is no room
+    RESTATED = "restated"  # the last chunk: the whole was swapped in
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,47 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
         return Judgement(Verdict.RENEWED, progress, begins)
     lossy = replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1)
     return Judgement(Verdict.GAP, lossy, begins)
+
+
+def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
+    """Judge a chunk of a restatement complete to the batch's sequence: parked where it is of use.
+
+    A newer life begins by it, degraded, since what came before the restatement was never seen.
+    """
+    fenced = fence(progress, batch)
+    if fenced is None:
+        return Judgement(Verdict.STALE, progress)
+    progress, begins = fenced
+    if begins:
+        progress = replace(
+            progress,
+            health=Health.DEGRADED,
+            n_gaps=progress.n_gaps + 1,
+            model=batch.model,
+            block_size=batch.block_size,
+        )
+    elif batch.sequence < progress.sequence:
+        return Judgement(Verdict.DUPLICATE, progress)  # it lacks what was applied behind it
+    if progress.silent:
+        progress = replace(progress, silent=False)
+    return Judgement(Verdict.PARKED, progress, begins)
+
+
+def restated(progress: Progress, batch: EngineBatch, *, exact: bool, n_unindexed: int) -> Progress:
+    """Give a rank's progress behind a restatement: complete to the batch's sequence, under a new epoch.
+
+    exact: the ledger that was restated had no gap itself. Without that the rank stays degraded.
+    """
+    whole = Health.APPROXIMATE if n_unindexed else Health.EXACT
+    return replace(
+        progress,
+        epoch=Epoch(progress.epoch.incarnation, progress.epoch.generation + 1),
+        sequence=batch.sequence,
+        digest=batch.digest,
+        health=whole if exact else Health.DEGRADED,
+        model=batch.model,
+        block_size=batch.block_size,
+    )
 
 
 def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | None:

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, His
 
 from streams.core.ids import WorkerId
 from streams.core.loads import Phase
+from streams.core.registry import Worker
 from streams.errors import InvalidRequest, KvStreamsError, RequestTooLarge
 from streams.router_api.router import Router
 from streams.router_api.wire import (
@@ -125,14 +126,14 @@ class Handlers:
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The registry."""
-        return _json({"workers": [worker_json(worker) for worker in self._router.list_workers()]})
+        return _json({"workers": [self._worker_json(worker) for worker in self._router.list_workers()]})
 
     async def put_worker(self, request: web.Request) -> web.Response:
         """Register a worker, or change it."""
         body = await _body(request)
         worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
         await asyncio.to_thread(self._router.put_worker, worker)
-        return _json(worker_json(worker))
+        return _json(self._worker_json(worker))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         """Remove a worker and what it held."""
@@ -141,7 +142,11 @@ class Handlers:
 
     async def cordon(self, request: web.Request) -> web.Response:
         """Take a worker out gently."""
-        return _json(worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
+        return _json(self._worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
+
+    def _worker_json(self, worker: Worker) -> dict[str, Any]:
+        """A worker of the registry, and which of its ranks are not heard of."""
+        return {**worker_json(worker), "silent_dp_ranks": self._router.view.silent_ranks(worker.worker_id)}
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """What the view holds of each rank, with digests that are equal on every router that holds the same."""
@@ -161,6 +166,8 @@ class Handlers:
                         "blocks": rank.n_blocks,
                         "gaps": rank.n_gaps,
                         "unknown_parents": rank.n_unknown_parents,
+                        "lease_ms": rank.lease_ms,
+                        "silent": rank.silent,
                         "digest": f"{rank.digest:016x}",
                     }
                     for rank in ranks

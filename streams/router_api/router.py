@@ -278,10 +278,13 @@ class Router:
         if not ranks:
             serving = sum(worker.model == model for worker in self.list_workers())
             if serving:
+                silent = sum(len(self.view.silent_ranks(w.worker_id)) for w in self.list_workers() if w.model == model)
                 raise NoEligibleWorker(
                     f"{serving} workers serve {model!r}, and none passes the request's filters or takes new requests",
-                    remedy="See worker_id, dp_rank, allowed_, excluded_worker_ids, required_taints, phase; and cordons",
+                    remedy="See worker_id, dp_rank, allowed_, excluded_worker_ids, required_taints, phase; cordons; "
+                    "and silent_dp_ranks of GET /workers",
                     workers=serving,
+                    silent_ranks=silent,
                 )
             raise NoEligibleWorker(
                 "no worker is registered",

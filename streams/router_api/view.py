@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_worker
-from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.ordering import Health, Progress
 from streams.core.registry import Wanted, Worker, eligible_ranks
@@ -27,6 +27,7 @@ from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import partition_of
 from streams.settings import Settings
 from streams.tables.records import (
+    PARKED_PREFIX,
     PARTITION_PREFIX,
     PROGRESS_PREFIX,
     RUN_PREFIX,
@@ -71,6 +72,8 @@ class RankState:
     n_gaps: int
     n_unknown_parents: int
     digest: int
+    lease_ms: int = 0
+    silent: bool = False
 
 
 def fast_fold() -> RunFold:
@@ -114,6 +117,7 @@ class View:
         self.index: RunFold = self._make_fold()
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
+        self._silent: set[RankId] = set()  # ranks whose bridge was not heard of for longer than it promised
         # With the time of receipt; None for one that lay in the log before we came, which proves no living owner.
         self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
         # Ranks of which the index had no room for a record, in the epoch that they had then: what is held of them is
@@ -154,7 +158,7 @@ class View:
                 record = decode_partition(key, value)
                 with self._lock:
                     self._partitions[record.partition] = (record, self._now_ms() if live else None)
-        else:
+        elif not key.startswith(PARKED_PREFIX):  # which its owner swaps in when the rest has come
             raise BadRecord("bad_key", f"{key.hex()} is no key of the index")
 
     def fold_index_batch(
@@ -237,9 +241,15 @@ class View:
         return model or ""
 
     def eligible(self, wanted: Wanted) -> list[RankId]:
-        """Ranks that pass every filter, whatever is known of their caches."""
+        """Ranks that pass every filter, whatever is known of their caches, and whose bridge is not silent."""
         with self._lock:
-            return eligible_ranks(self.workers, wanted)
+            ranks = eligible_ranks(self.workers, wanted)
+            return [rank for rank in ranks if rank not in self._silent] if self._silent else ranks
+
+    def silent_ranks(self, worker_id: WorkerId) -> list[DpRank]:
+        """A worker's ranks that no request goes to, since their bridge is silent."""
+        with self._lock:
+            return sorted(rank.dp_rank for rank in self._silent if rank.worker_id == worker_id)
 
     def all_ranks(self) -> list[RankId]:
         """Every rank of every registered worker."""
@@ -311,11 +321,14 @@ class View:
             n_gaps=progress.n_gaps if progress else 0,
             n_unknown_parents=progress.n_unknown_parents if progress else 0,
             digest=digest,
+            lease_ms=progress.lease_ms if progress else 0,
+            silent=progress.silent if progress else False,
         )
 
     def _fold_progress(self, rank: RankId, progress: Progress | None) -> None:
         if progress is None:
             self._progress.pop(rank, None)
+            self._silent.discard(rank)
             self.index.forget_rank(rank)
             return
         known = self._progress.get(rank)
@@ -323,3 +336,4 @@ class View:
             return
         self.index.enter_epoch(rank, progress.epoch)
         self._progress[rank] = progress
+        (self._silent.add if progress.silent else self._silent.discard)(rank)

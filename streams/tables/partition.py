@@ -90,6 +90,15 @@ class SourceRecord:
     handle: Any = field(compare=False, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A record for another topic, in the same transaction; its partition has our number."""
+
+    topic: str
+    key: bytes
+    value: bytes | None
+
+
 class Reducer(Protocol[Decoded]):
     """Pure state of one partition: source records in, changed records out."""
 
@@ -105,6 +114,12 @@ class Reducer(Protocol[Decoded]):
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
 
+    def look(self, monotonic_ms: int, wall_ms: int, caught_up: Callable[[], bool]) -> list[Outgoing]:
+        """What time alone brings, between `apply` and `take_changes`, at least every PARTITION_RECORD_EVERY_S.
+
+        caught_up: whether all that the sources' logs hold was applied; it asks the broker.
+        """
+
     def take_changes(self) -> list[TableWrite]:
         """What changed since the last call."""
 
@@ -114,7 +129,8 @@ class PartitionWiring:
     """What a partition is told once: its tables and topics, and how to reach the loop that feeds it.
 
     Called on the partition's thread: acknowledge (handles, in offset order), drained (there is room again), opened
-    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1.
+    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1; nothing_from
+    asks the broker whether the log has no record from an offset on, and raises where it does not answer.
     """
 
     settings: Settings
@@ -127,6 +143,7 @@ class PartitionWiring:
     drained: Callable[[int], None]
     opened: Callable[[int, dict[str, int]], None]
     source_end: Callable[[str, int], int]
+    nothing_from: Callable[[str, int, int], bool]
     on_effect: Callable[[int], None]
     now_ms: Callable[[], int]
 
@@ -142,6 +159,8 @@ class TablePartition:
         self._queue: deque[SourceRecord] = deque()
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
+        self._skipped: dict[str, int] = {}  # topic to the last offset of a stretch without records
+        self._marked: dict[str, int] = {}  # source topic to the last record of our own there; its marker lies behind it
         self._lost = False
         self._stopping = False
         self._batch: list[SourceRecord] = []
@@ -205,6 +224,7 @@ class TablePartition:
         with self._lock:
             if self._next is not None and offset > self._next.get(topic, 0):
                 self._next[topic] = offset
+                self._skipped[topic] = offset - 1
                 self._lost = self._lost or lost
                 self._lock.notify_all()
 
@@ -269,6 +289,7 @@ class TablePartition:
             if self._stopping:
                 return
             self._queue.clear()
+            self._skipped.clear()
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
             wanted = dict(self._next)
         wiring.opened(self.partition, wanted)
@@ -351,7 +372,10 @@ class TablePartition:
         assert self._reducer is not None and self._store is not None and self._producer is not None
         self._batch = batch
         effect = self._wiring.on_effect
-        lost = self._lost
+        with self._lock:
+            lost = self._lost
+            # With nothing queued, all that lies before a stretch without records is in this batch.
+            skipped = {} if self._queue else dict(self._skipped)
         if lost:
             self._reducer.source_lost()
         dead: list[tuple[SourceRecord, BadRecord]] = []
@@ -370,13 +394,18 @@ class TablePartition:
             self._sources[topic] = replace(
                 self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
             )
+        for topic, offset in skipped.items():
+            if offset > self._applied[topic]:
+                self._applied[topic] = offset
+                self._sources[topic] = replace(self._sources[topic], applied_offset=offset)
+        outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._caught_up)
         writes = self._reducer.take_changes()
         writes.append(
             TableWrite(
                 self._wiring.tables[0], partition_key(self.partition), encode_partition(self._partition_record())
             )
         )
-        positions = self._commit(writes, dead)  # effect 5
+        positions = self._commit(writes, outgoing, dead)  # effect 5
         effect(5)
         self._store.write(writes, positions)  # effect 6
         effect(6)
@@ -409,6 +438,8 @@ class TablePartition:
         now_ms = self._wiring.now_ms()
         for topic, source in self._sources.items():
             end = max(self._wiring.source_end(topic, self.partition), source.applied_offset + 1)
+            if self._marked.get(topic) == source.applied_offset == end - 2:
+                end -= 1  # behind a record of our own lies the marker of its transaction, which nobody is given
             if end > source.applied_offset + 1:
                 since = self._behind_since_ms.setdefault(topic, now_ms)
                 behind_ms = max(now_ms - since, 0)
@@ -418,8 +449,23 @@ class TablePartition:
             self._sources[topic] = replace(source, end_offset=end, behind_ms=behind_ms)
         return PartitionRecord(self.partition, now_ms, self._wiring.owner, tuple(self._sources.values()))
 
+    def _caught_up(self) -> bool:
+        """Whether every record of the sources was applied; what was fetched last may be old, so the broker is asked."""
+        with self._lock:
+            if self._next is None or self._queue:
+                return False
+        try:
+            return all(
+                self._wiring.source_end(topic, self.partition) >= 0
+                and self._wiring.nothing_from(topic, self.partition, applied + 1)
+                for topic, applied in self._applied.items()
+            )
+        except (KafkaException, KvStreamsError) as exc:
+            log.warning("partition %d does not know whether it has caught up: %s", self.partition, exc)
+            return False
+
     def _commit(
-        self, writes: list[TableWrite], dead: list[tuple[SourceRecord, BadRecord]]
+        self, writes: list[TableWrite], outgoing: list[Outgoing], dead: list[tuple[SourceRecord, BadRecord]]
     ) -> dict[TableSpec, ChangelogPosition]:
         """Write everything in one transaction; gives where the changelogs stand behind it."""
         kafka = self._producer
@@ -442,6 +488,8 @@ class TablePartition:
             topic = write.table.changelog_topic
             told = delivered if last[topic] == position else None
             _produce(kafka, topic, self.partition, write.key, write.value, None, told)
+        for out in outgoing:
+            _produce(kafka, out.topic, self.partition, out.key, out.value, None, delivered)
         for record, exc in dead:
             log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
             size = len(record.value or b"")
@@ -454,6 +502,7 @@ class TablePartition:
         _commit_until_answered(kafka)
         if failed:
             raise TableError(f"a record of a committed transaction was not delivered: {failed[0].str()}")
+        self._marked.update({topic: ends[topic] for topic in self._sources if topic in ends})
         return {
             table: ChangelogPosition(self._topic_ids[table.changelog_topic], ends[table.changelog_topic] + 1)
             for table in self._wiring.tables

@@ -1,4 +1,4 @@
-"""Keys and values of the prefix-index table: run, progress and partition records, as bytes and back.
+"""Keys and values of the prefix-index table: run, progress and partition records, parked chunks; bytes and back.
 
 What lives here: pure conversion. What must not: reading or writing Kafka or RocksDB. Keys are fixed-width big-endian
 behind one letter, so that a RocksDB range holds one kind, and within it one rank.
@@ -16,6 +16,7 @@ from streams.core.events import MoeLabels
 from streams.core.hashing import pack_hashes, sequence_hashes, unpack_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.ordering import Health, Progress
+from streams.core.restatement import ChunkKey
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, InvalidRequest
 
@@ -23,8 +24,12 @@ RUN_PREFIX = b"R"
 PROGRESS_PREFIX = b"P"
 PARTITION_PREFIX = b"Z"
 
+#: Chunks of a restatement that is not complete. The value is the record of kv-events as it came; views pass it over.
+PARKED_PREFIX = b"C"
+
 _RUN_KEY = struct.Struct(">cQIBQ")
 _PROGRESS_KEY = struct.Struct(">cQI")
+_PARKED_KEY = struct.Struct(">cQII")
 _PARTITION_KEY = struct.Struct(">cI")
 
 
@@ -81,6 +86,22 @@ def parse_progress_key(raw: bytes) -> RankId:
     if prefix != PROGRESS_PREFIX:
         raise BadRecord("bad_key", f"{raw.hex()} is no progress key")
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+def parked_key(key: ChunkKey) -> bytes:
+    """Key of a parked chunk."""
+    return _PARKED_KEY.pack(PARKED_PREFIX, key.rank.worker_id, key.rank.dp_rank, key.chunk)
+
+
+def parse_parked_key(raw: bytes) -> ChunkKey:
+    """Raises BadRecord for bytes that are no parked chunk's key."""
+    try:
+        prefix, worker_id, dp_rank, chunk = _PARKED_KEY.unpack(raw)
+        if prefix != PARKED_PREFIX:
+            raise ValueError(prefix)
+    except (struct.error, ValueError) as exc:
+        raise BadRecord("bad_key", f"{raw.hex()} is no parked chunk's key") from exc
+    return ChunkKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), chunk)
 
 
 def partition_key(partition: int) -> bytes:
