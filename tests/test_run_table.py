@@ -27,7 +27,7 @@ from streams.core.holdings import Holdings, PlainHoldings, plain_holdings
 from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.run_kernels import layout
 from streams.core.run_kernels.layout import EVENT_BLOCKS, EVENT_KIND
-from streams.core.run_store import PlainRunStore
+from streams.core.run_store import PlainRunStore, unchanged
 from streams.errors import BadRecord
 from streams.tables.event_decoding import EventRows, decode_events, rows_of
 from streams.tables.records import decode_run, encode_run, run_key
@@ -277,7 +277,7 @@ def test_runs_of_every_length_and_many_of_them(n_blocks: int) -> None:
 def test_restated_runs_are_held_as_the_plain_store_holds_them() -> None:
     """Their parents are named by sequence hash, and one that is not held is no hindrance."""
     rng = random.Random(5)
-    table, plain = RunTable(), PlainRunStore()
+    table, plain = RunTable(), PlainRunStore(unchanged)
     epoch = Epoch(Incarnation(1), 1)
     for store in (table, plain):
         store.end(RANK, epoch)
@@ -308,7 +308,8 @@ def test_records_that_are_none_and_of_nobody_are_told_apart() -> None:
     table = RunTable()
     table.begin_load({RANK: Epoch(Incarnation(1), 0)})
     records = [*good.items(), (b"Rx", b"y"), (next(iter(good)), b"\xc3\x01")]
-    assert table.load_records(records) == (1, [2, 3])
+    strays, bad = table.load_records(records)
+    assert (strays, [(position, exc.reason) for position, exc in bad]) == (1, [(2, "bad_key"), (3, "not_avro")])
     assert len(list(table.members())) == 3
     table.begin_load({RANK: Epoch(Incarnation(1), 1)})
     assert table.load_records([*good.items()]) == (1, [])

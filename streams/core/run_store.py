@@ -6,9 +6,9 @@ What lives here: what a store of runs does (`RunStore`), and the plain one, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, RestatedRun
 from streams.core.hashing import sequence_hashes
@@ -76,16 +76,31 @@ class Slot(NamedTuple):
     offset: int
 
 
-class PlainRunStore:
-    """A RunStore of dictionaries; a change is a key and its run, None for a tombstone."""
+def unchanged(key: RunKey, run: Run | None) -> tuple[RunKey, Run | None]:
+    """A change as a key and its run."""
+    return key, run
 
-    def __init__(self) -> None:
+
+class PlainRunStore(Generic[Change]):
+    """A RunStore of dictionaries. as_change: makes a change of a key and its run, None for a tombstone."""
+
+    def __init__(self, as_change: Callable[[RunKey, Run | None], Change]) -> None:
+        self._as_change = as_change
         self._ranks: dict[RankId, _RankRuns] = {}
         self._touched: dict[RankId, None] = {}
 
     def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
         """See RunStore."""
+        self.begin_load(epochs)
+        return self.adopt(runs)
+
+    def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
+        """Forget everything; these are the ranks."""
         self._ranks = {rank: _RankRuns(rank, epoch) for rank, epoch in epochs.items()}
+        self._touched.clear()
+
+    def adopt(self, runs: Iterable[Run]) -> int:
+        """Take in runs read back; gives how many were of no known rank."""
         strays = 0
         for run in runs:
             held = self._ranks.get(run.key.rank)
@@ -137,13 +152,13 @@ class PlainRunStore:
         held = self._ranks.get(rank)
         return 0 if held is None else held.n_blocks
 
-    def take_changes(self, tombstones_max: int) -> list[tuple[RunKey, Run | None]]:
+    def take_changes(self, tombstones_max: int) -> list[Change]:
         """See RunStore."""
-        changes: list[tuple[RunKey, Run | None]] = []
+        changes: list[Change] = []
         for rank in self._touched:
             held = self._ranks[rank]
-            changes.extend((key, None) for key in held.emptied)
-            changes.extend((key, run) for key in held.dirty if (run := held.runs.get(key)) is not None)
+            changes.extend(self._as_change(key, None) for key in held.emptied)
+            changes.extend(self._as_change(key, run) for key in held.dirty if (run := held.runs.get(key)) is not None)
             held.dirty.clear()
             held.emptied.clear()
         self._touched.clear()
@@ -151,7 +166,7 @@ class PlainRunStore:
             while held.stale and tombstones_max > 0:
                 key = next(iter(held.stale))
                 del held.stale[key]
-                changes.append((key, None))
+                changes.append(self._as_change(key, None))
                 tombstones_max -= 1
         return changes
 

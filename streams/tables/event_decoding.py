@@ -6,7 +6,7 @@ and what is wrong with one (codec.decode_batch).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import overload
 
@@ -127,7 +127,7 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, object]:
 
 
 def decode_events(
-    values: Sequence[bytes | None], schema_ids: dict[str, int] | None = None
+    values: Sequence[bytes | None], schema_ids: Mapping[str, int] | None = None
 ) -> list[EngineBatch | BadRecord]:
     """Decode values of kv-events, each by itself good or bad."""
     data = b"".join(filter(None, values))
@@ -149,7 +149,7 @@ def decode_events(
     ]
 
 
-def _one(value: bytes | None, schema_ids: dict[str, int] | None) -> EngineBatch | BadRecord:
+def _one(value: bytes | None, schema_ids: Mapping[str, int] | None) -> EngineBatch | BadRecord:
     try:
         return decode_batch(value, schema_ids)
     except BadRecord as exc:

@@ -23,8 +23,9 @@ from streams.core.run_kernels.changes import apply_rows, end_rank, next_stale, r
 from streams.core.run_kernels.maps import move_entries
 from streams.core.run_store import Applied
 from streams.core.runs import Run
-from streams.errors import IndexFull
+from streams.errors import BadRecord, IndexFull
 from streams.tables.event_decoding import rows_of
+from streams.tables.index_runs import Change
 from streams.tables.kernels.runs import (
     KEY_BYTES,
     RECORD_BYTES_MAX,
@@ -33,7 +34,7 @@ from streams.tables.kernels.runs import (
     encode_stale,
     load_records,
 )
-from streams.tables.records import encode_run, run_key
+from streams.tables.records import decode_run, encode_run, run_key
 from streams.tables.run_decoding import frame_header, join
 
 #: Runs of a partition at most, and words of their blocks: 64 million memberships in runs of ten. Address space only,
@@ -49,8 +50,6 @@ _SLOTS_FIRST = 1 << 12
 _RECORDS_A_CALL = 1024
 #: Tombstones owed that were written, before those still owed are moved to the front.
 _STALE_SLACK = 1 << 16
-
-Change = tuple[bytes, bytes | None]
 
 
 class RunTable:
@@ -203,11 +202,10 @@ class RunTable:
         for rank, epoch in epochs.items():
             self._set_epoch(self._number(rank), epoch)
 
-    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[int]]:
-        """Take in records read back, in any order, ranks best together; see RunStore.load.
+    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
+        """Take in records read back, in any order, ranks best together.
 
-        Gives the number of runs whose rank is not known, and the positions of what is no good record: decode_run says
-        why, or takes it, and `load_run` then.
+        Gives how many were of no known rank, and the bad ones with their positions.
         """
         data, lengths = join(records)
         n_blocks = len(data) // 16
@@ -227,7 +225,15 @@ class RunTable:
         if not others:
             return 0, []
         fates = lengths[::2]
-        return int(np.count_nonzero(fates == 1)), np.flatnonzero(fates == 2).tolist()
+        strays, bad = int(np.count_nonzero(fates == 1)), []
+        for position in np.flatnonzero(fates == 2).tolist():
+            key, value = records[position]
+            try:
+                # What the kernel leaves and decode_run takes was not written by us; as we write it, it is taken.
+                strays += self.load_records([(key, encode_run(decode_run(key, value)))])[0]
+            except BadRecord as exc:
+                bad.append((position, exc))
+        return strays, bad
 
     # -- inside -----------------------------------------------------------------------------------------------
 

@@ -31,6 +31,17 @@ ENTRIES = (
     ("run_records", "find_known"),
     ("run_records", "fold_known"),
     ("streams.tables.kernels.runs", "decode_records"),
+    ("streams.tables.kernels.runs", "load_records"),
+    ("streams.tables.kernels.runs", "encode_dirty"),
+    ("streams.tables.kernels.runs", "encode_emptied"),
+    ("streams.tables.kernels.runs", "encode_stale"),
+    ("streams.tables.kernels.events", "decode_batches"),
+    ("streams.core.run_kernels.changes", "apply_rows"),
+    ("streams.core.run_kernels.changes", "restate_run"),
+    ("streams.core.run_kernels.changes", "end_rank"),
+    ("streams.core.run_kernels.changes", "room_for"),
+    ("streams.core.run_kernels.changes", "next_stale"),
+    ("streams.core.run_kernels.maps", "move_entries"),
 )
 
 _TYPES = {"int": types.int64, "bool": types.boolean}

@@ -1,0 +1,88 @@
+"""The store of runs that a partition works with: compiled, or the plain one where numba cannot be imported.
+
+What lives here: one interface in bytes over the two. What must not: what an event does (core.run_store), kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Protocol
+
+from streams.codec import decode_batch
+from streams.core.events import EngineBatch, KvEvent
+from streams.core.ids import Epoch, RankId
+from streams.core.run_store import PlainRunStore, RunStore
+from streams.core.runs import Run, RunKey
+from streams.errors import BadRecord
+from streams.tables.records import decode_run, encode_run, run_key
+
+#: Key and value of a changed run record; None is a tombstone.
+Change = tuple[bytes, bytes | None]
+
+#: Decodes values of kv-events, given the registry's ids, each by itself good or bad.
+DecodeEvents = Callable[[Sequence[bytes | None], Mapping[str, int]], Sequence[EngineBatch | BadRecord]]
+
+
+class IndexRuns(RunStore[Iterable[KvEvent], Change], Protocol):
+    """A store of runs in the bytes of the index table."""
+
+    def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
+        """Forget everything; these are the ranks."""
+
+    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
+        """Take in records read back; gives how many were of no known rank, and the bad ones with their positions."""
+
+
+class PlainIndexRuns(PlainRunStore[Change]):
+    """The plain store, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(_as_bytes)
+
+    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
+        """See IndexRuns."""
+        runs, bad = [], []
+        for position, (key, value) in enumerate(records):
+            try:
+                runs.append(decode_run(key, value))
+            except BadRecord as exc:
+                bad.append((position, exc))
+        return self.adopt(runs), bad
+
+
+def index_runs() -> tuple[IndexRuns, DecodeEvents]:
+    """An empty store, and what decodes the events that it applies."""
+    make, decode = _compiled() or (PlainIndexRuns, decode_one_by_one)
+    return make(), decode
+
+
+@cache
+def _compiled() -> tuple[Callable[[], IndexRuns], DecodeEvents] | None:
+    try:
+        from streams.core.kernels.warm import warm
+        from streams.tables.event_decoding import decode_events
+        from streams.tables.run_table import RunTable
+    except ImportError as exc:
+        if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
+            raise
+        return None
+    for _ in warm():  # before a partition is opened: no batch waits for a compiler
+        pass
+    return RunTable, decode_events
+
+
+def decode_one_by_one(values: Sequence[bytes | None], schema_ids: Mapping[str, int]) -> list[EngineBatch | BadRecord]:
+    """See DecodeEvents."""
+    return [_decode(value, schema_ids) for value in values]
+
+
+def _decode(value: bytes | None, schema_ids: Mapping[str, int]) -> EngineBatch | BadRecord:
+    try:
+        return decode_batch(value, schema_ids)
+    except BadRecord as exc:
+        return exc
+
+
+def _as_bytes(key: RunKey, run: Run | None) -> Change:
+    return run_key(key), None if run is None else encode_run(run)
