@@ -28,7 +28,7 @@ from streams.core.holdings import Holdings
 from streams.core.ordering import Progress, Verdict
 from streams.core.restatement import ChunkKey
 from streams.errors import BadRecord
-from streams.kafka import first_offset, partition_of
+from streams.kafka import first_offset, log_end, partition_of
 from streams.settings import Settings
 from streams.tables.index_runs import index_runs
 from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
@@ -182,9 +182,9 @@ class IndexReducer:
         """Records of the source were lost before this partition saw them."""
         self.holdings.degrade_all()
 
-    def look(self, monotonic_ms: int, wall_ms: int, caught_up: Callable[[], bool]) -> list[Outgoing]:
+    def look(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
         """Requests to bridges, and expiries, which are applied when they come back in order with everything else."""
-        care = self._caretaker.look(monotonic_ms, wall_ms, caught_up)
+        care = self._caretaker.look(monotonic_ms, wall_ms, applied_until)
         self._verdicts.update(care.counts)
         names = topics(self._settings)
         for request in care.requests:
@@ -356,7 +356,7 @@ class Indexer:
                 drained=self._drained,
                 opened=self._opened,
                 source_end=self._source_end,
-                nothing_from=self._nothing_from,
+                log_end=lambda topic, partition: log_end(self._settings, topic, partition),
                 on_effect=self._on_effect,
                 now_ms=lambda: time.time_ns() // 1_000_000,
             )
@@ -397,9 +397,6 @@ class Indexer:
         except Exception:  # not assigned at this moment, in words that differ between drivers
             return -1
         return -1 if end is None else end
-
-    def _nothing_from(self, topic: str, partition: int, offset: int) -> bool:
-        return first_offset(self._settings, topic, partition, offset).first is None
 
     def _call(self, action: Callable[[], object]) -> None:
         loop = self._loop

@@ -297,6 +297,18 @@ def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
             time.sleep(_LEADER_POLL_S)
 
 
+def log_end(settings: Settings, topic: str, partition: int) -> int:
+    """Offset behind everything that a partition's log holds, markers and open transactions too.
+
+    Raises KafkaException where no broker answers.
+    """
+    consumer = reader(settings, **{"isolation.level": "read_uncommitted"})
+    try:
+        return _watermarks(consumer, TopicPartition(topic, partition))[1]
+    finally:
+        consumer.close()
+
+
 def first_offset(settings: Settings, topic: str, partition: int, wanted: int) -> FirstOffset:
     """Find the first record at or behind `wanted`: retention, and markers of transactions, leave offsets without one.
 

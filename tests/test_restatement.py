@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,11 @@ from streams.core.ids import Epoch, Incarnation, SequenceHash, Tier, WorkerId
 from streams.core.ordering import Health, Verdict
 from streams.core.restatement import CHUNKS_MAX, ChunkKey, Parking
 from streams.errors import BadRecord
+from streams.indexer_agent import IndexReducer
+from streams.settings import Settings
+from streams.tables.partition import SourceRecord
+from streams.tables.records import PARKED_PREFIX
+from streams.topics import topics
 from tests.reference import chain_hashes
 from tests.test_holdings import RANK, SIBLING, batch, check, judge, members, names, stored, u64
 from tests.test_table_properties import compacted, folded, recovered, state_of_holdings, state_of_view, written
@@ -217,6 +223,25 @@ def test_more_than_there_is_room_for_is_dropped(monkeypatch: pytest.MonkeyPatch)
     assert judge(holdings, replace(first, rank=SIBLING)) is Verdict.DROPPED
     assert judge(holdings, second) is Verdict.RESTATED
     assert judge(holdings, replace(first, rank=SIBLING)) is Verdict.PARKED
+
+
+@pytest.mark.parametrize(("n_blocks", "fits"), [(90_000, True), (100_000, False)])
+def test_a_chunk_that_the_changelog_cannot_hold_is_refused(n_blocks: int, fits: bool) -> None:
+    """Its transaction would fail for ever; a dead letter stops nobody. At 16 bytes a block, 1.5 MiB are 98,304."""
+    hashes = np.arange(n_blocks, dtype=np.uint64)
+    whole = RestatedRun(0, None, hashes, hashes, Tier.DEVICE)
+    raw = encode_batch(replace(batch(5), body=RestatementChunk(9, 0, 2, True, (whole,))))
+    settings = Settings(partitions=1)
+    reducer = IndexReducer(settings, Counter())
+    record = SourceRecord(topics(settings).kv_events.name, 0, 0, 0, b"7", raw, ())
+    (decoded,) = reducer.decode([record])
+    if fits:
+        reducer.apply(record, decoded)
+        assert [(write.key[:1], write.value) for write in reducer.take_changes()][1:] == [(PARKED_PREFIX, raw)]
+    else:
+        with pytest.raises(BadRecord) as caught:
+            reducer.apply(record, decoded)
+        assert caught.value.reason == "bad_restatement"
 
 
 def test_a_source_that_lost_records_drops_what_was_parked() -> None:

@@ -54,11 +54,11 @@ class Caretaker:
         self._losses: dict[RankId, tuple[int, int]] = {}
         self._degraded_since_ms: dict[RankId, int] = {}
 
-    def look(self, now_ms: int, wall_ms: int, caught_up: Callable[[], bool]) -> Care:
+    def look(self, now_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> Care:
         """Say what is due, between applying records and taking the changes.
 
-        now_ms: monotonic. wall_ms: told to people. caught_up: whether every record in the log was applied; it may ask
-        the broker, so it is called only when somebody would be judged by the answer.
+        now_ms: monotonic. wall_ms: told to people. applied_until: up to what time, on the monotonic clock, all that was
+        appended was applied; it may ask the broker, so it is called only when somebody would be judged by the answer.
         """
         care = Care()
         if self._leases is None:
@@ -68,7 +68,7 @@ class Caretaker:
         self._note_losses(now_ms)
         if now_ms - self._looked_ms >= LOOK_EVERY_MS:
             self._looked_ms = now_ms
-            self._judge_leases(self._leases, now_ms, wall_ms, caught_up, care)
+            self._judge_leases(self._leases, now_ms, wall_ms, applied_until, care)
             self._clear_degraded(now_ms, care)
         self._ask(now_ms, wall_ms, care)
         return care
@@ -98,11 +98,12 @@ class Caretaker:
             self._resyncs.answering(rank, now_ms)
 
     def _judge_leases(
-        self, leases: Leases, now_ms: int, wall_ms: int, caught_up: Callable[[], bool], care: Care
+        self, leases: Leases, now_ms: int, wall_ms: int, applied_until: Callable[[], int], care: Care
     ) -> None:
         overdue = leases.overdue(self._holdings.progress, now_ms)
-        if not (overdue.silent or overdue.dead) or not caught_up():
+        if not (overdue.silent or overdue.dead):
             return
+        overdue = leases.overdue(self._holdings.progress, min(now_ms, applied_until()))
         for rank in overdue.silent:
             self._holdings.mark_silent(rank)
             care.counts["silent"] += 1

@@ -4,8 +4,8 @@ What lives here: when each rank was last heard of, on the clock of whoever asks.
 what follows for the rank (caretaker, holdings).
 
 A rank is heard of when a record of it is applied, and was heard of when its partition was opened. Both are later than
-the record was appended, so a lease is never judged over before it is, whatever clocks bridges have; and nobody is
-judged while records may lie in the log that were not applied yet.
+the record was appended, so a lease is never judged over before it is, whatever clocks bridges have; and it is judged as
+of a time up to which all that was appended is known to be applied, which may lag under load.
 """
 
 from __future__ import annotations

@@ -114,10 +114,10 @@ class Reducer(Protocol[Decoded]):
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
 
-    def look(self, monotonic_ms: int, wall_ms: int, caught_up: Callable[[], bool]) -> list[Outgoing]:
+    def look(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
         """What time alone brings, between `apply` and `take_changes`, at least every PARTITION_RECORD_EVERY_S.
 
-        caught_up: whether all that the sources' logs hold was applied; it asks the broker.
+        applied_until: up to what time, on the monotonic clock, all that was appended was applied; it asks the broker.
         """
 
     def take_changes(self) -> list[TableWrite]:
@@ -129,8 +129,8 @@ class PartitionWiring:
     """What a partition is told once: its tables and topics, and how to reach the loop that feeds it.
 
     Called on the partition's thread: acknowledge (handles, in offset order), drained (there is room again), opened
-    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1; nothing_from
-    asks the broker whether the log has no record from an offset on, and raises where it does not answer.
+    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1; log_end
+    asks the broker for it, and raises where none answers.
     """
 
     settings: Settings
@@ -143,7 +143,7 @@ class PartitionWiring:
     drained: Callable[[int], None]
     opened: Callable[[int, dict[str, int]], None]
     source_end: Callable[[str, int], int]
-    nothing_from: Callable[[str, int, int], bool]
+    log_end: Callable[[str, int], int]
     on_effect: Callable[[int], None]
     now_ms: Callable[[], int]
 
@@ -161,6 +161,9 @@ class TablePartition:
         self._applied: dict[str, int] = {}
         self._skipped: dict[str, int] = {}  # topic to the last offset of a stretch without records
         self._marked: dict[str, int] = {}  # source topic to the last record of our own there; its marker lies behind it
+        # When the broker was last asked for the sources' ends, and what it said, until we have come so far.
+        self._asked: tuple[int, dict[str, int]] | None = None
+        self._applied_until_ms = 0
         self._lost = False
         self._stopping = False
         self._batch: list[SourceRecord] = []
@@ -290,6 +293,7 @@ class TablePartition:
                 return
             self._queue.clear()
             self._skipped.clear()
+            self._asked = None
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
             wanted = dict(self._next)
         wiring.opened(self.partition, wanted)
@@ -398,7 +402,7 @@ class TablePartition:
             if offset > self._applied[topic]:
                 self._applied[topic] = offset
                 self._sources[topic] = replace(self._sources[topic], applied_offset=offset)
-        outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._caught_up)
+        outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
         writes = self._reducer.take_changes()
         writes.append(
             TableWrite(
@@ -449,20 +453,26 @@ class TablePartition:
             self._sources[topic] = replace(source, end_offset=end, behind_ms=behind_ms)
         return PartitionRecord(self.partition, now_ms, self._wiring.owner, tuple(self._sources.values()))
 
-    def _caught_up(self) -> bool:
-        """Whether every record of the sources was applied; what was fetched last may be old, so the broker is asked."""
-        with self._lock:
-            if self._next is None or self._queue:
-                return False
-        try:
-            return all(
-                self._wiring.source_end(topic, self.partition) >= 0
-                and self._wiring.nothing_from(topic, self.partition, applied + 1)
-                for topic, applied in self._applied.items()
-            )
-        except (KafkaException, KvStreamsError) as exc:
-            log.warning("partition %d does not know whether it has caught up: %s", self.partition, exc)
-            return False
+    def _applied_until(self) -> int:
+        """Up to what time all that was appended to the sources was applied, monotonic, in ms; 0 while that is unknown.
+
+        What Faust fetched last may be old, so the broker is asked where its logs end, and asked again only when we have
+        come so far: under load there is always something behind, but not for ever the same.
+        """
+        if self._next is None:
+            return 0
+        if self._asked is None:
+            asked_ms = time.monotonic_ns() // 1_000_000  # before the answer: what comes while it is made is not counted
+            try:
+                ends = {topic: self._wiring.log_end(topic, self.partition) for topic in self._applied}
+            except (KafkaException, KvStreamsError) as exc:
+                log.warning("partition %d does not know whether it has caught up: %s", self.partition, exc)
+                return self._applied_until_ms
+            self._asked = (asked_ms, ends)
+        asked_ms, ends = self._asked
+        if all(self._applied[topic] + 1 >= end for topic, end in ends.items()):
+            self._asked, self._applied_until_ms = None, asked_ms
+        return self._applied_until_ms
 
     def _commit(
         self, writes: list[TableWrite], outgoing: list[Outgoing], dead: list[tuple[SourceRecord, BadRecord]]
