@@ -27,6 +27,7 @@ from streams.core.tree_fold import TreeRunFold
 from streams.errors import InvalidEvent, UnknownParent
 from streams.tables.records import (
     PROGRESS_PREFIX,
+    RUN_PREFIX,
     decode_progress,
     decode_run,
     parse_progress_key,
@@ -195,7 +196,7 @@ def fold_records(fold: RunFold, records: Iterable[Record], rng: random.Random) -
             else:
                 progress = decode_progress(key, value)
                 fold.enter_epoch(progress.rank, progress.epoch)
-        else:
+        elif key.startswith(RUN_PREFIX):  # others are chunks of restatements, for agents alone
             keys.append(parse_run_key(key))
             runs.append(None if value is None else decode_run(key, value))
             if rng.random() < 0.1:
@@ -215,7 +216,7 @@ def _places(records: Iterable[Record]) -> Places:
     """Of each block in any record the block before it and its local hash."""
     places: Places = {}
     for key, value in records:
-        if value is not None and not key.startswith(PROGRESS_PREFIX):
+        if value is not None and key.startswith(RUN_PREFIX):
             run = decode_run(key, value)
             before: int | None = run.parent
             for block, local in zip(run.sequence, run.local, strict=True):

@@ -46,7 +46,7 @@ class BridgeLease:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One engine instance. kv_total_blocks: room of each rank's cache, where known. lease: its bridge's, if it has one."""
+    """One engine instance. kv_total_blocks: room of each rank's cache, where known. lease: its bridge's, if any."""
 
     worker_id: WorkerId
     url: str
