@@ -234,9 +234,9 @@ class Indexer:
         async for event in events:
             message = event.message
             try:
-                self._feed(event, message)
+                self._feed(event)
             except Exception:  # a fault of ours; the event stays un-acknowledged and is sought back to
-                log.exception("event %s [%d] at %d was not fed", message.topic, message.partition, message.offset)
+                log.exception("%s [%d] up to %d was not fed", message.topic, message.partition, message.offset)
 
     async def assigned(self, partitions: set[TP]) -> None:
         """Open what is assigned; comes after `revoked`, which has closed whatever was open."""
@@ -282,22 +282,27 @@ class Indexer:
                     seen[partition] = (wanted, now, min(last[2] * 2, longest))
                     self._realign(partition)
 
-    def _feed(self, event: Any, message: Any) -> None:
-        partition = message.partition
+    def _feed(self, event: Any) -> None:
+        """Offer the records of one event (delivery.RecordsMessage) to their partition."""
+        records = event.value
+        partition = records[0].partition
         table = self._partitions.get(partition)
         if table is None:
             return  # not owned any more: whoever owns it is given the event
-        record = SourceRecord(
-            topic=message.topic,
-            partition=partition,
-            offset=message.offset,
-            timestamp_ms=int(message.timestamp * 1000),
-            key=message.key,
-            value=message.value,
-            headers=_headers(message.headers),
-            handle=event,
-        )
-        wanted = table.offer(record)
+        offered = [
+            SourceRecord(
+                record.topic,
+                partition,
+                record.offset,
+                record.timestamp,
+                record.key,
+                record.value,
+                record.headers,
+            )
+            for record in records
+        ]
+        offered[-1].handle = event
+        wanted = table.offer(offered)
         if wanted is not None and wanted >= 0:
             self._realign(partition)
         elif table.queued > self._settings.queue_records_high and partition not in self._paused:
@@ -363,7 +368,9 @@ class Indexer:
         return self._wiring
 
     def _acknowledge(self, handles: list[Any]) -> None:
-        self._call(lambda: [event.ack() for event in handles])
+        events = [event for event in handles if event is not None]
+        if events:
+            self._call(lambda: [event.ack() for event in events])
 
     def _drained(self, partition: int) -> None:
         if partition in self._paused:
@@ -409,8 +416,3 @@ class Indexer:
 
 def _key(worker_id: int) -> bytes:
     return str(worker_id).encode()
-
-
-def _headers(headers: Any) -> list[tuple[str, str | bytes | None]]:
-    pairs = headers.items() if hasattr(headers, "items") else headers or ()
-    return [(str(name), value) for name, value in pairs]

@@ -15,6 +15,7 @@ import faust
 from faust.types import TP
 
 from streams import faults, log
+from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
@@ -28,7 +29,7 @@ from streams.topics import topics
 def create_app(settings: Settings) -> faust.App:
     """Build the App. Nothing is read or written before the worker starts."""
     data_dir = Path(settings.data_dir).absolute()
-    app = faust.App(
+    app = App(
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
         datadir=str(data_dir / "faust"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
-from streams.kafka import Record, as_record, reader
+from streams.kafka import Record, as_record, consume, reader
 from streams.settings import Settings
 from streams.topics import TopicSpec
 
@@ -106,7 +106,7 @@ class Feeds:
         """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""
         while not self._stopping.is_set():
             batches: dict[tuple[str | None, bool], list[Message]] = {}
-            for message in consumer.consume(_CONSUME_RECORDS, _POLL_S):
+            for message in consume(consumer, _CONSUME_RECORDS, _POLL_S):
                 error = message.error()
                 if error is None:
                     topic = message.topic()

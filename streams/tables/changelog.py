@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import TableError
-from streams.kafka import Record, as_record, reader
+from streams.kafka import Record, as_record, consume, reader
 from streams.settings import Settings
 
 #: Records handed on at a time.
@@ -26,6 +26,19 @@ def read_to_end(
     start: int | None,
     on_records: Callable[[list[Record]], None],
 ) -> int:
+    """As read_messages, with values for whoever reads little enough."""
+    return read_messages(
+        settings, topic, partition, start, lambda messages: on_records([as_record(each) for each in messages])
+    )
+
+
+def read_messages(
+    settings: Settings,
+    topic: str,
+    partition: int,
+    start: int | None,
+    on_messages: Callable[[list[Message]], None],
+) -> int:
     """Read from `start` (None is the beginning) to the partition's end; gives the offset behind it.
 
     The end is told by the consumer, never by counting: transaction markers take offsets too.
@@ -36,17 +49,17 @@ def read_to_end(
         consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING if start is None else start)])
         silent_s = 0.0
         while True:
-            messages = consumer.consume(READ_BATCH_RECORDS, _POLL_S)
+            messages = consume(consumer, READ_BATCH_RECORDS, _POLL_S)
             silent_s = 0.0 if messages else silent_s + _POLL_S
             if silent_s > READ_STALL_S:
                 raise TableError(f"{topic} [{partition}] sent nothing for {READ_STALL_S:g} s")
-            records = [as_record(message) for message in messages if message.error() is None]
+            told = [message for message in messages if message.error() is not None]
+            records = [message for message in messages if message.error() is None] if told else messages
             if records:
-                on_records(records)
-            for message in messages:
+                on_messages(records)
+            for message in told:
                 error = message.error()
-                if error is None:
-                    continue
+                assert error is not None
                 if error.code() == KafkaError._PARTITION_EOF:
                     end = message.offset()
                     assert end is not None

@@ -32,9 +32,9 @@ from typing import Any, Protocol, TypeVar
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.errors import BadRecord, KvStreamsError, TableError
-from streams.kafka import Record, as_record, dead_letter_headers, dead_letter_value, describe_topics, producer
+from streams.kafka import as_record, dead_letter_headers, dead_letter_value, describe_topics, producer
 from streams.settings import Settings
-from streams.tables.changelog import read_to_end
+from streams.tables.changelog import read_messages
 from streams.tables.records import (
     PARTITION_PREFIX,
     PartitionRecord,
@@ -78,7 +78,8 @@ Decoded = TypeVar("Decoded")
 
 @dataclass(slots=True)
 class SourceRecord:
-    """One record as the source topic holds it. handle: what is acknowledged, opaque here."""
+    """One record as the source topic holds it. handle: what is acknowledged, opaque here; None where a later record's
+    handle stands for this one too."""
 
     topic: str
     partition: int
@@ -193,29 +194,36 @@ class TablePartition:
         if self._thread.is_alive():
             log.error("partition %d did not stop in %g s", self.partition, STOP_TIMEOUT_S)
 
-    def offer(self, record: SourceRecord) -> int | None:
-        """Take a record if it is the next one.
+    def offer(self, records: Sequence[SourceRecord]) -> int | None:
+        """Take records of one topic, in order of their offsets, from the next one on.
 
-        Returns None when it was taken or is known already, else the offset that is wanted instead; the record is then
-        dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is opening.
+        Returns None when all were taken or are known already, else the offset that is wanted instead; what follows is
+        then dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is
+        opening.
         """
+        known: list[Any] = []
+        missing: int | None = None
         with self._lock:
             if self._next is None:
                 return -1
-            wanted = self._next.get(record.topic, 0)
-            if record.offset < wanted:
-                known = record.offset <= self._applied.get(record.topic, -1)
-            elif record.offset == wanted:
-                self._next[record.topic] = wanted + 1
-                self._queue.append(record)
+            topic = records[0].topic
+            wanted, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
+            for record in records:
+                if record.offset == wanted:
+                    wanted += 1
+                    self._queue.append(record)
+                elif record.offset > wanted:
+                    missing = wanted
+                    break
+                elif record.offset <= applied:
+                    known.append(record.handle)
+            if wanted != self._next.get(topic, 0):
+                self._next[topic] = wanted
                 self._lock.notify_all()
-                return None
-            else:
-                return wanted
         if known:
             # Applied before, delivered again: the offset tells, so no verdict is needed.
-            self._wiring.acknowledge([record.handle])
-        return None
+            self._wiring.acknowledge(known)
+        return missing
 
     def wanted(self, topic: str) -> int | None:
         """Next offset to enqueue; None while opening."""
@@ -321,20 +329,23 @@ class TablePartition:
             store.wipe()
             position = None
 
-        def keep(records: list[Record]) -> None:
-            writes = [TableWrite(table, record.key, record.value) for record in records]
-            store.write(writes, {table: ChangelogPosition(topic_id, records[-1].offset + 1)})
+        def keep(records: list[Message]) -> None:
+            last = records[-1].offset()
+            assert last is not None  # only an error may lack it
+            changes = [(record.key() or b"", record.value()) for record in records]
+            store.keep(table, changes, ChangelogPosition(topic_id, last + 1))
 
         start = None if position is None else position.next_offset
         try:
-            end = read_to_end(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
+            end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
         except TableError:
             if start is None:
                 raise
             log.warning("%s [%d] has no offset %d: rebuilt", table.changelog_topic, self.partition, start)
             store.wipe()
-            end = read_to_end(self._wiring.settings, table.changelog_topic, self.partition, None, keep)
-        store.write((), {table: ChangelogPosition(topic_id, end)})
+            end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, None, keep)
+        store.keep(table, (), ChangelogPosition(topic_id, end))
+        store.flush()
 
     def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer[Any]) -> None:
         known = {source.topic: source for source in record.sources} if record else {}

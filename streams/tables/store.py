@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rocksdict import BlockBasedOptions, Cache, Options, Rdict, WriteBatch
+from rocksdict import BlockBasedOptions, Cache, Options, Rdict, WriteBatch, WriteOptions
 
 from streams.errors import TableError
 
@@ -35,7 +35,7 @@ class TableSpec:
     changelog_topic: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TableWrite:
     """One changed record; value None is a tombstone."""
 
@@ -58,6 +58,8 @@ class PartitionStore:
     def __init__(self, path: Path, cache_mb: int) -> None:
         self.path = path
         self._cache_mb = cache_mb
+        self._unlogged = WriteOptions()
+        self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stubs say a method
         self._db = self._open()
         version = self._db.get(_META + b"version")
         if version is None:
@@ -73,14 +75,12 @@ class PartitionStore:
     def items(self, table: TableSpec) -> Iterator[tuple[bytes, bytes]]:
         """Every record of a table, in order of keys."""
         prefix = bytes([table.store_id])
-        iterator = self._db.iter()
-        iterator.seek(prefix)
-        while iterator.valid():
-            key = iterator.key()
+        # Its stubs say that a key may be of any kind; in raw mode it is bytes.
+        found: Iterator[tuple[bytes, bytes]] = self._db.items(from_key=prefix)  # type: ignore[assignment]
+        for key, value in found:
             if not key.startswith(prefix):
                 return
-            yield key[1:], iterator.value()
-            iterator.next()
+            yield key[1:], value
 
     def write(self, writes: Iterable[TableWrite], positions: dict[TableSpec, ChangelogPosition]) -> None:
         """Apply records and positions in one WriteBatch."""
@@ -92,9 +92,30 @@ class PartitionStore:
             else:
                 batch.put(key, write.value)
         for table, position in positions.items():
-            text = json.dumps({"topic_id": position.topic_id, "next_offset": position.next_offset})
-            batch.put(_position_key(table), text.encode())
+            _put_position(batch, table, position)
         self._db.write(batch)
+
+    def keep(
+        self, table: TableSpec, changes: Iterable[tuple[bytes, bytes | None]], position: ChangelogPosition
+    ) -> None:
+        """Apply records read back from a changelog, and where it stands behind them.
+
+        They lie in the changelog, so no log is written here: what is lost with the process is read again. `flush`
+        makes them last.
+        """
+        batch = WriteBatch(raw_mode=True)
+        prefix = bytes([table.store_id])
+        for key, value in changes:
+            if value is None:
+                batch.delete(prefix + key)
+            else:
+                batch.put(prefix + key, value)
+        _put_position(batch, table, position)
+        self._db.write(batch, self._unlogged)
+
+    def flush(self) -> None:
+        """Make what `keep` wrote last."""
+        self._db.flush()
 
     def wipe(self) -> None:
         """Throw everything away; the changelogs bring it back."""
@@ -133,6 +154,11 @@ class PartitionStore:
                 return Rdict(str(self.path), options)
             except Exception as again:
                 raise TableError(f"{self.path} cannot be made: {again}", remedy="Look at disk and rights") from again
+
+
+def _put_position(batch: WriteBatch, table: TableSpec, position: ChangelogPosition) -> None:
+    text = json.dumps({"topic_id": position.topic_id, "next_offset": position.next_offset})
+    batch.put(_position_key(table), text.encode())
 
 
 def _position_key(table: TableSpec) -> bytes:
