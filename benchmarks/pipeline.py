@@ -1,0 +1,393 @@
+"""`python -m benchmarks.pipeline`: engine events in to visible in a router's view, with real processes.
+
+What lives here: fleets that tell of their caches, a broker, one Faust worker and one router, and what came through,
+drain included: a record counts once the router's view has it. What must not: recovery (recovery). Exits 1 where the
+router does not hold in the end what the fleet holds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from confluent_kafka import Producer
+from rich.console import Console
+
+from benchmarks.machinery import Machinery, cpu_seconds, machinery
+from benchmarks.report import OURS, Bar, Report, Samples
+from streams.codec import decode_batch, encode_batch, encode_worker
+from streams.core.events import EngineBatch, EngineEvents
+from streams.core.ids import DpRank, HashArray, Incarnation, RankId, WorkerId
+from streams.core.registry import Worker
+from streams.kafka import producer
+from streams.local.stack import RouterProcess, get_json
+from streams.topics import topics
+
+MODEL = "m"
+BLOCK_SIZE = 16
+#: Conversations that decode at any moment, over all engines; and the length at which one ends and another begins.
+LIVE_RUNS = 4096
+RUN_BLOCKS = 256
+STORES_A_RECORD = 16
+LARGE_BLOCKS = 128
+#: Share of records that carry decode steps.
+DECODE_SHARE = 0.7
+#: Blocks of prompts that an engine keeps before it evicts the oldest.
+PROMPTS_KEPT = 64
+DRAIN_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class _Run:
+    tail: int | None = None
+    names: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """One engine's cache, as its events tell of it; content and names are random, as tokens are."""
+
+    def __init__(self, worker_id: int, n_runs: int, seed: int) -> None:
+        self.rank = RankId(WorkerId(worker_id), DpRank(0))
+        self.key = str(worker_id).encode()
+        self.sequence = -1
+        self.n_blocks = 0
+        self._random = np.random.default_rng(seed)
+        empty = EngineBatch(self.rank, MODEL, BLOCK_SIZE, Incarnation(1), 0, 0, 0, EngineEvents(()))
+        self._head = encode_batch(empty)[: -1 - 8 - 4]
+        self._random_pairs: list[tuple[int, int]] = []
+        self._runs = [_Run() for _ in range(n_runs)]
+        self._prompts: deque[HashArray] = deque()
+
+    def decode_steps(self) -> tuple[bytes, int]:
+        """One record of one-block stores on runs drawn uniformly; gives it and its blocks."""
+        events: list[bytes] = []
+        ended = 0
+        for choice in self._random.integers(len(self._runs), size=STORES_A_RECORD).tolist():
+            run = self._runs[choice]
+            if len(run.names) == RUN_BLOCKS:
+                events.append(_removed(np.array(run.names, dtype=np.uint64)))
+                self.n_blocks -= RUN_BLOCKS
+                ended += RUN_BLOCKS
+                run.tail, run.names = None, []
+            name, local = self._random_pairs.pop() if self._random_pairs else self._more_pairs()
+            parent = b"\x00" if run.tail is None else b"\x02" + run.tail.to_bytes(8, "little")
+            one = (b"\x00", parent, b"\x10", name.to_bytes(8, "little"), b"\x10", local.to_bytes(8, "little"), _LAST)
+            events.append(b"".join(one))
+            run.tail = name
+            run.names.append(name)
+        self.n_blocks += STORES_A_RECORD
+        return self._record(events), STORES_A_RECORD + ended
+
+    def large(self) -> tuple[bytes, int]:
+        """One record of a prompt stored or, where as many are kept as there is room for, of the oldest removed."""
+        if len(self._prompts) >= PROMPTS_KEPT:
+            self.n_blocks -= LARGE_BLOCKS
+            return self._record([_removed(self._prompts.popleft())]), LARGE_BLOCKS
+        names = self._random.integers(1, 1 << 63, size=LARGE_BLOCKS, dtype=np.uint64)
+        local = self._random.integers(1, 1 << 63, size=LARGE_BLOCKS, dtype=np.uint64)
+        self._prompts.append(names)
+        self.n_blocks += LARGE_BLOCKS
+        return self._record([_stored(names, local)]), LARGE_BLOCKS
+
+    def begin(self) -> bytes:
+        """The record that says that a life begins."""
+        return self._record([])
+
+    def store(self, names: HashArray, local: HashArray) -> bytes:
+        """A record of one store at the root."""
+        return self._record([_stored(names, local)])
+
+    def _record(self, events: list[bytes]) -> bytes:
+        # Put together by hand, since the codec takes ten times as long and the clock has not begun; `_check` compares.
+        parts = [self._head, _long(self.sequence), bytes(8), b"\x00\x00\x00"]
+        if events:
+            parts += [_long(len(events)), *events]
+        self.sequence += 1
+        return b"".join((*parts, b"\x00"))
+
+    def _more_pairs(self) -> tuple[int, int]:
+        pairs = self._random.integers(1, 1 << 63, size=(4096, 2), dtype=np.uint64).tolist()
+        self._random_pairs = [(name, local) for name, local in pairs]
+        return self._random_pairs.pop()
+
+
+#: Device tier, no labels, no pool.
+_LAST = b"\x00\x00\x00"
+
+
+def _long(value: int) -> bytes:
+    """Avro's zigzag varint."""
+    left = (value << 1) ^ (value >> 63)
+    out = bytearray()
+    while left > 127:
+        out.append(left & 127 | 128)
+        left >>= 7
+    out.append(left)
+    return bytes(out)
+
+
+def _packed(hashes: HashArray) -> bytes:
+    return _long(hashes.nbytes) + hashes.astype("<u8").tobytes()
+
+
+def _stored(names: HashArray, local: HashArray) -> bytes:
+    return b"\x00\x00" + _packed(names) + _packed(local) + _LAST
+
+
+def _removed(names: HashArray) -> bytes:
+    return b"\x02" + _packed(names) + b"\x00"
+
+
+def _check(engine: Engine) -> None:
+    """Raise AssertionError where a record made by hand is not what the codec makes of the same events."""
+    for value in (
+        engine.begin(),
+        *(engine.large()[0] for _ in range(2)),
+        *(engine.decode_steps()[0] for _ in range(3)),
+    ):
+        assert encode_batch(decode_batch(value)) == value
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Records made before the clock runs: key and value each, and the blocks in all of them."""
+
+    records: list[tuple[bytes, bytes]]
+    n_blocks: int
+
+
+def mixed(engines: list[Engine], n_records: int, rng: random.Random) -> Told:
+    """Decode steps and prompts, of engines in turn."""
+    records, n_blocks = [], 0
+    for number in range(n_records):
+        engine = engines[number % len(engines)]
+        value, blocks = engine.decode_steps() if rng.random() < DECODE_SHARE else engine.large()
+        records.append((engine.key, value))
+        n_blocks += blocks
+    return Told(records, n_blocks)
+
+
+def large(engines: list[Engine], n_records: int) -> Told:
+    """Prompts only."""
+    records = []
+    for number in range(n_records):
+        engine = engines[number % len(engines)]
+        records.append((engine.key, engine.large()[0]))
+    return Told(records, n_records * LARGE_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What one run took. sent_s: until the last record was handed over; all_s: until the router had it."""
+
+    sent_s: float
+    all_s: float
+    worker_cpu_s: float
+    router_cpu_s: float
+    changelog_bytes: int
+
+
+class Fleet:
+    """Engines, registered and begun, before a worker and a router."""
+
+    def __init__(self, parts: Machinery, n_engines: int, seed: int) -> None:
+        self._parts = parts
+        self.engines = [Engine(n + 1, LIVE_RUNS // n_engines, seed + n) for n in range(n_engines)]
+        self.topics = topics(parts.settings)
+        self.kafka: Producer = producer(parts.settings, **{"linger.ms": 2, "queue.buffering.max.messages": 1_000_000})
+        self.worker = parts.stack.worker(router=False)
+        self.router = parts.stack.router("router")
+        for engine in self.engines:
+            worker = Worker(engine.rank.worker_id, "http://engine", MODEL, BLOCK_SIZE)
+            self.kafka.produce(self.topics.workers.name, encode_worker(worker), engine.key)
+            self.kafka.produce(self.topics.kv_events.name, engine.begin(), engine.key)
+        self.kafka.flush()
+        self.await_known()
+
+    def send(self, told: Told, records_a_second: float | None) -> float:
+        """Hand records over, evenly; gives the seconds that it took."""
+        produce, poll, topic = self.kafka.produce, self.kafka.poll, self.topics.kv_events.name
+        began = time.perf_counter()
+        for number, (key, value) in enumerate(told.records):
+            if number % 64 == 0:
+                poll(0)
+                if records_a_second is not None:
+                    ahead = number / records_a_second - (time.perf_counter() - began)
+                    if ahead > 0:
+                        time.sleep(ahead)
+            while True:
+                try:
+                    produce(topic, value, key)
+                    break
+                except BufferError:
+                    poll(0.01)
+        self.kafka.flush()
+        return time.perf_counter() - began
+
+    def passed(self, told: Told, records_a_second: float | None) -> Passed:
+        """Send records and wait until the router knows them all."""
+        changelog = self.topics.index_changelog.name
+        n_bytes = self._parts.topic_bytes(changelog)
+        cpu = [cpu_seconds(process.child.pid) for process in (self.worker, self.router)]
+        began = time.perf_counter()
+        sent = self.send(told, records_a_second)
+        self.await_known()
+        took = time.perf_counter() - began
+        used = [cpu_seconds(p.child.pid) - before for p, before in zip((self.worker, self.router), cpu, strict=True)]
+        return Passed(sent, took, used[0], used[1], self._parts.topic_bytes(changelog) - n_bytes)
+
+    def await_known(self) -> None:
+        """Wait until the router's view has every engine's last batch, and just the blocks that it holds."""
+        wanted = {engine.rank.worker_id: (engine.sequence - 1, engine.n_blocks) for engine in self.engines}
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while True:
+            ranks = get_json(f"{self.router.url}/state")["ranks"]
+            known = {rank["worker_id"]: (rank["sequence"], rank["blocks"]) for rank in ranks}
+            if all(known.get(each) == state for each, state in wanted.items()):
+                return
+            if time.monotonic() > deadline:
+                return  # `wrong` says what is missing
+            time.sleep(0.05)
+
+    def wrong(self) -> list[str]:
+        """Where the router's view is not what the engines hold."""
+        ranks = {rank["worker_id"]: rank for rank in get_json(f"{self.router.url}/state")["ranks"]}
+        found = []
+        for engine in self.engines:
+            rank = ranks[engine.rank.worker_id]
+            known = (rank["sequence"], rank["blocks"], rank["health"])
+            told = (engine.sequence - 1, engine.n_blocks, "exact")
+            if known != told:
+                found.append(f"rank {engine.rank}: batch, blocks, health are {known}; {told} were told")
+        return found
+
+
+def latencies(fleet: Fleet, told: Told, records_a_second: float, seed: int) -> list[float]:
+    """Seconds from publishing a prompt to the first answer of /route that uses it, beside other traffic."""
+    found: list[float] = []
+    sender = threading.Thread(target=fleet.send, args=(told, records_a_second))
+    sender.start()
+    probe = Engine(1_000_001, 1, seed)
+    worker = Worker(probe.rank.worker_id, "http://probe", MODEL, BLOCK_SIZE)
+    fleet.kafka.produce(fleet.topics.workers.name, encode_worker(worker), probe.key)
+    fleet.kafka.produce(fleet.topics.kv_events.name, probe.begin(), probe.key)
+    rng = np.random.default_rng(seed)
+    time.sleep(2.0)
+    while sender.is_alive():
+        local = rng.integers(1, 1 << 63, size=8, dtype=np.uint64)
+        body = json.dumps(
+            {
+                "model": MODEL,
+                "block_hashes": [str(each) for each in local.tolist()],
+                "update_states": False,
+                "worker_id": probe.rank.worker_id,
+            }
+        ).encode()
+        record = probe.store(rng.integers(1, 1 << 63, size=8, dtype=np.uint64), local)
+        fleet.kafka.produce(fleet.topics.kv_events.name, record, probe.key)
+        fleet.kafka.poll(0)
+        began = time.perf_counter()
+        while time.perf_counter() - began < 5.0:
+            if _route(fleet.router, body)["overlap_blocks"] == len(local):
+                break
+            time.sleep(0.001)
+        found.append(time.perf_counter() - began)
+        time.sleep(0.02)
+    sender.join()
+    return found
+
+
+def _route(router: RouterProcess, body: bytes) -> Any:
+    request = urllib.request.Request(f"{router.url}/route", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10.0) as response:
+        return json.loads(response.read())
+
+
+def _cases(names: tuple[str, ...]) -> Callable[[str], bool]:
+    return lambda name: not names or name in names
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
+@click.option("--case", "cases", multiple=True, type=click.Choice(["mixed", "large", "latency"]))
+@click.option("--seconds", default=60.0, show_default=True, help="Of sending, for each case.")
+@click.option("--mixed-rate", default=6000.0, show_default=True, help="Records a second.")
+@click.option("--large-rate", default=4000.0, show_default=True, help="Records a second, of 128 blocks each.")
+@click.option("--latency-rate", default=1000.0, show_default=True, help="Records a second beside the probe.")
+@click.option("--engines", default=64, show_default=True)
+@click.option("--partitions", default=8, show_default=True)
+def main(
+    json_path: Path | None,
+    cases: tuple[str, ...],
+    seconds: float,
+    mixed_rate: float,
+    large_rate: float,
+    latency_rate: float,
+    engines: int,
+    partitions: int,
+) -> None:
+    """Measure events in to visible in a router's view."""
+    _check(Engine(2, 1, 0))
+    samples, report = Samples(), Report("pipeline", {}, [])
+    console, wanted = Console(), _cases(cases)
+    with machinery(partitions=partitions, block_size=BLOCK_SIZE) as parts:
+        fleet = Fleet(parts, engines, seed=1)
+        rng = random.Random(1)
+        # The first seconds fill caches and meet every code path once; they are told and not counted.
+        fleet.passed(mixed(fleet.engines, int(5 * mixed_rate), rng), mixed_rate)
+        for case, rate in (("mixed", mixed_rate), ("large", large_rate)):
+            if not wanted(case):
+                continue
+            n = int(seconds * rate)
+            told = mixed(fleet.engines, n, rng) if case == "mixed" else large(fleet.engines, n)
+            run = fleet.passed(told, rate)
+            add = samples.add
+            add(case, "offered", "records/s", OURS, n / run.sent_s)
+            add(case, "to visible, with drain", "records/s", OURS, n / run.all_s)
+            add(case, "to visible, with drain", "blocks/s", OURS, told.n_blocks / run.all_s)
+            add(case, "drain after the last record", "s", OURS, run.all_s - run.sent_s)
+            add(case, "worker's processor a record", "us", OURS, run.worker_cpu_s / n * 1e6)
+            add(case, "router's processor a record", "us", OURS, run.router_cpu_s / n * 1e6)
+            add(case, "changelog a decoded block", "B", OURS, run.changelog_bytes / told.n_blocks)
+            if case == "mixed":
+                report.bars += [
+                    _bar("6,000 records a second, mixed", n / run.all_s, 6000.0 * 0.99),
+                    _bar("at most 400 B a decoded block", -run.changelog_bytes / told.n_blocks, -400.0),
+                ]
+            else:
+                report.bars.append(_bar("500,000 blocks a second", told.n_blocks / run.all_s, 500_000.0))
+            del told
+            report.wrong += fleet.wrong()
+        if wanted("latency"):
+            told = mixed(fleet.engines, int(seconds * latency_rate), rng)
+            found = sorted(latencies(fleet, told, latency_rate, seed=7))
+            p50, p99 = statistics.median(found), found[int(len(found) * 0.99)]
+            samples.add("latency", "published to used, p50", "ms", OURS, p50 * 1e3)
+            samples.add("latency", "published to used, p99", "ms", OURS, p99 * 1e3)
+            samples.add("latency", "probes", "", OURS, float(len(found)))
+            report.bars += [_bar("p50 at most 20 ms", -p50 * 1e3, -20.0), _bar("p99 at most 60 ms", -p99 * 1e3, -60.0)]
+    report.rows = samples.rows()
+    report.print(console)
+    if json_path is not None:
+        report.write(json_path)
+    sys.exit(1 if report.wrong else 0)
+
+
+def _bar(name: str, value: float, least: float) -> Bar:
+    return Bar(name, value >= least, f"{abs(value):,.1f}")
+
+
+if __name__ == "__main__":
+    main()
