@@ -118,6 +118,8 @@ class TreeMemory:
             (layout.LOCAL, blocks * 8, huge),
             (layout.NAME, blocks * 8, huge),
             (layout.STARTS, blocks // 8, False),
+            (layout.STARTS_ABOVE, blocks // 512 + 8, False),
+            (layout.STARTS_TOP, blocks // 32_768 + 8, False),
             (layout.GRANULES, blocks // 4, False),
             (layout.RUNS, runs * layout.RUN_BYTES, huge),
             (layout.LIVE, columns // 8, False),

@@ -34,7 +34,6 @@ from streams.core.kernels.layout import (
     SEGMENTS_MAX,
     SLACK_MAX,
     SMALL_MAX,
-    STARTS,
     STORED,
     UNKNOWN_PARENTS,
     UNKNOWN_REMOVALS,
@@ -42,7 +41,6 @@ from streams.core.kernels.layout import (
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK
 from streams.core.kernels.memory import (
-    leading_zeros,
     load,
     load32,
     prefetch,
@@ -51,7 +49,7 @@ from streams.core.kernels.memory import (
     store,
 )
 from streams.core.kernels.names import find_held
-from streams.core.kernels.runs import run_of
+from streams.core.kernels.runs import run_of, start_before
 from streams.core.kernels.shape import ask_for_block, look_ahead, settle, wait_for_queries
 from streams.core.kernels.tree import end_of, store_blocks, uncover
 
@@ -87,15 +85,10 @@ def has_room(context: int, n_blocks: int) -> bool:
 @kernel()
 def held_run(context: int, block: int, column: int) -> int:
     """Run in which a column holds a block, -1 where it does not, or where the block was removed a moment ago."""
-    starts = get(context, STARTS)
-    word = block >> 6
-    bits = load(starts + (word << 3)) & shift_right(-1, 63 - (block & 63))
-    while bits == 0:
-        if word == 0:
-            return -1
-        word -= 1
-        bits = load(starts + (word << 3))
-    run = run_of(context, (word << 6) + 63 - leading_zeros(bits))
+    start = start_before(context, block)
+    if start < 0:
+        return -1
+    run = run_of(context, start)
     if block < field(context, run, RUN_START) + field(context, run, RUN_LENGTH) and covers(context, run, column):
         return run
     return -1
