@@ -9,7 +9,7 @@ from numba import njit
 
 from streams.core.kernels.columns import clear_rank, sweep
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import add, column_word, covers, end_change, field, get, home_address, put, tag_of
+from streams.core.kernels.fields import add, column_word, covers, field, get, home_address, put, tag_of
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
@@ -51,7 +51,7 @@ from streams.core.kernels.memory import (
 from streams.core.kernels.names import find_held
 from streams.core.kernels.runs import run_of, start_before
 from streams.core.kernels.shape import ask_for_block, look_ahead, settle, wait_for_queries
-from streams.core.kernels.tree import end_of, store_blocks, uncover
+from streams.core.kernels.tree import end_of, forget_aliases, store_blocks, uncover
 
 # -- whole events ----------------------------------------------------------------------------------------
 
@@ -154,6 +154,10 @@ def remove_blocks(context: int, column: int, names: int, n_blocks: int) -> int:
         store(scratch + (n_stretches << 4), low)
         store(scratch + (n_stretches << 4) + 8, high)
         n_stretches += 1
+    if aliases:
+        for index in range(n_stretches):
+            low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
+            forget_aliases(context, column, low, high - low + 1)
     for index in range(n_stretches):
         low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
         run = held_run(context, low, column)
@@ -186,7 +190,7 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
             put(context, FULL, 1)
             return
         store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
-        end_change(context)
+        settle(context)
     elif kind == REMOVED:
         if n_blocks > get(context, SCRATCH_MAX):
             put(context, FULL, 1)

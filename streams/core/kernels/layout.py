@@ -109,6 +109,9 @@ AHEAD_MAX = 32
 
 CONTEXT_WORDS = 192
 
+#: What a store lists of each of its blocks at most: a stretch of three words or a name that is another's, and twice a
+#: block that lost its name, two words each.
+SCRATCH_BYTES_A_BLOCK = 64
 #: Words of SCRATCH that the fold of records uses; stores list what they will change behind them.
 SCRATCH_OF_FOLD = 128
 
