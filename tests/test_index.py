@@ -15,8 +15,9 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, K
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores, PrefixIndex
+from streams.core.kernels import layout
 from streams.core.plain_index import PlainPrefixIndex
-from streams.core.run_tree import RunTreeIndex
+from streams.core.run_tree import EventColumns, RunTreeIndex
 from streams.errors import BlockSizeMismatch, IndexFull, InvalidEvent, InvalidRequest, UnknownParent
 from tests.reference import Member
 
@@ -473,3 +474,60 @@ def test_a_lookup_outlives_its_matcher_and_its_tree() -> None:
     for _ in range(100):
         np.zeros(1 << 16)
         assert match(names) == 1
+
+
+def columns(holders: list[int], names: HashArray, kind: int = layout.STORED_AT_ROOT) -> EventColumns:
+    """One event a holder, each about all these names, which are their own local hashes."""
+    n = len(holders)
+    return EventColumns(
+        holder=np.array(holders, dtype=np.int64),
+        kind=np.full(n, kind, dtype=np.int64),
+        parent=np.zeros(n, dtype=np.uint64),
+        offset=np.arange(n + 1, dtype=np.int64) * len(names),
+        names=np.tile(names, n),
+        local=np.tile(names, n),
+    )
+
+
+def test_a_number_that_outlived_its_rank_is_nobodys() -> None:
+    """Not the next rank's that gets its place, nor the same rank's when it is back; none of the columns is applied."""
+    index = RunTreeIndex()
+    names = u64(*LOCAL)
+    first = index.holder(A, Tier.DEVICE)
+    events = columns([index.holder(B, Tier.DEVICE), first], names)
+    index.remove_rank(A)
+    for rank in (None, C, A):
+        if rank is not None:
+            assert index.holder(rank, Tier.DEVICE) != first
+        with pytest.raises(InvalidEvent):
+            index.apply(events)
+        assert len(index) == 0
+        if rank is not None:
+            index.apply(columns([index.holder(rank, Tier.DEVICE)], names))
+            index.store(rank, Tier.DEVICE, None, names[:1], names[:1])
+            assert ask(index).scores == {rank: len(names)}
+            index.remove_rank(rank)
+    index.check()
+
+
+@pytest.mark.parametrize("number", [-1, 1, 1 << 16, 1 << 32, 1 << 62])
+def test_a_number_that_was_never_given_out_is_nobodys(number: int) -> None:
+    """Whether it is out of every range or just not there yet."""
+    index = RunTreeIndex()
+    assert index.holder(A, Tier.DEVICE) == 0
+    with pytest.raises(InvalidEvent):
+        index.apply(columns([0, number], u64(*LOCAL)))
+    assert len(index) == 0
+    with pytest.raises(InvalidEvent):
+        RunTreeIndex().apply(columns([0], u64(*LOCAL)))
+
+
+def test_a_cleared_rank_keeps_its_number() -> None:
+    """Only a rank that is removed gives it up."""
+    index = RunTreeIndex()
+    events = columns([index.holder(A, Tier.DEVICE)], u64(*LOCAL))
+    for _ in range(3):
+        index.apply(events)
+        index.clear(A)
+    index.apply(events)
+    assert ask(index).scores == {A: len(LOCAL)}

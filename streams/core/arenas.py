@@ -134,6 +134,7 @@ class TreeMemory:
             (layout.HOLDER_RANK, columns * 4, False),
             (layout.HOLDER_TIER, columns * 4, False),
             (layout.HOLDER_LIFE, columns * 8, False),
+            (layout.HOLDER_NUMBERS, columns * 8, False),
             (layout.FREE_COLUMNS, columns * 4, False),
             (layout.SCRATCH, blocks * layout.SCRATCH_BYTES_A_BLOCK + 4096, False),
             (layout.DEFERRED, layout.DEFERRED_MAX * 32, False),

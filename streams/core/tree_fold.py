@@ -171,7 +171,7 @@ class TreeRunFold(RunTree):
             self.enter_epoch(rank, epoch)
         elif epoch < known:
             return False
-        self._know(rank, tier, self.holder(rank, tier))
+        self._know(rank, tier, self.holder_place(rank, tier))
         return True
 
     def _tidy(self) -> None:

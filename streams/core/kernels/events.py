@@ -17,6 +17,8 @@ from streams.core.kernels.layout import (
     COLUMN_ALIASES,
     COLUMN_OF,
     FULL,
+    HOLDER_NUMBERS,
+    HOLDER_PLACE_MASK,
     HOLDER_RANK,
     HOLDERS_OF,
     N_ALIASES,
@@ -34,6 +36,7 @@ from streams.core.kernels.layout import (
     SEGMENTS_MAX,
     SLACK_MAX,
     SMALL_MAX,
+    STALE,
     STORED,
     UNKNOWN_PARENTS,
     UNKNOWN_REMOVALS,
@@ -200,6 +203,17 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
         clear_rank(context, load32(get(context, HOLDER_RANK) + (holder << 2)))
 
 
+@kernel()
+def find_stale(context: int, holders: int, first: int, last: int) -> int:
+    """The first of these events whose holder is no number given out, or that of a rank that is gone; -1 for none."""
+    numbers = get(context, HOLDER_NUMBERS)
+    for event in range(first, last):
+        holder = load(holders + (event << 3))
+        if holder < 0 or load(numbers + ((holder & HOLDER_PLACE_MASK) << 3)) != holder + 1:
+            return event
+    return -1
+
+
 #: Runs or blocks that one call sweeps at most behind a clear: some 50 us.
 SWEEP_BUDGET = 4096
 
@@ -241,7 +255,7 @@ def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: 
 @kernel()
 def apply_events(context: int, table: int, first: int, last: int) -> int:
     """Apply events `first` to `last` - 1 of columns; gives how many were applied; as -1 - number where some blocks were
-    not known, or where there is no room for the next event.
+    not known, where there is no room for the next event, or, none being applied, where one's holder is stale.
 
     table: address of the six columns' addresses: holder, kind, parent's name, offsets, names, local hashes. Counters of
     the call are in the context.
@@ -252,6 +266,11 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
     put(context, UNKNOWN_PARENTS, 0)
     put(context, UNKNOWN_REMOVALS, 0)
     put(context, FULL, 0)
+    # All before any: a number that outlived its rank would say of the next rank what was meant of that one.
+    stale = find_stale(context, holders, first, last)
+    put(context, STALE, stale + 1)
+    if stale >= 0:
+        return -1
     for event in range(first, last):
         if event + _FAR < last:
             ask_for_slots(context, kinds, parents, offsets, names, event + _FAR)
@@ -263,7 +282,7 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
         begin = load(offsets + at)
         apply_event(
             context,
-            load(holders + at),
+            load(holders + at) & HOLDER_PLACE_MASK,
             load(kinds + at),
             load(parents + at),
             names + (begin << 3),

@@ -73,6 +73,7 @@ N_LIVE_RUNS = 53
 UNKNOWN_PARENTS = 54  # of the last call
 UNKNOWN_REMOVALS = 55
 FULL = 56  # the event was refused: an arena has no room
+STALE = 67  # 1 + an event of the last call whose holder is nobody's, 0 for none
 N_DEFERRED = 57
 WAITING = 70  # queries that were disturbed and ask the writer for a moment
 SALT = 59  # of all hashes of this tree's maps
@@ -102,6 +103,7 @@ N_SPAN_CLASSES = 32
 
 STARTS_ABOVE = 90  # bit a word of STARTS: it is not zero
 STARTS_TOP = 91  # bit a word of STARTS_ABOVE: it is not zero
+HOLDER_NUMBERS = 92  # int64 a holder: 1 + the number that callers have of it, 0 where its rank is gone; see tagged
 
 #: Tags and segments of the names worked on in one go, two words each.
 AHEAD = 128
@@ -175,6 +177,11 @@ SPAN_TRIES_MAX = 4
 SYNTHETIC_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 N_TIERS = 4
+
+#: A caller's number of a holder: its place in the arrays of holders in these bits, and above them how many ranks had
+#: that place before.
+HOLDER_PLACE_BITS = 32
+HOLDER_PLACE_MASK = (1 << 16) - 1
 
 #: 16,384 ranks in four tiers.
 COLUMNS_MAX_EVER = 65_536
