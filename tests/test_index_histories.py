@@ -128,3 +128,11 @@ def test_names_that_move_about_mean_the_same_to_both_indexes(seed: int) -> None:
         assert sorted(tree.members()) == sorted(plain.members()), number
         assert all(tree.find_matches(prompt) == plain.find_matches(prompt) for prompt in prompts), number
     tree.check()
+
+
+@pytest.mark.parametrize("n_operations", ["0", "-5"])
+def test_a_soak_of_no_operations_is_refused(n_operations: str) -> None:
+    """It would find no difference."""
+    with pytest.raises(SystemExit) as caught:
+        soak.main(["--operations", n_operations])
+    assert caught.value.code == 2
