@@ -299,7 +299,15 @@ FLOATS, SIGNED, SQUARE = (np.ones(2), np.array([1, -2]), np.ones((2, 2), dtype=n
         {"rank": RankId(WorkerId(U64_MASK + 1), DpRank(0))},
         {"rank": RankId(WorkerId(1), DpRank(-1))},
         {"rank": RankId(WorkerId(1), DpRank(U32_MAX + 1))},
+        {"rank": RankId(WorkerId(True), DpRank(0))},
+        {"rank": (1, 0)},
+        {"rank": 1},
+        {"rank": None},
+        {"parent": True},
+        {"parent": 1.0},
         {"tier": 4},
+        {"tier": True},
+        {"tier": None},
         {"tier": -1},
     ],
     ids=str,
@@ -314,6 +322,10 @@ def test_an_event_that_cannot_be_changes_nothing(index: PrefixIndex, change: dic
         event = {name: (event | change)[name] for name in ("rank", "tier", "names")}
         with pytest.raises(InvalidEvent):
             index.remove(**event)
+    if "rank" in change:
+        for end in (index.clear, index.remove_rank):
+            with pytest.raises(InvalidEvent):
+                end(change["rank"])
     assert members(index) == {(A, Tier.DEVICE, name) for name in NAMES[:2]}
 
 

@@ -169,6 +169,8 @@ class RunTree:
 
     def rank_number(self, rank: RankId) -> int:
         """Number of a rank, given out when it is first met. Raises InvalidEvent, TooManyRanks."""
+        if type(rank) is not RankId:
+            check_rank(rank)  # before it is looked for: a bare tuple would be found, a list has no hash
         number = self._numbers.get(rank)
         if number is not None:
             return number
@@ -218,7 +220,8 @@ class RunTree:
         return holder
 
     def clear(self, rank: RankId) -> None:
-        """The rank holds nothing any more, in any tier."""
+        """The rank holds nothing any more, in any tier. Raises InvalidEvent."""
+        check_rank(rank)
         number = self._numbers.get(rank)
         if number is not None:
             clear_rank(self._address, number)
@@ -246,7 +249,11 @@ class RunTree:
             sweep(self._address, SWEEP_BUDGET)
 
     def remove_rank(self, rank: RankId) -> None:
-        """The rank holds nothing any more and is forgotten; its number goes to the next new one."""
+        """The rank holds nothing any more and is forgotten; its number goes to the next new one.
+
+        Raises InvalidEvent.
+        """
+        check_rank(rank)
         number = self._numbers.get(rank)
         if number is not None:
             self.clear(rank)
