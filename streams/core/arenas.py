@@ -54,7 +54,15 @@ class Arena:
     def __init__(self, n_bytes: int, huge_pages: bool = False) -> None:
         self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, self.n_bytes, flags=flags)
+        try:
+            self._memory = mmap.mmap(-1, self.n_bytes, flags=flags)
+        except OSError as exc:
+            raise SettingsError(
+                f"the system refuses {self.n_bytes:,} bytes of address space for an index ({exc.strerror})",
+                remedy="give it TreeLimits with a smaller blocks_max or columns_max, or allow it (ulimit -v, "
+                "vm.overcommit_memory, vm.max_map_count)",
+                n_bytes=self.n_bytes,
+            ) from exc
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.words: Int64Array = np.frombuffer(self._memory, dtype=np.int64)
@@ -83,13 +91,22 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What a tree may grow to; beyond it an event is refused. huge_pages: 2 MiB pages for blocks, runs and names."""
+    """What a tree may grow to; beyond it an event is refused. huge_pages: 2 MiB pages for blocks, runs and names.
+
+    Raises SettingsError.
+    """
 
     blocks_max: int = BLOCKS_MAX
     columns_max: int = COLUMNS_MAX
     huge_pages: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("blocks_max", "columns_max"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise SettingsError(f"{name} is {value!r}, not a whole number")
+        if not isinstance(self.huge_pages, bool):
+            raise SettingsError(f"huge_pages is {self.huge_pages!r}, not True or False")
         if not 1024 <= self.blocks_max <= BLOCKS_MAX:
             raise SettingsError(f"blocks_max is {self.blocks_max}, not within 1024..{BLOCKS_MAX}")
         if not 64 <= self.columns_max <= COLUMNS_MAX or self.columns_max % 64:

@@ -26,7 +26,7 @@ from streams.core.kernels.events import SWEEP_BUDGET, apply_events
 from streams.core.kernels.maps import join_segments, split_segments_to
 from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
 from streams.core.tree_inspection import Column, TreeReader
-from streams.errors import IndexFull, InvalidEvent, TooManyRanks, UnknownParent
+from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks, UnknownParent
 
 N_TIERS = len(Tier)
 
@@ -149,6 +149,12 @@ class RunTree:
     """A tree's memory, the numbers of its ranks, and queries: what the index and the fold of records share."""
 
     def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+        if not isinstance(limits, TreeLimits):
+            raise SettingsError(f"limits are a {type(limits).__name__}, not TreeLimits")
+        if not isinstance(blocks_hint, int) or isinstance(blocks_hint, bool):
+            raise SettingsError(f"blocks_hint is {blocks_hint!r}, not a whole number")
+        if not 0 <= blocks_hint <= limits.blocks_max:
+            raise SettingsError(f"blocks_hint is {blocks_hint}, not within 0..{limits.blocks_max}, the limit of blocks")
         self._memory = TreeMemory(limits)
         self._address = self._memory.address
         self._context = self._memory.context
@@ -401,6 +407,8 @@ class RunTreeIndex(RunTree):
         is no number of this index or its rank was removed: then none is applied.
         """
         last = events.n_events if last is None else last
+        if not isinstance(events, EventColumns):
+            raise InvalidEvent(f"events are a {type(events).__name__}, not EventColumns")
         if not 0 <= first <= last <= events.n_events:
             raise InvalidEvent(f"events {first} to {last} of {events.n_events}")
         applied = apply_events(self._address, events.address, first, last)
