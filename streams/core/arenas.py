@@ -1,8 +1,8 @@
 """Memory of a run tree: address space that is there from the start, and pages that come as they are touched.
 
 What lives here: reserving, addressing and giving back; the context that kernels read. What must not: what is in it.
-Arenas never move, so growing needs no protocol and a reader's address stays good: 40 GB of address space cost nothing
-until they are written to.
+Arenas never move, so growing needs no protocol and a reader's address stays good: address space, 122 GB of it
+by default, costs nothing until it is written to.
 """
 
 from __future__ import annotations
@@ -123,8 +123,11 @@ class TreeMemory:
         self.limits = limits
         blocks = -(-limits.blocks_max // 1024) * 1024
         runs = blocks + 4096  # a block is in one run, and a change needs two more for a moment
-        segments = blocks // 1024 + 64
+        # A segment that was split has some 2,048 entries: those of every block's name, of every block as a child and of
+        # as many aliases, twice, and a quarter of claims and records. So the maps are never what is full first.
+        segments = blocks // 384 + 256
         small = blocks // 4 + 1024
+        aliases = blocks + 1024
         self.arenas: dict[int, Arena] = {}
         self._context = Arena(layout.CONTEXT_WORDS * 8)
         self.context = self._context.words
@@ -157,7 +160,7 @@ class TreeMemory:
             (layout.DEFERRED, layout.DEFERRED_MAX * 32, False),
             (layout.SEGMENTS, segments << layout.SEGMENT_SHIFT, huge),
             (layout.SEGMENT_META, segments * 8, False),
-            (layout.ALIASES, small * 16, False),
+            (layout.ALIASES, aliases * 32, False),
             (layout.CLAIMS, small * 16, False),
             (layout.RECORDS, small * 32, False),
             (layout.FREE_STARTS, blocks // 8, False),
@@ -175,6 +178,7 @@ class TreeMemory:
         self.context[layout.SEGMENTS_MAX] = segments
         self.context[layout.SCRATCH_MAX] = blocks
         self.context[layout.SMALL_MAX] = small
+        self.context[layout.ALIASES_MAX] = aliases
         self.context[layout.N_WORDS] = 1
         # Where the system put it is random enough for what it is for.
         self.context[layout.SALT] = np.int64(hash((self.address, "salt")))

@@ -427,7 +427,7 @@ class RunTreeIndex(RunTree):
                 remedy="ask for the rank's number again, and make the columns with it",
             )
         if context[layout.FULL]:
-            raise IndexFull("the index has no room for an event", event=first + applied)
+            raise self._full(first + applied)
         return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
@@ -458,6 +458,24 @@ class RunTreeIndex(RunTree):
     def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
         """Events that rebuild an equal index from empty."""
         return self.reader().dump()
+
+    def _full(self, event: int) -> IndexFull:
+        context = self._context
+        needed, blocks_max = int(context[layout.FULL_NEED]), int(context[layout.BLOCKS_MAX])
+        in_use = int(context[layout.N_BLOCKS]) - int(context[layout.N_FREE_BLOCKS])
+        lacking = "blocks"
+        if context[layout.FULL] != layout.FULL_BLOCKS:
+            lacking = "aliases" if context[layout.FULL] == layout.FULL_ALIASES else "segments of its maps"
+        return IndexFull(
+            f"the index has no room for an event of {needed} blocks: of blocks_max {blocks_max}, {in_use} are in use, "
+            f"spare room included, and it has too few {lacking} left; "
+            f"a store takes its blocks and {layout.SLACK_MAX} more, in one piece",
+            remedy="give the index TreeLimits with a greater blocks_max, or remove blocks, or split the event",
+            event=event,
+            needed=needed,
+            in_use=in_use,
+            blocks_max=blocks_max,
+        )
 
     def _apply_one(self, place: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
         event, row = self._event, self._row

@@ -13,18 +13,16 @@ from streams.core.kernels.fields import add, column_word, covers, field, get, ho
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
-    BLOCKS_MAX,
     COLUMN_ALIASES,
     COLUMN_OF,
     FULL,
+    FULL_BLOCKS,
+    FULL_NEED,
     HOLDER_NUMBERS,
     HOLDER_PLACE_MASK,
     HOLDER_RANK,
     HOLDERS_OF,
-    N_ALIASES,
-    N_BLOCKS,
     N_ENDED,
-    N_SEGMENTS,
     N_TIERS,
     NAME,
     NAMES,
@@ -33,9 +31,6 @@ from streams.core.kernels.layout import (
     RUN_START,
     SCRATCH,
     SCRATCH_MAX,
-    SEGMENTS_MAX,
-    SLACK_MAX,
-    SMALL_MAX,
     STALE,
     STORED,
     UNKNOWN_PARENTS,
@@ -72,17 +67,6 @@ def find_parent(context: int, holder: int, column: int, name: int) -> int:
                 if block >= 0:
                     break
     return block
-
-
-@kernel()
-def has_room(context: int, n_blocks: int) -> bool:
-    """Whether an event of so many blocks fits, whatever it does."""
-    return (
-        get(context, N_BLOCKS) + 2 * n_blocks + 2 * SLACK_MAX <= get(context, BLOCKS_MAX)
-        and get(context, N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, SEGMENTS_MAX)
-        and n_blocks <= get(context, SCRATCH_MAX)
-        and get(context, N_ALIASES) + n_blocks <= get(context, SMALL_MAX)
-    )
 
 
 @kernel()
@@ -189,14 +173,16 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
                 add(context, UNKNOWN_PARENTS, 1)
                 return
             run, offset = end_of(context, block)
-        if not has_room(context, n_blocks):
-            put(context, FULL, 1)
+        lacking = store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
+        if lacking:
+            put(context, FULL, lacking)
+            put(context, FULL_NEED, n_blocks)
             return
-        store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
         settle(context)
     elif kind == REMOVED:
         if n_blocks > get(context, SCRATCH_MAX):
-            put(context, FULL, 1)
+            put(context, FULL, FULL_BLOCKS)
+            put(context, FULL_NEED, n_blocks)
             return
         add(context, UNKNOWN_REMOVALS, remove_blocks(context, column, names, n_blocks))
     else:

@@ -72,7 +72,8 @@ N_PHANTOMS = 52
 N_LIVE_RUNS = 53
 UNKNOWN_PARENTS = 54  # of the last call
 UNKNOWN_REMOVALS = 55
-FULL = 56  # the event was refused: an arena has no room
+FULL = 56  # the event was refused, for want of: FULL_BLOCKS, FULL_SEGMENTS or FULL_ALIASES; 0 where there was room
+FULL_NEED = 68  # blocks of the event that was refused
 STALE = 67  # 1 + an event of the last call whose holder is nobody's, 0 for none
 N_DEFERRED = 57
 WAITING = 70  # queries that were disturbed and ask the writer for a moment
@@ -85,7 +86,8 @@ RUNS_MAX = 61
 SEGMENTS_MAX = 62
 COLUMNS_MAX = 63
 SCRATCH_MAX = 64
-SMALL_MAX = 65  # entries of ALIASES, CLAIMS and RECORDS, each
+SMALL_MAX = 65  # entries of CLAIMS and RECORDS, each
+ALIASES_MAX = 66  # entries of ALIASES; within one event there is room for as many more
 
 # -- maps: directory address, depth, entries ----------------------------------
 NAMES = 72
@@ -131,6 +133,8 @@ RUN_COVERAGE = 32
 INLINE_WORDS = 4
 PHANTOM = -1
 
+FULL_BLOCKS, FULL_SEGMENTS, FULL_ALIASES = 1, 2, 3
+
 # -- events in columns ----------------------------------------------------------
 STORED_AT_ROOT, STORED, REMOVED, CLEARED = 0, 1, 2, 3
 
@@ -151,6 +155,9 @@ DEPTH_MAX = 19
 #: With 12 % of it a decode workload made 38,000 runs of what are 5,000 now.
 SLACK_MIN = 16
 SLACK_MAX = 128
+#: A run gets no spare room where less than this share of all blocks is left, 1 in 1 << 2: a single block takes 17 with
+#: it, so that an index of single blocks was full at a seventeenth of its limit.
+SLACK_LEFT_SHIFT = 2
 #: A run that shrank keeps at most this much spare room.
 SLACK_KEPT_MAX = 256
 

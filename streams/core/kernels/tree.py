@@ -40,14 +40,22 @@ from streams.core.kernels.layout import (
     ALIAS_BLOCKS,
     ALIAS_NAMES,
     ALIASES,
+    ALIASES_MAX,
+    BLOCKS_MAX,
     CHILDREN,
     COLUMN_ALIASES,
     COLUMN_FACTS,
+    FULL_ALIASES,
+    FULL_BLOCKS,
+    FULL_SEGMENTS,
     LOCAL,
     MAP_ENTRIES,
+    N_BLOCKS,
     N_FACTS,
     N_LOWER_FACTS,
     N_PHANTOMS,
+    N_SEGMENTS,
+    N_SPAN_CLASSES,
     N_TAKEN,
     NAME,
     NAMES,
@@ -67,9 +75,12 @@ from streams.core.kernels.layout import (
     SEGMENT_META,
     SEGMENT_SHIFT,
     SEGMENTS,
+    SEGMENTS_MAX,
     SLACK_KEPT_MAX,
+    SLACK_LEFT_SHIFT,
     SLACK_MAX,
     SLACK_MIN,
+    SPAN_CLASSES,
     TIER_OF,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id, split_segment
@@ -119,7 +130,7 @@ from streams.core.kernels.shape import (
     tidy,
     trim_spare,
 )
-from streams.core.kernels.spans import free_span, new_span
+from streams.core.kernels.spans import free_span, new_span, span_class
 
 #: Blocks whose own names are looked up ahead at a time.
 _NAMES_AHEAD = 16
@@ -343,7 +354,11 @@ def prepare(
         # It fits behind the run itself: they are one again once the same ranks hold both.
         in_spare, start, room = 1, first, spare
     else:
-        start, room = new_span(context, more, more + min(max(more, SLACK_MIN), SLACK_MAX))
+        left = get(context, BLOCKS_MAX) - get(context, N_BLOCKS)
+        slack = min(max(more, SLACK_MIN), SLACK_MAX)
+        if left < get(context, BLOCKS_MAX) >> SLACK_LEFT_SHIFT:
+            slack = 0
+        start, room = new_span(context, more, more + slack)
     copy_words(hashes + (start << 3), locals_ + (own << 3), more)
     copy_words(table + (start << 3), names + (own << 3), more)
     child = new_run(context)
@@ -408,11 +423,36 @@ def link(
 
 
 @kernel()
+def lacks(context: int, n_blocks: int, n_names: int) -> int:
+    """What an event of so many new blocks, one span of them at most, and names finds no room for; 0 where it fits.
+
+    The span lies behind all others, or in a free one of a greater class, which is long enough whatever its length.
+    """
+    if n_blocks and get(context, N_BLOCKS) + n_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
+        which = SPAN_CLASSES + span_class(n_blocks) + 1
+        while which < SPAN_CLASSES + N_SPAN_CLASSES and get(context, which) == 0:
+            which += 1
+        if which >= SPAN_CLASSES + N_SPAN_CLASSES:
+            return FULL_BLOCKS
+    if get(context, N_SEGMENTS) + n_names // 1024 + 32 > get(context, SEGMENTS_MAX):
+        return FULL_SEGMENTS
+    if get(context, ALIAS_BLOCKS + MAP_ENTRIES) + n_names > get(context, ALIASES_MAX):
+        return FULL_ALIASES
+    return 0
+
+
+@kernel()
+def has_room(context: int, n_blocks: int) -> bool:
+    """Whether so many blocks fit, in several spans."""
+    return lacks(context, 2 * n_blocks + SLACK_MAX, n_blocks) == 0
+
+
+@kernel()
 def store_blocks(
     context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
-) -> None:
+) -> int:
     """A column holds consecutive blocks, the first behind `offset` blocks of a run; the root is run 0. The change that
-    this begins is the caller's to end.
+    this begins is the caller's to end. Gives what there is no room for, as `lacks` does, where nothing was done.
 
     First a walk that changes nothing, then the new blocks where no query looks, and then all of the change at once, as
     short as it can be. What a rank calls the blocks, if not as others do, no query looks at either: a store of 131,072
@@ -458,8 +498,12 @@ def store_blocks(
         done += same
     if get(context, N_PHANTOMS) and first_phantom(context, names + (done << 3), n_blocks - done) < n_blocks - done:
         store_in_steps(context, column, run, offset, names, locals_, n_blocks)
-        return
+        return 0
     new = n_blocks - done
+    if naming:  # for a record somebody looked already
+        lacking = lacks(context, new, n_blocks)
+        if lacking:
+            return lacking
     taken = stretches + n_stretches * 24
     own, child, in_spare, n_taken = 0, 0, 0, 0
     if new:
@@ -489,6 +533,7 @@ def store_blocks(
         link(context, here, behind, own, child, in_spare, names + (done << 3), column, taken)
     if n_lost:
         uncover_listed(context, column, lost, n_lost)
+    return 0
 
 
 @kernel()
