@@ -504,6 +504,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, n in sorted(skipped.items()):
         print(f"SKIPPED {n} of kind {kind}: {NO_SUBJECT.get(kind, 'this runner does not know it')}")
     print(f"{n_passed} passed, {n_failed} failed, {skipped.total()} skipped")
+    if not n_passed + n_failed:
+        print("nothing ran: there is no case of a kind that this runner knows", file=sys.stderr)
+        return 2
     return 1 if n_failed else 0
 
 

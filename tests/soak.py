@@ -257,6 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--operations", type=int, default=10_000_000)
     parser.add_argument("--seed", type=int, help="the first history's; the others follow it")
     options = parser.parse_args(arguments)
+    if options.operations < 1:
+        parser.error(f"--operations is {options.operations}; at least one must be played")
     first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     console = Console()
     names = ", ".join(make.__name__ for make in (*INDEXES, *FOLDS))

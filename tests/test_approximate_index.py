@@ -157,6 +157,12 @@ def test_a_request_is_hashed_before_it_is_matched() -> None:
         (A, [1], 1.0),
         (A, u64(1), math.nan),
         (A, u64(1), math.inf),
+        (A, u64(1), "1"),
+        (A, u64(1), None),
+        (A, u64(1), True),
+        ((1, 0), u64(1), 1.0),
+        (1, u64(1), 1.0),
+        (None, u64(1), 1.0),
     ],
 )
 def test_a_prediction_that_cannot_be_changes_nothing(rank: RankId, local: Any, now_s: float) -> None:
@@ -169,9 +175,36 @@ def test_a_prediction_that_cannot_be_changes_nothing(rank: RankId, local: Any, n
 
 
 @pytest.mark.parametrize(
-    "limits", [(0.0,), (-1.0,), (math.nan,), (1.0, 0), (1.0, BLOCKS_MAX, 0.0), (1.0, BLOCKS_MAX, 1.1)]
+    "limits",
+    [
+        (0.0,),
+        (-1.0,),
+        (math.nan,),
+        (math.inf,),
+        ("120",),
+        (None,),
+        (True,),
+        (1.0, 0),
+        (1.0, 2.5),
+        (1.0, "9"),
+        (1.0, True),
+        (1.0, BLOCKS_MAX, 0.0),
+        (1.0, BLOCKS_MAX, 1.1),
+        (1.0, BLOCKS_MAX, "0.8"),
+    ],
 )
 def test_limits_that_cannot_be_are_refused(limits: tuple[Any, ...]) -> None:
     """No time to live, no room, or a target beyond the limit."""
     with pytest.raises(SettingsError):
         ApproximatePrefixIndex(*limits)
+
+
+@pytest.mark.parametrize("rank", [(1, 0), 1, None, RankId(WorkerId(-1), DpRank(0))], ids=str)
+def test_only_a_rank_can_be_cleared(rank: Any) -> None:
+    """What is none is refused, known or not."""
+    index = ApproximatePrefixIndex()
+    index.predict(A, u64(5), 0.0)
+    for end in (index.clear, index.remove_rank):
+        with pytest.raises(InvalidEvent):
+            end(rank)
+    assert len(index) == 1

@@ -198,3 +198,12 @@ def test_the_runner_is_a_command(tmp_path: Path) -> None:
         )
         assert done.returncode == status
         assert ("1 passed, 1 failed, 0 skipped" in done.stdout) == bool(arguments)
+
+
+@pytest.mark.parametrize("lines", [(), ({"kind": "weather", "name": "a"},)], ids=["empty", "unknown"])
+def test_a_run_of_nothing_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[dict[str, Any], ...]
+) -> None:
+    """A file that is empty, or that has only kinds which nobody knows here, proves nothing."""
+    assert main([written(tmp_path / "cases.jsonl", *lines)]) == 2
+    assert "nothing ran" in capsys.readouterr().err

@@ -354,12 +354,6 @@ def test_hashing_works_without_numba() -> None:
     assert told.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 64, (1 << 64) + 1337])
-def test_a_seed_counts_modulo_2_to_the_64(seed: int) -> None:
-    """As the package takes it."""
-    assert local_hashes(GOLDEN_TOKENS, 4, seed).tolist() == witness_local(GOLDEN_TOKENS, 4, seed % 2**64)
-
-
 @pytest.mark.parametrize("call", [local_hashes, request_hashes])
 def test_a_request_is_checked_in_one_pass_as_in_two(call: Any) -> None:
     """Block size, tokens and bytes, whichever function they are given to."""
@@ -425,3 +419,90 @@ def test_facts_from_public_tests_hold(case: dict[str, Any]) -> None:
         # Of plain bytes the hash function itself is the fact: 9 bytes are no whole number of tokens.
         assert xxhash.xxh3_64_intdigest(query["bytes_utf8"].encode(), query["seed"]) == case["expect"]
         assert query["seed"] == BASE_SEED
+
+
+NO_HASHES: list[Any] = [
+    np.ones(2),
+    np.ones(2, dtype=np.int64),
+    np.ones(2, dtype=np.uint32),
+    np.ones((2, 2), dtype=np.uint64),
+    np.ones(2, dtype=bool),
+    [-1],
+    [U64_MASK + 1],
+    [1.5],
+    [2, True],
+    [[1, 2]],
+    5,
+    None,
+    "12",
+]
+NO_NUMBERS: list[Any] = [-1, U64_MASK + 1, 1.0, True, "1", None]
+
+
+@pytest.mark.parametrize("hashes", NO_HASHES, ids=str)
+def test_what_is_no_hashes_is_not_chained(hashes: Any) -> None:
+    """Rather than truncated, flattened or read as something else."""
+    with pytest.raises(InvalidRequest):
+        sequence_hashes(hashes)
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS, ids=str)
+def test_what_is_no_u64_is_refused_as_parent_seed_and_content(number: Any) -> None:
+    """Too small, too great, or of another type; a parent alone may be None."""
+    with pytest.raises(InvalidRequest):
+        local_hashes([1, 2, 3], 2, number)
+    with pytest.raises(InvalidRequest):
+        pad_value(number)
+    with pytest.raises(InvalidRequest):
+        with_pad_values([1, 2, 3], [(0, 1, number)])
+    if number is not None:
+        with pytest.raises(InvalidRequest):
+            sequence_hashes(np.ones(2, dtype=np.uint64), number)
+
+
+@pytest.mark.parametrize("hashes", NO_HASHES, ids=str)
+def test_what_is_no_hashes_is_not_packed(hashes: Any) -> None:
+    """Negative ones do not become great ones, nor fractions whole."""
+    with pytest.raises(InvalidRequest):
+        pack_hashes(hashes)
+
+
+@pytest.mark.parametrize("packed", ["12345678", 8, None, [0] * 8, np.zeros(8, dtype=np.uint8)], ids=str)
+def test_what_is_no_bytes_is_not_unpacked(packed: Any) -> None:
+    """A typed error, whatever it is."""
+    with pytest.raises(InvalidRequest):
+        unpack_hashes(packed)
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 1.0, 16.5, True, "16", None, [16]], ids=str)
+def test_what_is_no_block_size_is_refused(block_size: Any) -> None:
+    """It is a whole number of at least one token."""
+    with pytest.raises(BlockSizeMismatch):
+        local_hashes([1, 2, 3], block_size)
+
+
+@pytest.mark.parametrize("name", [5, b"x", ["x"], True, "\ud800"], ids=repr)
+def test_what_is_no_name_gives_no_seed(name: Any) -> None:
+    """As an adapter and as a namespace."""
+    with pytest.raises(InvalidRequest):
+        hash_seed(name)
+    with pytest.raises(InvalidRequest):
+        hash_seed(None, name)
+
+
+@pytest.mark.parametrize(
+    "tokens", [[True, 2], [5, False], (7, 8, True), [[1, 2], [3]], [[]], None, 5, "12", {1: 2}], ids=str
+)
+def test_what_is_no_tokens_is_refused(tokens: Any) -> None:
+    """True is no token, though Python counts with it; lists within lists are none either."""
+    with pytest.raises(InvalidRequest):
+        local_hashes(tokens, 1)
+
+
+@pytest.mark.parametrize(
+    "placeholder", [(0, 1), (0, 1, 2, 3), 5, None, (0.0, 1, 2), (0, "1", 2), (True, 1, 2)], ids=str
+)
+def test_what_is_no_placeholder_is_refused(placeholder: Any) -> None:
+    """It is an offset, a length and a hash, whole numbers all."""
+    with pytest.raises(InvalidRequest):
+        with_pad_values([1, 2, 3], [placeholder])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +16,10 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, K
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores, PrefixIndex
+from streams.core.kernels import layout
 from streams.core.plain_index import PlainPrefixIndex
-from streams.core.run_tree import RunTreeIndex
-from streams.errors import BlockSizeMismatch, IndexFull, InvalidEvent, InvalidRequest, UnknownParent
+from streams.core.run_tree import EventColumns, RunTreeIndex
+from streams.errors import BlockSizeMismatch, IndexFull, InvalidEvent, InvalidRequest, SettingsError, UnknownParent
 from tests.reference import Member
 
 FACTORIES: list[Callable[[], PrefixIndex]] = [PlainPrefixIndex, RunTreeIndex]
@@ -298,7 +300,15 @@ FLOATS, SIGNED, SQUARE = (np.ones(2), np.array([1, -2]), np.ones((2, 2), dtype=n
         {"rank": RankId(WorkerId(U64_MASK + 1), DpRank(0))},
         {"rank": RankId(WorkerId(1), DpRank(-1))},
         {"rank": RankId(WorkerId(1), DpRank(U32_MAX + 1))},
+        {"rank": RankId(WorkerId(True), DpRank(0))},
+        {"rank": (1, 0)},
+        {"rank": 1},
+        {"rank": None},
+        {"parent": True},
+        {"parent": 1.0},
         {"tier": 4},
+        {"tier": True},
+        {"tier": None},
         {"tier": -1},
     ],
     ids=str,
@@ -313,6 +323,10 @@ def test_an_event_that_cannot_be_changes_nothing(index: PrefixIndex, change: dic
         event = {name: (event | change)[name] for name in ("rank", "tier", "names")}
         with pytest.raises(InvalidEvent):
             index.remove(**event)
+    if "rank" in change:
+        for end in (index.clear, index.remove_rank):
+            with pytest.raises(InvalidEvent):
+                end(change["rank"])
     assert members(index) == {(A, Tier.DEVICE, name) for name in NAMES[:2]}
 
 
@@ -473,3 +487,169 @@ def test_a_lookup_outlives_its_matcher_and_its_tree() -> None:
     for _ in range(100):
         np.zeros(1 << 16)
         assert match(names) == 1
+
+
+def columns(holders: list[int], names: HashArray, kind: int = layout.STORED_AT_ROOT) -> EventColumns:
+    """One event a holder, each about all these names, which are their own local hashes."""
+    n = len(holders)
+    return EventColumns(
+        holder=np.array(holders, dtype=np.int64),
+        kind=np.full(n, kind, dtype=np.int64),
+        parent=np.zeros(n, dtype=np.uint64),
+        offset=np.arange(n + 1, dtype=np.int64) * len(names),
+        names=np.tile(names, n),
+        local=np.tile(names, n),
+    )
+
+
+def test_a_number_that_outlived_its_rank_is_nobodys() -> None:
+    """Not the next rank's that gets its place, nor the same rank's when it is back; none of the columns is applied."""
+    index = RunTreeIndex()
+    names = u64(*LOCAL)
+    first = index.holder(A, Tier.DEVICE)
+    events = columns([index.holder(B, Tier.DEVICE), first], names)
+    index.remove_rank(A)
+    for rank in (None, C, A):
+        if rank is not None:
+            assert index.holder(rank, Tier.DEVICE) != first
+        with pytest.raises(InvalidEvent):
+            index.apply(events)
+        assert len(index) == 0
+        if rank is not None:
+            index.apply(columns([index.holder(rank, Tier.DEVICE)], names))
+            index.store(rank, Tier.DEVICE, None, names[:1], names[:1])
+            assert ask(index).scores == {rank: len(names)}
+            index.remove_rank(rank)
+    index.check()
+
+
+@pytest.mark.parametrize("number", [-1, 1, 1 << 16, 1 << 32, 1 << 62])
+def test_a_number_that_was_never_given_out_is_nobodys(number: int) -> None:
+    """Whether it is out of every range or just not there yet."""
+    index = RunTreeIndex()
+    assert index.holder(A, Tier.DEVICE) == 0
+    with pytest.raises(InvalidEvent):
+        index.apply(columns([0, number], u64(*LOCAL)))
+    assert len(index) == 0
+    with pytest.raises(InvalidEvent):
+        RunTreeIndex().apply(columns([0], u64(*LOCAL)))
+
+
+def test_a_cleared_rank_keeps_its_number() -> None:
+    """Only a rank that is removed gives it up."""
+    index = RunTreeIndex()
+    events = columns([index.holder(A, Tier.DEVICE)], u64(*LOCAL))
+    for _ in range(3):
+        index.apply(events)
+        index.clear(A)
+    index.apply(events)
+    assert ask(index).scores == {A: len(LOCAL)}
+
+
+@pytest.mark.parametrize("query", [FLOATS, SIGNED, SQUARE, [101], (101,), None, 5, u64(*LOCAL)[::2]], ids=str)
+def test_a_matcher_refuses_what_is_no_query(query: Any) -> None:
+    """By name, and without a check on the way of those that are."""
+    with pytest.raises(InvalidRequest):
+        RunTreeIndex().matcher().match(query)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"blocks_hint": -1},
+        {"blocks_hint": 1.5},
+        {"blocks_hint": True},
+        {"blocks_hint": 1 << 40},
+        {"limits": None},
+        {"limits": 1024},
+    ],
+    ids=str,
+)
+def test_a_tree_refuses_sizes_that_cannot_be(given: dict[str, Any]) -> None:
+    """Before it takes any memory."""
+    with pytest.raises(SettingsError):
+        RunTreeIndex(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"blocks_max": 1e6},
+        {"blocks_max": "4096"},
+        {"blocks_max": 1023},
+        {"blocks_max": True},
+        {"columns_max": 64.0},
+        {"columns_max": 65},
+        {"huge_pages": 1},
+    ],
+    ids=str,
+)
+def test_limits_are_whole_numbers_in_range(given: dict[str, Any]) -> None:
+    """A million written as 1e6 is a float."""
+    with pytest.raises(SettingsError):
+        TreeLimits(**given)
+
+
+def test_a_system_that_refuses_address_space_is_told_of_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do about it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("streams.core.arenas.mmap.mmap", refuse)
+    with pytest.raises(SettingsError, match="TreeLimits"):
+        RunTreeIndex()
+
+
+BLOCKS = 1 << 16
+
+
+def test_a_store_fits_up_to_the_limit_and_says_what_is_missing() -> None:
+    """All but the spare room of one run; a refusal names the limit, the need and the remedy."""
+    names = np.arange(1, BLOCKS + 1, dtype=np.uint64)
+    most = BLOCKS - layout.SLACK_MAX
+    index = RunTreeIndex(limits=TreeLimits(blocks_max=BLOCKS))
+    with pytest.raises(IndexFull, match="TreeLimits with a greater blocks_max") as caught:
+        index.store(A, Tier.DEVICE, None, names[: most + 1], names[: most + 1])
+    assert caught.value.detail == {"event": 0, "needed": most + 1, "in_use": 0, "blocks_max": BLOCKS}
+    index.store(A, Tier.DEVICE, None, names[:most], names[:most])
+    assert len(index) == most
+    # Another rank's names for them all fit as well.
+    index.store(B, Tier.DEVICE, None, names[:most] + np.uint64(1 << 40), names[:most])
+    assert len(index) == 2 * most
+    index.check()
+
+
+def test_single_blocks_give_up_their_spare_room_when_it_gets_narrow() -> None:
+    """With seventeen blocks each there was room for a seventeenth of the limit."""
+    index = RunTreeIndex(limits=TreeLimits(blocks_max=BLOCKS))
+    names = np.arange(1, BLOCKS + 1, dtype=np.uint64)
+    index.holder(A, Tier.DEVICE)
+    events = EventColumns(
+        holder=np.zeros(BLOCKS, dtype=np.int64),
+        kind=np.full(BLOCKS, layout.STORED_AT_ROOT, dtype=np.int64),
+        parent=np.zeros(BLOCKS, dtype=np.uint64),
+        offset=np.arange(BLOCKS + 1, dtype=np.int64),
+        names=names,
+        local=names,
+    )
+    with pytest.raises(IndexFull) as caught:
+        index.apply(events)
+    assert len(index) == caught.value.detail["event"] > BLOCKS // 4
+    index.check()
+
+
+def test_room_that_was_freed_is_room() -> None:
+    """Though it lies before what is still held."""
+    index = RunTreeIndex(limits=TreeLimits(blocks_max=BLOCKS))
+    names = np.arange(1, BLOCKS + 1, dtype=np.uint64)
+    half = names[: BLOCKS // 2]
+    index.store(A, Tier.DEVICE, None, half, half)
+    rest = names[BLOCKS // 2 : -2 * layout.SLACK_MAX]
+    index.store(B, Tier.DEVICE, None, rest, rest)
+    quarter = half[: BLOCKS // 4 - 1]
+    for _ in range(3):
+        index.remove(A, Tier.DEVICE, half)
+        index.store(A, Tier.DEVICE, None, quarter, quarter)
+        assert len(index) == len(rest) + len(quarter)
+    index.check()

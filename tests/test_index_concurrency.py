@@ -111,3 +111,36 @@ def test_every_answer_is_one_of_some_prefix_of_the_events(batch: int) -> None:
     assert n_changed > 100  # the writer did write meanwhile
     index.check()
     assert sorted(index.members()) == sorted(dry.members())
+
+
+def test_a_store_under_other_names_holds_no_query_up() -> None:
+    """Its names are no query's business; each answer is one from before it or behind it."""
+    n_blocks = 200_000
+    chain = np.arange(1, n_blocks + 1, dtype=np.uint64)
+    index, _ = fresh()
+    index.store(RANKS[0], Tier.DEVICE, None, chain, chain)
+    query = chain[:200].copy()
+    before = answer(index, query)
+    behind = before | {(RANKS[1].worker_id, len(query))}
+    took: list[float] = []
+
+    def write() -> None:
+        for tens in range(1, 4):
+            start = time.thread_time()
+            index.store(RANKS[1], Tier.DEVICE, None, chain + np.uint64(10 ** (9 + tens)), chain)
+            took.append(time.thread_time() - start)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    waited, seen = [0.0], set()
+    while writer.is_alive():
+        start = time.perf_counter()
+        seen.add(answer(index, query))
+        waited.append(time.perf_counter() - start)
+        time.sleep(0)
+    writer.join()
+    assert seen <= {before, behind}
+    # 0.02 s each, in which queries went on; 2.6 s when each block was named within the change.
+    assert max(took) < 1.0, took
+    assert max(waited) < 0.1, max(waited)
+    index.check()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.core.ids import DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
 from streams.core.plain_index import PlainPrefixIndex
+from streams.core.run_tree import RunTreeIndex
 from streams.errors import UnknownParent
 from tests import soak
 from tests.reference import IndexHistory
@@ -90,3 +93,46 @@ def test_a_soak_without_a_difference_ends_well(capsys: pytest.CaptureFixture[str
     assert soak.main(["--operations", str(HISTORY_OPERATIONS), "--seed", "7"]) == 0
     told = capsys.readouterr().out
     assert "first seed 7" in told and "no difference in seeds 7 to 7" in told
+
+
+def _names(rng: random.Random, n_blocks: int, n_names: int) -> HashArray:
+    """Names of which some come twice, or names that differ, drawn from few: they move about all the time."""
+    if rng.random() < 0.5:
+        return np.array([rng.randint(1, n_names) for _ in range(n_blocks)], dtype=np.uint64)
+    return np.array(rng.sample(range(1, n_names + 31), min(n_blocks, n_names)), dtype=np.uint64)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_names_that_move_about_mean_the_same_to_both_indexes(seed: int) -> None:
+    """Few names, few tokens, few ranks: names move to later blocks of the same event, back, and between tiers."""
+    rng = random.Random(seed)
+    plain, tree = PlainPrefixIndex(), RunTreeIndex()
+    n_names = rng.choice((6, 12, 40))
+    prompts = [np.array([rng.randint(1, 2) for _ in range(30)], dtype=np.uint64) for _ in range(4)]
+    for number in range(300):
+        rank, tier = RankId(WorkerId(rng.randrange(3)), DpRank(0)), Tier(rng.choice((0, 0, 0, 1)))
+        if rng.random() < 0.65:
+            names = _names(rng, rng.randint(1, 30), n_names)
+            local = rng.choice(prompts)[: len(names)]
+            parent = EngineHash(rng.randint(1, n_names)) if rng.random() < 0.4 else None
+            refused = []
+            for index in (plain, tree):
+                try:
+                    index.store(rank, tier, parent, names, local)
+                except UnknownParent:
+                    refused.append(index)
+            assert len(refused) != 1, number
+        else:
+            names = _names(rng, rng.randint(1, 10), n_names)
+            assert tree.remove(rank, tier, names) == plain.remove(rank, tier, names), number
+        assert sorted(tree.members()) == sorted(plain.members()), number
+        assert all(tree.find_matches(prompt) == plain.find_matches(prompt) for prompt in prompts), number
+    tree.check()
+
+
+@pytest.mark.parametrize("n_operations", ["0", "-5"])
+def test_a_soak_of_no_operations_is_refused(n_operations: str) -> None:
+    """It would find no difference."""
+    with pytest.raises(SystemExit) as caught:
+        soak.main(["--operations", n_operations])
+    assert caught.value.code == 2

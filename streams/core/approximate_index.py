@@ -3,7 +3,7 @@
 What lives here: predictions, their expiry and their limit. What must not: clocks (time is an argument), and events:
 where there are some, they are facts, and this only covers the time until they come.
 
-Owner of the state: the router, under its lock. An answer made of this is `approximate` (DESIGN section 7).
+Owner of the state: the router, under its lock. An answer made of this is `approximate` (docs/http.md).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+
+import numpy as np
 
 from streams.core.hashing import BASE_SEED, Tokens, local_hashes, sequence_hashes
 from streams.core.ids import HashArray, RankId, SequenceHash, Tier
@@ -31,6 +33,10 @@ BLOCKS_MAX = 1 << 20
 PRUNE_TARGET = 0.8
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 class ApproximatePrefixIndex:
     """Predicted blocks, each until `ttl_s` after the last prediction that named it.
 
@@ -42,12 +48,12 @@ class ApproximatePrefixIndex:
     """
 
     def __init__(self, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX, prune_target: float = PRUNE_TARGET) -> None:
-        if not (math.isfinite(ttl_s) and ttl_s > 0):
-            raise SettingsError(f"ttl_s is {ttl_s}; it must be above 0")
-        if blocks_max < 1:
-            raise SettingsError(f"blocks_max is {blocks_max}; it must be at least 1")
-        if not 0 < prune_target <= 1:
-            raise SettingsError(f"prune_target is {prune_target}; it must be above 0 and at most 1")
+        if not (_is_number(ttl_s) and math.isfinite(ttl_s) and ttl_s > 0):
+            raise SettingsError(f"ttl_s is {ttl_s!r}; it must be a finite number of seconds above 0")
+        if not isinstance(blocks_max, int) or isinstance(blocks_max, bool) or blocks_max < 1:
+            raise SettingsError(f"blocks_max is {blocks_max!r}; it must be a whole number of at least 1")
+        if not (_is_number(prune_target) and 0 < prune_target <= 1):
+            raise SettingsError(f"prune_target is {prune_target!r}; it must be above 0 and at most 1")
         self._ttl_s = ttl_s
         self._blocks_max = blocks_max
         self._blocks_kept = max(1, int(blocks_max * prune_target))
@@ -79,8 +85,8 @@ class ApproximatePrefixIndex:
         now_s: seconds of any clock; of threads that read it in one order and come in another the latest time holds.
         Raises InvalidEvent.
         """
-        if not math.isfinite(now_s):
-            raise InvalidEvent(f"{now_s} is no time")
+        if not (_is_number(now_s) and math.isfinite(now_s)):
+            raise InvalidEvent(f"{now_s!r} is no time")
         self._now_s = max(self._now_s, now_s)
         n_expired = 0
         for predicted_s in self._predicted.values():
@@ -91,7 +97,7 @@ class ApproximatePrefixIndex:
         return n_expired
 
     def clear(self, rank: RankId) -> None:
-        """Nothing is predicted of this rank any more."""
+        """Nothing is predicted of this rank any more. Raises InvalidEvent."""
         check_rank(rank)
         for block in self._sets.holds(rank, Tier.DEVICE):
             del self._predicted[rank, block]

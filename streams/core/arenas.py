@@ -1,8 +1,8 @@
 """Memory of a run tree: address space that is there from the start, and pages that come as they are touched.
 
 What lives here: reserving, addressing and giving back; the context that kernels read. What must not: what is in it.
-Arenas never move, so growing needs no protocol and a reader's address stays good: 40 GB of address space cost nothing
-until they are written to.
+Arenas never move, so growing needs no protocol and a reader's address stays good: address space, 122 GB of it
+by default, costs nothing until it is written to.
 """
 
 from __future__ import annotations
@@ -54,7 +54,15 @@ class Arena:
     def __init__(self, n_bytes: int, huge_pages: bool = False) -> None:
         self.n_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, self.n_bytes, flags=flags)
+        try:
+            self._memory = mmap.mmap(-1, self.n_bytes, flags=flags)
+        except OSError as exc:
+            raise SettingsError(
+                f"the system refuses {self.n_bytes:,} bytes of address space for an index ({exc.strerror})",
+                remedy="give it TreeLimits with a smaller blocks_max or columns_max, or allow it (ulimit -v, "
+                "vm.overcommit_memory, vm.max_map_count)",
+                n_bytes=self.n_bytes,
+            ) from exc
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.words: Int64Array = np.frombuffer(self._memory, dtype=np.int64)
@@ -83,13 +91,22 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What a tree may grow to; beyond it an event is refused. huge_pages: 2 MiB pages for blocks, runs and names."""
+    """What a tree may grow to; beyond it an event is refused. huge_pages: 2 MiB pages for blocks, runs and names.
+
+    Raises SettingsError.
+    """
 
     blocks_max: int = BLOCKS_MAX
     columns_max: int = COLUMNS_MAX
     huge_pages: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("blocks_max", "columns_max"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise SettingsError(f"{name} is {value!r}, not a whole number")
+        if not isinstance(self.huge_pages, bool):
+            raise SettingsError(f"huge_pages is {self.huge_pages!r}, not True or False")
         if not 1024 <= self.blocks_max <= BLOCKS_MAX:
             raise SettingsError(f"blocks_max is {self.blocks_max}, not within 1024..{BLOCKS_MAX}")
         if not 64 <= self.columns_max <= COLUMNS_MAX or self.columns_max % 64:
@@ -106,8 +123,11 @@ class TreeMemory:
         self.limits = limits
         blocks = -(-limits.blocks_max // 1024) * 1024
         runs = blocks + 4096  # a block is in one run, and a change needs two more for a moment
-        segments = blocks // 1024 + 64
+        # A segment that was split has some 2,048 entries: those of every block's name, of every block as a child and of
+        # as many aliases, twice, and a quarter of claims and records. So the maps are never what is full first.
+        segments = blocks // 384 + 256
         small = blocks // 4 + 1024
+        aliases = blocks + 1024
         self.arenas: dict[int, Arena] = {}
         self._context = Arena(layout.CONTEXT_WORDS * 8)
         self.context = self._context.words
@@ -118,6 +138,8 @@ class TreeMemory:
             (layout.LOCAL, blocks * 8, huge),
             (layout.NAME, blocks * 8, huge),
             (layout.STARTS, blocks // 8, False),
+            (layout.STARTS_ABOVE, blocks // 512 + 8, False),
+            (layout.STARTS_TOP, blocks // 32_768 + 8, False),
             (layout.GRANULES, blocks // 4, False),
             (layout.RUNS, runs * layout.RUN_BYTES, huge),
             (layout.LIVE, columns // 8, False),
@@ -132,12 +154,13 @@ class TreeMemory:
             (layout.HOLDER_RANK, columns * 4, False),
             (layout.HOLDER_TIER, columns * 4, False),
             (layout.HOLDER_LIFE, columns * 8, False),
+            (layout.HOLDER_NUMBERS, columns * 8, False),
             (layout.FREE_COLUMNS, columns * 4, False),
-            (layout.SCRATCH, blocks * 40 + 4096, False),
+            (layout.SCRATCH, blocks * layout.SCRATCH_BYTES_A_BLOCK + 4096, False),
             (layout.DEFERRED, layout.DEFERRED_MAX * 32, False),
             (layout.SEGMENTS, segments << layout.SEGMENT_SHIFT, huge),
             (layout.SEGMENT_META, segments * 8, False),
-            (layout.ALIASES, small * 16, False),
+            (layout.ALIASES, aliases * 32, False),
             (layout.CLAIMS, small * 16, False),
             (layout.RECORDS, small * 32, False),
             (layout.FREE_STARTS, blocks // 8, False),
@@ -155,6 +178,7 @@ class TreeMemory:
         self.context[layout.SEGMENTS_MAX] = segments
         self.context[layout.SCRATCH_MAX] = blocks
         self.context[layout.SMALL_MAX] = small
+        self.context[layout.ALIASES_MAX] = aliases
         self.context[layout.N_WORDS] = 1
         # Where the system put it is random enough for what it is for.
         self.context[layout.SALT] = np.int64(hash((self.address, "salt")))

@@ -1,4 +1,9 @@
-"""Tokens to hashes, byte for byte those of NVIDIA Dynamo (DESIGN section 2).
+"""Tokens to hashes, byte for byte those of NVIDIA Dynamo.
+
+A local hash is xxh3_64 of a block's tokens, u32 little-endian, with the seed. The first sequence hash is the first
+local hash; each further one is xxh3_64 of the sequence hash before it and its own local hash, u64 little-endian each,
+seed 1337. A seed is 1337, and to it xxh3_64 of the LoRA adapter's name (seed 0) and of the namespace (seed 1), modulo
+2^64.
 
 What lives here: local and sequence hashes, their seeds, and the tokens that stand for images. What must not: who holds
 a block. Sequence hashes name a whole prefix and are the same on every worker; local hashes name one block's tokens.
@@ -60,14 +65,23 @@ class Placeholder(NamedTuple):
 def hash_seed(lora_name: str | None = None, namespace: str | None = None) -> int:
     """Give the seed for a LoRA adapter and a namespace; None and "" both mean none.
 
-    Source: DESIGN section 2.
+    Raises InvalidRequest.
     """
     seed = BASE_SEED
-    if lora_name:
-        seed += xxhash.xxh3_64_intdigest(lora_name.encode(), 0)
-    if namespace:
-        seed += xxhash.xxh3_64_intdigest(namespace.encode(), 1)
+    if lora_name is not None:
+        seed += _name_digest("lora_name", lora_name, 0)
+    if namespace is not None:
+        seed += _name_digest("namespace", namespace, 1)
     return seed & U64_MASK
+
+
+def _name_digest(what: str, name: str, seed: int) -> int:
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{what} is a {type(name).__name__}, not text")
+    try:
+        return xxhash.xxh3_64_intdigest(name.encode(), seed) if name else 0
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(f"{what} is no UTF-8: {exc.reason}") from exc
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
@@ -85,7 +99,7 @@ def local_hashes(tokens: Tokens, block_size: int, seed: int = BASE_SEED, *, eagl
 
     eagle: hash windows of block_size + 1 tokens, which begin block_size tokens apart, as EAGLE drafts need them.
     Returns uint64[n_tokens // block_size], of windows uint64[(n_tokens - 1) // block_size].
-    Raises BlockSizeMismatch, InvalidRequest. Source: DESIGN section 2.
+    Raises BlockSizeMismatch, InvalidRequest.
     """
     return _hash(tokens, block_size, seed, eagle, chained=False)[0]
 
@@ -96,7 +110,7 @@ def request_hashes(
     """Local hashes of a whole request and their chain from the root, in one pass over the tokens.
 
     Returns what `local_hashes` and, of that, `sequence_hashes` give: uint64[n_blocks] each.
-    Raises BlockSizeMismatch, InvalidRequest. Source: DESIGN section 2.
+    Raises BlockSizeMismatch, InvalidRequest.
     """
     return _hash(tokens, block_size, seed, eagle, chained=True)
 
@@ -104,12 +118,14 @@ def request_hashes(
 def sequence_hashes(local: HashArray, parent: SequenceHash | None = None) -> HashArray:
     """Chain local hashes into sequence hashes, from the root or on from `parent`.
 
-    local: uint64[n_blocks]; returns uint64[n_blocks]; n_blocks may be 0. Source: DESIGN section 2.
+    local: uint64[n_blocks]; returns uint64[n_blocks]; n_blocks may be 0. Raises InvalidRequest.
     """
     own = local
     if not (type(local) is np.ndarray and local.dtype is _U64_LE and local.ndim == 1 and local.flags.carray):
-        own = np.ascontiguousarray(local, dtype=_U64_LE)
-        own = own if own.flags.aligned and own.ndim == 1 else own.flatten()
+        own = np.ascontiguousarray(_hash_array(local))
+        own = own if own.flags.aligned else own.copy()
+    if parent is not None:
+        _check_u64("parent", parent)
     if own.size == 0:
         return _NO_HASHES.copy()
     if not KERNELS_AVAILABLE:
@@ -120,7 +136,11 @@ def sequence_hashes(local: HashArray, parent: SequenceHash | None = None) -> Has
 
 
 def pad_value(mm_hash: int) -> int:
-    """Give the token that stands for a piece of content: 1,000,000 and the low 30 bits of its u64 hash."""
+    """Give the token that stands for a piece of content: 1,000,000 and the low 30 bits of its u64 hash.
+
+    Raises InvalidRequest.
+    """
+    _check_u64("mm_hash", mm_hash)
     return PAD_BASE + (mm_hash & PAD_MASK)
 
 
@@ -131,7 +151,12 @@ def with_pad_values(tokens: Tokens, placeholders: Iterable[Placeholder | tuple[i
     Raises InvalidRequest for a placeholder that is not within the tokens, and for tokens as `pack_tokens` does.
     """
     padded = _token_array(tokens).copy()
-    for index, (offset, length, mm_hash) in enumerate(placeholders):
+    for index, placeholder in enumerate(placeholders):
+        if not isinstance(placeholder, tuple | list) or len(placeholder) != 3:
+            raise InvalidRequest(f"placeholder {index} is {placeholder!r}, not an offset, a length and a hash")
+        offset, length, mm_hash = placeholder
+        if not _is_whole(offset) or not _is_whole(length):
+            raise InvalidRequest(f"placeholder {index} is not of whole numbers: {placeholder!r}")
         if offset < 0 or length < 0 or offset + length > padded.size:
             raise InvalidRequest(
                 f"placeholder {index} is tokens {offset}..{offset + length}, outside the {padded.size} there are",
@@ -143,13 +168,17 @@ def with_pad_values(tokens: Tokens, placeholders: Iterable[Placeholder | tuple[i
 
 
 def pack_hashes(hashes: Sequence[int] | HashArray) -> bytes:
-    """Pack hashes as u64 little-endian, the form in which they travel in Avro `bytes`."""
-    return np.asarray(hashes, dtype="<u8").tobytes()
+    """Pack hashes as u64 little-endian, the form in which they travel in Avro `bytes`. Raises InvalidRequest."""
+    return _hash_array(hashes).tobytes()
 
 
 def unpack_hashes(packed: bytes) -> HashArray:
     """Unpack u64 little-endian; returns a read-only uint64[n]. Raises InvalidRequest for a length that is no multiple
-    of 8."""
+    of 8, and for what is not bytes."""
+    if not isinstance(packed, bytes):
+        if not isinstance(packed, bytearray | memoryview):
+            raise InvalidRequest(f"packed hashes are a {type(packed).__name__}, not bytes")
+        packed = bytes(packed)
     if len(packed) % _BYTES_A_HASH:
         raise InvalidRequest("packed hashes are u64 little-endian, 8 bytes each", n_bytes=len(packed))
     return np.frombuffer(packed, dtype="<u8")
@@ -157,8 +186,12 @@ def unpack_hashes(packed: bytes) -> HashArray:
 
 def _hash(tokens: Tokens, block_size: int, seed: int, eagle: bool, *, chained: bool) -> tuple[HashArray, HashArray]:
     """Local hashes and, if wanted, their chain; the second is uint64[0] if not."""
+    if type(block_size) is not int and not _is_whole(block_size):
+        raise BlockSizeMismatch(f"block size is {block_size!r}, not a whole number of tokens")
     if block_size < 1:
         raise BlockSizeMismatch(f"block size is {block_size}; it must be at least 1 token")
+    if type(seed) is not int or not 0 <= seed <= U64_MASK:
+        _check_u64("seed", seed)
     words = _token_array(tokens)
     window, n_blocks = block_size, words.size // block_size
     if eagle:
@@ -170,7 +203,7 @@ def _hash(tokens: Tokens, block_size: int, seed: int, eagle: bool, *, chained: b
         return local, _chain_by_package(local, None) if chained else _NO_HASHES
     local = np.empty(n_blocks, dtype=np.uint64)
     sequence = np.empty(n_blocks, dtype=np.uint64) if chained else _NO_HASHES
-    hash_blocks(words, window, block_size, n_blocks, seed & U64_MASK, local, sequence)
+    hash_blocks(words, window, block_size, n_blocks, seed, local, sequence)
     return local, sequence
 
 
@@ -210,11 +243,19 @@ def _token_array(tokens: Tokens) -> TokenArray:
     if isinstance(tokens, list | tuple):
         # array() checks each value's type and range itself, in C: 62 ns a block against 201 through np.array.
         try:
-            return _in_one_piece(np.frombuffer(array("I", tokens), dtype=np.uintc))
+            words = _in_one_piece(np.frombuffer(array("I", tokens), dtype=np.uintc))
         except (OverflowError, TypeError) as exc:
             raise InvalidRequest(_name_bad_token(tokens)) from exc
-    values = np.asarray(tokens)
-    if values.size == 0:
+        # It takes True for 1 and False for 0, so only where there are such tokens is it asked what they are.
+        low = words < 2
+        if low.any() and any(type(tokens[index]) is bool for index in np.flatnonzero(low).tolist()):
+            raise InvalidRequest(_name_bad_token(tokens))
+        return words
+    try:
+        values = np.asarray(tokens)
+    except (ValueError, TypeError) as exc:
+        raise InvalidRequest("tokens must be one dimension of integers") from exc
+    if values.size == 0 and values.ndim == 1:
         return np.empty(0, dtype=_U32_LE)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise InvalidRequest("tokens must be one dimension of integers", dtype=str(values.dtype), ndim=values.ndim)
@@ -240,6 +281,34 @@ def _in_one_piece(values: npt.NDArray[Any]) -> TokenArray:
     if values.dtype is _U32_LE and values.flags.c_contiguous and values.flags.aligned:
         return values
     return values.astype(_U32_LE, order="C")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_u64(what: str, value: object) -> None:
+    """Raise InvalidRequest unless it is a whole number within u64."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value <= U64_MASK:
+        raise InvalidRequest(f"{what} is {value!r}, not an integer in 0..{U64_MASK}")
+
+
+def _hash_array(hashes: Sequence[int] | HashArray) -> HashArray:
+    """As u64 little-endian of one dimension: an array of uint64 in either byte order, or a list of integers.
+
+    Raises InvalidRequest: conversion would make great numbers of negative ones, and whole ones of fractions.
+    """
+    if isinstance(hashes, np.ndarray):
+        if hashes.dtype.kind != "u" or hashes.dtype.itemsize != _BYTES_A_HASH or hashes.ndim != 1:
+            raise InvalidRequest("hashes are not uint64 of one dimension", dtype=str(hashes.dtype), ndim=hashes.ndim)
+        return hashes.astype(_U64_LE, copy=False)
+    try:
+        words = np.frombuffer(array("Q", hashes), dtype=np.uint64)  # in C it checks each value's type and range
+    except (OverflowError, TypeError, ValueError) as exc:
+        raise InvalidRequest(f"hashes must be integers in 0..{U64_MASK}, or an array of uint64") from exc
+    if any(type(hashes[index]) is bool for index in np.flatnonzero(words < 2).tolist()):
+        raise InvalidRequest("hashes must be integers, and True or False is none")
+    return words.astype(_U64_LE, copy=False)
 
 
 def _name_bad_token(tokens: Sequence[object]) -> str:

@@ -57,7 +57,7 @@ class OverlapScores:
         return min(scores, key=lambda rank: (-scores[rank], rank), default=None)
 
     def effective_blocks(self, rank: RankId, tier_weights: tuple[float, ...]) -> float:
-        """Blocks of the rank's prefix, each weighted by the tier of its fastest copy (DESIGN section 7)."""
+        """Blocks of the rank's prefix, each weighted by the tier of its fastest copy."""
         tiers = self.by_tier.get(rank)
         if tiers is None:
             return tier_weights[Tier.DEVICE] * self.scores.get(rank, 0)
@@ -98,10 +98,13 @@ class PrefixIndex(Protocol):
         """
 
     def clear(self, rank: RankId) -> None:
-        """The rank holds nothing any more, in any tier."""
+        """The rank holds nothing any more, in any tier. Raises InvalidEvent."""
 
     def remove_rank(self, rank: RankId) -> None:
-        """The same, and the rank is forgotten; a rank that the index does not know changes nothing."""
+        """The same, and the rank is forgotten; a rank that the index does not know changes nothing.
+
+        Raises InvalidEvent.
+        """
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
@@ -129,9 +132,17 @@ class PrefixIndex(Protocol):
         """Number of facts held."""
 
 
+def _is_whole(value: object) -> bool:
+    # True is an int and False another one: as a number of anything here they are somebody's mistake.
+    return type(value) is int or (isinstance(value, int | np.integer) and not isinstance(value, bool))
+
+
 def check_rank(rank: RankId) -> None:
-    """Raise InvalidEvent unless worker id and rank are in range: u64 and u32."""
-    if not isinstance(rank.worker_id, int | np.integer) or not isinstance(rank.dp_rank, int | np.integer):
+    """Raise InvalidEvent unless it is a RankId whose worker id and rank are in range: u64 and u32."""
+    # A bare tuple is equal to a RankId and would be found among them, by accident.
+    if not isinstance(rank, RankId):
+        raise InvalidEvent(f"{rank!r} is a {type(rank).__name__}, not a RankId")
+    if not _is_whole(rank.worker_id) or not _is_whole(rank.dp_rank):
         raise InvalidEvent(f"rank {rank} is not of whole numbers")
     if not (0 <= rank.worker_id <= U64_MASK and 0 <= rank.dp_rank <= U32_MAX):
         raise InvalidEvent(f"rank {rank} is out of range", worker_id=int(rank.worker_id), dp_rank=int(rank.dp_rank))
@@ -139,7 +150,7 @@ def check_rank(rank: RankId) -> None:
 
 def check_tier(tier: Tier) -> None:
     """Raise InvalidEvent unless it is one of Tier's numbers."""
-    if not isinstance(tier, int | np.integer) or not Tier.DEVICE <= tier <= Tier.EXTERNAL:
+    if not _is_whole(tier) or not Tier.DEVICE <= tier <= Tier.EXTERNAL:
         raise InvalidEvent(f"there is no tier {tier!r}")
 
 
@@ -159,7 +170,7 @@ def check_store(rank: RankId, tier: Tier, parent: EngineHash | None, names: Hash
         raise InvalidEvent(
             f"{len(names)} names for {len(local)} local hashes", rank=rank, n_names=len(names), n_local=len(local)
         )
-    if parent is not None and not (isinstance(parent, int | np.integer) and 0 <= parent <= U64_MASK):
+    if parent is not None and not (_is_whole(parent) and 0 <= parent <= U64_MASK):
         raise InvalidEvent(f"parent {parent!r} is no u64", rank=rank)
 
 

@@ -26,7 +26,7 @@ from streams.core.kernels.events import SWEEP_BUDGET, apply_events
 from streams.core.kernels.maps import join_segments, split_segments_to
 from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
 from streams.core.tree_inspection import Column, TreeReader
-from streams.errors import IndexFull, InvalidEvent, TooManyRanks, UnknownParent
+from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks, UnknownParent
 
 N_TIERS = len(Tier)
 
@@ -57,13 +57,14 @@ _CLEAN = Outcome(0, 0)
 class EventColumns:
     """Many events as columns, checked once, applied in any batches.
 
-    holder: int64[n], from `RunTreeIndex.holder`. kind: int64[n], of layout: STORED_AT_ROOT, STORED, REMOVED, CLEARED.
-    parent: uint64[n], looked at where kind is STORED. offset: int64[n + 1] into names and local. names: uint64[m], the
-    engines' hashes. local: uint64[m], looked at for stores. Nobody may change them afterwards.
+    holder: int64[n], from `holder` of the index that is to apply them. kind: int64[n], of layout: STORED_AT_ROOT,
+    STORED, REMOVED, CLEARED. parent: uint64[n], looked at where kind is STORED. offset: int64[n + 1] into names and
+    local. names: uint64[m], the engines' hashes. local: uint64[m], looked at for stores. Nobody may change them
+    afterwards.
     Raises InvalidEvent.
     """
 
-    __slots__ = ("_columns", "_table", "address", "holder_max", "n_events")
+    __slots__ = ("_columns", "_table", "address", "n_events")
 
     def __init__(
         self,
@@ -83,16 +84,14 @@ class EventColumns:
         n = len(holder)
         if len(kind) != n or len(parent) != n or len(offset) != n + 1 or len(names) != len(local):
             raise InvalidEvent("columns differ in length", n_events=n, n_names=len(names), n_local=len(local))
-        if n and (holder.min() < 0 or kind.min() < 0 or kind.max() > layout.CLEARED):
-            raise InvalidEvent("a holder is negative or a kind is unknown")
+        if n and (kind.min() < 0 or kind.max() > layout.CLEARED):
+            raise InvalidEvent("a kind of event is unknown")
         if offset[0] < 0 or offset[-1] > len(names) or (n and (np.diff(offset) < 0).any()):
             raise InvalidEvent("offsets do not grow within the hashes", n_names=len(names))
         self._columns = tuple(np.ascontiguousarray(column) for column in given)
         self._table = np.array([column.ctypes.data for column in self._columns], dtype=np.int64)
         self.address = int(self._table.ctypes.data)
         self.n_events = n
-        #: Greatest holder number, -1 for none.
-        self.holder_max = int(holder.max()) if n else -1
 
 
 class TreeScores(OverlapScores):
@@ -150,6 +149,12 @@ class RunTree:
     """A tree's memory, the numbers of its ranks, and queries: what the index and the fold of records share."""
 
     def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+        if not isinstance(limits, TreeLimits):
+            raise SettingsError(f"limits are a {type(limits).__name__}, not TreeLimits")
+        if not isinstance(blocks_hint, int) or isinstance(blocks_hint, bool):
+            raise SettingsError(f"blocks_hint is {blocks_hint!r}, not a whole number")
+        if not 0 <= blocks_hint <= limits.blocks_max:
+            raise SettingsError(f"blocks_hint is {blocks_hint}, not within 0..{limits.blocks_max}, the limit of blocks")
         self._memory = TreeMemory(limits)
         self._address = self._memory.address
         self._context = self._memory.context
@@ -170,6 +175,8 @@ class RunTree:
 
     def rank_number(self, rank: RankId) -> int:
         """Number of a rank, given out when it is first met. Raises InvalidEvent, TooManyRanks."""
+        if type(rank) is not RankId:
+            check_rank(rank)  # before it is looked for: a bare tuple would be found, a list has no hash
         number = self._numbers.get(rank)
         if number is not None:
             return number
@@ -187,8 +194,9 @@ class RunTree:
         self._numbers[rank] = number
         return number
 
-    def holder(self, rank: RankId, tier: Tier) -> int:
-        """Number of a rank in a tier, given out when it is first met; it stays good until the rank is removed.
+    def holder_place(self, rank: RankId, tier: Tier) -> int:
+        """Place of a rank in a tier in the arrays of holders, given out when it is first met; when the rank is removed,
+        the next one gets it.
 
         Raises InvalidEvent, TooManyRanks.
         """
@@ -218,7 +226,8 @@ class RunTree:
         return holder
 
     def clear(self, rank: RankId) -> None:
-        """The rank holds nothing any more, in any tier."""
+        """The rank holds nothing any more, in any tier. Raises InvalidEvent."""
+        check_rank(rank)
         number = self._numbers.get(rank)
         if number is not None:
             clear_rank(self._address, number)
@@ -246,12 +255,20 @@ class RunTree:
             sweep(self._address, SWEEP_BUDGET)
 
     def remove_rank(self, rank: RankId) -> None:
-        """The rank holds nothing any more and is forgotten; its number goes to the next new one."""
+        """The rank holds nothing any more and is forgotten; its number goes to the next new one.
+
+        Raises InvalidEvent.
+        """
+        check_rank(rank)
         number = self._numbers.get(rank)
         if number is not None:
             self.clear(rank)
+            self._end_holders(number)
             del self._numbers[rank]
             self._free_numbers.append(number)
+
+    def _end_holders(self, number: int) -> None:
+        """A rank is about to go: what was given out for its holders is void."""
 
     # -- queries --------------------------------------------------------------
 
@@ -357,15 +374,43 @@ class RunTreeIndex(RunTree):
         base = int(self._event.ctypes.data)
         self._row[:4] = (base, base + 8, base + 16, base + 24)
         self._row_address = int(self._row.ctypes.data)
+        self._holder_numbers: dict[int, int] = {}  # by place, of ranks that are there
+        self._n_gone: dict[int, int] = {}  # by place: ranks that had it before
+
+    def holder(self, rank: RankId, tier: Tier) -> int:
+        """Number of a rank in a tier, for EventColumns; good until the rank is removed, and never given out again.
+
+        Raises InvalidEvent, TooManyRanks.
+        """
+        return self._holder_number(self.holder_place(rank, tier))
+
+    def _holder_number(self, place: int) -> int:
+        number = self._holder_numbers.get(place)
+        if number is None:
+            number = self._n_gone.get(place, 0) << layout.HOLDER_PLACE_BITS | place
+            self._holder_numbers[place] = number
+            self._memory.words(layout.HOLDER_NUMBERS)[place] = number + 1
+        return number
+
+    def _end_holders(self, number: int) -> None:
+        for tier in range(N_TIERS):
+            place = self._holders.get((number, tier))
+            if place is not None and self._holder_numbers.pop(place, None) is not None:
+                self._memory.words(layout.HOLDER_NUMBERS)[place] = 0
+                self._n_gone[place] = self._n_gone.get(place, 0) + 1
 
     def apply(self, events: EventColumns, first: int = 0, last: int | None = None) -> Outcome:
-        """Apply events `first` to `last` - 1. Raises IndexFull where the next event does not fit: those before it
-        are applied, it and what follows are not."""
+        """Apply events `first` to `last` - 1.
+
+        A store whose parent the rank does not hold changes nothing and is counted. Raises IndexFull where the next
+        event does not fit: those before it are applied, it and what follows are not. Raises InvalidEvent where a holder
+        is no number of this index or its rank was removed: then none is applied.
+        """
         last = events.n_events if last is None else last
+        if not isinstance(events, EventColumns):
+            raise InvalidEvent(f"events are a {type(events).__name__}, not EventColumns")
         if not 0 <= first <= last <= events.n_events:
             raise InvalidEvent(f"events {first} to {last} of {events.n_events}")
-        if events.holder_max >= self._n_holders:
-            raise InvalidEvent(f"holder {events.holder_max} was never given out")
         applied = apply_events(self._address, events.address, first, last)
         self._n_calls += 1
         if not self._n_calls % _TRIM_CALLS:
@@ -374,8 +419,15 @@ class RunTreeIndex(RunTree):
 
     def _outcome(self, applied: int, first: int) -> Outcome:
         context = self._context
+        if context[layout.STALE]:
+            event = int(context[layout.STALE]) - 1
+            raise InvalidEvent(
+                f"the holder of event {event} is no number of this index, or of a rank that was removed",
+                event=event,
+                remedy="ask for the rank's number again, and make the columns with it",
+            )
         if context[layout.FULL]:
-            raise IndexFull("the index has no room for an event", event=first + applied)
+            raise self._full(first + applied)
         return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
@@ -385,7 +437,7 @@ class RunTreeIndex(RunTree):
         if parent is not None and rank not in self._numbers:
             raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
         kind = layout.STORED_AT_ROOT if parent is None else layout.STORED
-        outcome = self._apply_one(self.holder(rank, tier), kind, parent or 0, names, local)
+        outcome = self._apply_one(self.holder_place(rank, tier), kind, parent or 0, names, local)
         if outcome.n_unknown_parents:
             raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
 
@@ -407,9 +459,29 @@ class RunTreeIndex(RunTree):
         """Events that rebuild an equal index from empty."""
         return self.reader().dump()
 
-    def _apply_one(self, holder: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
+    def _full(self, event: int) -> IndexFull:
+        context = self._context
+        needed, blocks_max = int(context[layout.FULL_NEED]), int(context[layout.BLOCKS_MAX])
+        in_use = int(context[layout.N_BLOCKS]) - int(context[layout.N_FREE_BLOCKS])
+        lacking = "blocks"
+        if context[layout.FULL] != layout.FULL_BLOCKS:
+            lacking = "aliases" if context[layout.FULL] == layout.FULL_ALIASES else "segments of its maps"
+        return IndexFull(
+            f"the index has no room for an event of {needed} blocks: of blocks_max {blocks_max}, {in_use} are in use, "
+            f"spare room included, and it has too few {lacking} left; "
+            f"a store takes its blocks and {layout.SLACK_MAX} more, in one piece",
+            remedy="give the index TreeLimits with a greater blocks_max, or remove blocks, or split the event",
+            event=event,
+            needed=needed,
+            in_use=in_use,
+            blocks_max=blocks_max,
+        )
+
+    def _apply_one(self, place: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
         event, row = self._event, self._row
-        event[0], event[1], event[4] = holder, kind, len(names)
+        number = self._holder_numbers.get(place)
+        event[0] = self._holder_number(place) if number is None else number
+        event[1], event[4] = kind, len(names)
         event.view(np.uint64)[2] = parent
         row[4], row[5] = names.ctypes.data, local.ctypes.data
         applied = apply_events(self._address, self._row_address, 0, 1)

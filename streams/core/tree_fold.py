@@ -131,7 +131,11 @@ class TreeRunFold(RunTree):
         """Take in records; see RunFold. Raises IndexFull where some do not fit; all others are folded."""
         refused = self.fold_records(columns_of(keys, runs))
         if refused:
-            raise IndexFull(f"the index has no room for {len(refused)} run records", records=refused)
+            raise IndexFull(
+                f"the index has no room for {len(refused)} run records",
+                remedy="give it TreeLimits with a greater blocks_max or columns_max",
+                records=refused,
+            )
 
     def fold_records(self, records: RunColumns, first: int = 0, last: int | None = None) -> list[int]:
         """Take in records `first` to `last` - 1, see RunFold; gives those for which there is no room.
@@ -171,7 +175,7 @@ class TreeRunFold(RunTree):
             self.enter_epoch(rank, epoch)
         elif epoch < known:
             return False
-        self._know(rank, tier, self.holder(rank, tier))
+        self._know(rank, tier, self.holder_place(rank, tier))
         return True
 
     def _tidy(self) -> None:

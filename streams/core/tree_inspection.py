@@ -231,6 +231,10 @@ class TreeReader:
         address, n_blocks = self._memory.address, self._word(layout.N_BLOCKS)
         starts = sorted(row.start for row in self.runs.values())
         require(self._set_bits(layout.STARTS, n_blocks) == starts, "starts of runs are marked")
+        words = sorted({start >> 6 for start in starts})
+        require(self._set_bits(layout.STARTS_ABOVE, n_blocks // 64 + 1) == words, "words with starts are marked")
+        lines = sorted({word >> 6 for word in words})
+        require(self._set_bits(layout.STARTS_TOP, n_blocks // 4096 + 1) == lines, "lines with starts are marked")
         spans = [(row.start, max(1, row.capacity)) for row in self.runs.values()]
         for row in self.runs.values():
             for block in {row.start, row.start + row.length - 1, row.start + row.length // 2}:

@@ -133,11 +133,9 @@ def sweep_run(context: int, run: int) -> int:
     ended = get(context, ENDED)
     work = 0
     length = field(context, run, RUN_LENGTH)
-    begin_change(context)
+    # Names and claims first, while queries go on.
     for word in range(get(context, N_WORDS)):
-        address = coverage_address(context, run, word)
-        gone = load(address) & load(ended + (word << 3))
-        store(address, load(address) & ~gone)
+        gone = load(coverage_address(context, run, word)) & load(ended + (word << 3))
         while gone:
             column = (word << 6) + trailing_zeros(gone)
             gone &= gone - 1
@@ -150,6 +148,10 @@ def sweep_run(context: int, run: int) -> int:
                 for block in range(first, first + length):
                     remove_claim(context, column, block, True)
                 work += length
+    begin_change(context)
+    for word in range(get(context, N_WORDS)):
+        address = coverage_address(context, run, word)
+        store(address, load(address) & ~load(ended + (word << 3)))
     if field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
         remove_ghosts(context, run)
         work += length

@@ -9,20 +9,20 @@ from numba import njit
 
 from streams.core.kernels.columns import clear_rank, sweep
 from streams.core.kernels.compiling import kernel
-from streams.core.kernels.fields import add, column_word, covers, end_change, field, get, home_address, put, tag_of
+from streams.core.kernels.fields import add, column_word, covers, field, get, home_address, put, tag_of
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
-    BLOCKS_MAX,
     COLUMN_ALIASES,
     COLUMN_OF,
     FULL,
+    FULL_BLOCKS,
+    FULL_NEED,
+    HOLDER_NUMBERS,
+    HOLDER_PLACE_MASK,
     HOLDER_RANK,
     HOLDERS_OF,
-    N_ALIASES,
-    N_BLOCKS,
     N_ENDED,
-    N_SEGMENTS,
     N_TIERS,
     NAME,
     NAMES,
@@ -31,10 +31,7 @@ from streams.core.kernels.layout import (
     RUN_START,
     SCRATCH,
     SCRATCH_MAX,
-    SEGMENTS_MAX,
-    SLACK_MAX,
-    SMALL_MAX,
-    STARTS,
+    STALE,
     STORED,
     UNKNOWN_PARENTS,
     UNKNOWN_REMOVALS,
@@ -42,7 +39,6 @@ from streams.core.kernels.layout import (
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK
 from streams.core.kernels.memory import (
-    leading_zeros,
     load,
     load32,
     prefetch,
@@ -51,9 +47,9 @@ from streams.core.kernels.memory import (
     store,
 )
 from streams.core.kernels.names import find_held
-from streams.core.kernels.runs import run_of
+from streams.core.kernels.runs import run_of, start_before
 from streams.core.kernels.shape import ask_for_block, look_ahead, settle, wait_for_queries
-from streams.core.kernels.tree import end_of, store_blocks, uncover
+from streams.core.kernels.tree import end_of, forget_aliases, store_blocks, uncover
 
 # -- whole events ----------------------------------------------------------------------------------------
 
@@ -74,28 +70,12 @@ def find_parent(context: int, holder: int, column: int, name: int) -> int:
 
 
 @kernel()
-def has_room(context: int, n_blocks: int) -> bool:
-    """Whether an event of so many blocks fits, whatever it does."""
-    return (
-        get(context, N_BLOCKS) + 2 * n_blocks + 2 * SLACK_MAX <= get(context, BLOCKS_MAX)
-        and get(context, N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, SEGMENTS_MAX)
-        and n_blocks <= get(context, SCRATCH_MAX)
-        and get(context, N_ALIASES) + n_blocks <= get(context, SMALL_MAX)
-    )
-
-
-@kernel()
 def held_run(context: int, block: int, column: int) -> int:
     """Run in which a column holds a block, -1 where it does not, or where the block was removed a moment ago."""
-    starts = get(context, STARTS)
-    word = block >> 6
-    bits = load(starts + (word << 3)) & shift_right(-1, 63 - (block & 63))
-    while bits == 0:
-        if word == 0:
-            return -1
-        word -= 1
-        bits = load(starts + (word << 3))
-    run = run_of(context, (word << 6) + 63 - leading_zeros(bits))
+    start = start_before(context, block)
+    if start < 0:
+        return -1
+    run = run_of(context, start)
     if block < field(context, run, RUN_START) + field(context, run, RUN_LENGTH) and covers(context, run, column):
         return run
     return -1
@@ -161,6 +141,10 @@ def remove_blocks(context: int, column: int, names: int, n_blocks: int) -> int:
         store(scratch + (n_stretches << 4), low)
         store(scratch + (n_stretches << 4) + 8, high)
         n_stretches += 1
+    if aliases:
+        for index in range(n_stretches):
+            low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
+            forget_aliases(context, column, low, high - low + 1)
     for index in range(n_stretches):
         low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
         run = held_run(context, low, column)
@@ -189,18 +173,31 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
                 add(context, UNKNOWN_PARENTS, 1)
                 return
             run, offset = end_of(context, block)
-        if not has_room(context, n_blocks):
-            put(context, FULL, 1)
+        lacking = store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
+        if lacking:
+            put(context, FULL, lacking)
+            put(context, FULL_NEED, n_blocks)
             return
-        store_blocks(context, column, run, offset, names, locals_, n_blocks, False)
-        end_change(context)
+        settle(context)
     elif kind == REMOVED:
         if n_blocks > get(context, SCRATCH_MAX):
-            put(context, FULL, 1)
+            put(context, FULL, FULL_BLOCKS)
+            put(context, FULL_NEED, n_blocks)
             return
         add(context, UNKNOWN_REMOVALS, remove_blocks(context, column, names, n_blocks))
     else:
         clear_rank(context, load32(get(context, HOLDER_RANK) + (holder << 2)))
+
+
+@kernel()
+def find_stale(context: int, holders: int, first: int, last: int) -> int:
+    """The first of these events whose holder is no number given out, or that of a rank that is gone; -1 for none."""
+    numbers = get(context, HOLDER_NUMBERS)
+    for event in range(first, last):
+        holder = load(holders + (event << 3))
+        if holder < 0 or load(numbers + ((holder & HOLDER_PLACE_MASK) << 3)) != holder + 1:
+            return event
+    return -1
 
 
 #: Runs or blocks that one call sweeps at most behind a clear: some 50 us.
@@ -244,7 +241,7 @@ def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: 
 @kernel()
 def apply_events(context: int, table: int, first: int, last: int) -> int:
     """Apply events `first` to `last` - 1 of columns; gives how many were applied; as -1 - number where some blocks were
-    not known, or where there is no room for the next event.
+    not known, where there is no room for the next event, or, none being applied, where one's holder is stale.
 
     table: address of the six columns' addresses: holder, kind, parent's name, offsets, names, local hashes. Counters of
     the call are in the context.
@@ -255,6 +252,11 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
     put(context, UNKNOWN_PARENTS, 0)
     put(context, UNKNOWN_REMOVALS, 0)
     put(context, FULL, 0)
+    # All before any: a number that outlived its rank would say of the next rank what was meant of that one.
+    stale = find_stale(context, holders, first, last)
+    put(context, STALE, stale + 1)
+    if stale >= 0:
+        return -1
     for event in range(first, last):
         if event + _FAR < last:
             ask_for_slots(context, kinds, parents, offsets, names, event + _FAR)
@@ -266,7 +268,7 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
         begin = load(offsets + at)
         apply_event(
             context,
-            load(holders + at),
+            load(holders + at) & HOLDER_PLACE_MASK,
             load(kinds + at),
             load(parents + at),
             names + (begin << 3),

@@ -18,7 +18,6 @@ from numba import njit
 
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.entries import find_owned, give_back, owned_tag, take_entry
-from streams.core.kernels.events import has_room
 from streams.core.kernels.fields import (
     column_word,
     coverage_address,
@@ -70,7 +69,15 @@ from streams.core.kernels.memory import (
 from streams.core.kernels.names import find_name, remove_claim
 from streams.core.kernels.runs import run_of
 from streams.core.kernels.shape import ask_for_block, settle, wait_for_queries
-from streams.core.kernels.tree import common_length, end_of, new_phantom, store_blocks, uncover
+from streams.core.kernels.tree import (
+    common_length,
+    end_of,
+    forget_aliases,
+    has_room,
+    new_phantom,
+    store_blocks,
+    uncover,
+)
 from streams.core.kernels.xxh3 import chain_step, digest_9
 
 
@@ -149,6 +156,7 @@ def let_go(context: int, column: int, last_block: int, present: int, gone: int) 
             run = run_of(context, first + n_blocks - 1)
             start = max(field(context, run, RUN_START), first)
             todo = first + n_blocks - start
+            forget_aliases(context, column, start, todo)
             uncover(context, run, start - field(context, run, RUN_START), todo, column)
             n_blocks -= todo
     settle(context)

@@ -7,7 +7,8 @@ int64 words that hold the addresses of the arenas and all counters. The comments
 Block id = position in the arenas LOCAL and NAME, int64 words each. A run is consecutive blocks of one chain with one
 set of holders; it is found from a block by scanning the bitmap STARTS backwards and taking, from the chain of runs that
 start in that granule of 16 blocks, the one that starts there: so no block stores its owner (4 bytes each), and a split
-rewrites no owners.
+rewrites no owners. Two bitmaps above STARTS tell which of its words are not zero, so that the scan of a long run is as
+short as any: without them a store that looks up each block of a run of 131,072 took 1.4 s, most of it scanning.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ N_PHANTOMS = 52
 N_LIVE_RUNS = 53
 UNKNOWN_PARENTS = 54  # of the last call
 UNKNOWN_REMOVALS = 55
-FULL = 56  # the event was refused: an arena has no room
+FULL = 56  # the event was refused, for want of: FULL_BLOCKS, FULL_SEGMENTS or FULL_ALIASES; 0 where there was room
+FULL_NEED = 68  # blocks of the event that was refused
+STALE = 67  # 1 + an event of the last call whose holder is nobody's, 0 for none
 N_DEFERRED = 57
 WAITING = 70  # queries that were disturbed and ask the writer for a moment
 SALT = 59  # of all hashes of this tree's maps
@@ -83,7 +86,8 @@ RUNS_MAX = 61
 SEGMENTS_MAX = 62
 COLUMNS_MAX = 63
 SCRATCH_MAX = 64
-SMALL_MAX = 65  # entries of ALIASES, CLAIMS and RECORDS, each
+SMALL_MAX = 65  # entries of CLAIMS and RECORDS, each
+ALIASES_MAX = 66  # entries of ALIASES; within one event there is room for as many more
 
 # -- maps: directory address, depth, entries ----------------------------------
 NAMES = 72
@@ -99,12 +103,19 @@ MAP_DIRECTORY, MAP_DEPTH, MAP_ENTRIES = 0, 1, 2
 SPAN_CLASSES = 96
 N_SPAN_CLASSES = 32
 
+STARTS_ABOVE = 90  # bit a word of STARTS: it is not zero
+STARTS_TOP = 91  # bit a word of STARTS_ABOVE: it is not zero
+HOLDER_NUMBERS = 92  # int64 a holder: 1 + the number that callers have of it, 0 where its rank is gone; see tagged
+
 #: Tags and segments of the names worked on in one go, two words each.
 AHEAD = 128
 AHEAD_MAX = 32
 
 CONTEXT_WORDS = 192
 
+#: What a store lists of each of its blocks at most: a stretch of three words or a name that is another's, and twice a
+#: block that lost its name, two words each.
+SCRATCH_BYTES_A_BLOCK = 64
 #: Words of SCRATCH that the fold of records uses; stores list what they will change behind them.
 SCRATCH_OF_FOLD = 128
 
@@ -121,6 +132,8 @@ RUN_SIBLING = 28  # of a phantom: 1 + first child; of a phantom's child: 1 + nex
 RUN_COVERAGE = 32
 INLINE_WORDS = 4
 PHANTOM = -1
+
+FULL_BLOCKS, FULL_SEGMENTS, FULL_ALIASES = 1, 2, 3
 
 # -- events in columns ----------------------------------------------------------
 STORED_AT_ROOT, STORED, REMOVED, CLEARED = 0, 1, 2, 3
@@ -142,6 +155,9 @@ DEPTH_MAX = 19
 #: With 12 % of it a decode workload made 38,000 runs of what are 5,000 now.
 SLACK_MIN = 16
 SLACK_MAX = 128
+#: A run gets no spare room where less than this share of all blocks is left, 1 in 1 << 2: a single block takes 17 with
+#: it, so that an index of single blocks was full at a seventeenth of its limit.
+SLACK_LEFT_SHIFT = 2
 #: A run that shrank keeps at most this much spare room.
 SLACK_KEPT_MAX = 256
 
@@ -168,6 +184,11 @@ SPAN_TRIES_MAX = 4
 SYNTHETIC_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 N_TIERS = 4
+
+#: A caller's number of a holder: its place in the arrays of holders in these bits, and above them how many ranks had
+#: that place before.
+HOLDER_PLACE_BITS = 32
+HOLDER_PLACE_MASK = (1 << 16) - 1
 
 #: 16,384 ranks in four tiers.
 COLUMNS_MAX_EVER = 65_536

@@ -6,6 +6,8 @@ events: it reads the version before and after, bounds every step, and says BUSY 
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import numpy as np
 import numpy.typing as npt
 from numba import int64, njit, types
@@ -47,6 +49,7 @@ from streams.core.kernels.memory import (
 )
 from streams.core.kernels.runs import find_child
 from streams.core.kernels.tree import common_length
+from streams.errors import InvalidRequest
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -306,3 +309,18 @@ def match(matcher: int, query: HashArray) -> int:
         _before_next_try(context, tries)
     _after_tries(context, tries)
     return found
+
+
+def _refuse(*given: Any, **named: Any) -> NoReturn:
+    """Say what is wrong with a query that is no HASHES."""
+    query = given[-1] if given else None
+    told = f"a {type(query).__name__}"
+    if isinstance(query, np.ndarray):
+        layout = "contiguous" if query.flags.c_contiguous else "not contiguous"
+        told = f"{query.dtype} with {query.ndim} dimensions, {layout}"
+    raise InvalidRequest(f"a query is one contiguous uint64[n_blocks], and not {told}")
+
+
+# What numba calls where no signature fits, to raise its own TypeError: so that the check costs a good query nothing.
+_dispatcher: Any = match
+_dispatcher._explain_matching_error = _refuse

@@ -41,6 +41,8 @@ from streams.core.kernels.layout import (
     RUN_SIBLING,
     RUN_START,
     STARTS,
+    STARTS_ABOVE,
+    STARTS_TOP,
     SYNTHETIC_STEP,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id
@@ -106,16 +108,50 @@ def has_ended_column(context: int, run: int) -> bool:
 # -- bitmaps and granules: from a block to its run -------------------------------------------------------
 
 
-@kernel()
-def run_of(context: int, block: int) -> int:
-    """Run in which a block lies."""
+#: Words of STARTS in a line of memory: so many are scanned before the bitmaps above are asked.
+_WORDS_A_LINE = 8
+
+
+@njit(inline="always")
+def start_before(context: int, block: int) -> int:
+    """The nearest block at which a run starts, from this one backwards; -1 for none."""
     starts = get(context, STARTS)
     word = block >> 6
     bits = load(starts + (word << 3)) & shift_right(-1, 63 - (block & 63))
-    while bits == 0:
+    while bits == 0 and word & (_WORDS_A_LINE - 1):
         word -= 1
         bits = load(starts + (word << 3))
-    start = (word << 6) + 63 - leading_zeros(bits)
+    if bits == 0:
+        word = last_word_with_starts(context, word)
+        if word < 0:
+            return -1
+        bits = load(starts + (word << 3))
+    return (word << 6) + 63 - leading_zeros(bits)
+
+
+@kernel()
+def last_word_with_starts(context: int, word: int) -> int:
+    """The nearest word of STARTS before this one that is not zero, -1 for none."""
+    above, top = get(context, STARTS_ABOVE), get(context, STARTS_TOP)
+    line = word >> 6
+    bits = load(above + (line << 3)) & ((1 << (word & 63)) - 1)
+    if bits == 0:
+        group = line >> 6
+        lines = load(top + (group << 3)) & ((1 << (line & 63)) - 1)
+        while lines == 0:
+            group -= 1
+            if group < 0:
+                return -1
+            lines = load(top + (group << 3))
+        line = (group << 6) + 63 - leading_zeros(lines)
+        bits = load(above + (line << 3))
+    return (line << 6) + 63 - leading_zeros(bits)
+
+
+@kernel()
+def run_of(context: int, block: int) -> int:
+    """Run in which a block lies."""
+    start = start_before(context, block)
     run = load32(get(context, GRANULES) + ((start >> 4) << 2)) - 1
     while field(context, run, RUN_START) != start:
         run = field(context, run, RUN_NEXT) - 1
@@ -126,7 +162,11 @@ def run_of(context: int, block: int) -> int:
 def place_start(context: int, run: int) -> None:
     """Make a run findable from its blocks."""
     start = field(context, run, RUN_START)
-    set_bit(get(context, STARTS), start)
+    word = get(context, STARTS) + ((start >> 6) << 3)
+    if load(word) == 0:
+        set_bit(get(context, STARTS_ABOVE), start >> 6)
+        set_bit(get(context, STARTS_TOP), start >> 12)
+    store(word, load(word) | (1 << (start & 63)))
     granule = get(context, GRANULES) + ((start >> 4) << 2)
     set_field(context, run, RUN_NEXT, load32(granule))
     store32(granule, run + 1)
@@ -152,7 +192,14 @@ def replace_start(context: int, old: int, new: int) -> None:
 @kernel()
 def unplace_start(context: int, run: int) -> None:
     """No run starts here any more."""
-    unset_bit(get(context, STARTS), field(context, run, RUN_START))
+    start = field(context, run, RUN_START)
+    word = get(context, STARTS) + ((start >> 6) << 3)
+    store(word, load(word) & ~(1 << (start & 63)))
+    if load(word) == 0:
+        above = get(context, STARTS_ABOVE)
+        unset_bit(above, start >> 6)
+        if load(above + ((start >> 12) << 3)) == 0:
+            unset_bit(get(context, STARTS_TOP), start >> 12)
     replace_start(context, run, 0)
 
 

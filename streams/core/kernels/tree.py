@@ -14,6 +14,7 @@ from __future__ import annotations
 from numba import njit
 
 from streams.core.kernels.compiling import kernel
+from streams.core.kernels.entries import owned_tag
 from streams.core.kernels.fields import (
     add,
     begin_change,
@@ -21,6 +22,7 @@ from streams.core.kernels.fields import (
     covers,
     field,
     get,
+    home_address,
     local_at,
     name_at,
     put,
@@ -35,15 +37,25 @@ from streams.core.kernels.fields import (
 from streams.core.kernels.layout import (
     AHEAD,
     AHEAD_MAX,
+    ALIAS_BLOCKS,
+    ALIAS_NAMES,
     ALIASES,
+    ALIASES_MAX,
+    BLOCKS_MAX,
     CHILDREN,
     COLUMN_ALIASES,
     COLUMN_FACTS,
+    FULL_ALIASES,
+    FULL_BLOCKS,
+    FULL_SEGMENTS,
     LOCAL,
     MAP_ENTRIES,
+    N_BLOCKS,
     N_FACTS,
     N_LOWER_FACTS,
     N_PHANTOMS,
+    N_SEGMENTS,
+    N_SPAN_CLASSES,
     N_TAKEN,
     NAME,
     NAMES,
@@ -63,9 +75,12 @@ from streams.core.kernels.layout import (
     SEGMENT_META,
     SEGMENT_SHIFT,
     SEGMENTS,
+    SEGMENTS_MAX,
     SLACK_KEPT_MAX,
+    SLACK_LEFT_SHIFT,
     SLACK_MAX,
     SLACK_MIN,
+    SPAN_CLASSES,
     TIER_OF,
 )
 from streams.core.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id, split_segment
@@ -74,6 +89,7 @@ from streams.core.kernels.memory import (
     load,
     load32,
     prefetch,
+    prefetch_write,
     shift_right,
     store,
     store32,
@@ -83,6 +99,7 @@ from streams.core.kernels.memory import (
 from streams.core.kernels.names import (
     add_alias,
     add_claim,
+    column_block,
     find_alias_of_block,
     find_alias_of_name,
     find_held,
@@ -113,7 +130,10 @@ from streams.core.kernels.shape import (
     tidy,
     trim_spare,
 )
-from streams.core.kernels.spans import free_span, new_span
+from streams.core.kernels.spans import free_span, new_span, span_class
+
+#: Blocks whose own names are looked up ahead at a time.
+_NAMES_AHEAD = 16
 
 # -- holding and not holding -----------------------------------------------------------------------------
 
@@ -146,11 +166,8 @@ def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tu
 @kernel()
 def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> None:
     """A column that holds a run holds `n_blocks` of it, from `offset` on, no more. What nobody holds and nothing hangs
-    from goes."""
+    from goes. It has no names of its own for them any more: see `forget_aliases`."""
     first = field(context, run, RUN_START) + offset
-    if load(column_word(context, COLUMN_ALIASES, column)):
-        for block in range(first, first + n_blocks):
-            remove_alias(context, column, block)
     begin_change(context)
     count_facts(context, column, -n_blocks)
     line = run_address(context, run)
@@ -179,9 +196,21 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
 
 
 @kernel()
+def forget_aliases(context: int, column: int, first: int, n_blocks: int) -> None:
+    """A column has no names of its own for these blocks any more: before the change in which it lets go of them."""
+    if load(column_word(context, COLUMN_ALIASES, column)):
+        for index in range(n_blocks):
+            if index % _NAMES_AHEAD == 0:
+                for ahead in range(first + index, first + min(index + _NAMES_AHEAD, n_blocks)):
+                    prefetch_write(home_address(context, ALIAS_BLOCKS, tag_of(context, column_block(column, ahead))))
+            remove_alias(context, column, first + index)
+
+
+@kernel()
 def uncover_block(context: int, block: int, column: int) -> None:
     """A column holds a block no more, which it held."""
     run = run_of(context, block)
+    forget_aliases(context, column, block, 1)
     uncover(context, run, block - field(context, run, RUN_START), 1, column)
     tidy(context)
 
@@ -252,7 +281,8 @@ def name_new_blocks(context: int, first: int, names: int, n_blocks: int, before:
                 continue
             store(taken + (n_taken << 3), before + done + index - 1)
             n_taken += 1
-            if field(context, run_of(context, (slot & ID_MASK) - 1), RUN_CAPACITY) != PHANTOM:
+            phantoms = get(context, N_PHANTOMS)
+            if phantoms == 0 or field(context, run_of(context, (slot & ID_MASK) - 1), RUN_CAPACITY) != PHANTOM:
                 own = synthetic_name(context)
                 store(table + (block << 3), own)
                 insert_id(context, NAMES, tag_of(context, own), block)
@@ -324,7 +354,11 @@ def prepare(
         # It fits behind the run itself: they are one again once the same ranks hold both.
         in_spare, start, room = 1, first, spare
     else:
-        start, room = new_span(context, more, more + min(max(more, SLACK_MIN), SLACK_MAX))
+        left = get(context, BLOCKS_MAX) - get(context, N_BLOCKS)
+        slack = min(max(more, SLACK_MIN), SLACK_MAX)
+        if left < get(context, BLOCKS_MAX) >> SLACK_LEFT_SHIFT:
+            slack = 0
+        start, room = new_span(context, more, more + slack)
     copy_words(hashes + (start << 3), locals_ + (own << 3), more)
     copy_words(table + (start << 3), names + (own << 3), more)
     child = new_run(context)
@@ -347,7 +381,11 @@ def prepare(
 def link(
     context: int, run: int, offset: int, own: int, child: int, in_spare: int, names: int, column: int, taken: int
 ) -> int:
-    """Put what was prepared behind `offset` blocks of a run, within a change; gives the last new block's id."""
+    """Put what was prepared behind `offset` blocks of a run, within a change; gives the last new block's id.
+
+    N_TAKEN of the names, listed in `taken`, are another's: a phantom's, whose place the block takes, or a block's that
+    has the same hash by accident.
+    """
     length = field(context, run, RUN_LENGTH)
     if offset < length:
         run = split_run(context, run, offset)[0]
@@ -369,12 +407,8 @@ def link(
         n_blocks += n_more
     if column >= 0:
         count_facts(context, column, n_blocks)
-    # Names that are another's, and of a column with names of its own each one.
-    n_taken = get(context, N_TAKEN)
-    aliases = column >= 0 and load(column_word(context, COLUMN_ALIASES, column)) != 0
-    n_named = n_blocks if aliases else n_taken
-    for index in range(n_named):
-        at = index if aliases else load(taken + (index << 3))
+    for index in range(get(context, N_TAKEN)):
+        at = load(taken + (index << 3))
         block = first + at if at < own else start + at - own
         name = load(names + (at << 3))
         other = find_name(context, name)
@@ -389,28 +423,54 @@ def link(
 
 
 @kernel()
+def lacks(context: int, n_blocks: int, n_names: int) -> int:
+    """What an event of so many new blocks, one span of them at most, and names finds no room for; 0 where it fits.
+
+    The span lies behind all others, or in a free one of a greater class, which is long enough whatever its length.
+    """
+    if n_blocks and get(context, N_BLOCKS) + n_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
+        which = SPAN_CLASSES + span_class(n_blocks) + 1
+        while which < SPAN_CLASSES + N_SPAN_CLASSES and get(context, which) == 0:
+            which += 1
+        if which >= SPAN_CLASSES + N_SPAN_CLASSES:
+            return FULL_BLOCKS
+    if get(context, N_SEGMENTS) + n_names // 1024 + 32 > get(context, SEGMENTS_MAX):
+        return FULL_SEGMENTS
+    if get(context, ALIAS_BLOCKS + MAP_ENTRIES) + n_names > get(context, ALIASES_MAX):
+        return FULL_ALIASES
+    return 0
+
+
+@kernel()
+def has_room(context: int, n_blocks: int) -> bool:
+    """Whether so many blocks fit, in several spans."""
+    return lacks(context, 2 * n_blocks + SLACK_MAX, n_blocks) == 0
+
+
+@kernel()
 def store_blocks(
     context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
-) -> None:
+) -> int:
     """A column holds consecutive blocks, the first behind `offset` blocks of a run; the root is run 0. The change that
-    this begins is the caller's to end.
+    this begins is the caller's to end. Gives what there is no room for, as `lacks` does, where nothing was done.
 
     First a walk that changes nothing, then the new blocks where no query looks, and then all of the change at once, as
-    short as it can be. column: -1 to have the blocks there and held by nobody. claiming: a record says so, and one that
-    says it of a block that another record holds already is counted.
+    short as it can be. What a rank calls the blocks, if not as others do, no query looks at either: a store of 131,072
+    blocks under other names, named within the change, held queries up for 395 ms. column: -1 to have the blocks there
+    and held by nobody. claiming: a record says so, and one that says it of a block that another record holds already is
+    counted.
     """
     hashes, table = get(context, LOCAL), get(context, NAME)
     stretches = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
     n_stretches = 0
-    regular = True
-    if column >= 0:
-        regular = load(column_word(context, COLUMN_ALIASES, column)) == 0
+    naming = column >= 0 and not claiming
+    agreed = not naming or load(column_word(context, COLUMN_ALIASES, column)) == 0
     at_end = False
     here, behind, done = run, offset, 0
     before = -1
     if run != 0:
         before = field(context, run, RUN_START) + offset - 1
-    while regular and done < n_blocks:
+    while done < n_blocks:
         line = run_address(context, here)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
         if behind >= length:
@@ -426,31 +486,35 @@ def store_blocks(
         if same == 0:
             break
         if column >= 0:
-            if not claiming and common_length(table + (first << 3), names + (done << 3), same) < same:
-                regular = False
-                break
-            held = covers(context, here, column)
-            if claiming or not held:
-                entry = stretches + n_stretches * 24
-                store(entry, first)
-                store(entry + 8, same)
-                store(entry + 16, int(held))
-                n_stretches += 1
+            if naming and agreed:
+                agreed = common_length(table + (first << 3), names + (done << 3), same) == same
+            entry = stretches + n_stretches * 24
+            store(entry, first)
+            store(entry + 8, same)
+            store(entry + 16, int(covers(context, here, column)))
+            n_stretches += 1
         before = first + same - 1
         behind += same
         done += same
-    if regular and get(context, N_PHANTOMS):
-        regular = first_phantom(context, names + (done << 3), n_blocks - done) == n_blocks - done
-    if not regular:
-        store_in_steps(context, column, run, offset, names, locals_, n_blocks, claiming)
-        return
+    if get(context, N_PHANTOMS) and first_phantom(context, names + (done << 3), n_blocks - done) < n_blocks - done:
+        store_in_steps(context, column, run, offset, names, locals_, n_blocks)
+        return 0
     new = n_blocks - done
+    if naming:  # for a record somebody looked already
+        lacking = lacks(context, new, n_blocks)
+        if lacking:
+            return lacking
     taken = stretches + n_stretches * 24
     own, child, in_spare, n_taken = 0, 0, 0, 0
     if new:
         own, child, in_spare, n_taken = prepare(
             context, here, at_end, names + (done << 3), locals_ + (done << 3), new, column, taken
         )
+    lost, n_lost = taken + (n_taken << 3), 0
+    if naming and (n_taken or not agreed):
+        n_lost = give_names(context, column, names, stretches, n_stretches, here, own, child, lost)
+        n_taken = 0
+    if new:
         begin_change(context)
     for index in range(n_stretches):
         entry = stretches + index * 24
@@ -458,7 +522,7 @@ def store_blocks(
         if load(entry + 16) == 0:
             here = run_of(context, first)
             cover(context, here, first - field(context, here, RUN_START), same, column)
-        else:
+        elif claiming:
             for block in range(first, first + same):
                 add_claim(context, column, block)
     if new:
@@ -467,16 +531,17 @@ def store_blocks(
             here, behind = end_of(context, before)
         put(context, N_TAKEN, n_taken)
         link(context, here, behind, own, child, in_spare, names + (done << 3), column, taken)
+    if n_lost:
+        uncover_listed(context, column, lost, n_lost)
+    return 0
 
 
 @kernel()
-def store_in_steps(
-    context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
-) -> None:
-    """As `store_blocks`, one stretch after the other within the change: where a rank has names of its own, so that a
-    name that moves may take a later block of this very event, and where phantoms wait for new blocks."""
+def store_in_steps(context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int) -> None:
+    """As `store_blocks` for a record, one stretch after the other within the change: where phantoms wait for new
+    blocks."""
     begin_change(context)
-    hashes, table = get(context, LOCAL), get(context, NAME)
+    hashes = get(context, LOCAL)
     taken = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
     done = 0
     while done < n_blocks:
@@ -505,32 +570,160 @@ def store_in_steps(
             if done < n_blocks:
                 run, offset = end_of(context, last)
             continue
-        first = start + offset
         if column < 0:
             offset += same
-            done += same
-            continue
-        held = covers(context, run, column)
-        if held and claiming:
-            for block in range(first, first + same):
+        elif covers(context, run, column):
+            for block in range(start + offset, start + offset + same):
                 add_claim(context, column, block)
-        agree = 0
-        if load(column_word(context, COLUMN_ALIASES, column)) == 0:
-            agree = common_length(table + (first << 3), names + (done << 3), same)
-        if claiming:
-            agree = same  # records name blocks by their sequence hashes, which all ranks share
-        if agree == 0:
-            if not held:
-                cover(context, run, offset, 1, column)
-            give_name(context, column, first, load(names + (done << 3)), held)
-            done += 1
-            run, offset = end_of(context, first)
-            continue
-        if held:
-            offset += agree
+            offset += same
         else:
-            run, offset = cover(context, run, offset, agree, column)
-        done += agree
+            run, offset = cover(context, run, offset, same, column)
+        done += same
+
+
+# -- names of a rank's own -------------------------------------------------------------------------------
+
+
+@kernel()
+def lose(context: int, column: int, block: int, lost: int, n_lost: int) -> int:
+    """A block's name goes to another block of its column. What it is called then, if a later block of the event is not
+    this very one, is a name that nobody gave; by that it is known at the end. Gives the length of the list."""
+    mark = synthetic_name(context)
+    while find_alias_of_name(context, column, mark) >= 0:
+        mark = synthetic_name(context)
+    remove_alias(context, column, block)
+    add_alias(context, column, mark, block)
+    store(lost + (n_lost << 4), block)
+    store(lost + (n_lost << 4) + 8, mark)
+    return n_lost + 1
+
+
+@kernel()
+def name_stretch(
+    context: int, column: int, first: int, names: int, n_blocks: int, held: bool, lost: int, n_lost: int
+) -> tuple[int, int]:
+    """A column that holds these blocks, or is about to, calls them by these names; no query sees anything of it.
+
+    held: whether one of them may have an alias. lost: address of a list, two words an entry: blocks that another one
+    took the name from, and what marks them since. Gives its length and how many of the names are aliases.
+    """
+    table = get(context, NAME) + (first << 3)
+    entries = get(context, ALIASES)
+    count = column_word(context, COLUMN_ALIASES, column)
+    n_aliased = 0
+    for index in range(n_blocks):
+        if index % _NAMES_AHEAD == 0:
+            for ahead in range(index, min(index + _NAMES_AHEAD, n_blocks)):
+                name = load(names + (ahead << 3))
+                if load(table + (ahead << 3)) != name:
+                    prefetch_write(home_address(context, ALIAS_NAMES, owned_tag(context, column, name)))
+                    prefetch(home_address(context, NAMES, tag_of(context, name)))
+                    key = column_block(column, first + ahead)
+                    prefetch_write(home_address(context, ALIAS_BLOCKS, tag_of(context, key)))
+        block, name = first + index, load(names + (index << 3))
+        is_first = load(table + (index << 3)) == name
+        aliases = load(count)
+        entry = -1
+        if aliases:
+            entry = find_alias_of_name(context, column, name)
+        if entry >= 0:
+            other = load(entries + (entry << 4) + 8) & ID_MASK
+            if other == block:
+                continue
+            n_lost = lose(context, column, other, lost, n_lost)
+        elif not is_first:
+            other = find_name(context, name)
+            if (
+                other >= 0
+                and covers(context, run_of(context, other), column)
+                and (aliases == 0 or find_alias_of_block(context, column, other) < 0)
+            ):
+                n_lost = lose(context, column, other, lost, n_lost)
+        if held and load(count):
+            remove_alias(context, column, block)
+        if not is_first:
+            add_alias(context, column, name, block)
+            n_aliased += 1
+    return n_lost, n_aliased
+
+
+@kernel()
+def lose_firsts(context: int, column: int, first: int, names: int, n_blocks: int, lost: int, n_lost: int) -> int:
+    """Of these blocks, those lose their name that NAMES knows by it and of which a later block of the event was called
+    so: while that happened, nothing told yet that the column is to hold them."""
+    table = get(context, NAME) + (first << 3)
+    for index in range(n_blocks):
+        name = load(names + (index << 3))
+        if (
+            load(table + (index << 3)) == name
+            and find_alias_of_name(context, column, name) >= 0
+            and find_alias_of_block(context, column, first + index) < 0
+        ):
+            n_lost = lose(context, column, first + index, lost, n_lost)
+    return n_lost
+
+
+@kernel()
+def give_names(
+    context: int, column: int, names: int, stretches: int, n_stretches: int, here: int, own: int, child: int, lost: int
+) -> int:
+    """A column calls the blocks of an event by its names: those that are there, as stretches, then the new ones, `own`
+    of them behind the end of run `here` and the others in the run `child`.
+
+    All of it is names, so queries go on. Gives the number of blocks, listed from `lost` on a word each, that lost
+    their name to another block: they are the caller's to uncover.
+    """
+    n_lost, n_aliased = 0, 0
+    for again in range(2):
+        at = names
+        for index in range(n_stretches + 2):
+            held = True
+            if index < n_stretches:
+                entry = stretches + index * 24
+                first, n_blocks, held = load(entry), load(entry + 8), load(entry + 16) != 0
+            elif index == n_stretches:
+                first, n_blocks = 0, own
+                if own:
+                    first = field(context, here, RUN_START) + field(context, here, RUN_LENGTH)
+            else:
+                first, n_blocks = 0, 0
+                if child:
+                    first, n_blocks = field(context, child, RUN_START), field(context, child, RUN_LENGTH)
+            if again:
+                n_lost = lose_firsts(context, column, first, at, n_blocks, lost, n_lost)
+            else:
+                n_lost, n_more = name_stretch(context, column, first, at, n_blocks, held, lost, n_lost)
+                n_aliased += n_more
+            at += n_blocks << 3
+        if n_aliased == 0:
+            break
+    # Who lost its name and got no other one in this event is called by what marked it.
+    entries = get(context, ALIASES)
+    n_left = 0
+    for index in range(n_lost):
+        block, mark = load(lost + (index << 4)), load(lost + (index << 4) + 8)
+        entry = find_alias_of_block(context, column, block)
+        if entry >= 0 and load(entries + (entry << 4)) == mark:
+            remove_alias(context, column, block)
+            store(lost + (n_left << 3), block)
+            n_left += 1
+    return n_left
+
+
+@kernel()
+def uncover_listed(context: int, column: int, blocks: int, n_blocks: int) -> None:
+    """A column holds these blocks no more, within a change; their names are forgotten behind it."""
+    index = 0
+    while index < n_blocks:
+        first = load(blocks + (index << 3))
+        run = run_of(context, first)
+        start = field(context, run, RUN_START)
+        limit = min(n_blocks - index, start + field(context, run, RUN_LENGTH) - first)
+        same = 1
+        while same < limit and load(blocks + ((index + same) << 3)) == first + same:
+            same += 1
+        uncover(context, run, first - start, same, column)
+        index += same
 
 
 # -- phantoms: placeholders of parents that records name before they are known ---------------------------

@@ -57,7 +57,7 @@ _SECRET_OF_SCRAMBLE = 128  # the secret's last 64 bytes
 _SECRET_OF_LAST_STRIPE = 121  # XXH_SECRET_LASTACC_START: 7 bytes before those
 _SECRET_OF_MERGE = 11  # XXH_SECRET_MERGEACCS_START
 
-#: Dynamo's seed of the chain (DESIGN section 2).
+#: Dynamo's seed of the chain.
 _CHAIN_SEED = np.uint64(1337)
 
 # Mixing signed and unsigned 64-bit integers gives a float in numba, so each small number is of the type it meets.
@@ -345,7 +345,7 @@ def _digest(address: int, n_bytes: int, seed: Any, secret: int) -> Any:
 def chain_step(previous: Any, local: Any) -> Any:
     """Sequence hash of a block from its parent's and its own local hash: XXH3-64 of the 16 bytes, seed 1337.
 
-    previous, local: uint64 or int64 bit patterns; returns uint64. Source: DESIGN section 2.
+    previous, local: uint64 or int64 bit patterns; returns uint64. See streams.core.hashing.
     """
     return _mix_9_to_16(np.uint64(previous), np.uint64(local), _U16, _CHAIN_SEED)
 
