@@ -100,15 +100,15 @@ class Written:
         return sum(map(len, self.records))
 
 
-def write(parts: Machinery, written: Written, seed: int) -> float:
-    """Write every record OVERWRITES times, in an order of its own each time; gives the seconds."""
+def write(parts: Machinery, written: Written, times: int, seed: int) -> float:
+    """Write every record so many times, in an order of its own each time; gives the seconds."""
     topic = topics(parts.settings).index_changelog.name
     rng = np.random.default_rng(seed)
     began = time.perf_counter()
     for partition, records in enumerate(written.records):
         kafka = producer(parts.settings, **{"transactional.id": f"{parts.settings.app_id}-{partition}", "linger.ms": 0})
         kafka.init_transactions(30.0)
-        for _ in range(OVERWRITES):
+        for _ in range(times):
             order = rng.permutation(len(records)).tolist()
             for first in range(0, len(order), RECORDS_A_TRANSACTION):
                 kafka.begin_transaction()
@@ -121,12 +121,17 @@ def write(parts: Machinery, written: Written, seed: int) -> float:
     return time.perf_counter() - began
 
 
-_OPENED = re.compile(r"partition \d+ is open")
+_OPENED = re.compile(r"partition (\d+) is open")
 
 
-def _all_open(process: RouterProcess) -> bool:
-    """Whether a worker has opened every partition since its log was emptied."""
-    return len(_OPENED.findall(process.child.log_path.read_text())) >= process.settings.partitions
+def opened(process: RouterProcess) -> set[int]:
+    """Partitions that a worker has opened since its log was emptied."""
+    return set(map(int, _OPENED.findall(process.child.log_path.read_text())))
+
+
+def all_open(process: RouterProcess) -> bool:
+    """Whether it has opened every partition."""
+    return len(opened(process)) == process.settings.partitions
 
 
 def recover_worker(process: RouterProcess) -> tuple[float, float]:
@@ -136,7 +141,7 @@ def recover_worker(process: RouterProcess) -> tuple[float, float]:
     process.child.start()
     wait_for(lambda: "partitions assigned" in log.read_text(), READY_TIMEOUT_S, "an assignment", 0.02)
     began, cpu = time.perf_counter(), cpu_seconds(process.child.pid)
-    wait_for(partial(_all_open, process), READY_TIMEOUT_S, "open partitions", 0.02)
+    wait_for(partial(all_open, process), READY_TIMEOUT_S, "open partitions", 0.02)
     return time.perf_counter() - began, cpu_seconds(process.child.pid) - cpu
 
 
@@ -180,10 +185,10 @@ def main(json_path: Path | None, sizes: tuple[int, ...], trace: Path | None, ran
         written = Written(partitions, fleet, n_blocks, trace, seed=1)
         with machinery(partitions=partitions, block_size=BLOCK_SIZE) as parts:
             worker = parts.stack.worker(router=False)
-            wait_for(partial(_all_open, worker), READY_TIMEOUT_S, "open partitions")
+            wait_for(partial(all_open, worker), READY_TIMEOUT_S, "open partitions")
             worker.child.stop()
             shutil.rmtree(worker.settings.data_dir)
-            took = write(parts, written, seed=2)
+            took = write(parts, written, OVERWRITES, seed=2)
             console.print(f"{case}: {written.n_runs:,} runs written {OVERWRITES} times in {took:.0f} s")
             n_bytes = parts.topic_bytes(topics(parts.settings).index_changelog.name)
             cold, cold_cpu = recover_worker(worker)

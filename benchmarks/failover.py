@@ -1,0 +1,82 @@
+"""`python -m benchmarks.failover`: one of two workers is killed under load, and its partitions move to the other.
+
+What lives here: the time from SIGKILL until the survivor has opened every partition and until the router's view is
+whole again. What must not: recovery without a fleet (recovery). Exits 1 where something told is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from benchmarks.machinery import machinery
+from benchmarks.pipeline import BLOCK_SIZE, Fleet, mixed
+from benchmarks.recovery import READY_TIMEOUT_S, Written, all_open, opened, write
+from benchmarks.report import OURS, Bar, Report, Samples
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.kafka import partition_of
+from streams.waiting import wait_for
+
+#: Compaction begins when a fifth of the log is dirty, so of each run there is little more than one record.
+TIMES_WRITTEN = 2
+#: Workers whose caches lie in the changelog; those that tell are others.
+FIRST_SETTLED = 100_001
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
+@click.option("--blocks", default=2_000_000, show_default=True, help="Memberships on the killed worker's partitions.")
+@click.option("--rate", default=1000.0, show_default=True, help="Records a second.")
+@click.option("--session", "session_s", default=6.0, show_default=True, help="Session timeout of the group, seconds.")
+@click.option("--ranks", default=64, show_default=True)
+@click.option("--partitions", default=8, show_default=True)
+def main(json_path: Path | None, blocks: int, rate: float, session_s: float, ranks: int, partitions: int) -> None:
+    """Measure a fail-over."""
+    samples, report, console = Samples(), Report("failover", {}, []), Console()
+    settled = [RankId(WorkerId(FIRST_SETTLED + n), DpRank(0)) for n in range(ranks)]
+    written = Written(partitions, settled, 2 * blocks, None, seed=1)
+    with machinery(partitions=partitions, block_size=BLOCK_SIZE, session_timeout_s=session_s) as parts:
+        write(parts, written, TIMES_WRITTEN, seed=2)
+        fleet = Fleet(parts, ranks, seed=1)
+        survivor = parts.stack.worker("survivor", router=False)
+        wait_for(lambda: bool(opened(survivor)), READY_TIMEOUT_S, "partitions of the second worker")
+        time.sleep(2.0 * session_s)  # the group is at rest
+        moving = set(range(partitions)) - opened(survivor)
+        on_them = sum(
+            n for p in moving for rank, n in written.n_blocks.items() if partition_of(rank.worker_id, partitions) == p
+        )
+        told = mixed(fleet.engines, int(rate * (session_s + 25.0)), random.Random(1))
+        sender = threading.Thread(target=fleet.send, args=(told, rate))
+        sender.start()
+        time.sleep(5.0)
+        fleet.worker.child.kill()
+        began = time.perf_counter()
+        wait_for(partial(all_open, survivor), READY_TIMEOUT_S, "every partition at the survivor", 0.01)
+        moved = time.perf_counter() - began
+        sender.join()
+        fleet.await_known()
+        report.wrong += fleet.wrong()
+        add = samples.add
+        add("failover", "partitions that moved", "", OURS, float(len(moving)))
+        add("failover", "memberships on them", "", OURS, float(on_them))
+        add("failover", "SIGKILL to all open at the other", "s", OURS, moved)
+        add("failover", "of it behind the session timeout", "s", OURS, moved - session_s)
+        report.bars.append(
+            Bar("moved on at most 3 s after the timeout", moved - session_s <= 3.0, f"{moved - session_s:.1f}")
+        )
+    report.rows = samples.rows()
+    report.print(console)
+    if json_path is not None:
+        report.write(json_path)
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
