@@ -338,11 +338,19 @@ class Indexer:
             if self._partitions.get(partition) is table:
                 wanted = table.wanted(topic)
                 if wanted is not None:
-                    await self._app.consumer.seek(TP(topic, partition), wanted)
+                    await self._seek(partition, wanted)
         except Exception as exc:
             log.warning("%s [%d] was not sought back: %s", topic, partition, exc)  # `watch` tries again
         finally:
             self._realigning.discard(partition)
+
+    async def _seek(self, partition: int, wanted: int) -> None:
+        # Not `seek`: that reaches from this thread into a client that lives in another, where a fetch may be handing
+        # out what the seek throws away, and the whole consumer ends.
+        try:
+            await self._app.consumer.seek_wait({TP(self._source.name, partition): wanted})
+        except Exception as exc:  # revoked in between, in words that differ between drivers
+            log.warning("%s [%d] was not sought back: %s", self._source.name, partition, exc)  # `watch` tries again
 
     async def _stop(self, tables: list[TablePartition]) -> None:
         self._paused.difference_update(table.partition for table in tables)
@@ -394,8 +402,7 @@ class Indexer:
             self._paused.discard(partition)
             self._app.consumer.resume_partitions({TP(self._source.name, partition)})
             # Faust drops what it had fetched of a paused partition; without this nothing flows until `watch` looks.
-            seek = self._app.consumer.seek(TP(self._source.name, partition), wanted)
-            self._tasks.add(task := asyncio.get_running_loop().create_task(seek))
+            self._tasks.add(task := asyncio.get_running_loop().create_task(self._seek(partition, wanted)))
             task.add_done_callback(self._tasks.discard)
 
     def _source_end(self, topic: str, partition: int) -> int:
