@@ -48,7 +48,9 @@ def main(json_path: Path | None, blocks: int, rate: float, session_s: float, ran
         survivor = parts.stack.worker("survivor", router=False)
         wait_for(lambda: bool(opened(survivor)), READY_TIMEOUT_S, "partitions of the second worker")
         time.sleep(2.0 * session_s)  # the group is at rest
-        moving = set(range(partitions)) - opened(survivor)
+        log = survivor.child.log_path.read_text()
+        since = log.rindex("partitions assigned")
+        moving = set(range(partitions)) - opened(survivor, since)
         on_them = sum(
             n for p in moving for rank, n in written.n_blocks.items() if partition_of(rank.worker_id, partitions) == p
         )
@@ -58,7 +60,7 @@ def main(json_path: Path | None, blocks: int, rate: float, session_s: float, ran
         time.sleep(5.0)
         fleet.worker.child.kill()
         began = time.perf_counter()
-        wait_for(partial(all_open, survivor), READY_TIMEOUT_S, "every partition at the survivor", 0.01)
+        wait_for(partial(all_open, survivor, len(log)), READY_TIMEOUT_S, "every partition at the survivor", 0.01)
         moved = time.perf_counter() - began
         sender.join()
         fleet.await_known()

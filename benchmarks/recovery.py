@@ -124,14 +124,14 @@ def write(parts: Machinery, written: Written, times: int, seed: int) -> float:
 _OPENED = re.compile(r"partition (\d+) is open")
 
 
-def opened(process: RouterProcess) -> set[int]:
-    """Partitions that a worker has opened since its log was emptied."""
-    return set(map(int, _OPENED.findall(process.child.log_path.read_text())))
+def opened(process: RouterProcess, since: int = 0) -> set[int]:
+    """Partitions that a worker has opened, as its log says from a character on."""
+    return set(map(int, _OPENED.findall(process.child.log_path.read_text()[since:])))
 
 
-def all_open(process: RouterProcess) -> bool:
+def all_open(process: RouterProcess, since: int = 0) -> bool:
     """Whether it has opened every partition."""
-    return len(opened(process)) == process.settings.partitions
+    return len(opened(process, since)) == process.settings.partitions
 
 
 def recover_worker(process: RouterProcess) -> tuple[float, float]:
