@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit warm soak conformance bench clean
+.PHONY: demo test up lint unit warm soak conformance bench bench-stream clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvstreams demo
@@ -38,6 +38,12 @@ conformance: warm
 # The index beside its peers; they are built with cargo where it is there. BENCH="--quick" for a smoke test.
 bench: warm
 	$(BIN)/python -m benchmarks.index $(BENCH)
+
+# Events in to visible, recovery and fail-over, on a real Kafka with real processes: some ten minutes, alone on a machine.
+bench-stream: warm
+	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.failover
 
 clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down
