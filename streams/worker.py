@@ -33,7 +33,7 @@ def create_app(settings: Settings) -> faust.App:
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
         datadir=str(data_dir / "faust"),
-        # One process, one table of its own: Faust's tables are not used (DESIGN section 5), so nothing is kept here.
+        # One process, one table of its own: Faust's are not used (docs/architecture.md), so nothing is kept here.
         store="memory://",
         broker_session_timeout=settings.session_timeout_s,
         broker_heartbeat_interval=settings.session_timeout_s / 3,
