@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from streams.kafka import ensure_topics
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
 from streams.router_api.server import favour_answers, tick_forever
-from streams.settings import Settings, load
+from streams.settings import Settings, load, unknown_variables
 from streams.topics import topics
 
 
@@ -107,6 +109,8 @@ def create_app(settings: Settings) -> faust.App:
 
 
 def _app_from_environment() -> faust.App:
+    for words in unknown_variables(os.environ).values():
+        sys.stderr.write(f"kvstreams: {words}\n")  # logging is set up by Faust, later
     try:
         return create_app(load().settings)
     except KvStreamsError as exc:
