@@ -1,4 +1,4 @@
-"""What a benchmark says: rows of medians with ratios, bars held or not, as a table and as JSON (DESIGN section 11).
+"""What a benchmark says: rows of medians with ratios, bars held or not, as a table and as JSON.
 
 What lives here: samples, rows, bars, the machine's description. What must not: measuring.
 """

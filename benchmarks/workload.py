@@ -19,7 +19,7 @@ KVWL v1, little-endian; each array starts on an 8-byte boundary, filled up with 
     u64 q_seq[n_query_blocks]
     u32 tok[n_token_queries * depth * block_size]   token ids of the first queries; none in a trace
 
-Local and sequence hashes are those of DESIGN section 2 (xxh3-64, seed 1337), so Dynamo's own engines accept them.
+Local and sequence hashes are those of streams.core.hashing (xxh3-64, seed 1337), so Dynamo's own engines accept them.
 """
 
 from __future__ import annotations

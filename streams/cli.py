@@ -25,7 +25,7 @@ from rich.table import Table
 from streams import __version__, log
 from streams.core.selection import RouterMode
 from streams.errors import KvStreamsError, SettingsError
-from streams.settings import ENV_PREFIX, Resolved, Settings, as_environ, load
+from streams.settings import ENV_PREFIX, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -65,6 +65,9 @@ def with_settings(command: _F) -> _F:
 @click.version_option(__version__)
 def cli() -> None:
     """kvstreams: routes LLM requests to the engine that already holds their KV cache, on Kafka."""
+    for name, words in unknown_variables(os.environ).items():
+        click.echo(f"kvstreams: {words}", err=True)
+        del os.environ[name]  # for children, who would say it again
 
 
 @cli.command()
@@ -320,8 +323,9 @@ def demo(
     kafka_directory: Path,
 ) -> None:
     """Run everything on this machine and show what it does."""
-    from streams.local.demo import DemoConfig, run_demo
+    from streams.local.demo import DemoConfig, require_extra, run_demo
 
+    require_extra("psutil", "matplotlib")
     try:
         modes = tuple(RouterMode(policy) for policy in policies) or tuple(RouterMode)
     except ValueError as exc:
@@ -348,8 +352,9 @@ def demo(
 @click.option("--kafka-directory", type=click.Path(path_type=Path), default=KAFKA_DIRECTORY, show_default=True)
 def up(workers: int, directory: Path, kafka_directory: Path) -> None:
     """Run everything on this machine in the foreground, to be tried with curl."""
-    from streams.local.demo import run_up
+    from streams.local.demo import require_extra, run_up
 
+    require_extra("psutil")
     warm_up()
     run_up(workers, directory, kafka_directory, start_kafka)
 

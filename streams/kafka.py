@@ -259,6 +259,22 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
         )
 
 
+def require_topic(settings: Settings, name: str) -> None:
+    """Raise KvStreamsError where no broker answers or none has the topic. Asks for what a writer may know."""
+    reasons: list[KafkaError] = []
+    client = admin(settings, reasons.append)
+    try:
+        known = client.list_topics(timeout=ANSWER_TIMEOUT_S).topics
+    except KafkaException as exc:
+        client.poll(0)
+        raise _refused(settings, exc.args[0], reasons) from exc
+    if name not in known:
+        raise KvStreamsError(
+            f"Kafka at {settings.kafka} has no topic {name}",
+            remedy="`kvstreams topics create` with the same settings creates it",
+        )
+
+
 def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, TopicState | None]:
     """A created topic may stay unknown to a broker for a moment; ask until all are there."""
     states: dict[str, TopicState | None] = {}

@@ -8,6 +8,7 @@ Faust's command line refuses options that it does not know, so a worker's settin
 
 from __future__ import annotations
 
+import difflib
 import enum
 import json
 import os
@@ -22,12 +23,15 @@ import msgspec
 
 from streams.core.selection import RouterMode
 from streams.errors import SettingsError
+from streams.faults import FAULT_ENV
 
 ENV_PREFIX = "KVSTREAMS_"
 
 #: Names the TOML file; without it `kvstreams.toml` in the current folder is read if it is there.
 CONFIG_ENV = "KVSTREAMS_CONFIG"
 CONFIG_FILE_DEFAULT = "kvstreams.toml"
+
+_TESTS_PREFIX = "KVSTREAMS_TEST_"
 
 #: A weight or a temperature beyond this drowns every other term of a cost; near the end of floats it makes costs
 #: infinite, and an infinite cost chooses nothing.
@@ -187,6 +191,17 @@ def as_environ(settings: Settings) -> dict[str, str]:
     value from there or from a file.
     """
     return {ENV_PREFIX + knob.name.upper(): _to_text(getattr(settings, knob.name)) for knob in fields(settings)}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`KVSTREAMS_*` variables that nobody reads, each with what to say of it; those of our tests are passed over."""
+    knobs = [*(ENV_PREFIX + knob.name.upper() for knob in fields(Settings)), CONFIG_ENV]
+    told = {}
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in (*knobs, FAULT_ENV) and not name.startswith(_TESTS_PREFIX):
+            nearest = difflib.get_close_matches(name, knobs, n=1, cutoff=0.0)[0]
+            told[name] = f"{name} is set and is no knob; the nearest is {nearest}, and `kvstreams config` prints all"
+    return told
 
 
 def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:

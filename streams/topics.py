@@ -1,4 +1,4 @@
-"""The topics of a scope, as data (DESIGN section 3).
+"""The topics of a scope, as data (docs/architecture.md, Topics).
 
 What lives here: name, key, schema, partitions, replication, retention and cleanup of every topic. What must not:
 talking to Kafka (kafka). An operator may read this page instead of a broker's settings.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from streams.kafka import ensure_topics
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
 from streams.router_api.server import favour_answers, tick_forever
-from streams.settings import Settings, load
+from streams.settings import Settings, load, unknown_variables
 from streams.topics import topics
 
 
@@ -33,7 +35,7 @@ def create_app(settings: Settings) -> faust.App:
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
         datadir=str(data_dir / "faust"),
-        # One process, one table of its own: Faust's tables are not used (DESIGN section 5), so nothing is kept here.
+        # One process, one table of its own: Faust's are not used (docs/architecture.md), so nothing is kept here.
         store="memory://",
         broker_session_timeout=settings.session_timeout_s,
         broker_heartbeat_interval=settings.session_timeout_s / 3,
@@ -107,6 +109,8 @@ def create_app(settings: Settings) -> faust.App:
 
 
 def _app_from_environment() -> faust.App:
+    for words in unknown_variables(os.environ).values():
+        sys.stderr.write(f"kvstreams: {words}\n")  # logging is set up by Faust, later
     try:
         return create_app(load().settings)
     except KvStreamsError as exc:

@@ -4,7 +4,7 @@ What lives here: what a fleet holds after some batches, said as simply as possib
 answers (`ReferenceIndex`), and seeded histories of both, realistic and nasty (`random_history`, `IndexHistory`). What
 must not: anything of the code under test but the events and ids that go in; not its hashing, its runs or its index.
 
-The rules of DESIGN 4 and 5, as sets: a batch of an older life or of a removed worker is stale, a sequence number
+The rules of docs/architecture.md, as sets: a batch of an older life or of a removed worker is stale, a sequence number
 applied already is a duplicate, a newer life ends everything older, `cleared` ends everything of that rank, a store
 whose parent the rank does not hold is rejected. Within a rank and tier a block has one engine name and a name one
 block; the later store wins. A restatement replaces a rank's blocks when its last chunk comes right behind the others; a
@@ -41,12 +41,12 @@ from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, 
 Member = tuple[RankId, Tier, int]
 Names = dict[tuple[Tier, int], int]
 
-#: Seed of the chain (DESIGN section 2).
+#: Seed of the chain (docs/architecture.md, Hashes).
 CHAIN_SEED = 1337
 
 
 def chain_hash(parent: int | None, local: int) -> int:
-    """Sequence hash of a block, straight from DESIGN section 2."""
+    """Sequence hash of a block, straight from docs/architecture.md, Hashes."""
     if parent is None:
         return local
     return xxhash.xxh3_64_intdigest(parent.to_bytes(8, "little") + local.to_bytes(8, "little"), CHAIN_SEED)

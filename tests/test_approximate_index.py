@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.approximate_index import BLOCKS_MAX, TTL_S, ApproximatePrefixIndex
+from streams.core.approximate_index import TTL_S, ApproximatePrefixIndex
 from streams.core.hashing import local_hashes
 from streams.core.ids import U32_MAX, DpRank, HashArray, RankId, Tier, WorkerId
 from streams.errors import BlockSizeMismatch, InvalidEvent, InvalidRequest, SettingsError
@@ -175,28 +175,18 @@ def test_a_prediction_that_cannot_be_changes_nothing(rank: RankId, local: Any, n
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("name", "values"),
     [
-        (0.0,),
-        (-1.0,),
-        (math.nan,),
-        (math.inf,),
-        ("120",),
-        (None,),
-        (True,),
-        (1.0, 0),
-        (1.0, 2.5),
-        (1.0, "9"),
-        (1.0, True),
-        (1.0, BLOCKS_MAX, 0.0),
-        (1.0, BLOCKS_MAX, 1.1),
-        (1.0, BLOCKS_MAX, "0.8"),
+        ("ttl_s", (0.0, -1.0, math.nan, math.inf, "120", None, True)),
+        ("blocks_max", (0, -1, 2.5, math.nan, "9", None, True)),
+        ("prune_target", (0.0, -0.5, 1.1, math.nan, math.inf, "0.8", None, True)),
     ],
 )
-def test_limits_that_cannot_be_are_refused(limits: tuple[Any, ...]) -> None:
-    """No time to live, no room, or a target beyond the limit."""
-    with pytest.raises(SettingsError):
-        ApproximatePrefixIndex(*limits)
+def test_limits_that_cannot_be_are_refused(name: str, values: tuple[Any, ...]) -> None:
+    """No time to live, no room, or a target beyond the limit; the message begins with the argument's name."""
+    for value in values:
+        with pytest.raises(SettingsError, match=f"^{name} is "):
+            ApproximatePrefixIndex(**{name: value})
 
 
 @pytest.mark.parametrize("rank", [(1, 0), 1, None, RankId(WorkerId(-1), DpRank(0))], ids=str)

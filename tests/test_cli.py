@@ -19,6 +19,7 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from streams import __version__
 from streams.cli import cli
+from streams.errors import LocalKafkaError
 from streams.kafka import admin, describe_topics, ensure_topics
 from streams.local.stack import free_port
 from streams.log import JsonFormatter
@@ -166,6 +167,44 @@ def test_a_wrong_value_is_one_line(
     line = assert_one_line(run(*arguments, env={"KVSTREAMS_KAFKA": "no-such-host.invalid:1", **env}))
     for word in words:
         assert word in line
+
+
+def test_a_variable_that_is_no_knob_is_told_once_with_the_nearest(run: Run) -> None:
+    """By the command and by the Faust worker that a command becomes, and what others read is passed over."""
+    strange = {"KVSTREAMS_PROT": "1", "KVSTREAMS_TEST_KAFKA": "x", "KVSTREAMS_CONFIG": "none.toml"}
+    told = "kvstreams: KVSTREAMS_PROT is set and is no knob; the nearest is KVSTREAMS_PORT"
+    lines = run("config", env=strange).stderr.splitlines()
+    assert lines[0].startswith(told)
+    assert "none.toml is not there" in lines[1]
+    assert len(lines) == 2
+    for arguments in (("config",), ("worker",)):
+        # The fault is none, which ends a worker while its App is built.
+        lines = run(*arguments, env={"KVSTREAMS_PROT": "1", "KVSTREAMS_FAULT": "x"}).stderr.splitlines()
+        assert [line.startswith(told) for line in lines if "KVSTREAMS_PROT" in line] == [True]
+
+
+def test_faust_tells_of_a_variable_that_is_no_knob(tmp_path: Path) -> None:
+    """The worker's own command line has none of ours around it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "faust", "-A", "streams", "worker"],
+        env=environment({"KVSTREAMS_BLOCKSIZE": "16", "KVSTREAMS_FAULT": "x"}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("KVSTREAMS_BLOCKSIZE is set and is no knob; the nearest is KVSTREAMS_BLOCK_SIZE") == 1
+
+
+@pytest.mark.parametrize(("command", "package"), [("demo", "matplotlib"), ("demo", "psutil"), ("up", "psutil")])
+def test_what_needs_an_extra_says_so_first(command: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than after minutes, or as an ImportError."""
+    monkeypatch.setitem(sys.modules, package, None)
+    failed = CliRunner().invoke(cli, [command]).exception
+    assert isinstance(failed, LocalKafkaError)
+    assert package in failed.message
+    assert "kvstreams[local]" in failed.remedy
 
 
 @pytest.mark.parametrize("arguments", [("config", "--prot", "1"), ("nothing",), ("bridge",), ("topics", "drop")])

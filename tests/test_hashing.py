@@ -1,4 +1,4 @@
-"""Hashes byte for byte: the goldens of DESIGN section 2, and xxhash itself as the witness."""
+"""Hashes byte for byte: the goldens of docs/architecture.md, and xxhash itself as the witness."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def witness_local(tokens: list[int], block_size: int, seed: int = 1337) -> list[
     return [xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *block), seed) for block in blocks]
 
 
-def test_the_goldens_of_the_design() -> None:
+def test_the_goldens_of_the_documentation() -> None:
     """Twelve tokens in blocks of four, as NVIDIA Dynamo hashes them."""
     local = local_hashes(GOLDEN_TOKENS, 4)
     assert local.tolist() == GOLDEN_LOCAL

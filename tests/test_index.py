@@ -19,7 +19,15 @@ from streams.core.index import OverlapScores, PrefixIndex
 from streams.core.kernels import layout
 from streams.core.plain_index import PlainPrefixIndex
 from streams.core.run_tree import EventColumns, RunTreeIndex
-from streams.errors import BlockSizeMismatch, IndexFull, InvalidEvent, InvalidRequest, SettingsError, UnknownParent
+from streams.errors import (
+    BlockSizeMismatch,
+    IndexFull,
+    InvalidEvent,
+    InvalidRequest,
+    SettingsError,
+    TooManyRanks,
+    UnknownParent,
+)
 from tests.reference import Member
 
 FACTORIES: list[Callable[[], PrefixIndex]] = [PlainPrefixIndex, RunTreeIndex]
@@ -560,14 +568,17 @@ def test_a_matcher_refuses_what_is_no_query(query: Any) -> None:
         {"blocks_hint": 1.5},
         {"blocks_hint": True},
         {"blocks_hint": 1 << 40},
+        {"blocks_hint": None},
+        {"blocks_hint": "1000"},
         {"limits": None},
         {"limits": 1024},
+        {"limits": TreeLimits},
     ],
     ids=str,
 )
 def test_a_tree_refuses_sizes_that_cannot_be(given: dict[str, Any]) -> None:
-    """Before it takes any memory."""
-    with pytest.raises(SettingsError):
+    """Before it takes any memory, by the name of the argument."""
+    with pytest.raises(SettingsError, match=f"^{next(iter(given))} is "):
         RunTreeIndex(**given)
 
 
@@ -580,13 +591,24 @@ def test_a_tree_refuses_sizes_that_cannot_be(given: dict[str, Any]) -> None:
         {"blocks_max": True},
         {"columns_max": 64.0},
         {"columns_max": 65},
+        {"columns_max": 0},
+        {"columns_max": -64},
+        {"columns_max": 1 << 20},
+        {"columns_max": None},
+        {"blocks_max": 0},
+        {"blocks_max": -4096},
+        {"blocks_max": (1 << 28) + 1},
+        {"blocks_max": None},
+        {"blocks_max": float("nan")},
+        {"blocks_max": np.int64(4096)},
         {"huge_pages": 1},
+        {"huge_pages": None},
     ],
     ids=str,
 )
 def test_limits_are_whole_numbers_in_range(given: dict[str, Any]) -> None:
-    """A million written as 1e6 is a float."""
-    with pytest.raises(SettingsError):
+    """A million written as 1e6 is a float; whatever is refused, the message begins with the argument's name."""
+    with pytest.raises(SettingsError, match=f"^{next(iter(given))} is "):
         TreeLimits(**given)
 
 
@@ -599,6 +621,48 @@ def test_a_system_that_refuses_address_space_is_told_of_by_name(monkeypatch: pyt
     monkeypatch.setattr("streams.core.arenas.mmap.mmap", refuse)
     with pytest.raises(SettingsError, match="TreeLimits"):
         RunTreeIndex()
+
+
+def test_a_rank_that_found_no_room_gets_in_when_another_has_left() -> None:
+    """It kept a number without a column once, and was refused for good."""
+    index = RunTreeIndex(limits=TreeLimits(columns_max=64))
+    ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(66)]
+    names = u64(1, 2, 3)
+    for rank in ranks[:64]:
+        index.store(rank, Tier.DEVICE, None, names, names)
+    for rank in ranks[64:]:
+        with pytest.raises(TooManyRanks, match="room for 64 ranks") as caught:
+            index.store(rank, Tier.DEVICE, None, names, names)
+        assert caught.value.detail == {"columns_max": 64}
+    index.remove_rank(ranks[0])
+    index.store(ranks[65], Tier.DEVICE, None, names, names)
+    with pytest.raises(TooManyRanks):
+        index.store(ranks[64], Tier.DEVICE, None, names, names)
+    with pytest.raises(TooManyRanks):
+        index.holder(ranks[1], Tier.HOST)
+    index.store(ranks[1], Tier.DEVICE, None, u64(9), u64(9))  # it is known and stays so
+    assert index.find_matches(names).scores == dict.fromkeys([*ranks[1:64], ranks[65]], len(names))
+    index.check()
+
+
+def test_where_the_system_refuses_more_columns_ranks_that_are_there_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that needed them is refused, with the reason."""
+    index = RunTreeIndex(limits=TreeLimits(blocks_max=4096))
+    ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(1025)]
+    for rank in ranks[:-1]:
+        index.store(rank, Tier.DEVICE, None, u64(1), u64(1))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("streams.core.arenas.mmap.mmap", refuse)
+        with pytest.raises(TooManyRanks, match="the system refuses"):
+            index.store(ranks[-1], Tier.DEVICE, None, u64(1), u64(1))
+    assert index.find_matches(u64(1)).scores == dict.fromkeys(ranks[:-1], 1)
+    index.store(ranks[-1], Tier.DEVICE, None, u64(1), u64(1))
+    assert len(index) == len(ranks)
+    index.check()
 
 
 BLOCKS = 1 << 16

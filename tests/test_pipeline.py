@@ -1,7 +1,7 @@
 """The pipeline against a real Kafka, with real faults: whatever dies, a router knows what was acknowledged.
 
 Batches are produced as engines would, acknowledged by the broker, and fed to the plain reference at the same time. Two
-states are equal when their sets of (rank, tier, sequence hash) and their epochs are (DESIGN section 5).
+states are equal when their sets of (rank, tier, sequence hash) and their epochs are (docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What routers on a real Kafka choose and tell (DESIGN sections 7 and 8): cost, mode, filters, registry, state.
+"""What routers on a real Kafka choose and tell (docs/http.md): cost, mode, filters, registry, state.
 
 The fleet's two routers serve all tests; every test takes a model and workers of its own, so that none sees another's.
 """

@@ -1,4 +1,4 @@
-"""Bookings shared by two routers through a real Kafka (DESIGN section 7, "Loads")."""
+"""Bookings shared by two routers through a real Kafka (docs/architecture.md, Loads)."""
 
 from __future__ import annotations
 

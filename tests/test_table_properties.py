@@ -1,4 +1,4 @@
-"""The table's log, without Kafka: cut anywhere, compacted, permuted, read while it is compacted (DESIGN section 5).
+"""The table's log, without Kafka: cut anywhere, compacted, permuted, read while it is compacted (docs/architecture.md).
 
 Each history is judged in transactions of one to a few batches. The log is the list of these transactions' records,
 bytes as they would lie on Kafka; readers of it see committed transactions only.

@@ -1,4 +1,4 @@
-"""The topics as data (DESIGN section 3), and their creation on a real Kafka."""
+"""The topics as data (docs/architecture.md, Topics), and their creation on a real Kafka."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPACTED = {
     "delete.retention.ms": str(24 * HOUR_MS),
 }
 
-#: Settings of every topic by its name without the prefix, as DESIGN section 3 has them.
+#: Settings of every topic by its name without the prefix, written out a second time (docs/architecture.md, Topics).
 WANTED: dict[str, dict[str, str]] = {
     "kv-events": {"cleanup.policy": "delete", "retention.ms": str(HOUR_MS), "max.message.bytes": str(8 << 20)},
     "workers": COMPACTED,

@@ -1,4 +1,4 @@
-"""The price of sending a request to a rank, in blocks (DESIGN section 7).
+"""The price of sending a request to a rank, in blocks (docs/architecture.md, Cost).
 
 What lives here: the cost formula and its terms, so that an answer can show them. What must not: choosing (selection).
 """

@@ -26,7 +26,7 @@ class MoeLabels:
 
 @dataclass(frozen=True, slots=True)
 class CxlMetadata:
-    """Where in CXL memory a stored block lies; `state` is one of DESIGN section 6's names."""
+    """Where in CXL memory a stored block lies; for `state` see docs/architecture.md, Words."""
 
     state: str
     pool_id: str | None
@@ -88,7 +88,7 @@ class EngineEvents:
 
 @dataclass(frozen=True, slots=True)
 class RestatementChunk:
-    """One piece of a rank's whole ledger; complete when all `n_chunks` of one id have come (DESIGN 5, "Gap")."""
+    """One piece of a rank's whole ledger; complete when all `n_chunks` of one id have come."""
 
     restatement_id: int
     chunk: int

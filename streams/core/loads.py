@@ -1,4 +1,4 @@
-"""Active load: what the requests under way cost each rank (DESIGN section 7, "Loads").
+"""Active load: what the requests under way cost each rank (docs/architecture.md, Loads).
 
 What lives here: bookings and their three phases, folded in any order and any number of times into the same loads.
 What must not: Kafka, clocks. Owner of the state: one router. Blocks shared on a rank count once; a booking lives while

@@ -1,4 +1,4 @@
-"""The order of one rank's batches: which is news, which a repeat, what is missing before it (DESIGN section 5).
+"""The order of one rank's batches: which is news, which a repeat, what is missing before it (docs/architecture.md).
 
 What lives here: a rank's progress and the verdict on each batch, as values and a pure function. What must not: blocks
 (run_store), bytes (tables.records), time.

@@ -1,4 +1,4 @@
-"""Restatements on their way: a rank's chunks are parked until the last one has come (DESIGN section 5, "Gap").
+"""Restatements on their way: a rank's chunks are parked until the last one has come (docs/architecture.md).
 
 What lives here: which chunk is next, what is parked, and how much of it. What must not: Kafka, keys and values
 (tables.records), and what a complete restatement changes (holdings).

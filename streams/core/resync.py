@@ -1,4 +1,4 @@
-"""Resync requests: which rank is asked for a restatement, and when again (DESIGN section 5, "Gap").
+"""Resync requests: which rank is asked for a restatement, and when again (docs/architecture.md).
 
 What lives here: attempts and back-off of each rank. What must not: reading a clock, Kafka.
 

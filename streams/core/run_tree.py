@@ -150,7 +150,7 @@ class RunTree:
 
     def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         if not isinstance(limits, TreeLimits):
-            raise SettingsError(f"limits are a {type(limits).__name__}, not TreeLimits")
+            raise SettingsError(f"limits is a {type(limits).__name__}, not TreeLimits")
         if not isinstance(blocks_hint, int) or isinstance(blocks_hint, bool):
             raise SettingsError(f"blocks_hint is {blocks_hint!r}, not a whole number")
         if not 0 <= blocks_hint <= limits.blocks_max:
@@ -205,17 +205,14 @@ class RunTree:
         holder = self._holders.get((number, int(tier)))
         if holder is not None:
             return holder
-        context = self._context
-        column = take_column(self._address)
-        while column < 0:
-            if context[layout.N_ENDED]:
-                sweep(self._address, int(context[layout.RUNS_MAX]))
-            else:
-                columns_max = int(context[layout.COLUMNS_MAX])
-                if columns_max >= self._memory.limits.columns_max:
-                    raise TooManyRanks(f"an index has room for {columns_max} ranks, counted in each tier")
-                self._memory.widen(min(columns_max * 4, self._memory.limits.columns_max))
-            column = take_column(self._address)
+        try:
+            column = self._take_column()
+        except TooManyRanks:
+            if not any((number, tier) in self._holders for tier in range(N_TIERS)):
+                # Last in turn: with a number that has no column it would be refused when others have left, too.
+                del self._numbers[rank]
+                self._free_numbers.insert(0, number)
+            raise
         holder = self._n_holders
         self._n_holders += 1
         self._memory.words(layout.HOLDER_RANK).view(np.int32)[holder] = number
@@ -224,6 +221,31 @@ class RunTree:
         assign_column(self._address, holder, column)
         self._holders[number, int(tier)] = holder
         return holder
+
+    def _take_column(self) -> int:
+        context = self._context
+        column = take_column(self._address)
+        while column < 0:
+            if context[layout.N_ENDED]:
+                sweep(self._address, int(context[layout.RUNS_MAX]))
+            else:
+                columns_max = int(context[layout.COLUMNS_MAX])
+                if columns_max >= self._memory.limits.columns_max:
+                    raise TooManyRanks(
+                        f"an index has room for {columns_max} ranks, counted in each tier",
+                        remedy="remove_rank those that are gone, or give it TreeLimits with a greater columns_max",
+                        columns_max=columns_max,
+                    )
+                try:
+                    self._memory.widen(min(columns_max * 4, self._memory.limits.columns_max))
+                except SettingsError as exc:  # the same to callers: what is there goes on, and this rank is refused
+                    raise TooManyRanks(
+                        f"an index has room for {columns_max} ranks, counted in each tier: {exc.message}",
+                        remedy=exc.remedy,
+                        columns_max=columns_max,
+                    ) from exc
+            column = take_column(self._address)
+        return column
 
     def clear(self, rank: RankId) -> None:
         """The rank holds nothing any more, in any tier. Raises InvalidEvent."""

@@ -5,7 +5,7 @@ What lives here: a run and its key, as values. What must not: rules by which the
 
 A run is at most RUN_BLOCKS_MAX consecutive blocks of one chain in one tier, addressed by its first sequence hash. Runs
 never split or merge: divergence starts a new one, a removal flips a presence bit, an empty run is a tombstone. Only the
-view's index joins them to prefixes (DESIGN section 5).
+view's index joins them to prefixes (docs/architecture.md).
 """
 
 from __future__ import annotations

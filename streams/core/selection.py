@@ -28,7 +28,7 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     """Choose an index of `costs`; lower cost wins.
 
     temperature 0 takes the minimum, exact ties uniformly; above 0 samples softmax of -cost / ((max - min) * T), uniform
-    where all are equal. costs must not be empty. Source: DESIGN section 7.
+    where all are equal. costs must not be empty. Source: docs/architecture.md, Cost.
     """
     low, high = min(costs), max(costs)
     scale = (high - low) * temperature

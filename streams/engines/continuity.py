@@ -1,4 +1,4 @@
-"""Whether an engine is still the process that it was (DESIGN section 5, "Incarnation").
+"""Whether an engine is still the process that it was (docs/architecture.md, Bridges).
 
 What lives here: evidence as values, and what follows from it (pure). What must not: how evidence is got (feed, replay).
 

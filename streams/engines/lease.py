@@ -1,4 +1,4 @@
-"""One bridge an engine: who holds the lease, as a state machine over the `workers` topic (DESIGN 5, "Incarnation").
+"""One bridge an engine: who holds the lease, as a state machine over `workers` (docs/architecture.md, Bridges).
 
 What lives here: the rules (pure; the clock is passed in). What must not: Kafka (inbox) and what a holder does (bridge).
 

@@ -1,4 +1,4 @@
-"""The ledger: one rank's own map of engine hashes to sequence hashes and copies (DESIGN sections 2 and 4).
+"""The ledger: one rank's own map of engine hashes to sequence hashes and copies (docs/architecture.md, Ledgers).
 
 What lives here: turning what an engine announces (every physical copy, under any name) into what Kafka carries: that a
 block is held, or is held no more. What must not: transport. Owner: a publisher, or the bridge, one for each rank.

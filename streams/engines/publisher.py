@@ -32,7 +32,7 @@ from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId,
 from streams.engines.ledger import Ledger
 from streams.engines.restating import chunks
 from streams.errors import BadRecord, InvalidRequest, KvStreamsError
-from streams.kafka import producer
+from streams.kafka import producer, require_topic
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 
@@ -168,8 +168,15 @@ class KvEventPublisher:
         counts_copies: bool = False,
         kafka: Producer | None = None,
     ) -> None:
-        """incarnation: greater than that of any earlier life; the clock's microseconds where it is left out."""
+        """incarnation: greater than that of any earlier life; the clock's microseconds where it is left out.
+
+        kafka: a producer to share, of somebody who knows that a broker answers it. Without one this asks, and raises
+        KvStreamsError after some seconds where none answers or the topic is missing: the producer would try for ever.
+        """
+        if kafka is None:
+            require_topic(settings, topics(settings).kv_events.name)
         self._kafka = kafka or event_producer(settings)
+        self._address = settings.kafka
         self._block_size = settings.block_size_of(model)
         life = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
@@ -225,7 +232,10 @@ class KvEventPublisher:
         left = self._kafka.flush(timeout_s)
         if left or self._writer.failed:
             why = self._writer.failed[0] if self._writer.failed else "no answer"
-            raise KvStreamsError(f"{left + len(self._writer.failed)} batches were not acknowledged: {why}")
+            raise KvStreamsError(
+                f"{left + len(self._writer.failed)} batches were not acknowledged by Kafka at {self._address}: {why}",
+                remedy="What is still queued is sent when it answers, unless this process ends before",
+            )
 
     def __enter__(self) -> Self:
         return self

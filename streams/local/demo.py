@@ -10,6 +10,7 @@ Act two: the Faust worker is killed with SIGKILL and its RocksDB deleted; the lo
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from streams.core.decision import RoutePolicy
 from streams.core.selection import RouterMode
-from streams.errors import SettingsError
+from streams.errors import LocalKafkaError, SettingsError
 from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive
 from streams.local.processes import Children
@@ -82,6 +83,16 @@ class DemoConfig:
 
 #: Brings a Kafka up in a folder and gives its state.
 StartKafka = Callable[[Path], Any]
+
+
+def require_extra(*packages: str) -> None:
+    """Raise LocalKafkaError unless these packages of the `local` extra are there, before minutes are spent."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise LocalKafkaError(
+            f"not installed: {', '.join(missing)}",
+            remedy="It needs the `local` extra: pip install 'kvstreams[local]', or '.[local]' in a checkout",
+        )
 
 
 def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP calls of DESIGN section 8, bound to a Router: the same under Faust and under `kvstreams router`.
+"""The HTTP calls of docs/http.md, bound to a Router: the same under Faust and under `kvstreams router`.
 
 What lives here: request in, response out, and the one shape of errors. What must not: decisions.
 """

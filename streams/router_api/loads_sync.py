@@ -1,4 +1,4 @@
-"""Bookings shared between routers through `router-loads` (DESIGN section 7, "Loads").
+"""Bookings shared between routers through `router-loads` (docs/architecture.md, Loads).
 
 What lives here: applying our own bookings at once, publishing them, folding those of other routers. What must not: the
 rules of a booking (core.loads). A router's id is new at every start, so its own records are told apart from those of

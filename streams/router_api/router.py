@@ -99,7 +99,7 @@ class Router:
     def route(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Choose a rank and, unless told otherwise, book it.
 
-        packed: tokens as u32 little-endian, in place of token_ids. Raises every error that DESIGN section 8 names.
+        packed: tokens as u32 little-endian, in place of token_ids. Raises every error that docs/http.md names.
         """
         self.check_ready()
         request_id = asked.request_id or uuid.uuid4().hex

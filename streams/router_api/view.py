@@ -52,7 +52,7 @@ DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns,
 
 
 class AnswerMode(enum.StrEnum):
-    """How far an answer's overlap can be trusted (DESIGN section 7, "Honesty about state")."""
+    """How far an answer's overlap can be trusted (docs/architecture.md, Honesty)."""
 
     EXACT = "exact"
     DEGRADED = "degraded"

@@ -1,4 +1,4 @@
-"""What the HTTP API takes and gives, as types: parsing and refusing, nothing else (DESIGN section 8)."""
+"""What the HTTP API takes and gives, as types: parsing and refusing, nothing else (docs/http.md)."""
 
 from __future__ import annotations
 

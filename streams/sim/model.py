@@ -94,7 +94,7 @@ class PromptHashes(NamedTuple):
 def hash_prompt(tokens: bytes, block_size: int, lora_name: str | None = None) -> PromptHashes:
     """Hash a packed prompt, so that several engines and policies can share one hashing through `ModelRequest.hashes`.
 
-    tokens: u32 LE. Source: DESIGN section 2.
+    tokens: u32 LE. Source: docs/architecture.md, Hashes.
     """
     local = local_hashes(tokens, block_size, hash_seed(lora_name))
     return PromptHashes(local, sequence_hashes(local))

@@ -658,7 +658,7 @@ def _wire_events(outputs: Sequence[Output], config: SimServerConfig) -> Iterator
 
 
 def _wire_hashes(hashes: list[int], config: SimServerConfig) -> list[int] | list[bytes]:
-    """Write engine hashes in the dialect; of the 32 bytes the last 8, big-endian, are the u64 (DESIGN section 2)."""
+    """Engine hashes in the dialect; of the 32 bytes the last 8, big-endian, are the u64 (docs/architecture.md)."""
     if config.hash_dialect == "int":
         return hashes
     raw = [value.to_bytes(8, "big") for value in hashes]

@@ -4,7 +4,7 @@ What lives here: how source records become transactions, and how a partition is 
 What must not: what a record means (the reducer's), asyncio, Faust.
 
 A batch of one partition is one Kafka transaction: changed records of every table, dead letters, and the partition
-record. The effects of every batch, in this order and numbered again in the code (DESIGN section 5):
+record. The effects of every batch, in this order and numbered again in the code (docs/architecture.md):
 
 1. decode, or make a dead letter       (reducer)
 2. fence by incarnation                (reducer)

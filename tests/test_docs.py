@@ -1,0 +1,111 @@
+"""What the documentation shows runs, and answers what is shown.
+
+A block of Python in docs/index.md is run as it stands, all of them in order in one namespace. `# -> X` behind an
+expression says what it gives; an expression without it gives None.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from streams.cli import cli
+from streams.local.stack import free_port
+from streams.settings import ENV_PREFIX
+
+ROOT = Path(__file__).parent.parent
+SHOWN = "# -> "
+
+#: Importing takes a laden machine seconds; what is promised is counted from there.
+PATIENCE_S = 60.0
+
+
+def blocks(page: str, language: str) -> list[tuple[int, str]]:
+    """Code of a page in one language, each with the line before its first."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: block.start(1)].count("\n"), block[1]) for block in found]
+
+
+def statements(page: str) -> Iterator[tuple[str, ast.stmt, str]]:
+    """Each statement of a page: where it stands, itself, and the answer shown behind it, "" for none."""
+    for above, code in blocks(page, "python"):
+        lines = code.splitlines()
+        for statement in ast.parse(code).body:
+            last = lines[(statement.end_lineno or 0) - 1]
+            yield f"{page}:{above + statement.lineno}", statement, last.partition(SHOWN)[2]
+
+
+def test_the_index_page_runs_and_answers_what_it_shows() -> None:
+    """Every block, in order; what is shown is what comes."""
+    namespace: dict[str, Any] = {}
+    n_shown = 0
+    for where, statement, shown in statements("docs/index.md"):
+        if isinstance(statement, ast.Expr):
+            value = eval(compile(ast.Expression(statement.value), where, "eval"), namespace)
+            told = shown or "None"
+            # Of a mapping the order is nobody's business.
+            assert repr(value) == told or value == eval(told, namespace), f"{where} gives {value!r}"
+            n_shown += bool(shown)
+        else:
+            assert not shown, f"{where} shows an answer of what is no expression"
+            exec(compile(ast.Module([statement], []), where, "exec"), namespace)
+    assert n_shown > 15
+    namespace["index"].check()
+
+
+def test_every_name_of_the_index_page_is_where_it_says() -> None:
+    """Dotted names of our modules can be imported, or are attributes of one that can."""
+    text = (ROOT / "docs/index.md").read_text()
+    names = set(re.findall(r"(streams(?:\.\w+)+)", text))
+    assert len(names) > 10
+    for name in sorted(names):
+        pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/http.md", "docs/architecture.md"])
+def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
+    """`kvstreams X` is a command, and a link within the project leads somewhere."""
+    text = (ROOT / page).read_text()
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    for code in (*spans, *(code for _, code in blocks(page, ""))):
+        for words in re.findall(r"^(?:\S*/)?kvstreams((?: [a-z]+)*)", code, re.MULTILINE):
+            command: click.Command = cli
+            for word in words.split():
+                if isinstance(command, click.Group):
+                    assert word in command.commands, f"kvstreams{words}"
+                    command = command.commands[word]
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_publisher_of_the_readme_says_within_ten_seconds_that_no_kafka_answers(tmp_path: Path) -> None:
+    """Address and remedy, and not at the end of thirty seconds of silence."""
+    ((_, code),) = blocks("README.md", "python")
+    kafka = f"127.0.0.1:{free_port()}"
+    script = "import time, streams.engines.publisher\nbegun = time.monotonic()\ntry:\n"
+    script += "".join(f"    {line}\n" for line in code.splitlines())
+    script += "finally:\n    print(time.monotonic() - begun)\n"
+    env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "KVSTREAMS_KAFKA": kafka, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 1
+    assert f"no Kafka answers at {kafka}: " in done.stderr
+    assert "KVSTREAMS_KAFKA" in done.stderr
+    assert float(done.stdout) < 10.0
