@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ def create_app(settings: Settings) -> faust.App:
         datadir=str(data_dir / "faust"),
         # One process, one table of its own: Faust's tables are not used (DESIGN section 5), so nothing is kept here.
         store="memory://",
+        # One for each life of a process: an owner that was paused looks itself up in its group by this.
+        broker_client_id=f"{settings.app_id}-{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         broker_session_timeout=settings.session_timeout_s,
         broker_heartbeat_interval=settings.session_timeout_s / 3,
         # What an empty group starts from; a partition is sought to its table's own offset anyway.

@@ -16,6 +16,8 @@ record. The effects of every batch, in this order and numbered again in the code
 
 A batch is kept until it is acknowledged. Whatever fails between 4 and 6 throws memory and producer away, fences every
 older producer, reads the changelog to its end and judges the same batch again: what the log has is a duplicate then.
+Only an owner does that: one that was paused until another took over would otherwise fence its successor. Whose the
+partition is, the group's coordinator says, since a paused worker's own Faust does not know yet.
 """
 
 from __future__ import annotations
@@ -62,6 +64,12 @@ COMMIT_TIMEOUT_S = 30.0
 
 #: Between two attempts to open a partition, doubled up to the second number.
 REOPEN_BACKOFF_S = (0.2, 5.0)
+
+#: A partition that may be another worker's by now is looked at this often, until it is ours or Faust takes it away.
+OWNERSHIP_POLL_S = 0.5
+
+#: The fault point inside an open transaction: its records are in the log, its commit is not.
+IN_TRANSACTION = 0
 
 #: Times that one record may break the reducer, a fault of ours, before it goes to the dead letters.
 BREAKS_MAX = 3
@@ -130,8 +138,9 @@ class PartitionWiring:
     """What a partition is told once: its tables and topics, and how to reach the loop that feeds it.
 
     Called on the partition's thread: acknowledge (handles, in offset order), drained (there is room again), opened
-    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1; log_end
-    asks the broker for it, and raises where none answers.
+    (topic to the first offset wanted). is_ours asks the group's coordinator whether a partition is this worker's.
+    source_end gives the end of a source's log as last seen, or -1; log_end asks the broker for it, and raises where
+    none answers. on_effect: a fault that a test armed.
     """
 
     settings: Settings
@@ -143,9 +152,10 @@ class PartitionWiring:
     acknowledge: Callable[[list[Any]], None]
     drained: Callable[[int], None]
     opened: Callable[[int, dict[str, int]], None]
+    is_ours: Callable[[int], bool]
     source_end: Callable[[str, int], int]
     log_end: Callable[[str, int], int]
-    on_effect: Callable[[int], None]
+    on_effect: Callable[[int], None] | None
     now_ms: Callable[[], int]
 
 
@@ -246,13 +256,17 @@ class TablePartition:
 
     def _run(self) -> None:
         backoff = REOPEN_BACKOFF_S[0]
+        failed = False
         while not self._stopping:
             try:
+                if failed and not self._await_ownership():
+                    return
                 self._open()
                 backoff = REOPEN_BACKOFF_S[0]
                 while not self._stopping:
                     self._step()
             except Exception as exc:  # nothing may end this thread but being stopped
+                failed = True
                 self.counts["reopened"] += 1
                 log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
                 with self._lock:
@@ -261,6 +275,20 @@ class TablePartition:
                 backoff = min(backoff * 2, REOPEN_BACKOFF_S[1])
             finally:
                 self._close()
+
+    def _await_ownership(self) -> bool:
+        """Wait until the group says that the partition is ours; False where it was taken away meanwhile."""
+        told = False
+        while not self._stopping:
+            if self._wiring.is_ours(self.partition):
+                return True
+            if not told:
+                log.warning("partition %d is another worker's, or nobody's yet: nothing is written", self.partition)
+                told = True
+            with self._lock:
+                if not self._stopping:
+                    self._lock.wait(OWNERSHIP_POLL_S)
+        return False
 
     def _open(self) -> None:
         wiring = self._wiring
@@ -386,7 +414,7 @@ class TablePartition:
         """The seven effects of one batch; raises where the partition must be opened again."""
         assert self._reducer is not None and self._store is not None and self._producer is not None
         self._batch = batch
-        effect = self._wiring.on_effect
+        effect = self._wiring.on_effect or _no_fault
         with self._lock:
             lost = self._lost
             # With nothing queued, all that lies before a stretch without records is in this batch.
@@ -520,6 +548,9 @@ class TablePartition:
                 headers = [*record.headers, *headers]
             value = dead_letter_value(record.value)
             _produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
+        if self._wiring.on_effect is not None:
+            kafka.flush(COMMIT_TIMEOUT_S)  # the commit does that too; only a fault needs it to be over before
+            self._wiring.on_effect(IN_TRANSACTION)
         _commit_until_answered(kafka)
         if failed:
             raise TableError(f"a record of a committed transaction was not delivered: {failed[0].str()}")
@@ -577,6 +608,10 @@ def _commit_until_answered(kafka: Producer) -> None:
 
 def _changelog_specs(wiring: PartitionWiring) -> list[TopicSpec]:
     return [TopicSpec(table.changelog_topic, "", None, 0, 0, {}) for table in wiring.tables]
+
+
+def _no_fault(_: int) -> None:
+    """Stand where no fault is armed."""
 
 
 def _expected(exc: Exception) -> bool:
