@@ -143,6 +143,10 @@ class TableError(KvStreamsError):
     code = "table"
 
 
+class OffsetLost(TableError):
+    """A log has no record at the offset that a reader wants: it begins later, or ends before."""
+
+
 class LocalKafkaError(KvStreamsError):
     """The Kafka for one machine could not be fetched, started or stopped."""
 

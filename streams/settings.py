@@ -135,6 +135,11 @@ class Settings:
         return f"{self.topic_prefix}kvstreams"
 
 
+def tables_path(settings: Settings) -> Path:
+    """Folder of the tables' local copies, a folder for each partition."""
+    return Path(settings.data_dir) / "tables"
+
+
 TIER_NAMES = ("device", "host", "disk", "external")
 
 
