@@ -363,7 +363,8 @@ def group_members(settings: Settings) -> list[GroupMember] | None:
 
     Raises KvStreamsError where no broker answers.
     """
-    asked = admin(settings).describe_consumer_groups([settings.app_id], request_timeout=ANSWER_TIMEOUT_S)
+    client = admin(settings)  # held until it has answered: without it nobody does
+    asked = client.describe_consumer_groups([settings.app_id], request_timeout=ANSWER_TIMEOUT_S)
     try:
         group = asked[settings.app_id].result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
     except KafkaException as exc:

@@ -1,12 +1,12 @@
 """Local copies of tables that cannot be gone on with, and changelogs that are not what they were, on a real Kafka.
 
-Whatever lies in a worker's folder, it is thrown away with a reason and rebuilt, or left alone with a remedy; the routers
-reach the plain reference's state, and the copy on disk is what the changelog says.
+Whatever lies in a worker's folder, it is thrown away with a reason and rebuilt, or left alone with a remedy; the
+routers reach the plain reference's state, and the copy on disk is what the changelog says.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import random
 import shutil
 import subprocess
@@ -72,8 +72,8 @@ def break_blocks(settings: Settings, partition: int) -> None:
     """Same size, other bytes: RocksDB opens and its checksums fail when it reads."""
     for path in tables_on_disk(settings, partition):
         data = bytearray(path.read_bytes())
-        middle = len(data) // 3
-        data[middle : middle + 32] = bytes(byte ^ 0xFF for byte in data[middle : middle + 32])
+        # At the beginning lie records; what RocksDB reads when it opens a file lies at its end.
+        data[16:48] = bytes(byte ^ 0xFF for byte in data[16:48])
         path.write_bytes(data)
 
 
@@ -212,8 +212,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as exc:
         pytest.skip(f"no file system can be mounted here: {exc}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+def unmount(path: Path) -> None:
+    """Also while a worker that is about to end has files open there: it is gone when the last one is closed."""
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Write until the file system has no room."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
 
 
 def test_a_full_disk_stops_nothing_but_the_partition_and_throws_nothing_away(stack: Stack, small_disk: Path) -> None:
@@ -223,10 +237,7 @@ def test_a_full_disk_stops_nothing_but_the_partition_and_throws_nothing_away(sta
     engines.publish(200)
     assert_equal(worker.url, engines.reference)
     ballast = small_disk / "ballast"
-    with ballast.open("wb") as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(64 * 1024))
-            file.flush()
+    fill(ballast)
     deadline = time.monotonic() + VISIBLE_TIMEOUT_S
     while reasons(worker, "Make room there") < 2:
         engines.publish(10)
@@ -296,8 +307,5 @@ def test_positions_keep_the_time_as_of_which_they_are(tmp_path: Path) -> None:
     store.write([], {table: ChangelogPosition("id", 7, 123)})
     assert store.position(table) == ChangelogPosition("id", 7, 123)
     store.close()
-    assert json.loads(raw(tmp_path / "store")[b"\x00changelog:\x01"]) == {
-        "topic_id": "id",
-        "next_offset": 7,
-        "as_of_ms": 123,
-    }
+    text = raw(tmp_path / "store")[b"\x00changelog:\x01"]
+    assert text == b'{"topic_id": "id", "next_offset": 7, "as_of_ms": 123}'
