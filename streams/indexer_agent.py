@@ -220,7 +220,6 @@ class Indexer:
         self._armed = on_effect
         self._partitions: dict[int, TablePartition] = {}
         self._paused: set[int] = set()
-        self._low_water = settings.queue_records_high // 2
         self._realigning: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -269,7 +268,7 @@ class Indexer:
             now = time.monotonic()
             for partition, table in list(self._partitions.items()):
                 wanted = table.wanted(self._source.name)
-                if partition in self._paused and wanted is not None and table.queued <= self._low_water:
+                if partition in self._paused and wanted is not None and table.has_drained:
                     self._resume(partition)  # it drained between being found full and being paused
                 if wanted is None or table.queued or self._source_end(self._source.name, partition) <= wanted:
                     seen.pop(partition, None)
@@ -304,7 +303,7 @@ class Indexer:
         wanted = table.offer(offered)
         if wanted is not None and wanted >= 0:
             self._realign(partition)
-        elif table.queued > self._settings.queue_records_high and partition not in self._paused:
+        elif table.is_full and partition not in self._paused:
             self._paused.add(partition)
             self._app.consumer.pause_partitions({TP(self._source.name, partition)})
 

@@ -21,6 +21,7 @@ from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
+from streams.reset import reset_scope
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
 from streams.router_api.server import favour_answers, tick_forever
@@ -82,6 +83,8 @@ def create_app(settings: Settings) -> faust.App:
         # Faust does not notice a source topic that appears after it has subscribed.
         try:
             ensure_topics(settings, topics(settings).all())
+            if settings.router_reset_states:
+                reset_scope(settings, force=settings.router_reset_force)
         except KvStreamsError as exc:
             raise SystemExit(f"kvstreams: {exc}") from exc
 

@@ -170,6 +170,7 @@ class TablePartition:
         self._wiring = wiring
         self._lock = threading.Condition()
         self._queue: deque[SourceRecord] = deque()
+        self._queued_bytes = 0
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
         self._skipped: dict[str, int] = {}  # topic to the last offset of a stretch without records
@@ -213,19 +214,22 @@ class TablePartition:
 
         Returns None when all were taken or are known already, else the offset that is wanted instead; what follows is
         then dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is
-        opening.
+        opening. A full partition takes nothing: when it has drained, the source is sought back.
         """
         known: list[Any] = []
         missing: int | None = None
         with self._lock:
             if self._next is None:
                 return -1
+            if self.is_full:
+                return None
             topic = records[0].topic
             wanted, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
             for record in records:
                 if record.offset == wanted:
                     wanted += 1
                     self._queue.append(record)
+                    self._queued_bytes += len(record.value or b"")
                 elif record.offset > wanted:
                     missing = wanted
                     break
@@ -257,6 +261,28 @@ class TablePartition:
     def queued(self) -> int:
         """Records waiting."""
         return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of their values."""
+        return self._queued_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits, in records or bytes, that the source is to be paused."""
+        return self._waits_for(1)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether so little waits that a paused source may go on."""
+        return not self._waits_for(2)
+
+    def _waits_for(self, part: int) -> bool:
+        settings = self._wiring.settings
+        return (
+            len(self._queue) > settings.queue_records_high // part
+            or self._queued_bytes > settings.queue_bytes_high // part
+        )
 
     def _run(self) -> None:
         backoff = REOPEN_BACKOFF_S[0]
@@ -297,14 +323,7 @@ class TablePartition:
     def _open(self) -> None:
         wiring = self._wiring
         settings = wiring.settings
-        self._producer = producer(
-            settings,
-            **{
-                "transactional.id": f"{settings.app_id}-{self.partition}",
-                "transaction.timeout.ms": settings.transaction_timeout_ms,
-                "linger.ms": 0,
-            },
-        )
+        self._producer = table_producer(settings, self.partition)
         # Fences whoever owned the partition before, so that the changelog cannot grow behind our back.
         self._producer.init_transactions(INIT_TIMEOUT_S)
         # From here on we own the folder too, since the old thread of this process has been stopped.
@@ -334,7 +353,7 @@ class TablePartition:
         with self._lock:
             if self._stopping:
                 return
-            self._queue.clear()
+            self._forget_queue()
             self._skipped.clear()
             self._asked = None
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
@@ -461,7 +480,8 @@ class TablePartition:
                 record = self._queue.popleft()
                 n_bytes += len(record.value or b"")
                 batch.append(record)
-            drained = bool(batch) and len(self._queue) <= self._wiring.settings.queue_records_high // 2
+            self._queued_bytes -= n_bytes
+            drained = bool(batch) and self.has_drained
         if drained:
             self._wiring.drained(self.partition)
         return batch
@@ -600,9 +620,9 @@ class TablePartition:
         for position, write in enumerate(writes):
             topic = write.table.changelog_topic
             told = delivered if position in (first[topic], last[topic]) else None
-            _produce(kafka, topic, self.partition, write.key, write.value, None, told)
+            produce(kafka, topic, self.partition, write.key, write.value, None, told)
         for out in outgoing:
-            _produce(kafka, out.topic, self.partition, out.key, out.value, None, delivered)
+            produce(kafka, out.topic, self.partition, out.key, out.value, None, delivered)
         for record, exc in dead:
             log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
             size = len(record.value or b"")
@@ -611,11 +631,11 @@ class TablePartition:
             if sum(len(name) + len(value or b"") for name, value in record.headers) <= HEADER_BYTES_MAX:
                 headers = [*record.headers, *headers]
             value = dead_letter_value(record.value)
-            _produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
+            produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
         if self._wiring.on_effect is not None:
             kafka.flush(COMMIT_TIMEOUT_S)  # the commit does that too; only a fault needs it to be over before
             self._wiring.on_effect(IN_TRANSACTION)
-        _commit_until_answered(kafka)
+        commit_until_answered(kafka)
         if failed:
             raise TableError(f"a record of a committed transaction was not delivered: {failed[0].str()}")
         for topic, end in self._ends.items():
@@ -631,10 +651,14 @@ class TablePartition:
             if table.changelog_topic in ends
         }
 
+    def _forget_queue(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = 0
+
     def _close(self) -> None:
         with self._lock:
             self._next = None
-            self._queue.clear()
+            self._forget_queue()
         if self._store is not None:
             self._store.close()
         self._store = None
@@ -642,7 +666,19 @@ class TablePartition:
         self._producer = None
 
 
-def _produce(
+def table_producer(settings: Settings, partition: int) -> Producer:
+    """The one producer that may write a partition's tables: its `init_transactions` fences all before it."""
+    return producer(
+        settings,
+        **{
+            "transactional.id": f"{settings.app_id}-{partition}",
+            "transaction.timeout.ms": settings.transaction_timeout_ms,
+            "linger.ms": 0,
+        },
+    )
+
+
+def produce(
     kafka: Producer,
     topic: str,
     partition: int,
@@ -651,6 +687,7 @@ def _produce(
     headers: list[tuple[str, str | bytes | None]] | None,
     on_delivery: Callable[[KafkaError | None, Message], None] | None,
 ) -> None:
+    """Hand a record to the client, waiting while its own queue is full."""
     while True:
         try:
             if on_delivery is None:
@@ -659,10 +696,10 @@ def _produce(
                 kafka.produce(topic, value, key, partition, on_delivery, headers=headers or [])
             return
         except BufferError:
-            kafka.poll(0.1)  # the client's own queue is full; it empties as the broker answers
+            kafka.poll(0.1)  # it empties as the broker answers
 
 
-def _commit_until_answered(kafka: Producer) -> None:
+def commit_until_answered(kafka: Producer) -> None:
     """Repeat the commit while it times out: the broker may have done it already, and abort would then fail."""
     deadline = time.monotonic() + COMMIT_TIMEOUT_S
     while True:
