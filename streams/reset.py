@@ -7,10 +7,10 @@ registry stays, since it is its operators' and its bridges', and so do the dead 
 
 No topic is deleted and made again. Its offsets would begin anew, and whoever lives and stands at an offset of the old
 one takes a record of the new one for the next, or for one that it knows; between the two a living client has a broker
-that creates topics make it with the wrong partitions; and it takes rights that nobody here has otherwise. Instead, what
-is only deleted with time is cut at its end, behind which offsets go on; and in what is compacted, which Kafka refuses to
-cut, every key gets a tombstone, in transactions that fence the partition's owner: so also a router that goes on reading
-ends up empty, and an agent that was overlooked comes back to an empty table.
+that creates topics make it with the wrong partitions; and it takes rights that nobody here has otherwise. Instead,
+what is deleted with time is cut at its end, behind which offsets go on; and in what is compacted alone, which Kafka
+refuses to cut, every key gets a tombstone, in transactions that fence the partition's owner: so also a router that goes
+on reading ends up empty, and an agent that was overlooked comes back to an empty table.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 #: Tombstones of one transaction; at 30,000 a second it is over long before its timeout.
 TOMBSTONES_AT_ONCE = 10_000
 
-#: Offsets before a changelog's end among which an owner's last word is looked for: he has it in every transaction, which
-#: has at most some thousands of records.
+#: Offsets before a changelog's end among which an owner's last word is looked for: it is in every transaction, and none
+#: has more than some thousands of records.
 TAIL_OFFSETS = 10_000
 
 _REMEDY = (
