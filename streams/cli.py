@@ -226,7 +226,30 @@ def router(resolved: Resolved) -> None:
     from streams.router_api.server import serve
 
     log.configure(resolved.settings)
+    if resolved.settings.router_reset_states:
+        _reset(resolved.settings, resolved.settings.router_reset_force)
     _run(serve(resolved.settings))
+
+
+@cli.command()
+@with_settings
+@click.option("--force", is_flag=True, help="although another member of the scope lives")
+def reset(resolved: Resolved, force: bool) -> None:
+    """Empty the scope: its index, loads and events. Registry and dead letters stay; another topic prefix is safer."""
+    log.configure(resolved.settings)
+    _reset(resolved.settings, force or resolved.settings.router_reset_force)
+
+
+def _reset(settings: Settings, force: bool) -> None:
+    from streams.kafka import ensure_topics
+    from streams.reset import reset_scope
+
+    ensure_topics(settings, scope_topics(settings).all())
+    done = reset_scope(settings, force=force)
+    click.echo(
+        f"{settings.app_id} is empty: {done.records} records of the index deleted, "
+        f"{done.partitions} partitions of events, loads and requests cut, {done.copies} local copies removed"
+    )
 
 
 @cli.command()

@@ -143,6 +143,17 @@ class TableError(KvStreamsError):
     code = "table"
 
 
+class ScopeInUse(KvStreamsError):
+    """A scope is to be emptied while somebody works in it."""
+
+    code = "scope_in_use"
+    http_status = 409
+
+
+class OffsetLost(TableError):
+    """A log has no record at the offset that a reader wants: it begins later, or ends before."""
+
+
 class LocalKafkaError(KvStreamsError):
     """The Kafka for one machine could not be fetched, started or stopped."""
 

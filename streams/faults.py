@@ -1,6 +1,7 @@
 """Fault points: `KVSTREAMS_FAULT=5:100` kills this process with SIGKILL at effect 5 of the table, the 100th time.
 
-Only tests set it. What lives here: arming. The effects are numbered in tables.partition.
+Only tests set it. What lives here: arming. The effects are numbered in tables.partition; 0 is inside an open
+transaction.
 """
 
 from __future__ import annotations

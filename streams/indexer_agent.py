@@ -28,7 +28,7 @@ from streams.core.holdings import Holdings
 from streams.core.ordering import Progress, Verdict
 from streams.core.restatement import ChunkKey
 from streams.errors import BadRecord
-from streams.kafka import first_offset, log_end, partition_of
+from streams.kafka import first_offset, group_members, log_end, partition_of
 from streams.settings import Settings
 from streams.tables.index_runs import index_runs
 from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
@@ -218,10 +218,8 @@ class Indexer:
         self._settings = settings
         self._source = topics(settings).kv_events
         self._armed = on_effect
-        self._on_effect = on_effect or (lambda _: None)
         self._partitions: dict[int, TablePartition] = {}
         self._paused: set[int] = set()
-        self._low_water = settings.queue_records_high // 2
         self._realigning: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -270,7 +268,7 @@ class Indexer:
             now = time.monotonic()
             for partition, table in list(self._partitions.items()):
                 wanted = table.wanted(self._source.name)
-                if partition in self._paused and wanted is not None and table.queued <= self._low_water:
+                if partition in self._paused and wanted is not None and table.has_drained:
                     self._resume(partition)  # it drained between being found full and being paused
                 if wanted is None or table.queued or self._source_end(self._source.name, partition) <= wanted:
                     seen.pop(partition, None)
@@ -305,7 +303,7 @@ class Indexer:
         wanted = table.offer(offered)
         if wanted is not None and wanted >= 0:
             self._realign(partition)
-        elif table.queued > self._settings.queue_records_high and partition not in self._paused:
+        elif table.is_full and partition not in self._paused:
             self._paused.add(partition)
             self._app.consumer.pause_partitions({TP(self._source.name, partition)})
 
@@ -368,12 +366,20 @@ class Indexer:
                 acknowledge=self._acknowledge,
                 drained=self._drained,
                 opened=self._opened,
+                is_ours=self._is_ours,
                 source_end=self._source_end,
                 log_end=lambda topic, partition: log_end(self._settings, topic, partition),
-                on_effect=self._on_effect,
+                on_effect=self._armed,
                 now_ms=lambda: time.time_ns() // 1_000_000,
             )
         return self._wiring
+
+    def _is_ours(self, partition: int) -> bool:
+        wanted = (self._source.name, partition)
+        members = group_members(self._settings)
+        return members is not None and any(
+            member.client_id == self._app.conf.broker_client_id and wanted in member.assigned for member in members
+        )
 
     def _acknowledge(self, handles: list[Any]) -> None:
         events = [event for event in handles if event is not None]

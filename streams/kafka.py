@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiokafka.partitioner import murmur2
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicCollection, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupState,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from streams.errors import BadRecord, KvStreamsError, TopicMismatch
@@ -354,6 +363,40 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
         return FirstOffset(low, None, wanted)
     finally:
         consumer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A member of the agents' consumer group. assigned: topic and partition, nothing while it is being rebalanced."""
+
+    client_id: str
+    host: str
+    assigned: frozenset[tuple[str, int]]
+
+
+def group_members(settings: Settings) -> list[GroupMember] | None:
+    """Members of the agents' group as its coordinator has them; None while it is between two assignments.
+
+    Raises KvStreamsError where no broker answers.
+    """
+    client = admin(settings)  # held until it has answered: without it nobody does
+    asked = client.describe_consumer_groups([settings.app_id], request_timeout=ANSWER_TIMEOUT_S)
+    try:
+        group = asked[settings.app_id].result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
+    except KafkaException as exc:
+        if exc.args[0].name() == "GROUP_ID_NOT_FOUND":
+            return []
+        raise _refused(settings, exc.args[0], []) from exc
+    if group.state in (ConsumerGroupState.PREPARING_REBALANCING, ConsumerGroupState.COMPLETING_REBALANCING):
+        return None
+    return [
+        GroupMember(
+            member.client_id,
+            member.host,
+            frozenset((each.topic, each.partition) for each in member.assignment.topic_partitions),
+        )
+        for member in group.members
+    ]
 
 
 def delete_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:

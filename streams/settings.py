@@ -86,6 +86,9 @@ class Settings:
     transaction_timeout_ms: int = _knob(10_000, "Kafka ends a transaction left open after this", low=1000)
     batch_records_max: int = _knob(500, "source records of one transaction", low=1)
     queue_records_high: int = _knob(4096, "records waiting for one partition before its source is paused", low=1)
+    queue_bytes_high: int = _knob(
+        64 * 1024 * 1024, "bytes of records waiting for one partition before its source is paused", low=1
+    )
     rocksdb_cache_mb: int = _knob(8, "block cache of one partition's RocksDB", low=1)
     worker_grace_s: float = _knob(
         300.0, "a worker silent for this long beyond its lease is removed", low=1.0, high=30 * 86_400.0
@@ -100,6 +103,10 @@ class Settings:
     bridge_lease_s: float = _knob(
         6.0, "a bridge silent for this long has lost its engines to the next one", low=0.3, high=600.0
     )
+    router_reset_states: bool = _knob(
+        False, "empty the scope's index, loads and events at start; refused while another member lives"
+    )
+    router_reset_force: bool = _knob(False, "reset although another member of the scope lives")
     log_level: str = _knob("info", "debug, info, warning or error")
     log_json: bool = _knob(False, "write logs as JSON, one object a line")
 
@@ -137,6 +144,11 @@ class Settings:
     def app_id(self) -> str:
         """Faust's app id, which names consumer group and changelogs."""
         return f"{self.topic_prefix}kvstreams"
+
+
+def tables_path(settings: Settings) -> Path:
+    """Folder of the tables' local copies, a folder for each partition."""
+    return Path(settings.data_dir) / "tables"
 
 
 TIER_NAMES = ("device", "host", "disk", "external")

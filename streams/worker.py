@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
+from streams.reset import reset_scope
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
 from streams.router_api.server import favour_answers, tick_forever
@@ -37,6 +39,8 @@ def create_app(settings: Settings) -> faust.App:
         datadir=str(data_dir / "faust"),
         # One process, one table of its own: Faust's are not used (docs/architecture.md), so nothing is kept here.
         store="memory://",
+        # One for each life of a process: an owner that was paused looks itself up in its group by this.
+        broker_client_id=f"{settings.app_id}-{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         broker_session_timeout=settings.session_timeout_s,
         broker_heartbeat_interval=settings.session_timeout_s / 3,
         # What an empty group starts from; a partition is sought to its table's own offset anyway.
@@ -80,6 +84,8 @@ def create_app(settings: Settings) -> faust.App:
         # Faust does not notice a source topic that appears after it has subscribed.
         try:
             ensure_topics(settings, topics(settings).all())
+            if settings.router_reset_states:
+                reset_scope(settings, force=settings.router_reset_force)
         except KvStreamsError as exc:
             raise SystemExit(f"kvstreams: {exc}") from exc
 

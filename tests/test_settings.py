@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "transaction_timeout_ms": (1000, NUMBER_MAX),
     "batch_records_max": (1, NUMBER_MAX),
     "queue_records_high": (1, NUMBER_MAX),
+    "queue_bytes_high": (1, NUMBER_MAX),
     "rocksdb_cache_mb": (1, NUMBER_MAX),
     "retention_ms": (60_000, NUMBER_MAX),
     "bridge_lease_s": (0.3, 600.0),

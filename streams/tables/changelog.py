@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
 
-from streams.errors import TableError
+from streams.errors import OffsetLost, TableError
 from streams.kafka import Record, as_record, consume, reader
 from streams.settings import Settings
 
@@ -42,7 +42,7 @@ def read_messages(
     """Read from `start` (None is the beginning) to the partition's end; gives the offset behind it.
 
     The end is told by the consumer, never by counting: transaction markers take offsets too.
-    Raises TableError where the offset is not in the log, or nothing comes for READ_STALL_S.
+    Raises OffsetLost where the offset is not in the log, TableError where nothing comes for READ_STALL_S.
     """
     consumer = reader(settings)
     try:
@@ -65,7 +65,7 @@ def read_messages(
                     assert end is not None
                     return end
                 if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-                    raise TableError(f"{topic} [{partition}] has no offset {start}")
+                    raise OffsetLost(f"{topic} [{partition}] has no offset {start}")
                 if not error.retriable() and error.code() not in _PASSING:
                     raise TableError(f"{topic} [{partition}] cannot be read: {error.str()}")
     except KafkaException as exc:

@@ -16,6 +16,8 @@ record. The effects of every batch, in this order and numbered again in the code
 
 A batch is kept until it is acknowledged. Whatever fails between 4 and 6 throws memory and producer away, fences every
 older producer, reads the changelog to its end and judges the same batch again: what the log has is a duplicate then.
+Only an owner does that: one that was paused until another took over would otherwise fence its successor. Whose the
+partition is, the group's coordinator says, since a paused worker's own Faust does not know yet.
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from streams.errors import BadRecord, KvStreamsError, TableError
+from streams.errors import BadRecord, KvStreamsError, OffsetLost, TableError
 from streams.kafka import as_record, dead_letter_headers, dead_letter_value, describe_topics, producer
-from streams.settings import Settings
+from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_messages
 from streams.tables.records import (
     PARTITION_PREFIX,
@@ -62,6 +63,15 @@ COMMIT_TIMEOUT_S = 30.0
 
 #: Between two attempts to open a partition, doubled up to the second number.
 REOPEN_BACKOFF_S = (0.2, 5.0)
+
+#: A partition that may be another worker's by now is looked at this often, until it is ours or Faust takes it away.
+OWNERSHIP_POLL_S = 0.5
+
+#: The fault point inside an open transaction: its records are in the log, its commit is not.
+IN_TRANSACTION = 0
+
+#: Records of a table that begins anew that one transaction deletes.
+TOMBSTONES_AT_ONCE = 1000
 
 #: Times that one record may break the reducer, a fault of ours, before it goes to the dead letters.
 BREAKS_MAX = 3
@@ -130,8 +140,9 @@ class PartitionWiring:
     """What a partition is told once: its tables and topics, and how to reach the loop that feeds it.
 
     Called on the partition's thread: acknowledge (handles, in offset order), drained (there is room again), opened
-    (topic to the first offset wanted). source_end gives the end of a source's log as last seen, or -1; log_end
-    asks the broker for it, and raises where none answers.
+    (topic to the first offset wanted). is_ours asks the group's coordinator whether a partition is this worker's.
+    source_end gives the end of a source's log as last seen, or -1; log_end asks the broker for it, and raises where
+    none answers. on_effect: a fault that a test armed.
     """
 
     settings: Settings
@@ -143,9 +154,10 @@ class PartitionWiring:
     acknowledge: Callable[[list[Any]], None]
     drained: Callable[[int], None]
     opened: Callable[[int, dict[str, int]], None]
+    is_ours: Callable[[int], bool]
     source_end: Callable[[str, int], int]
     log_end: Callable[[str, int], int]
-    on_effect: Callable[[int], None]
+    on_effect: Callable[[int], None] | None
     now_ms: Callable[[], int]
 
 
@@ -158,6 +170,7 @@ class TablePartition:
         self._wiring = wiring
         self._lock = threading.Condition()
         self._queue: deque[SourceRecord] = deque()
+        self._queued_bytes = 0
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
         self._skipped: dict[str, int] = {}  # topic to the last offset of a stretch without records
@@ -174,6 +187,8 @@ class TablePartition:
         self._store: PartitionStore | None = None
         self._producer: Producer | None = None
         self._topic_ids: dict[str, str] = {}
+        self._tombstones_kept_ms: dict[str, int] = {}  # by changelog: how long it tells of what was deleted
+        self._ends: dict[str, int] = {}  # by changelog: the offset behind what we read or wrote last
         self._written_at = 0.0
         self._breaker: tuple[str, int] | None = None
         self._breaks = 0
@@ -199,19 +214,22 @@ class TablePartition:
 
         Returns None when all were taken or are known already, else the offset that is wanted instead; what follows is
         then dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is
-        opening.
+        opening. A full partition takes nothing: when it has drained, the source is sought back.
         """
         known: list[Any] = []
         missing: int | None = None
         with self._lock:
             if self._next is None:
                 return -1
+            if self.is_full:
+                return None
             topic = records[0].topic
             wanted, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
             for record in records:
                 if record.offset == wanted:
                     wanted += 1
                     self._queue.append(record)
+                    self._queued_bytes += len(record.value or b"")
                 elif record.offset > wanted:
                     missing = wanted
                     break
@@ -244,15 +262,41 @@ class TablePartition:
         """Records waiting."""
         return len(self._queue)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of their values."""
+        return self._queued_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits, in records or bytes, that the source is to be paused."""
+        return self._waits_for(1)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether so little waits that a paused source may go on."""
+        return not self._waits_for(2)
+
+    def _waits_for(self, part: int) -> bool:
+        settings = self._wiring.settings
+        return (
+            len(self._queue) > settings.queue_records_high // part
+            or self._queued_bytes > settings.queue_bytes_high // part
+        )
+
     def _run(self) -> None:
         backoff = REOPEN_BACKOFF_S[0]
+        failed = False
         while not self._stopping:
             try:
+                if failed and not self._await_ownership():
+                    return
                 self._open()
                 backoff = REOPEN_BACKOFF_S[0]
                 while not self._stopping:
                     self._step()
             except Exception as exc:  # nothing may end this thread but being stopped
+                failed = True
                 self.counts["reopened"] += 1
                 log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
                 with self._lock:
@@ -262,49 +306,115 @@ class TablePartition:
             finally:
                 self._close()
 
+    def _await_ownership(self) -> bool:
+        """Wait until the group says that the partition is ours; False where it was taken away meanwhile."""
+        told = False
+        while not self._stopping:
+            if self._wiring.is_ours(self.partition):
+                return True
+            if not told:
+                log.warning("partition %d is another worker's, or nobody's yet: nothing is written", self.partition)
+                told = True
+            with self._lock:
+                if not self._stopping:
+                    self._lock.wait(OWNERSHIP_POLL_S)
+        return False
+
     def _open(self) -> None:
         wiring = self._wiring
         settings = wiring.settings
-        self._producer = producer(
-            settings,
-            **{
-                "transactional.id": f"{settings.app_id}-{self.partition}",
-                "transaction.timeout.ms": settings.transaction_timeout_ms,
-                "linger.ms": 0,
-            },
-        )
+        self._producer = table_producer(settings, self.partition)
         # Fences whoever owned the partition before, so that the changelog cannot grow behind our back.
         self._producer.init_transactions(INIT_TIMEOUT_S)
         # From here on we own the folder too, since the old thread of this process has been stopped.
-        self._store = PartitionStore(
-            Path(settings.data_dir) / "tables" / f"{settings.app_id}-{self.partition}", settings.rocksdb_cache_mb
-        )
+        scope = f"{settings.app_id}-{self.partition}"
+        self._store = PartitionStore(tables_path(settings) / scope, scope, settings.rocksdb_cache_mb)
         states = describe_topics(settings, (*wiring.sources, *_changelog_specs(wiring)))
         self._topic_ids = {name: state.topic_id for name, state in states.items() if state is not None}
-        try:
-            reducer, record = self._load(self._store)
-        except KvStreamsError:
-            raise  # a changelog that cannot be read is no fault of the disk
-        except Exception as exc:
-            log.warning("%s cannot be read and is rebuilt: %s", self._store.path, exc)
-            self._store.wipe()
-            reducer, record = self._load(self._store)
+        self._tombstones_kept_ms = {
+            name: int(state.config["delete.retention.ms"])
+            for name, state in states.items()
+            if state is not None and "delete.retention.ms" in state.config
+        }
+        reducer, record = self._load_or_rebuild(self._store)
+        if record is not None and self._is_torn(record):
+            self._clear_tables(self._store)
+            reducer, record = self._wiring.make_reducer(), None
+            for table in self._wiring.tables:
+                reducer.load(table, iter(()))
         self._adopt_sources(record, reducer)
         self._reducer = reducer
         self._written_at = 0.0
         if self._batch:
             # The kept batch: what of it the log has is known by now, the rest is judged again.
             kept, self._batch = self._batch, []
-            self._process(kept)
+            if self._follows(kept):
+                self._process(kept)
         with self._lock:
             if self._stopping:
                 return
-            self._queue.clear()
+            self._forget_queue()
             self._skipped.clear()
             self._asked = None
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
             wanted = dict(self._next)
         wiring.opened(self.partition, wanted)
+
+    def _follows(self, kept: list[SourceRecord]) -> bool:
+        """Whether nothing lies between what is applied and these; a table that begins anew is behind them."""
+        firsts = {record.topic: record.offset for record in reversed(kept)}
+        return all(
+            first <= max(self._applied[topic], self._skipped.get(topic, -1)) + 1 for topic, first in firsts.items()
+        )
+
+    def _load_or_rebuild(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
+        """Load; a store that cannot be gone on with is emptied first, and its changelogs are read from their starts."""
+        try:
+            stale = [reason for table in self._wiring.tables if (reason := self._stale(table, store.position(table)))]
+            if stale:
+                store.rebuild(stale[0])
+            return self._load(store)
+        except OffsetLost as exc:
+            store.rebuild(str(exc))
+        except KvStreamsError:
+            raise  # a changelog that cannot be read, or a full disk, is no fault of the files
+        except Exception as exc:
+            store.rebuild(f"it cannot be read: {exc}", aside=True)
+        return self._load(store)
+
+    def _stale(self, table: TableSpec, position: ChangelogPosition | None) -> str | None:
+        """Why a store at this position cannot be brought to its changelog's end; None where it can."""
+        if position is None:
+            return None
+        if position.topic_id != self._topic_ids[table.changelog_topic]:
+            return f"{table.changelog_topic} was recreated"
+        kept_ms = self._tombstones_kept_ms[table.changelog_topic]
+        # Half, since clocks differ and reading takes time; a time to come is as little to be trusted as an old one.
+        if abs(age_ms := self._wiring.now_ms() - position.as_of_ms) > kept_ms // 2:
+            return (
+                f"it is {age_ms / 3_600_000:.3g} h old, and {table.changelog_topic} tells for "
+                f"{kept_ms / 3_600_000:.3g} h what was deleted"
+            )
+        return None
+
+    def _is_torn(self, record: PartitionRecord) -> bool:
+        """Whether a changelog was recreated under its owner: it has changes of a state, and not the state."""
+        changelogs = {table.changelog_topic for table in self._wiring.tables}
+        return any(
+            source.topic in changelogs and source.topic_id != self._topic_ids[source.topic] for source in record.sources
+        )
+
+    def _clear_tables(self, store: PartitionStore) -> None:
+        """Delete every record but the partition's, which is replaced behind them: until then the table is torn."""
+        log.warning(
+            "a changelog of partition %d was recreated under its owner: the table begins anew from its sources",
+            self.partition,
+        )
+        for table in self._wiring.tables:
+            keys = [key for key, _ in store.items(table) if not key.startswith(PARTITION_PREFIX)]
+            for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
+                writes = [TableWrite(table, key, None) for key in keys[first : first + TOMBSTONES_AT_ONCE]]
+                store.write(writes, self._commit(writes, [], []))
 
     def _load(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
         """Bring every table to its changelog's end, and memory to the tables."""
@@ -324,28 +434,21 @@ class TablePartition:
         """Bring the store to the end of a changelog."""
         topic_id = self._topic_ids[table.changelog_topic]
         position = store.position(table)
-        if position is not None and position.topic_id != topic_id:
-            log.warning("%s was recreated: the local table of partition %d is rebuilt", table.name, self.partition)
-            store.wipe()
-            position = None
+        begun_ms = self._wiring.now_ms()
+        # On the way it is as old as where it began: what was deleted since may lie ahead.
+        as_of_ms = begun_ms if position is None else position.as_of_ms
 
         def keep(records: list[Message]) -> None:
             last = records[-1].offset()
             assert last is not None  # only an error may lack it
             changes = [(record.key() or b"", record.value()) for record in records]
-            store.keep(table, changes, ChangelogPosition(topic_id, last + 1))
+            store.keep(table, changes, ChangelogPosition(topic_id, last + 1, as_of_ms))
 
         start = None if position is None else position.next_offset
-        try:
-            end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
-        except TableError:
-            if start is None:
-                raise
-            log.warning("%s [%d] has no offset %d: rebuilt", table.changelog_topic, self.partition, start)
-            store.wipe()
-            end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, None, keep)
-        store.keep(table, (), ChangelogPosition(topic_id, end))
+        end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
+        store.keep(table, (), ChangelogPosition(topic_id, end, begun_ms))
         store.flush()
+        self._ends[table.changelog_topic] = end
 
     def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer[Any]) -> None:
         known = {source.topic: source for source in record.sources} if record else {}
@@ -377,7 +480,8 @@ class TablePartition:
                 record = self._queue.popleft()
                 n_bytes += len(record.value or b"")
                 batch.append(record)
-            drained = bool(batch) and len(self._queue) <= self._wiring.settings.queue_records_high // 2
+            self._queued_bytes -= n_bytes
+            drained = bool(batch) and self.has_drained
         if drained:
             self._wiring.drained(self.partition)
         return batch
@@ -386,7 +490,7 @@ class TablePartition:
         """The seven effects of one batch; raises where the partition must be opened again."""
         assert self._reducer is not None and self._store is not None and self._producer is not None
         self._batch = batch
-        effect = self._wiring.on_effect
+        effect = self._wiring.on_effect or _no_fault
         with self._lock:
             lost = self._lost
             # With nothing queued, all that lies before a stretch without records is in this batch.
@@ -462,7 +566,12 @@ class TablePartition:
                 self._behind_since_ms.pop(topic, None)
                 behind_ms = 0
             self._sources[topic] = replace(source, end_offset=end, behind_ms=behind_ms)
-        return PartitionRecord(self.partition, now_ms, self._wiring.owner, tuple(self._sources.values()))
+        # Of a changelog its id alone: whoever reads this in another topic of the name knows that the rest is missing.
+        changelogs = [
+            SourceProgress(table.changelog_topic, self._topic_ids[table.changelog_topic], -1, 0, -1, 0)
+            for table in self._wiring.tables
+        ]
+        return PartitionRecord(self.partition, now_ms, self._wiring.owner, (*self._sources.values(), *changelogs))
 
     def _applied_until(self) -> int:
         """Up to what time all that was appended to the sources was applied, monotonic, in ms; 0 while that is unknown.
@@ -491,6 +600,7 @@ class TablePartition:
         """Write everything in one transaction; gives where the changelogs stand behind it."""
         kafka = self._producer
         assert kafka is not None
+        starts: dict[str, int] = {}
         ends: dict[str, int] = {}
         failed: list[KafkaError] = []
 
@@ -499,18 +609,20 @@ class TablePartition:
                 failed.append(error)
             else:
                 record = as_record(message)
+                starts[record.topic] = min(starts.get(record.topic, record.offset), record.offset)
                 ends[record.topic] = max(ends.get(record.topic, -1), record.offset)
 
         kafka.begin_transaction()
-        # Of each changelog only the last record's offset is wanted, and a callback costs more than a record does. One
-        # that is not delivered fails the commit by itself.
+        # Of each changelog only the first and last records' offsets are wanted, and a callback costs more than a record
+        # does. One that is not delivered fails the commit by itself.
         last = {write.table.changelog_topic: position for position, write in enumerate(writes)}
+        first = {write.table.changelog_topic: len(writes) - 1 - n for n, write in enumerate(reversed(writes))}
         for position, write in enumerate(writes):
             topic = write.table.changelog_topic
-            told = delivered if last[topic] == position else None
-            _produce(kafka, topic, self.partition, write.key, write.value, None, told)
+            told = delivered if position in (first[topic], last[topic]) else None
+            produce(kafka, topic, self.partition, write.key, write.value, None, told)
         for out in outgoing:
-            _produce(kafka, out.topic, self.partition, out.key, out.value, None, delivered)
+            produce(kafka, out.topic, self.partition, out.key, out.value, None, delivered)
         for record, exc in dead:
             log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
             size = len(record.value or b"")
@@ -519,21 +631,34 @@ class TablePartition:
             if sum(len(name) + len(value or b"") for name, value in record.headers) <= HEADER_BYTES_MAX:
                 headers = [*record.headers, *headers]
             value = dead_letter_value(record.value)
-            _produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
-        _commit_until_answered(kafka)
+            produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
+        if self._wiring.on_effect is not None:
+            kafka.flush(COMMIT_TIMEOUT_S)  # the commit does that too; only a fault needs it to be over before
+            self._wiring.on_effect(IN_TRANSACTION)
+        commit_until_answered(kafka)
         if failed:
             raise TableError(f"a record of a committed transaction was not delivered: {failed[0].str()}")
+        for topic, end in self._ends.items():
+            if starts.get(topic, end) < end:
+                raise TableError(f"{topic} [{self.partition}] was recreated: offset {starts[topic]} behind {end - 1}")
+        self._ends.update({topic: ends[topic] + 1 for topic in self._ends if topic in ends})
         self._marked.update({topic: ends[topic] for topic in self._sources if topic in ends})
         return {
-            table: ChangelogPosition(self._topic_ids[table.changelog_topic], ends[table.changelog_topic] + 1)
+            table: ChangelogPosition(
+                self._topic_ids[table.changelog_topic], ends[table.changelog_topic] + 1, self._wiring.now_ms()
+            )
             for table in self._wiring.tables
             if table.changelog_topic in ends
         }
 
+    def _forget_queue(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = 0
+
     def _close(self) -> None:
         with self._lock:
             self._next = None
-            self._queue.clear()
+            self._forget_queue()
         if self._store is not None:
             self._store.close()
         self._store = None
@@ -541,7 +666,19 @@ class TablePartition:
         self._producer = None
 
 
-def _produce(
+def table_producer(settings: Settings, partition: int) -> Producer:
+    """The one producer that may write a partition's tables: its `init_transactions` fences all before it."""
+    return producer(
+        settings,
+        **{
+            "transactional.id": f"{settings.app_id}-{partition}",
+            "transaction.timeout.ms": settings.transaction_timeout_ms,
+            "linger.ms": 0,
+        },
+    )
+
+
+def produce(
     kafka: Producer,
     topic: str,
     partition: int,
@@ -550,6 +687,7 @@ def _produce(
     headers: list[tuple[str, str | bytes | None]] | None,
     on_delivery: Callable[[KafkaError | None, Message], None] | None,
 ) -> None:
+    """Hand a record to the client, waiting while its own queue is full."""
     while True:
         try:
             if on_delivery is None:
@@ -558,10 +696,10 @@ def _produce(
                 kafka.produce(topic, value, key, partition, on_delivery, headers=headers or [])
             return
         except BufferError:
-            kafka.poll(0.1)  # the client's own queue is full; it empties as the broker answers
+            kafka.poll(0.1)  # it empties as the broker answers
 
 
-def _commit_until_answered(kafka: Producer) -> None:
+def commit_until_answered(kafka: Producer) -> None:
     """Repeat the commit while it times out: the broker may have done it already, and abort would then fail."""
     deadline = time.monotonic() + COMMIT_TIMEOUT_S
     while True:
@@ -576,7 +714,12 @@ def _commit_until_answered(kafka: Producer) -> None:
 
 
 def _changelog_specs(wiring: PartitionWiring) -> list[TopicSpec]:
-    return [TopicSpec(table.changelog_topic, "", None, 0, 0, {}) for table in wiring.tables]
+    asked = {"delete.retention.ms": ""}  # as the broker has it, whatever the settings say
+    return [TopicSpec(table.changelog_topic, "", None, 0, 0, asked) for table in wiring.tables]
+
+
+def _no_fault(_: int) -> None:
+    """Stand where no fault is armed."""
 
 
 def _expected(exc: Exception) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rocksdict import BlockBasedOptions, Cache, Options, Rdict, WriteBatch, WriteOptions
@@ -20,10 +21,21 @@ from streams.errors import TableError
 log = logging.getLogger(__name__)
 
 #: Layout of the keys below; another number on disk is thrown away and rebuilt.
-STORE_VERSION = 1
+STORE_VERSION = 2
 
 _META = b"\x00"
+_VERSION = _META + b"version"
+_SCOPE = _META + b"scope"
 _WRITE_BUFFER_BYTES = 8 * 1024 * 1024
+
+#: How RocksDB says that another handle has the folder. From the start: "block checksum mismatch" has a lock in it too.
+_LOCKED = re.compile(r"IO error: (While lock file|lock hold by current process)", re.IGNORECASE)
+
+#: What the system refuses is no fault of the files: thrown away they could not even be written again.
+_REFUSED = re.compile(
+    "No space left on device|Disk quota exceeded|File too large|Permission denied|Read-only file system|"
+    "Too many open files|Cannot allocate memory|Input/output error"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +58,48 @@ class TableWrite:
 
 @dataclass(frozen=True, slots=True)
 class ChangelogPosition:
-    """Up to where a changelog is in the store; topic_id tells a recreated topic of the same name."""
+    """Up to where a changelog is in the store; topic_id tells a recreated topic of the same name.
+
+    as_of_ms: wall clock when the store was last known to stand at the changelog's end. Of what was deleted since, the
+    changelog tells only for as long as it keeps tombstones.
+    """
 
     topic_id: str
     next_offset: int
+    as_of_ms: int
 
 
 class PartitionStore:
-    """The RocksDB of one partition, all tables in it."""
+    """The RocksDB of one partition, all tables in it. scope: what it is made for; another one's is moved aside."""
 
-    def __init__(self, path: Path, cache_mb: int) -> None:
+    def __init__(self, path: Path, scope: str, cache_mb: int) -> None:
         self.path = path
+        self._scope = scope
         self._cache_mb = cache_mb
         self._unlogged = WriteOptions()
         self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stubs say a method
         self._db = self._open()
-        version = self._db.get(_META + b"version")
-        if version is None:
-            self._db[_META + b"version"] = str(STORE_VERSION).encode()
-        elif version != str(STORE_VERSION).encode():
-            self.wipe()
+        try:
+            self._check()
+        except TableError:
+            self.close()
+            raise
+        except Exception as exc:
+            if refusal(exc):
+                self.close()
+                raise self._refused(exc) from exc
+            self.rebuild(f"it cannot be read: {exc}", aside=True)
+
+    def _check(self) -> None:
+        """See whether what lies here is ours to go on with."""
+        version, scope = self._db.get(_VERSION), self._db.get(_SCOPE)
+        ours = str(STORE_VERSION).encode(), self._scope.encode()
+        if version is None and next(self._pairs(b""), None) is None:
+            self._sign()
+        elif version != ours[0]:
+            self.rebuild(f"its layout is version {(version or b'none').decode()}, ours {STORE_VERSION}")
+        elif scope != ours[1]:
+            self.rebuild(f"it was made for {(scope or b'nobody').decode()}, not for {self._scope}", aside=True)
 
     def position(self, table: TableSpec) -> ChangelogPosition | None:
         """Up to where the table's changelog is in the store; None before the first write."""
@@ -73,14 +107,9 @@ class PartitionStore:
         return None if raw is None else ChangelogPosition(**json.loads(raw))
 
     def items(self, table: TableSpec) -> Iterator[tuple[bytes, bytes]]:
-        """Every record of a table, in order of keys."""
+        """Every record of a table, in order of keys; raises where the files cannot be read."""
         prefix = bytes([table.store_id])
-        # Its stubs say that a key may be of any kind; in raw mode it is bytes.
-        found: Iterator[tuple[bytes, bytes]] = self._db.items(from_key=prefix)  # type: ignore[assignment]
-        for key, value in found:
-            if not key.startswith(prefix):
-                return
-            yield key[1:], value
+        return ((key[1:], value) for key, value in self._pairs(prefix))
 
     def write(self, writes: Iterable[TableWrite], positions: dict[TableSpec, ChangelogPosition]) -> None:
         """Apply records and positions in one WriteBatch."""
@@ -93,7 +122,7 @@ class PartitionStore:
                 batch.put(key, write.value)
         for table, position in positions.items():
             _put_position(batch, table, position)
-        self._db.write(batch)
+        self._asking(lambda: self._db.write(batch))
 
     def keep(
         self, table: TableSpec, changes: Iterable[tuple[bytes, bytes | None]], position: ChangelogPosition
@@ -111,22 +140,66 @@ class PartitionStore:
             else:
                 batch.put(prefix + key, value)
         _put_position(batch, table, position)
-        self._db.write(batch, self._unlogged)
+        self._asking(lambda: self._db.write(batch, self._unlogged))
 
     def flush(self) -> None:
         """Make what `keep` wrote last."""
-        self._db.flush()
+        self._asking(self._db.flush)
 
-    def wipe(self) -> None:
-        """Throw everything away; the changelogs bring it back."""
-        self._db.close()
-        shutil.rmtree(self.path)
+    def rebuild(self, reason: str, aside: bool = False) -> None:
+        """Begin empty, and say why; the changelogs bring everything back. aside: what was here is kept beside it."""
+        self.close()
+        if aside:
+            log.warning("%s is rebuilt, what was there is in %s: %s", self.path, self._move_aside(), reason)
+        else:
+            log.warning("%s is rebuilt: %s", self.path, reason)
+            shutil.rmtree(self.path)
         self._db = self._open()
-        self._db[_META + b"version"] = str(STORE_VERSION).encode()
+        self._sign()
 
     def close(self) -> None:
         """Release the folder's lock."""
-        self._db.close()
+        try:
+            self._db.close()
+        except Exception as exc:  # what could not be written at last is in the changelog
+            log.warning("%s was not closed well: %s", self.path, exc)
+
+    def _sign(self) -> None:
+        self._db[_SCOPE] = self._scope.encode()
+        self._db[_VERSION] = str(STORE_VERSION).encode()
+
+    def _pairs(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Keys with a prefix, and values; a damaged block ends RocksDB's iterator as the end does, so it is asked."""
+        found = self._db.iter()
+        found.seek(prefix)
+        while found.valid():
+            key, value = found.key(), found.value()
+            assert isinstance(key, bytes) and isinstance(value, bytes)  # in raw mode there is nothing else
+            if not key.startswith(prefix):
+                return
+            yield key, value
+            found.next()
+        found.status()
+
+    def _move_aside(self) -> Path:
+        aside = self.path.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path.rename(aside)
+        return aside
+
+    def _asking(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except Exception as exc:
+            if refusal(exc):
+                raise self._refused(exc) from exc
+            raise
+
+    def _refused(self, exc: Exception) -> TableError:
+        return TableError(
+            f"{self.path} is refused by the system: {exc}",
+            remedy="Make room there, or set data_dir to where this user may write; nothing was thrown away",
+        )
 
     def _open(self) -> Rdict:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,24 +214,28 @@ class PartitionStore:
         try:
             return Rdict(str(self.path), options)
         except Exception as exc:
-            if "lock" in str(exc).lower():
+            if _LOCKED.match(str(exc)):
                 raise TableError(
                     f"{self.path} is in use: {exc}",
                     remedy="Another process uses this data_dir; each needs one of its own",
                 ) from exc
-            aside = self.path.with_suffix(".damaged")
-            log.warning("%s cannot be opened and is rebuilt; what was there is in %s: %s", self.path, aside, exc)
-            shutil.rmtree(aside, ignore_errors=True)
+            if refusal(exc):
+                raise self._refused(exc) from exc
             try:
-                self.path.rename(aside)
+                aside = self._move_aside()
+                log.warning("%s is rebuilt, what was there is in %s: it cannot be opened: %s", self.path, aside, exc)
                 return Rdict(str(self.path), options)
             except Exception as again:
                 raise TableError(f"{self.path} cannot be made: {again}", remedy="Look at disk and rights") from again
 
 
+def refusal(exc: Exception) -> bool:
+    """Whether it is the system that refuses, and not the files that are damaged."""
+    return bool(_REFUSED.search(str(exc)))
+
+
 def _put_position(batch: WriteBatch, table: TableSpec, position: ChangelogPosition) -> None:
-    text = json.dumps({"topic_id": position.topic_id, "next_offset": position.next_offset})
-    batch.put(_position_key(table), text.encode())
+    batch.put(_position_key(table), json.dumps(asdict(position)).encode())
 
 
 def _position_key(table: TableSpec) -> bytes:
