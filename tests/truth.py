@@ -11,13 +11,13 @@ import random
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from streams.codec import decode_batch, encode_batch
 from streams.core.events import EngineBatch
-from streams.core.ids import DpRank, RankId, Tier, WorkerId
+from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.runs import Run
 from streams.errors import BadRecord, KvStreamsError
 from streams.indexer_agent import prefix_index_table
@@ -35,6 +35,10 @@ from tests.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S
 #: Facts followed when a router differs; the first ones tell what the others would.
 FOLLOWED_MAX = 5
 
+#: Batches of one piece of a history, and more lives than any engine has in one.
+PIECE_BATCHES = 5_000
+PIECE_LIVES = 1_000_000
+
 _PUBLISH_TIMEOUT_S = 60.0
 
 
@@ -47,9 +51,7 @@ class Engines:
         self._published: list[EngineBatch] = []
         self.reference = ReferenceFleet()
         self.n_published = 0
-        self.history: Iterator[EngineBatch] = iter(
-            random_history(random.Random(seed), n_batches=n_batches, n_ranks=12, bridged=True)
-        )
+        self.history = long_history(seed, n_batches)
 
     def publish(self, n: int) -> None:
         """Publish the next n batches of the history."""
@@ -88,6 +90,15 @@ class Engines:
         thread.start()
         yield
         thread.join()
+
+
+def long_history(seed: int, n_batches: int) -> Iterator[EngineBatch]:
+    """A history in pieces, each of new lives, since engines that live for ever know more prompts than memory holds."""
+    rng = random.Random(seed)
+    for number, begin in enumerate(range(0, n_batches, PIECE_BATCHES)):
+        piece = random_history(rng, n_batches=min(PIECE_BATCHES, n_batches - begin), n_ranks=12, bridged=True)
+        for batch in piece:
+            yield replace(batch, incarnation=Incarnation(batch.incarnation + number * PIECE_LIVES))
 
 
 class Standing(NamedTuple):
