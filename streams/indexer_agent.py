@@ -176,7 +176,7 @@ class IndexReducer:
     def _remove(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
         if removed.seen_sequence is None:
             return self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
-        return self.holdings.expire_worker(batch, removed)
+        return self.holdings.expire_worker(batch, removed.seen_sequence)
 
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""

@@ -10,9 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from streams.core.events import EngineBatch, Heartbeat, KvEvent, WorkerRemoved
+from streams.core.events import EngineBatch, Heartbeat, KvEvent
 from streams.core.ids import Epoch, Incarnation, RankId, SequenceHash, Tier
-from streams.core.ordering import Health, Judgement, Progress, Verdict, judge, judge_chunk, renew, restated
+from streams.core.ordering import (
+    Health,
+    Judgement,
+    Progress,
+    Verdict,
+    judge,
+    judge_chunk,
+    refuses_expiry,
+    removed,
+    renew,
+    restated,
+)
 from streams.core.restatement import ChunkKey, Parking
 from streams.core.run_store import PlainRunStore, RunStore, unchanged
 from streams.core.runs import Run, RunKey
@@ -127,30 +138,20 @@ class Holdings(Generic[Events, Change]):
         """
         verdict = Verdict.STALE
         for rank, progress in self.progress.items():
-            epoch = progress.epoch
-            if rank.worker_id != worker_id or epoch.incarnation > incarnation:
+            gone = removed(progress, incarnation, silent=silent) if rank.worker_id == worker_id else None
+            if gone is None:
                 continue
-            if progress.health is not Health.REMOVED or epoch.incarnation != incarnation:
-                epoch = Epoch(incarnation, epoch.generation + 1)
-                self._end(replace(progress, epoch=epoch, health=Health.REMOVED, silent=silent))
-            elif progress.silent and not silent:
-                self._keep(replace(progress, silent=False))  # expired first, and now somebody asks for it
+            if gone.epoch != progress.epoch:
+                self._end(gone)
             else:
-                continue
+                self._keep(gone)
             verdict = Verdict.APPLIED
         return verdict
 
-    def expire_worker(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
-        """Remove a worker for its silence, unless any of its ranks was heard of since that was written.
-
-        It lies in the log behind whatever the worker told before it, and that has been applied by now: a rank that is
-        not silent any more, or has gone on, refuses it.
-        """
-        ranks = [progress for rank, progress in self.progress.items() if rank.worker_id == batch.rank.worker_id]
-        for progress in ranks:
-            went_on = progress.rank == batch.rank and progress.sequence != removed.seen_sequence
-            newer = progress.epoch.incarnation > batch.incarnation
-            if progress.health is not Health.REMOVED and (not progress.silent or went_on or newer):
+    def expire_worker(self, batch: EngineBatch, seen_sequence: int) -> Verdict:
+        """Remove a worker for its silence, unless any of its ranks was heard of since that was written."""
+        for rank, progress in self.progress.items():
+            if rank.worker_id == batch.rank.worker_id and refuses_expiry(progress, batch, seen_sequence):
                 return Verdict.STALE
         return self.remove_worker(batch.rank.worker_id, batch.incarnation, silent=True)
 
