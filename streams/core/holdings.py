@@ -24,7 +24,7 @@ from streams.core.ordering import (
     renew,
     restated,
 )
-from streams.core.restatement import ChunkKey, Parking
+from streams.core.restatement import RESTATED_RUNS_FULL, ChunkKey, Parking
 from streams.core.run_store import PlainRunStore, RunStore, unchanged
 from streams.core.runs import Run, RunKey
 
@@ -57,6 +57,7 @@ class Holdings(Generic[Events, Change]):
         self._heard: dict[RankId, None] = {}
         self._parked: dict[RankId, None] = {}
         self._restated: dict[RankId, None] = {}
+        self._n_restated_runs = 0
 
     def load(
         self,
@@ -128,6 +129,7 @@ class Holdings(Generic[Events, Change]):
             return Verdict.PARKED if found else Verdict.DROPPED
         self._end(restated(judgement.progress, batch, exact=found.exact, n_unindexed=found.n_unindexed))
         self.runs.restate(rank, found.runs)
+        self._n_restated_runs += found.n_runs
         self._restated[rank] = None
         return Verdict.RESTATED
 
@@ -189,6 +191,7 @@ class Holdings(Generic[Events, Change]):
 
     def take_changes(self, tombstones_max: int) -> Changes[Change]:
         """Take what changed since the last call, progress first, with at most `tombstones_max` of ended epochs."""
+        self._n_restated_runs = 0
         changes = Changes[Change]([], self.runs.take_changes(tombstones_max), self.parking.take_changes())
         for rank in self.touched:
             progress = replace(self.progress[rank], n_blocks=self.runs.n_blocks(rank))
@@ -196,6 +199,11 @@ class Holdings(Generic[Events, Change]):
             changes.progress.append(progress)
         self.touched.clear()
         return changes
+
+    @property
+    def full(self) -> bool:
+        """Whether restatements have changed so much that it is written before more is applied."""
+        return self._n_restated_runs >= RESTATED_RUNS_FULL
 
     @property
     def owes_tombstones(self) -> bool:
