@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit warm soak conformance bench bench-stream clean
+.PHONY: demo test up lint unit warm soak chaos conformance bench bench-stream clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvstreams demo
@@ -31,6 +31,10 @@ warm: $(INSTALLED)
 # Ten million operations on every index against the reference: some 50 minutes.
 soak: warm
 	$(BIN)/python -m tests.soak --operations 10000000
+
+# A real Kafka, 100,000 records, and a worker killed at every effect, again and again: some 10 minutes.
+chaos: warm
+	$(BIN)/python -m tests.chaos
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)

@@ -176,7 +176,12 @@ class IndexReducer:
     def _remove(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
         if removed.seen_sequence is None:
             return self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
-        return self.holdings.expire_worker(batch, removed)
+        return self.holdings.expire_worker(batch, removed.seen_sequence)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to commit."""
+        return self.holdings.full
 
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
@@ -330,7 +335,7 @@ class Indexer:
                     "%s [%d] has nothing from %d to %d",
                     *(topic, partition, wanted, first - 1),
                 )
-                table.skip_to(topic, first, lost)
+                table.skip_to(topic, wanted, first, lost)
             # What Faust fetched before the seek is still on its way and would move its own position on again.
             await asyncio.sleep(REALIGN_EVERY_S[0] / 2)
             if self._partitions.get(partition) is table:

@@ -45,7 +45,7 @@ def judge(holdings: PlainHoldings, batch: Told) -> Verdict | None:
         return None
     if isinstance(batch.body, WorkerRemoved):
         if batch.body.seen_sequence is not None:
-            return holdings.expire_worker(batch, batch.body)
+            return holdings.expire_worker(batch, batch.body.seen_sequence)
         return holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
     if isinstance(batch.body, Heartbeat):
         return holdings.renew(batch, batch.body)

@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import threading
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,83 +20,12 @@ from streams.codec import encode_batch
 from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.engines.publisher import KvEventPublisher
-from streams.errors import KvStreamsError
 from streams.kafka import ensure_topics, partition_of, producer
 from streams.local.stack import RouterProcess, Stack, facts, get_json
-from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
-from tests.reference import ReferenceFleet, random_history
-from tests.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S, dead_letters
-
-
-class Engines:
-    """Engines that publish a history, and the reference fed with everything that the broker acknowledged."""
-
-    def __init__(self, settings: Settings, seed: int) -> None:
-        self._settings = settings
-        self._kafka = producer(settings)
-        self.reference = ReferenceFleet()
-        self.history: Iterator[EngineBatch] = iter(
-            random_history(random.Random(seed), n_batches=4000, n_ranks=12, bridged=True)
-        )
-
-    def publish(self, n: int) -> None:
-        """Publish the next n batches of the history."""
-        failed: list[str] = []
-        batches = [next(self.history) for _ in range(n)]
-        for batch in batches:
-            self._kafka.produce(
-                topics(self._settings).kv_events.name,
-                key=str(batch.rank.worker_id).encode(),
-                value=encode_batch(batch),
-                on_delivery=lambda error, _: failed.append(error.str()) if error else None,
-            )
-            self._kafka.poll(0)
-        assert self._kafka.flush(30.0) == 0
-        assert not failed
-        for batch in batches:
-            self.reference.apply(batch)
-
-    @contextmanager
-    def publishing(self, n: int) -> Iterator[None]:
-        """Publish n batches beside what the block does."""
-
-        def publish() -> None:
-            for _ in range(n // 10):
-                self.publish(10)
-
-        thread = threading.Thread(target=publish)
-        thread.start()
-        yield
-        thread.join()
-
-
-def epochs(url: str) -> dict[tuple[int, int], tuple[int, int]]:
-    return {
-        (rank["worker_id"], rank["dp_rank"]): (rank["incarnation"], rank["generation"])
-        for rank in get_json(f"{url}/state")["ranks"]
-    }
-
-
-def assert_equal(url: str, reference: ReferenceFleet) -> None:
-    """Wait until a router holds what the reference holds, and say what differs where it never does."""
-    wanted = {(rank.worker_id, rank.dp_rank, int(tier), block) for rank, tier, block in reference.members()}
-    wanted_epochs = {
-        (rank.worker_id, rank.dp_rank): (epoch.incarnation, epoch.generation)
-        for rank, epoch in reference.epochs().items()
-    }
-    try:
-        wait_for(
-            lambda: facts(url) == wanted and epochs(url) == wanted_epochs,
-            VISIBLE_TIMEOUT_S,
-            f"{url} to be equal",
-            DUMP_POLL_S,
-        )
-    except KvStreamsError:
-        found = facts(url)
-        assert (len(found - wanted), len(wanted - found)) == (0, 0)
-        assert epochs(url) == wanted_epochs
+from tests.support import VISIBLE_TIMEOUT_S, dead_letters
+from tests.truth import Engines, assert_equal
 
 
 def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> None:
@@ -156,7 +82,7 @@ def test_a_worker_killed_at_an_effect_leaves_nothing_half_done(stack: Stack, eff
     wait_for(lambda: not doomed.child.running, VISIBLE_TIMEOUT_S, "the fault")
     heir = stack.worker("heir")
     engines.publish(50)
-    assert_equal(heir.url, engines.reference)
+    assert_equal(heir.url, engines.reference, stack.settings, [Path(doomed.settings.data_dir)])
 
 
 def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_counts(stack: Stack) -> None:

@@ -20,7 +20,7 @@ from streams.tables.store import TableSpec, TableWrite
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
-from tests.test_pipeline import Engines, assert_equal
+from tests.truth import Engines, assert_equal
 
 MEGABYTE = 1 << 20
 
@@ -40,6 +40,10 @@ class Slow:
 
     def apply(self, record: SourceRecord, decoded: None) -> None:
         pass
+
+    @property
+    def full(self) -> bool:
+        return False
 
     def source_lost(self) -> None:
         pass

@@ -16,7 +16,7 @@ from streams.settings import Settings, as_environ, tables_path
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
-from tests.test_pipeline import Engines, assert_equal, mode, put_worker
+from tests.truth import Engines, assert_equal, mode, put_worker
 from tests.test_table_faults import changelog
 
 COMMAND_TIMEOUT_S = 60.0

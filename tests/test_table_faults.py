@@ -28,7 +28,7 @@ from streams.tables.store import ChangelogPosition, PartitionStore, TableWrite
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
-from tests.test_pipeline import Engines, assert_equal
+from tests.truth import Engines, assert_equal
 
 CACHE_MB = 1
 

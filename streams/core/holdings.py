@@ -10,10 +10,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from streams.core.events import EngineBatch, Heartbeat, KvEvent, WorkerRemoved
+from streams.core.events import EngineBatch, Heartbeat, KvEvent
 from streams.core.ids import Epoch, Incarnation, RankId, SequenceHash, Tier
-from streams.core.ordering import Health, Judgement, Progress, Verdict, judge, judge_chunk, renew, restated
-from streams.core.restatement import ChunkKey, Parking
+from streams.core.ordering import (
+    Health,
+    Judgement,
+    Progress,
+    Verdict,
+    judge,
+    judge_chunk,
+    refuses_expiry,
+    removed,
+    renew,
+    restated,
+)
+from streams.core.restatement import RESTATED_RUNS_FULL, ChunkKey, Parking
 from streams.core.run_store import PlainRunStore, RunStore, unchanged
 from streams.core.runs import Run, RunKey
 
@@ -46,6 +57,7 @@ class Holdings(Generic[Events, Change]):
         self._heard: dict[RankId, None] = {}
         self._parked: dict[RankId, None] = {}
         self._restated: dict[RankId, None] = {}
+        self._n_restated_runs = 0
 
     def load(
         self,
@@ -117,6 +129,7 @@ class Holdings(Generic[Events, Change]):
             return Verdict.PARKED if found else Verdict.DROPPED
         self._end(restated(judgement.progress, batch, exact=found.exact, n_unindexed=found.n_unindexed))
         self.runs.restate(rank, found.runs)
+        self._n_restated_runs += found.n_runs
         self._restated[rank] = None
         return Verdict.RESTATED
 
@@ -127,30 +140,20 @@ class Holdings(Generic[Events, Change]):
         """
         verdict = Verdict.STALE
         for rank, progress in self.progress.items():
-            epoch = progress.epoch
-            if rank.worker_id != worker_id or epoch.incarnation > incarnation:
+            gone = removed(progress, incarnation, silent=silent) if rank.worker_id == worker_id else None
+            if gone is None:
                 continue
-            if progress.health is not Health.REMOVED or epoch.incarnation != incarnation:
-                epoch = Epoch(incarnation, epoch.generation + 1)
-                self._end(replace(progress, epoch=epoch, health=Health.REMOVED, silent=silent))
-            elif progress.silent and not silent:
-                self._keep(replace(progress, silent=False))  # expired first, and now somebody asks for it
+            if gone.epoch != progress.epoch:
+                self._end(gone)
             else:
-                continue
+                self._keep(gone)
             verdict = Verdict.APPLIED
         return verdict
 
-    def expire_worker(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
-        """Remove a worker for its silence, unless any of its ranks was heard of since that was written.
-
-        It lies in the log behind whatever the worker told before it, and that has been applied by now: a rank that is
-        not silent any more, or has gone on, refuses it.
-        """
-        ranks = [progress for rank, progress in self.progress.items() if rank.worker_id == batch.rank.worker_id]
-        for progress in ranks:
-            went_on = progress.rank == batch.rank and progress.sequence != removed.seen_sequence
-            newer = progress.epoch.incarnation > batch.incarnation
-            if progress.health is not Health.REMOVED and (not progress.silent or went_on or newer):
+    def expire_worker(self, batch: EngineBatch, seen_sequence: int) -> Verdict:
+        """Remove a worker for its silence, unless any of its ranks was heard of since that was written."""
+        for rank, progress in self.progress.items():
+            if rank.worker_id == batch.rank.worker_id and refuses_expiry(progress, batch, seen_sequence):
                 return Verdict.STALE
         return self.remove_worker(batch.rank.worker_id, batch.incarnation, silent=True)
 
@@ -188,6 +191,7 @@ class Holdings(Generic[Events, Change]):
 
     def take_changes(self, tombstones_max: int) -> Changes[Change]:
         """Take what changed since the last call, progress first, with at most `tombstones_max` of ended epochs."""
+        self._n_restated_runs = 0
         changes = Changes[Change]([], self.runs.take_changes(tombstones_max), self.parking.take_changes())
         for rank in self.touched:
             progress = replace(self.progress[rank], n_blocks=self.runs.n_blocks(rank))
@@ -195,6 +199,11 @@ class Holdings(Generic[Events, Change]):
             changes.progress.append(progress)
         self.touched.clear()
         return changes
+
+    @property
+    def full(self) -> bool:
+        """Whether restatements have changed so much that it is written before more is applied."""
+        return self._n_restated_runs >= RESTATED_RUNS_FULL
 
     @property
     def owes_tombstones(self) -> bool:

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from streams.core.events import BEFORE_FIRST, EngineBatch
-from streams.core.ids import Epoch, RankId
+from streams.core.ids import Epoch, Incarnation, RankId
 
 
 class Health(enum.IntEnum):
@@ -188,3 +188,30 @@ def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | Non
         lease_ms=0,  # another bridge may feed this life, or none that promises anything
         silent=False,
     ), True
+
+
+def refuses_expiry(progress: Progress, batch: EngineBatch, seen_sequence: int) -> bool:
+    """Whether a rank was heard of since its worker's expiry was written, which then comes too late for the worker.
+
+    It lies in the log behind whatever the worker told before it, and that has been applied by now: a rank that is not
+    silent any more refuses it, or is of a newer life, or is the one that it names and has gone on.
+    """
+    if progress.health is Health.REMOVED:
+        return False
+    went_on = progress.rank == batch.rank and progress.sequence != seen_sequence
+    return not progress.silent or went_on or progress.epoch.incarnation > batch.incarnation
+
+
+def removed(progress: Progress, incarnation: Incarnation, *, silent: bool) -> Progress | None:
+    """Give a rank's progress behind its worker's removal; None where that changes nothing: of a newer life, or gone.
+
+    silent: nobody asked for it, so its bridge may come back with a heartbeat.
+    """
+    epoch = progress.epoch
+    if epoch.incarnation > incarnation:
+        return None
+    if progress.health is not Health.REMOVED or epoch.incarnation != incarnation:
+        epoch = Epoch(incarnation, epoch.generation + 1)
+        return replace(progress, epoch=epoch, health=Health.REMOVED, silent=silent)
+    # Expired first, and now somebody asks for it?
+    return replace(progress, silent=False) if progress.silent and not silent else None

@@ -26,6 +26,10 @@ CHUNKS_MAX = 64
 #: must not take 10.
 RESTATED_RUNS_MAX = 100_000
 
+#: With so many runs restated a transaction is committed before anything else is applied: several large restatements in
+#: one would take longer than it may be open. The largest on top of nearly so many take 2.2 s.
+RESTATED_RUNS_FULL = 10_000
+
 #: Bytes parked of all ranks of a partition: they lie in memory too.
 PARKED_BYTES_MAX = 128 * 1024 * 1024
 
@@ -49,9 +53,11 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A complete restatement. runs: parents before children. n_unindexed: of all chunks."""
+    """A complete restatement. runs: parents before children. n_runs: records that they become. n_unindexed: of all
+    chunks."""
 
     exact: bool
+    n_runs: int
     runs: list[RestatedRun]
     n_unindexed: int
 
@@ -107,7 +113,7 @@ class Parking:
         if len(held.batches) == chunk.n_chunks:
             self.drop(rank)
             runs = sorted(held.runs, key=lambda run: run.start)  # a parent lies before its children on every chain
-            return Whole(chunk.exact, runs, sum(each.n_unindexed for each in held.batches))
+            return Whole(chunk.exact, held.n_runs, runs, sum(each.n_unindexed for each in held.batches))
         if self._n_bytes > PARKED_BYTES_MAX:
             self.drop(rank)  # it is asked for again when others are through
             return False

@@ -529,12 +529,16 @@ class RankFeed:
         if not life.restatements.wanted(request, writer.incarnation, writer.sequence, time.monotonic()):
             log.info("rank %s: not restated for attempt %d at %d", self.rank, request.attempt, request.sequence)
             return
-        await self._allowed()
         now_us = _now_us()
-        n_chunks = writer.restate(now_us, now_us // 1000)
+        # On a thread: other ranks' batches, and everybody's leases, would wait for seconds.
+        pieces = await asyncio.to_thread(writer.restatement, now_us)
+        for piece in pieces:
+            await self._allowed()
+            writer.send_chunk(piece, now_us // 1000)
+            await asyncio.sleep(0)
         life.restatements.told(writer.sequence, time.monotonic())
         self.counters.restatements += 1
-        self.counters.restatement_chunks += n_chunks
+        self.counters.restatement_chunks += len(pieces)
         log.info(
             "rank %s: restated to batch %d, %d blocks, %s: %s",
             self.rank,

@@ -26,6 +26,7 @@ from streams.core.events import (
     Heartbeat,
     KvEvent,
     MoeLabels,
+    RestatementChunk,
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
@@ -87,15 +88,16 @@ class RankWriter:
         self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(news)), n_unindexed)
         self.sequence, self.digest = sequence, digest
 
-    def restate(self, restatement_id: int, emitted_at_ms: int) -> int:
-        """Publish the whole ledger, complete to the last batch, in consecutive chunks; gives their number.
+    def restatement(self, restatement_id: int) -> list[RestatementChunk]:
+        """The whole ledger, complete to the last batch, in chunks.
 
-        Nothing of this rank may come between them, so nothing here awaits.
+        A second of 100,000 blocks, for a thread; until all chunks are sent nothing but heartbeats may be written.
         """
-        pieces = chunks(self.ledger.restated(), restatement_id, exact=self.ledger.complete)
-        for piece in pieces:
-            self._send(self.sequence, self.digest, emitted_at_ms, piece, self.unindexed)
-        return len(pieces)
+        return chunks(self.ledger.restated(), restatement_id, exact=self.ledger.complete)
+
+    def send_chunk(self, chunk: RestatementChunk, emitted_at_ms: int) -> None:
+        """Publish one chunk of a restatement of the last batch."""
+        self._send(self.sequence, self.digest, emitted_at_ms, chunk, self.unindexed)
 
     def heartbeat(self, bridge: str, lease_ms: int, emitted_at_ms: int) -> None:
         """Say that this rank is fed, and what the last batch was, so that a lost last batch shows."""

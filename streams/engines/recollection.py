@@ -9,14 +9,15 @@ blocks are known; a ledger that lacks it would remove names that nobody knows an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from streams.codec import decode_batch
 from streams.core.events import (
     BEFORE_FIRST,
+    AllBlocksCleared,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -24,8 +25,19 @@ from streams.core.events import (
     RestatementChunk,
     WorkerRemoved,
 )
-from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.ordering import Health, Progress
+from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ordering import (
+    Health,
+    Judgement,
+    Progress,
+    Verdict,
+    judge,
+    judge_chunk,
+    refuses_expiry,
+    removed,
+    renew,
+    restated,
+)
 from streams.core.runs import Run, RunKey
 from streams.engines.continuity import KnownLife
 from streams.engines.ledger import Ledger
@@ -50,14 +62,31 @@ from streams.topics import topics
 
 @dataclass(slots=True)
 class RankMemory:
-    """One rank as Kafka has it. gone: its worker was removed, so it holds nothing and counts from its first batch."""
+    """One rank as Kafka has it. A worker that was removed holds nothing, and counts from its first batch."""
 
-    incarnation: Incarnation
-    sequence: int
-    digest: int
-    gone: bool
+    progress: Progress
     ledger: Ledger
     _pieces: list[RestatementChunk] = field(default_factory=list)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The life that the rank is in, or was."""
+        return self.progress.epoch.incarnation
+
+    @property
+    def sequence(self) -> int:
+        """The last batch."""
+        return self.progress.sequence
+
+    @property
+    def digest(self) -> int:
+        """Of that batch's payload."""
+        return self.progress.digest
+
+    @property
+    def gone(self) -> bool:
+        """Whether its worker was removed."""
+        return self.progress.health is Health.REMOVED
 
     @property
     def life(self) -> KnownLife:
@@ -65,47 +94,66 @@ class RankMemory:
         return KnownLife(self.incarnation, BEFORE_FIRST if self.gone else self.sequence, self.digest)
 
     def fold(self, batch: EngineBatch) -> None:
-        """Take a batch that is behind the table, as the agent will."""
-        body = batch.body
-        if isinstance(body, Heartbeat):
-            return
-        if isinstance(body, WorkerRemoved):
-            if batch.incarnation >= self.incarnation and body.seen_sequence in (None, self.sequence):
-                self._empty(batch.incarnation)
-                self.gone = True
-            return
-        if isinstance(body, RestatementChunk):
-            self._restate(batch, body)
-            return
-        self._pieces.clear()
-        revived = self.gone and batch.incarnation == self.incarnation and batch.sequence == BEFORE_FIRST
-        if batch.incarnation > self.incarnation or revived:
-            self._empty(batch.incarnation)
-            self.gone = False
-        elif batch.incarnation < self.incarnation or self.gone or batch.sequence <= self.sequence:
-            return
-        if batch.sequence > self.sequence + 1:
-            self.ledger.lost_events()
-        for event in body.events:
-            self.ledger.apply(event)
-        self.sequence, self.digest = batch.sequence, batch.digest
+        """Take a batch of the rank that is behind the table, as the agent will."""
+        match batch.body:
+            case EngineEvents(events):
+                judgement = judge(self.progress, batch)
+                if judgement.verdict not in (Verdict.STALE, Verdict.DUPLICATE):
+                    self._pieces.clear()
+                    self._take(judgement)
+                    for event in events:
+                        self.ledger.apply(event)
+                        if isinstance(event, AllBlocksCleared):
+                            self.progress = replace(self.progress, health=Health.EXACT)
+            case Heartbeat(lease_ms=lease_ms):
+                judgement = renew(self.progress, batch, lease_ms)
+                if judgement.verdict is not Verdict.STALE:
+                    self._take(judgement)
+            case RestatementChunk():
+                judgement = judge_chunk(self.progress, batch)
+                if judgement.verdict is Verdict.PARKED:
+                    self._take(judgement)
+                    self._restate(batch, batch.body)
+            case WorkerRemoved():
+                pass  # of all ranks at once: `fold_removal`
 
-    def _empty(self, incarnation: Incarnation) -> None:
-        self.incarnation, self.sequence, self.digest = incarnation, BEFORE_FIRST, 0
+    def end(self, progress: Progress) -> None:
+        """Its worker was removed."""
+        if progress.epoch != self.progress.epoch:
+            self._empty()
+        self.progress = progress
+
+    def _take(self, judgement: Judgement) -> None:
+        if judgement.begins_epoch:
+            self._empty()
+        if judgement.progress.n_gaps > self.progress.n_gaps:
+            self.ledger.lost_events()
+        self.progress = judgement.progress
+
+    def _empty(self) -> None:
         self.ledger = Ledger(counts_copies=False)
+        self._pieces.clear()
 
     def _restate(self, batch: EngineBatch, piece: RestatementChunk) -> None:
         begun = self._pieces
-        if batch.incarnation != self.incarnation or self.gone or batch.sequence < self.sequence:
-            return
         if piece.chunk != len(begun) or (begun and begun[0].restatement_id != piece.restatement_id):
             begun.clear()
         if piece.chunk == len(begun):
             begun.append(piece)
         if len(begun) == piece.n_chunks:
             self.ledger = ledger_of((run for done in begun for run in done.runs), piece.exact, counts_copies=False)
-            self.sequence, self.digest = batch.sequence, batch.digest
+            self.progress = restated(self.progress, batch, exact=piece.exact, n_unindexed=batch.n_unindexed)
             begun.clear()
+
+
+def fold_removal(memories: Collection[RankMemory], batch: EngineBatch, seen_sequence: int | None) -> None:
+    """Take a worker's removal, which is of all its ranks or, where one was heard of since an expiry, of none."""
+    if seen_sequence is not None and any(refuses_expiry(memory.progress, batch, seen_sequence) for memory in memories):
+        return
+    for memory in memories:
+        progress = removed(memory.progress, batch.incarnation, silent=seen_sequence is not None)
+        if progress is not None:
+            memory.end(progress)
 
 
 def ledger_of(runs: Iterable[RestatedRun], complete: bool, *, counts_copies: bool) -> Ledger:
@@ -145,13 +193,7 @@ def remembered(progress: Progress, runs: Iterable[Run]) -> RankMemory:
         progress.health is Health.APPROXIMATE and not (progress.n_gaps or progress.n_unknown_parents)
     )
     held = [] if gone else [part for run in runs if run.epoch == progress.epoch for part in held_runs(run)]
-    return RankMemory(
-        incarnation=progress.epoch.incarnation,
-        sequence=progress.sequence,
-        digest=progress.digest,
-        gone=gone,
-        ledger=ledger_of(held, complete, counts_copies=False),
-    )
+    return RankMemory(progress, ledger_of(held, complete, counts_copies=False))
 
 
 def recall(settings: Settings, worker_id: WorkerId) -> dict[int, RankMemory]:
@@ -223,12 +265,11 @@ def _fold_record(memories: dict[int, RankMemory], settings: Settings, worker_id:
     if batch.rank.worker_id != worker_id:
         return
     if isinstance(batch.body, WorkerRemoved):
-        for removed in memories.values():
-            removed.fold(batch)
+        fold_removal(memories.values(), batch, batch.body.seen_sequence)
         return
-    memory = memories.get(batch.rank.dp_rank)
-    if memory is None and isinstance(batch.body, EngineEvents):
-        memory = RankMemory(batch.incarnation, BEFORE_FIRST, 0, False, Ledger(counts_copies=False))
-        memories[batch.rank.dp_rank] = memory
-    if memory is not None:
-        memory.fold(batch)
+    rank = batch.rank
+    memory = memories.get(rank.dp_rank)
+    if memory is None:
+        memory = RankMemory(Progress(rank, Epoch(Incarnation(0), 0)), Ledger(counts_copies=False))
+        memories[rank.dp_rank] = memory
+    memory.fold(batch)

@@ -63,6 +63,11 @@ class Child:
         """Whether it lives."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended, the negative number of a signal; None while it lives."""
+        return None if self._process is None else self._process.poll()
+
     def wait_ready(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Wait until `ready`; raises ProcessError with the end of its log where it ends first or takes too long."""
 

@@ -122,6 +122,10 @@ class Reducer(Protocol[Decoded]):
     def apply(self, record: SourceRecord, decoded: Decoded) -> None:
         """Effects 2 to 4. Raises BadRecord for what belongs to the dead letters, be it that it was not decoded."""
 
+    @property
+    def full(self) -> bool:
+        """Whether so much has changed that it is committed before more is applied."""
+
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
 
@@ -248,10 +252,13 @@ class TablePartition:
         with self._lock:
             return None if self._next is None else self._next.get(topic, 0)
 
-    def skip_to(self, topic: str, offset: int, lost: bool) -> None:
-        """The log has nothing between the wanted offset and this one; `lost` if it had."""
+    def skip_to(self, topic: str, wanted: int, offset: int, lost: bool) -> None:
+        """The log has nothing between the offset that was wanted and this one; `lost` if it had.
+
+        Where another is wanted by now the partition was opened again meanwhile, and may want what lies before.
+        """
         with self._lock:
-            if self._next is not None and offset > self._next.get(topic, 0):
+            if self._next is not None and self._next.get(topic, 0) == wanted < offset:
                 self._next[topic] = offset
                 self._skipped[topic] = offset - 1
                 self._lost = self._lost or lost
@@ -491,23 +498,26 @@ class TablePartition:
         assert self._reducer is not None and self._store is not None and self._producer is not None
         self._batch = batch
         effect = self._wiring.on_effect or _no_fault
-        with self._lock:
-            lost = self._lost
-            # With nothing queued, all that lies before a stretch without records is in this batch.
-            skipped = {} if self._queue else dict(self._skipped)
+        lost = self._lost
         if lost:
             self._reducer.source_lost()
         dead: list[tuple[SourceRecord, BadRecord]] = []
         # What is at or below the applied offset is a duplicate: in the log already.
         news = [record for record in batch if record.offset > self._applied[record.topic]]
         decoded = self._reducer.decode(news)
-        for record, what in zip(news, decoded, strict=True):
+        for n_applied, (record, what) in enumerate(zip(news, decoded, strict=True), 1):
             effect(1)
             try:
                 self._apply(record, what)  # effects 2 to 4
             except BadRecord as exc:
                 dead.append((record, exc))
             effect(4)
+            if self._reducer.full and record is not batch[-1]:
+                batch, news = self._cut(batch, record), news[:n_applied]
+                break
+        with self._lock:
+            # With nothing queued, all that lies before a stretch without records is in this batch.
+            skipped = {} if self._queue else dict(self._skipped)
         for topic, record in {record.topic: record for record in news}.items():
             self._applied[topic] = record.offset
             self._sources[topic] = replace(
@@ -538,6 +548,15 @@ class TablePartition:
         self.counts["applied"] += len(batch)
         self.counts["dead_letters"] += len(dead)
         self.counts["transactions"] += 1
+
+    def _cut(self, batch: list[SourceRecord], last: SourceRecord) -> list[SourceRecord]:
+        """End the running batch behind a record; the rest is taken next, since one transaction has its time."""
+        n_done = next(n for n, record in enumerate(batch, 1) if record is last)
+        with self._lock:
+            self._queue.extendleft(reversed(batch[n_done:]))
+            self._queued_bytes += sum(len(record.value or b"") for record in batch[n_done:])
+        self._batch = batch[:n_done]
+        return self._batch
 
     def _apply(self, record: SourceRecord, decoded: Any) -> None:
         """Hand a record to the reducer; one that breaks it every time is a dead letter, not the partition's end."""

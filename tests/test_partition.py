@@ -1,0 +1,137 @@
+"""One partition by itself on a real Kafka: what it makes of the batches that a reducer ends, and of stretches without
+records."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from streams.indexer_agent import prefix_index_table
+from streams.kafka import Record, ensure_topics
+from streams.settings import Settings
+from streams.tables.changelog import read_to_end
+from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
+from streams.tables.records import decode_partition, partition_key
+from streams.tables.store import TableSpec, TableWrite
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.support import VISIBLE_TIMEOUT_S
+
+
+@dataclass
+class Thirds:
+    """A reducer that is full behind every third record; it writes each one's value under its key."""
+
+    table: TableSpec
+    applied: list[bytes] = field(default_factory=list)
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - the signature
+        list(items)
+
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[bytes]:
+        return [record.value or b"" for record in records]
+
+    def apply(self, record: SourceRecord, decoded: bytes) -> None:  # noqa: ARG002 - the signature
+        self.applied.append(decoded)
+
+    @property
+    def full(self) -> bool:
+        return len(self.applied) == 3
+
+    def source_lost(self) -> None:
+        raise AssertionError("nothing was lost")
+
+    def look(self, *_: object) -> list[Outgoing]:
+        return []
+
+    def take_changes(self) -> list[TableWrite]:
+        taken, self.applied = self.applied, []
+        return [TableWrite(self.table, b"K" + value, value) for value in taken]
+
+
+@dataclass
+class Opened:
+    """A partition, what it acknowledged, and the source offsets that it was said to have applied."""
+
+    settings: Settings
+    acknowledged: list[Any] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def open(self) -> TablePartition:
+        names, table = topics(self.settings), prefix_index_table(self.settings)
+        partition = TablePartition(
+            0,
+            PartitionWiring(
+                settings=self.settings,
+                tables=(table,),
+                sources=(names.kv_events,),
+                dead_letters=names.dead_letters,
+                owner="a test",
+                make_reducer=lambda: Thirds(table),
+                acknowledge=self.acknowledged.extend,
+                drained=lambda _: None,
+                opened=lambda *_: self.ready.set(),
+                is_ours=lambda _: True,
+                source_end=lambda *_: -1,
+                log_end=lambda *_: 0,
+                on_effect=None,
+                now_ms=lambda: 0,
+            ),
+        )
+        partition.start()
+        assert self.ready.wait(VISIBLE_TIMEOUT_S)
+        return partition
+
+    def transactions(self) -> list[tuple[int, list[bytes]]]:
+        """Applied offset of each transaction that wrote anything, and what it wrote."""
+        found: list[tuple[int, list[bytes]]] = []
+        written: list[bytes] = []
+
+        def take(records: list[Record]) -> None:
+            for record in records:
+                if record.key != partition_key(0):
+                    written.append(record.value or b"")
+                elif written:
+                    applied = decode_partition(record.key, record.value or b"").sources[0].applied_offset
+                    found.append((applied, written.copy()))
+                    written.clear()
+
+        read_to_end(self.settings, topics(self.settings).index_changelog.name, 0, None, take)
+        return found
+
+
+@pytest.fixture
+def opened(scope: Settings) -> Opened:
+    ensure_topics(scope, topics(scope).all())
+    return Opened(scope)
+
+
+def records(settings: Settings, first: int, last: int) -> list[SourceRecord]:
+    source = topics(settings).kv_events.name
+    return [SourceRecord(source, 0, n, 0, None, b"%d" % n, (), n) for n in range(first, last + 1)]
+
+
+def test_a_batch_that_a_reducer_ends_is_several_transactions_in_order(opened: Opened) -> None:
+    """What is behind the cut is neither lost, nor applied or acknowledged before its turn, nor are offsets skipped."""
+    partition = opened.open()
+    try:
+        assert partition.offer(records(opened.settings, 0, 7)) is None
+        wait_for(lambda: len(opened.acknowledged) == 8, VISIBLE_TIMEOUT_S, "eight acknowledgements")
+        source = topics(opened.settings).kv_events.name
+        partition.skip_to(source, 6, 10, False)  # found for a partition that has been opened again since
+        assert partition.wanted(source) == 8
+        partition.skip_to(source, 8, 12, False)
+        assert partition.offer(records(opened.settings, 12, 15)) is None
+        wait_for(lambda: len(opened.acknowledged) == 12, VISIBLE_TIMEOUT_S, "four more")
+    finally:
+        partition.stop()
+    assert opened.acknowledged == [*range(8), *range(12, 16)]
+    written = [(applied, [int(value) for value in values]) for applied, values in opened.transactions()]
+    assert [applied for applied, _ in written][-1] == 15
+    assert [number for _, numbers in written for number in numbers] == opened.acknowledged
+    for applied, numbers in written:
+        assert len(numbers) <= 3 and applied == numbers[-1]
