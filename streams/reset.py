@@ -20,7 +20,7 @@ import shutil
 import time
 from dataclasses import dataclass
 
-from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_END, KafkaException, Producer, TopicPartition
 
 from streams.errors import KvStreamsError, ScopeInUse, TableError
 from streams.kafka import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 #: Tombstones of one transaction; at 30,000 a second it is over long before its timeout.
 TOMBSTONES_AT_ONCE = 10_000
+
+#: A living agent and a reset by force fence each other; whoever is quicker is done.
+ATTEMPTS_MAX = 5
 
 #: Offsets before a changelog's end among which an owner's last word is looked for: it is in every transaction, and none
 #: has more than some thousands of records.
@@ -133,20 +136,31 @@ def _delete_index(settings: Settings, partition: int) -> int:
         for record in records:
             (live.discard if record.value is None else live.add)(record.key)
 
-    kafka = table_producer(settings, partition)
-    try:
-        end = read_to_end(settings, topic, partition, None, fold)
-        # From here on nobody else writes; late, since an agent that lives fences us as soon as it has noticed.
-        kafka.init_transactions(INIT_TIMEOUT_S)
-        read_to_end(settings, topic, partition, end, fold)
-        keys = sorted(live)
-        for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
-            kafka.begin_transaction()
-            for key in keys[first : first + TOMBSTONES_AT_ONCE]:
-                produce(kafka, topic, partition, key, None, None, None)
-            commit_until_answered(kafka)
-    except KafkaException as exc:
-        raise TableError(f"{topic} [{partition}] cannot be emptied: {exc.args[0].str()}") from exc
+    end, n_deleted = None, 0
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        end = read_to_end(settings, topic, partition, end, fold)
+        try:
+            kafka = table_producer(settings, partition)
+            kafka.init_transactions(INIT_TIMEOUT_S)
+            # At once: an agent that lives is fenced from here on, and fences us as soon as it has noticed.
+            n_deleted += _write_tombstones(kafka, topic, partition, sorted(live))
+            end = read_to_end(settings, topic, partition, end, fold)
+            n_deleted += _write_tombstones(kafka, topic, partition, sorted(live))
+        except (KafkaException, TableError) as exc:
+            if attempt == ATTEMPTS_MAX:
+                raise TableError(f"{topic} [{partition}] cannot be emptied: {exc}", remedy=_REMEDY) from exc
+            log.warning("%s [%d] is emptied once more: %s", topic, partition, exc)
+        else:
+            break
+    return n_deleted
+
+
+def _write_tombstones(kafka: Producer, topic: str, partition: int, keys: list[bytes]) -> int:
+    for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
+        kafka.begin_transaction()
+        for key in keys[first : first + TOMBSTONES_AT_ONCE]:
+            produce(kafka, topic, partition, key, None, None, None)
+        commit_until_answered(kafka)
     return len(keys)
 
 

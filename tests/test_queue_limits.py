@@ -35,7 +35,8 @@ class Slow:
         pass
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[None]:
-        assert self._go_on.wait(VISIBLE_TIMEOUT_S)
+        if records:  # there are none where only the partition record is due
+            self._go_on.wait()
         return [None] * len(records)
 
     def apply(self, record: SourceRecord, decoded: None) -> None:
