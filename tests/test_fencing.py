@@ -30,7 +30,8 @@ from streams.tables.records import decode_partition, partition_key
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
-from tests.truth import Engines, assert_equal, owners
+from tests.test_pipeline import owners
+from tests.truth import Engines, assert_equal
 
 #: Beyond session and transaction timeouts of these tests, each a few seconds.
 PAUSE_S = 6.0

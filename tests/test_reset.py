@@ -16,8 +16,9 @@ from streams.settings import Settings, as_environ, tables_path
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
-from tests.truth import Engines, assert_equal, mode, put_worker
+from tests.test_pipeline import mode, put_worker
 from tests.test_table_faults import changelog
+from tests.truth import Engines, assert_equal
 
 COMMAND_TIMEOUT_S = 60.0
 
