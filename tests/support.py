@@ -13,7 +13,7 @@ from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
 
-VISIBLE_TIMEOUT_S = 30.0
+VISIBLE_TIMEOUT_S = 60.0
 
 #: Between two dumps of a whole view, which take the time of those that are waited for.
 DUMP_POLL_S = 0.25

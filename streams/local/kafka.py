@@ -95,9 +95,10 @@ QUOTED_LINE_CHARS = 300
 #: The start time of a process as psutil tells it moves by rounding; a reused pid comes seconds later at the least.
 CREATE_TIME_SLACK_S = 0.5
 
-#: How long a silent broker is believed alive, and how often it tells. Shorter sessions end in stalls of a laden machine
-#: as well: then the broker is without leaders until its next heartbeat.
-BROKER_SESSION_MS = 3_000
+#: How long a silent broker is believed alive, and how often it tells; one that was killed is registered anew after as
+#: long. Shorter sessions end in stalls of a laden machine as well, 3 s did: then the broker is without leaders until its
+#: next heartbeat.
+BROKER_SESSION_MS = 9_000
 BROKER_HEARTBEAT_MS = 500
 
 #: Partitions of Kafka's two internal topics; the default of 50 each makes a hundred directories for one developer.
