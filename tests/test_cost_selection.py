@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, rank_terms
+from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns
 from streams.core.decision import Chooser, RoutePolicy, booking_of
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores
@@ -40,8 +40,12 @@ def terms(**changes: Any) -> RankTerms:
         "decode_blocks": 0,
         "block_size": BLOCK_SIZE,
         "overlap_score_weight": 1.0,
+        **changes,
     }
-    return rank_terms(rank(1), **{**known, **changes})
+    columns = {"overlap_blocks", "effective_cached_blocks", "active_prefill_tokens", "decode_blocks"}
+    return TermColumns(
+        [rank(1)], **{name: np.array([value]) if name in columns else value for name, value in known.items()}
+    ).row(0)
 
 
 @pytest.mark.parametrize(

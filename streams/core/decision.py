@@ -6,37 +6,83 @@ What must not: booking (the caller's), HTTP, time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, prefill_tokens, rank_terms
-from streams.core.ids import RankId
+import numpy as np
+
+from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns, prefill_tokens
+from streams.core.ids import RankId, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking
-from streams.core.selection import Rng, RoundRobin, RouterMode, select_by_cost, select_random
+from streams.core.metrics import WorkerMetrics
+from streams.core.policies import hit_usage_waiting, load_deviation
+from streams.core.selection import (
+    Rng,
+    RoundRobin,
+    RouterMode,
+    select_by_cost,
+    select_device_aware,
+    select_least_loaded,
+    select_power_of_two,
+    select_random,
+)
+from streams.errors import AllWorkersBusy
+
+#: Modes whose choice depends on what ranks hold, as long as the weight is not 0.
+_OVERLAP_MODES = frozenset({RouterMode.KV, RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION})
+
+#: Throughput of a worker on another device in those of one on a CPU, NVIDIA Dynamo's default.
+CUDA_TO_CPU_RATIO = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoutePolicy:
-    """What decides between ranks that may all serve the request."""
+    """What decides between ranks that may all serve the request.
+
+    track_active_blocks: whether decode blocks are part of the cost. temperature counts in mode kv.
+    """
 
     mode: RouterMode = RouterMode.KV
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     tier_weights: tuple[float, ...] = TIER_WEIGHTS
+    track_active_blocks: bool = True
+    cuda_to_cpu_ratio: float = CUDA_TO_CPU_RATIO
 
     @property
     def reads_index(self) -> bool:
         """Whether overlap can change the choice."""
-        return self.mode is RouterMode.KV and self.overlap_score_weight > 0.0
+        return self.mode in _OVERLAP_MODES and self.overlap_score_weight > 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The choice and every candidate's terms, in the candidates' order."""
+class FleetState:
+    """What some modes want to know of the ranks' engines. cpu_workers: workers whose device class is `cpu`."""
 
-    chosen: RankTerms
-    candidates: tuple[RankTerms, ...]
+    metrics: Mapping[RankId, WorkerMetrics] = field(default_factory=dict)
+    cpu_workers: Set[WorkerId] = frozenset()
+
+
+_NOTHING_KNOWN = FleetState()
+
+
+class Decision:
+    """The choice, and every candidate's terms. preferred: False where the mode had nothing to go by and chose as
+    least-loaded would, or by lot; its answer is `fallback`."""
+
+    __slots__ = ("_columns", "chosen", "preferred")
+
+    def __init__(self, columns: TermColumns, index: int, preferred: bool) -> None:
+        self._columns = columns
+        self.chosen: RankTerms = columns.row(index)
+        self.preferred = preferred
+
+    @property
+    def candidates(self) -> tuple[RankTerms, ...]:
+        """Terms in the candidates' order, made when they are asked for."""
+        return tuple(self._columns.row(index) for index in range(len(self._columns)))
 
 
 class Chooser:
@@ -56,32 +102,88 @@ class Chooser:
         sequence: list[int],
         request_blocks: int,
         block_size: int,
+        fleet: FleetState = _NOTHING_KNOWN,
     ) -> Decision:
-        """Choose one of `ranks`, which must not be empty.
+        """Choose one of `ranks`, which must not be empty. Raises AllWorkersBusy.
 
         sequence: the request's sequence hashes; request_blocks: its length in blocks, a partial last one included.
         """
-        candidates = tuple(
-            rank_terms(
-                rank,
-                request_blocks=request_blocks,
-                overlap_blocks=scores.scores.get(rank, 0),
-                effective_cached_blocks=scores.effective_blocks(rank, policy.tier_weights),
-                active_prefill_tokens=loads.load(rank).prefill_tokens,
-                decode_blocks=loads.decode_blocks_with(rank, sequence),
-                block_size=block_size,
-                overlap_score_weight=policy.overlap_score_weight,
-            )
-            for rank in ranks
-        )
+        columns = _price(policy, ranks, scores, loads, sequence, request_blocks, block_size)
+        rng = self._rng
+        preferred = True
         match policy.mode:
             case RouterMode.KV:
-                index = select_by_cost([terms.cost for terms in candidates], policy.temperature, self._rng)
+                index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
             case RouterMode.ROUND_ROBIN:
-                index = self._turns.select(len(candidates))
+                index = self._turns.select(len(ranks))
             case RouterMode.RANDOM:
-                index = select_random(len(candidates), self._rng)
-        return Decision(candidates[index], candidates)
+                index = select_random(len(ranks), rng)
+            # Direct: the request has named its worker, and what is left to choose are that worker's ranks.
+            case RouterMode.LEAST_LOADED | RouterMode.DIRECT:
+                index = select_least_loaded(_in_flight(ranks, loads), rng)
+            case RouterMode.POWER_OF_TWO:
+                index = select_power_of_two(_in_flight(ranks, loads), rng)
+            case RouterMode.DEVICE_AWARE_WEIGHTED:
+                on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
+                index = select_device_aware(_in_flight(ranks, loads), on_cpu, policy.cuda_to_cpu_ratio, rng)
+            case RouterMode.HIT_USAGE_WAITING | RouterMode.LOAD_DEVIATION:
+                index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, loads, fleet)
+        return Decision(columns, index, preferred)
+
+    def _choose_by_policy(
+        self, mode: RouterMode, columns: TermColumns, request_blocks: int, loads: ActiveLoads, fleet: FleetState
+    ) -> tuple[int, bool]:
+        metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
+        blocks = max(1, request_blocks)
+        if mode is RouterMode.HIT_USAGE_WAITING:
+            costs = hit_usage_waiting((columns.effective_cached_blocks / blocks).tolist(), metrics)
+            if costs is None:
+                return select_random(len(columns), self._rng), False
+        else:
+            costs = load_deviation((columns.own_prefill_blocks / blocks).tolist(), metrics)
+            if costs is None:
+                return select_least_loaded(_in_flight(columns.ranks, loads), self._rng), False
+            if min(costs) == math.inf:
+                raise AllWorkersBusy(
+                    f"all {len(costs)} ranks that may serve the request say that they are full",
+                    remedy="Try again, or add workers",
+                    ranks=len(costs),
+                )
+        columns.cost = np.array(costs)
+        return select_by_cost(costs, 0.0, self._rng), True
+
+
+def _price(
+    policy: RoutePolicy,
+    ranks: Sequence[RankId],
+    scores: OverlapScores,
+    loads: ActiveLoads,
+    sequence: list[int],
+    request_blocks: int,
+    block_size: int,
+) -> TermColumns:
+    n = len(ranks)
+    weights = policy.tier_weights
+    decode = (loads.decode_blocks_with(rank, sequence) for rank in ranks) if policy.track_active_blocks else [0] * n
+    if policy.reads_index:
+        overlap = np.fromiter((scores.scores.get(rank, 0) for rank in ranks), np.int64, n)
+        effective = np.fromiter((scores.effective_blocks(rank, weights) for rank in ranks), np.float64, n)
+    else:
+        overlap, effective = np.zeros(n, np.int64), np.zeros(n)
+    return TermColumns(
+        ranks,
+        request_blocks=request_blocks,
+        overlap_blocks=overlap,
+        effective_cached_blocks=effective,
+        active_prefill_tokens=np.fromiter((loads.load(rank).prefill_tokens for rank in ranks), np.int64, n),
+        decode_blocks=np.fromiter(decode, np.int64, n),
+        block_size=block_size,
+        overlap_score_weight=policy.overlap_score_weight,
+    )
+
+
+def _in_flight(ranks: Sequence[RankId], loads: ActiveLoads) -> list[int]:
+    return [loads.load(rank).requests for rank in ranks]
 
 
 def booking_of(
