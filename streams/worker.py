@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,10 @@ def create_app(settings: Settings) -> faust.App:
 
 def _app_from_environment() -> faust.App:
     try:
-        return create_app(load().settings)
+        resolved = load()
+        for warning in resolved.warnings:
+            sys.stderr.write(f"kvstreams: {warning}\n")  # Faust has not set up its logs yet
+        return create_app(resolved.settings)
     except KvStreamsError as exc:
         raise SystemExit(f"kvstreams: {exc}") from exc
 

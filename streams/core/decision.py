@@ -19,6 +19,7 @@ from streams.core.loads import ActiveLoads, Booking
 from streams.core.metrics import WorkerMetrics
 from streams.core.policies import hit_usage_waiting, load_deviation
 from streams.core.selection import (
+    CUDA_TO_CPU_RATIO,
     Rng,
     RoundRobin,
     RouterMode,
@@ -32,9 +33,6 @@ from streams.errors import AllWorkersBusy
 
 #: Modes whose choice depends on what ranks hold, as long as the weight is not 0.
 _OVERLAP_MODES = frozenset({RouterMode.KV, RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION})
-
-#: Throughput of a worker on another device in those of one on a CPU, NVIDIA Dynamo's default.
-CUDA_TO_CPU_RATIO = 8.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,25 @@ class OverlapScores:
         return f"OverlapScores({dict(self.scores)!r}, {dict(self.by_tier)!r})"
 
 
+def with_predictions(known: OverlapScores, predicted: OverlapScores) -> tuple[OverlapScores, frozenset[RankId]]:
+    """Join what is known with what is predicted: of each rank the longer prefix, a predicted one on its device.
+
+    Gives the ranks too whose answer is a prediction.
+    """
+    told = known.scores
+    by_tier = known.by_tier
+    # Where both are as long the prediction changes something only for blocks that lie below the device: they come up.
+    longer = {
+        rank: blocks
+        for rank, blocks in predicted.scores.items()
+        if blocks > told.get(rank, 0) or (blocks == told.get(rank) and rank in by_tier)
+    }
+    if not longer:
+        return known, frozenset()
+    tiers = {rank: counts for rank, counts in by_tier.items() if rank not in longer}
+    return OverlapScores({**told, **longer}, tiers), frozenset(longer)
+
+
 class PrefixIndex(Protocol):
     """What every index offers. Events go in as engines tell them, in the engines' own names.
 

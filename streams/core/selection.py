@@ -8,6 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+#: Throughput of a worker on another device in those of one on a CPU, NVIDIA Dynamo's default.
+CUDA_TO_CPU_RATIO = 8.0
+
 
 class RouterMode(enum.StrEnum):
     """How a router chooses. The last two are older cost functions, kept by name (core.policies)."""
