@@ -43,9 +43,8 @@ def terms(**changes: Any) -> RankTerms:
         **changes,
     }
     columns = {"overlap_blocks", "effective_cached_blocks", "active_prefill_tokens", "decode_blocks"}
-    return TermColumns(
-        [rank(1)], **{name: np.array([value]) if name in columns else value for name, value in known.items()}
-    ).row(0)
+    given: dict[str, Any] = {name: np.array([value]) if name in columns else value for name, value in known.items()}
+    return TermColumns([rank(1)], **given).row(0)
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ class Router:
         override = asked.router_config_override
         if override is None:
             return self.policy
-        given = {
+        given: dict[str, Any] = {
             "overlap_score_weight": override.overlap_score_weight,
             "temperature": override.router_temperature,
             "track_active_blocks": override.track_active_blocks,
