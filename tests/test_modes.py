@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from streams.core.busy import BusyThresholds, idle_ranks
 from streams.core.decision import Chooser, FleetState, RoutePolicy
+from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index import OverlapScores, with_predictions
 from streams.core.loads import ActiveLoads, Booking, BookingId
@@ -75,7 +76,7 @@ def loads_of(*requests: int, blocks: int = 0) -> ActiveLoads:
     for each, n in zip(RANKS, requests, strict=True):
         for number in range(n):
             first = 1000 * number + 10**6 * each.worker_id
-            carried = Booking(each, "m", 0, tuple(range(first, first + blocks)), 0, blocks)
+            carried = Booking(each, "m", 0, pack_hashes(range(first, first + blocks)), 0, blocks)
             loads.add(BookingId(f"{each}-{number}", "router", number), carried, 0)
     return loads
 
@@ -94,7 +95,7 @@ def choose(
         RANKS,
         scores,
         loads,
-        sequence=[1, 2],
+        sequence=pack_hashes([1, 2]),
         request_blocks=10,
         block_size=BLOCK_SIZE,
         fleet=fleet,
@@ -346,7 +347,7 @@ def test_busy_ranks_are_left_out(share: float, tokens: int, idle: set[int]) -> N
     """Beyond a threshold, not at it: 10 of 20 blocks, 12 of 20, and 12 of a room that nobody knows; 0, 65, 0 tokens."""
     loads = ActiveLoads(60_000)
     for each, blocks, prefill in zip(RANKS, (10, 12, 12), (0, 65, 0), strict=True):
-        loads.add(BookingId(str(each), "r", 1), Booking(each, "m", prefill, tuple(range(blocks)), 0, blocks), 0)
+        loads.add(BookingId(str(each), "r", 1), Booking(each, "m", prefill, pack_hashes(range(blocks)), 0, blocks), 0)
     workers = {WorkerId(n): worker(n, total) for n, total in ((1, 20), (2, 20), (3, None))}
     found = idle_ranks(RANKS, BusyThresholds(share, tokens), workers, loads, {})
     assert {each.worker_id for each in found} == idle

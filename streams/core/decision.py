@@ -14,8 +14,8 @@ import numpy as np
 
 from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns, prefill_tokens
 from streams.core.ids import RankId, WorkerId
-from streams.core.index import OverlapScores
-from streams.core.loads import ActiveLoads, Booking
+from streams.core.index import OverlapScores, RankPlaces
+from streams.core.loads import ActiveLoads, Booking, LoadColumns
 from streams.core.metrics import WorkerMetrics
 from streams.core.policies import hit_usage_waiting, load_deviation
 from streams.core.selection import (
@@ -65,6 +65,10 @@ class FleetState:
 
 _NOTHING_KNOWN = FleetState()
 
+#: Tuples of candidates of which it is kept where their numbers are found, as many as there are models and filters in
+#: use at a time; beyond it all are forgotten. 64 ranks take 20 us to be looked up anew.
+_KEPT_MAX = 256
+
 
 class Decision:
     """The choice, and every candidate's terms. preferred: False where the mode had nothing to go by and chose as
@@ -83,12 +87,25 @@ class Decision:
         return tuple(self._columns.row(index) for index in range(len(self._columns)))
 
 
+class _Kept:
+    """Where the candidates' loads and overlaps are found; `rows` are good for `numbering` of `loads`."""
+
+    __slots__ = ("loads", "numbering", "places", "rows")
+
+    def __init__(self, places: RankPlaces, loads: ActiveLoads) -> None:
+        self.places = places
+        self.loads = loads
+        self.numbering = -1
+        self.rows = np.empty(0, dtype=np.int64)
+
+
 class Chooser:
     """Chooses ranks; its only state is whose turn it is and the generator it was given."""
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
         self._turns = RoundRobin()
+        self._kept: dict[int, _Kept] = {}  # by the identity of the candidates, which are kept so that it stays theirs
 
     def choose(
         self,
@@ -97,39 +114,68 @@ class Chooser:
         scores: OverlapScores,
         loads: ActiveLoads,
         *,
-        sequence: list[int],
+        sequence: bytes,
         request_blocks: int,
         block_size: int,
         fleet: FleetState = _NOTHING_KNOWN,
     ) -> Decision:
-        """Choose one of `ranks`, which must not be empty. Raises AllWorkersBusy.
+        """Choose one of `ranks`, which must not be empty; a tuple that comes again takes less time. Raises
+        AllWorkersBusy.
 
-        sequence: the request's sequence hashes; request_blocks: its length in blocks, a partial last one included.
+        sequence: the request's sequence hashes, packed as in its booking; request_blocks: its length in blocks, a partial last one included.
         """
-        columns = _price(policy, ranks, scores, loads, sequence, request_blocks, block_size)
+        kept = self._keep(ranks, loads)
+        load = loads.columns(kept.rows, sequence)
+        n = len(ranks)
+        if policy.reads_index:
+            overlap, effective = scores.columns(kept.places, policy.tier_weights)
+        else:
+            overlap, effective = np.zeros(n, np.int64), np.zeros(n)
+        columns = TermColumns(
+            ranks,
+            request_blocks=request_blocks,
+            overlap_blocks=overlap,
+            effective_cached_blocks=effective,
+            active_prefill_tokens=load.prefill_tokens,
+            decode_blocks=load.decode_blocks if policy.track_active_blocks else np.zeros(n, np.int64),
+            block_size=block_size,
+            overlap_score_weight=policy.overlap_score_weight,
+        )
         rng = self._rng
         preferred = True
         match policy.mode:
             case RouterMode.KV:
                 index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
             case RouterMode.ROUND_ROBIN:
-                index = self._turns.select(len(ranks))
+                index = self._turns.select(n)
             case RouterMode.RANDOM:
-                index = select_random(len(ranks), rng)
+                index = select_random(n, rng)
             # Direct: the request has named its worker, and what is left to choose are that worker's ranks.
             case RouterMode.LEAST_LOADED | RouterMode.DIRECT:
-                index = select_least_loaded(_in_flight(ranks, loads), rng)
+                index = select_least_loaded(load.requests.tolist(), rng)
             case RouterMode.POWER_OF_TWO:
-                index = select_power_of_two(_in_flight(ranks, loads), rng)
+                index = select_power_of_two(load.requests.tolist(), rng)
             case RouterMode.DEVICE_AWARE_WEIGHTED:
                 on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
-                index = select_device_aware(_in_flight(ranks, loads), on_cpu, policy.cuda_to_cpu_ratio, rng)
+                index = select_device_aware(load.requests.tolist(), on_cpu, policy.cuda_to_cpu_ratio, rng)
             case RouterMode.HIT_USAGE_WAITING | RouterMode.LOAD_DEVIATION:
-                index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, loads, fleet)
+                index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, load, fleet)
         return Decision(columns, index, preferred)
 
+    def _keep(self, ranks: Sequence[RankId], loads: ActiveLoads) -> _Kept:
+        kept = self._kept.get(id(ranks))
+        if kept is None or kept.loads is not loads:
+            kept = _Kept(RankPlaces(ranks), loads)
+            if isinstance(ranks, tuple):  # a list may hold others the next time
+                if len(self._kept) >= _KEPT_MAX:
+                    self._kept.clear()
+                self._kept[id(ranks)] = kept
+        if kept.numbering != loads.numbering:
+            kept.numbering, kept.rows = loads.numbering, loads.rows_of(ranks)
+        return kept
+
     def _choose_by_policy(
-        self, mode: RouterMode, columns: TermColumns, request_blocks: int, loads: ActiveLoads, fleet: FleetState
+        self, mode: RouterMode, columns: TermColumns, request_blocks: int, load: LoadColumns, fleet: FleetState
     ) -> tuple[int, bool]:
         metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
         blocks = max(1, request_blocks)
@@ -140,7 +186,7 @@ class Chooser:
         else:
             costs = load_deviation((columns.own_prefill_blocks / blocks).tolist(), metrics)
             if costs is None:
-                return select_least_loaded(_in_flight(columns.ranks, loads), self._rng), False
+                return select_least_loaded(load.requests.tolist(), self._rng), False
             if min(costs) == math.inf:
                 raise AllWorkersBusy(
                     f"all {len(costs)} ranks that may serve the request say that they are full",
@@ -151,44 +197,11 @@ class Chooser:
         return select_by_cost(costs, 0.0, self._rng), True
 
 
-def _price(
-    policy: RoutePolicy,
-    ranks: Sequence[RankId],
-    scores: OverlapScores,
-    loads: ActiveLoads,
-    sequence: list[int],
-    request_blocks: int,
-    block_size: int,
-) -> TermColumns:
-    n = len(ranks)
-    weights = policy.tier_weights
-    decode = (loads.decode_blocks_with(rank, sequence) for rank in ranks) if policy.track_active_blocks else [0] * n
-    if policy.reads_index:
-        overlap = np.fromiter((scores.scores.get(rank, 0) for rank in ranks), np.int64, n)
-        effective = np.fromiter((scores.effective_blocks(rank, weights) for rank in ranks), np.float64, n)
-    else:
-        overlap, effective = np.zeros(n, np.int64), np.zeros(n)
-    return TermColumns(
-        ranks,
-        request_blocks=request_blocks,
-        overlap_blocks=overlap,
-        effective_cached_blocks=effective,
-        active_prefill_tokens=np.fromiter((loads.load(rank).prefill_tokens for rank in ranks), np.int64, n),
-        decode_blocks=np.fromiter(decode, np.int64, n),
-        block_size=block_size,
-        overlap_score_weight=policy.overlap_score_weight,
-    )
-
-
-def _in_flight(ranks: Sequence[RankId], loads: ActiveLoads) -> list[int]:
-    return [loads.load(rank).requests for rank in ranks]
-
-
 def booking_of(
     chosen: RankTerms,
     *,
     model: str,
-    sequence: Sequence[int],
+    sequence: bytes,
     n_tokens: int,
     request_blocks: int,
     block_size: int,
@@ -199,7 +212,7 @@ def booking_of(
         rank=chosen.rank,
         model=model,
         prefill_tokens=prefill_tokens(n_tokens, chosen.effective_cached_blocks, block_size),
-        sequence=tuple(sequence),
+        sequence=sequence,
         overlap_blocks=chosen.overlap_blocks,
         request_blocks=request_blocks,
         expected_output_tokens=expected_output_tokens,

@@ -10,10 +10,22 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from streams.core.active_prefixes import ActivePrefixes, Run
 from streams.core.ids import RankId
+from streams.errors import IndexCorrupt
+
+Int64Array = npt.NDArray[np.int64]
+
+#: Rows of an ActiveLoads' array, and its columns at first.
+_PREFILL, _OUTPUT, _REQUESTS, _PROMPT = range(4)
+_ROWS_FIRST = 64
 
 #: Bookings remembered at once; beyond it the oldest is dropped and counted, since a router that runs out of memory
 #: serves nobody. A fleet of 1,000 ranks with 256 running requests each stays below it.
@@ -40,33 +52,45 @@ class Phase(enum.StrEnum):
 class Booking:
     """What a request costs its rank.
 
-    sequence: the request's sequence hashes from the root, so that shared blocks count once.
+    sequence: the request's sequence hashes from the root, packed u64 as of hashing.pack_hashes, so that shared blocks
+    count once.
     prefill_tokens: those that the rank must compute. output_blocks: blocks of generated tokens so far.
     """
 
     rank: RankId
     model: str
     prefill_tokens: int
-    sequence: tuple[int, ...]
+    sequence: bytes
     overlap_blocks: int
     request_blocks: int
     expected_output_tokens: int | None = None
     output_blocks: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Sum over one rank's live bookings. blocks: sequence hash to the number of bookings that use it."""
+    """Sum over one rank's live bookings. prompt_blocks: distinct ones."""
 
     prefill_tokens: int = 0
     output_blocks: int = 0
     requests: int = 0
-    blocks: Counter[int] = field(default_factory=Counter)
+    prompt_blocks: int = 0
 
     @property
     def decode_blocks(self) -> int:
         """Distinct prompt blocks in use, and generated ones."""
-        return len(self.blocks) + self.output_blocks
+        return self.prompt_blocks + self.output_blocks
+
+
+_NO_LOAD = RankLoad()
+
+
+class LoadColumns(NamedTuple):
+    """Loads of several ranks, int64[n] each. decode_blocks: with the blocks of the request that was asked for."""
+
+    prefill_tokens: Int64Array
+    decode_blocks: Int64Array
+    requests: Int64Array
 
 
 @dataclass(slots=True)
@@ -76,6 +100,7 @@ class _State:
     freed: bool = False
     counted_prefill: int = 0
     expires_ms: int = 0
+    run: Run | None = None  # its end in the tree of active prefixes, while it is counted
 
     @property
     def live(self) -> bool:
@@ -93,7 +118,12 @@ class ActiveLoads:
         self._expiries: list[tuple[int, BookingId]] = []
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
-        self._ranks: dict[RankId, RankLoad] = {}
+        # Loads by row, a column each of _PREFILL, _OUTPUT, _REQUESTS and _PROMPT. Row 0 is that of all ranks without
+        # bookings: nothing is ever counted there.
+        self._rows: dict[RankId, int] = {}
+        self._loads = np.zeros((4, _ROWS_FIRST), dtype=np.int64)
+        self._numbering = 0  # changes when a row may have gone to another rank
+        self._prefixes = ActivePrefixes()
         self.expired = 0
         self.dropped = 0
 
@@ -116,7 +146,7 @@ class ActiveLoads:
         state = self._state(booking_id, at_ms)
         if state.live and not state.prefilled:
             assert state.booking is not None
-            self._ranks[state.booking.rank].prefill_tokens -= state.counted_prefill
+            self._loads[_PREFILL, self._rows[state.booking.rank]] -= state.counted_prefill
             state.counted_prefill = 0
         state.prefilled = True
 
@@ -162,27 +192,46 @@ class ActiveLoads:
 
     def load(self, rank: RankId) -> RankLoad:
         """A rank's load; all zero for a rank without bookings."""
-        return self._ranks.get(rank) or RankLoad()
+        row = self._rows.get(rank)
+        return _NO_LOAD if row is None else RankLoad(*self._loads[:, row].tolist())
 
     def ranks(self) -> dict[RankId, RankLoad]:
         """Loads of every rank with live bookings."""
-        return {rank: load for rank, load in self._ranks.items() if load.requests}
+        return {rank: self.load(rank) for rank, row in self._rows.items() if self._loads[_REQUESTS, row]}
 
-    def decode_blocks_with(self, rank: RankId, sequence: list[int]) -> int:
-        """Distinct active blocks of the rank if a request with this chain joined it.
+    @property
+    def numbering(self) -> int:
+        """Rows of `rows_of` are good as long as this does not change."""
+        return self._numbering
 
-        Every booking counts its whole chain from the root, so what is shared is a prefix and the walk may stop at the
-        first block that is not active.
-        """
-        load = self._ranks.get(rank)
-        if load is None:
-            return len(sequence)
-        shared = 0
-        for block in sequence:
-            if block not in load.blocks:
-                break
-            shared += 1
-        return load.decode_blocks + len(sequence) - shared
+    def rows_of(self, ranks: Iterable[RankId]) -> Int64Array:
+        """Where the loads of these ranks are, for `columns`."""
+        return np.array([self._rows.get(rank, 0) for rank in ranks], dtype=np.int64)
+
+    def columns(self, rows: Int64Array, sequence: bytes) -> LoadColumns:
+        """Loads of the ranks at these rows. sequence: that of a request, which may join any of them."""
+        prefill, output, requests, prompt = self._loads[:, rows]
+        decode = prompt + output
+        decode += len(sequence) // 8
+        for bits, n_blocks in self._prefixes.match(sequence):
+            decode -= n_blocks * _as_column(bits, self._loads.shape[1])[rows]
+        return LoadColumns(prefill, decode, requests)
+
+    def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
+        """Distinct active blocks of the rank if a request with this chain joined it."""
+        row = self._rows.get(rank, 0)
+        shared = sum(n_blocks for bits, n_blocks in self._prefixes.match(sequence) if bits >> row & 1)
+        return self.load(rank).decode_blocks + len(sequence) // 8 - shared
+
+    def check(self) -> None:
+        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        self._prefixes.check()
+        prompt = [0] * self._loads.shape[1]
+        for run in self._prefixes.runs():
+            for row in run.uses:
+                prompt[row] += run.n_blocks
+        if prompt != self._loads[_PROMPT].tolist():
+            raise IndexCorrupt("distinct blocks are miscounted")
 
     def __len__(self) -> int:
         """Number of bookings remembered, the ended ones that have not expired among them."""
@@ -211,29 +260,35 @@ class ActiveLoads:
     def _count(self, state: _State) -> None:
         booking = state.booking
         assert booking is not None
-        load = self._ranks.setdefault(booking.rank, RankLoad())
+        row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
-        load.prefill_tokens += state.counted_prefill
-        load.output_blocks += booking.output_blocks
-        load.requests += 1
-        load.blocks.update(booking.sequence)
+        state.run, n_fresh = self._prefixes.add(row, booking.sequence)
+        self._loads[:, row] += (state.counted_prefill, booking.output_blocks, 1, n_fresh)
 
     def _uncount(self, state: _State) -> None:
         booking = state.booking
-        assert booking is not None
-        load = self._ranks[booking.rank]
-        load.prefill_tokens -= state.counted_prefill
-        load.output_blocks -= booking.output_blocks
-        load.requests -= 1
-        if not load.requests:
-            del self._ranks[booking.rank]
-            return
-        blocks = load.blocks
-        for block in booking.sequence:
-            if blocks[block] == 1:
-                del blocks[block]
-            else:
-                blocks[block] -= 1
+        assert booking is not None and state.run is not None
+        row = self._rows[booking.rank]
+        n_ended = self._prefixes.remove(row, state.run)
+        state.run = None
+        self._loads[:, row] -= (state.counted_prefill, booking.output_blocks, 1, n_ended)
+
+    def _new_row(self, rank: RankId) -> int:
+        """Give a rank a row; when all are taken those of ranks without bookings are given out again."""
+        self._numbering += 1  # the rank was at row 0
+        n_rows = self._loads.shape[1]
+        if len(self._rows) + 1 >= n_rows:
+            idle = [each for each, row in self._rows.items() if not self._loads[_REQUESTS, row]]
+            for each in idle:
+                del self._rows[each]
+            if len(self._rows) * 2 >= n_rows:
+                self._loads = np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1)
+        taken = set(self._rows.values())
+        row = len(self._rows) + 1
+        if row in taken:
+            row = next(number for number in range(1, self._loads.shape[1]) if number not in taken)
+        self._rows[rank] = row
+        return row
 
     def _end(self, booking_id: BookingId, state: _State) -> None:
         if state.live:
@@ -250,3 +305,9 @@ class ActiveLoads:
         ids.remove(booking_id)
         if not ids:
             del self._live_by_request[booking_id.request_id]
+
+
+def _as_column(bits: int, n_rows: int) -> npt.NDArray[np.uint8]:
+    """Bits as uint8[n_rows] or a few more, 1 where one is set."""
+    raw = np.frombuffer(bits.to_bytes(-(-n_rows // 8), "little"), dtype=np.uint8)
+    return np.unpackbits(raw, bitorder="little")

@@ -42,6 +42,8 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     low, high = min(costs), max(costs)
     scale = (high - low) * temperature
     if not scale > 0.0:  # also where the product of two small numbers is none, or nothing times infinity no number
+        if costs.count(low) == 1:  # by far the most, and 64 take 2 us less
+            return costs.index(low)
         ties = [index for index, cost in enumerate(costs) if cost == low]
         return ties[_uniform(len(ties), rng)]
     weights = [math.exp((low - cost) / scale) for cost in costs]

@@ -21,7 +21,7 @@ from streams.core.busy import BusyThresholds, idle_ranks
 from streams.core.cost import prefill_tokens
 from streams.core.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
 from streams.core.events import EngineBatch, WorkerRemoved
-from streams.core.hashing import sequence_hashes
+from streams.core.hashing import pack_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking, Phase
@@ -146,7 +146,7 @@ class Router:
                 return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
         passing = self._eligible(filters, model)
         scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
-        sequence = sequence_hashes(blocks.local).tolist()
+        sequence = pack_hashes(sequence_hashes(blocks.local))
         block_size = self.settings.block_size_of(model)
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
@@ -194,7 +194,7 @@ class Router:
         policy = self._policy(asked)
         weighs = policy.overlap_score_weight > 0.0
         scores, predicted = self.view.overlap(blocks.local) if weighs else (_NO_SCORES, _NO_RANKS)
-        sequence = sequence_hashes(blocks.local).tolist()
+        sequence = pack_hashes(sequence_hashes(blocks.local))
         rows = []
         with self.loads.locked() as loads:
             for rank in ranks:
@@ -249,7 +249,7 @@ class Router:
             rank=rank,
             model=worker.model,
             prefill_tokens=prefill_tokens(blocks.n_tokens, overlap, worker.block_size),
-            sequence=tuple(sequence_hashes(blocks.local).tolist()),
+            sequence=pack_hashes(sequence_hashes(blocks.local)),
             overlap_blocks=overlap,
             request_blocks=blocks.request_blocks,
             expected_output_tokens=asked.expected_output_tokens,
