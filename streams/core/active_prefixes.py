@@ -3,8 +3,8 @@
 What lives here: which ranks use which prefixes, and how many blocks of a request each of them uses already. What must
 not: bookings (loads). Chains are packed u64, 8 bytes a block: comparing two takes a memory comparison and no loop.
 
-A request uses its whole chain from the root, so the ranks of a run are among those of the run before it. Ranks are rows,
-small numbers, and a set of them is the bits of one int.
+A request uses its whole chain from the root, so the ranks of a run are among those of the run before it. Ranks are
+rows, small numbers, and a set of them is the bits of one int.
 """
 
 from __future__ import annotations

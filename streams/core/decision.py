@@ -122,7 +122,8 @@ class Chooser:
         """Choose one of `ranks`, which must not be empty; a tuple that comes again takes less time. Raises
         AllWorkersBusy.
 
-        sequence: the request's sequence hashes, packed as in its booking; request_blocks: its length in blocks, a partial last one included.
+        sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks, a
+        partial last one included.
         """
         kept = self._keep(ranks, loads)
         load = loads.columns(kept.rows, sequence)

@@ -23,9 +23,13 @@ from streams.errors import IndexCorrupt
 
 Int64Array = npt.NDArray[np.int64]
 
-#: Rows of an ActiveLoads' array, and its columns at first.
-_PREFILL, _OUTPUT, _REQUESTS, _PROMPT = range(4)
+#: What an ActiveLoads' array holds of each rank, and for how many ranks at first.
+_PREFILL, _DECODE, _REQUESTS, _OUTPUT = range(4)
 _ROWS_FIRST = 64
+
+#: Sets of ranks that share a prefix, of which it is kept who is in them: 20 us to be found out for 64 ranks, and a
+#: system prompt's set changes seldom. Beyond it all are forgotten.
+_SETS_KEPT_MAX = 256
 
 #: Bookings remembered at once; beyond it the oldest is dropped and counted, since a router that runs out of memory
 #: serves nobody. A fleet of 1,000 ranks with 256 running requests each stays below it.
@@ -118,12 +122,13 @@ class ActiveLoads:
         self._expiries: list[tuple[int, BookingId]] = []
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
-        # Loads by row, a column each of _PREFILL, _OUTPUT, _REQUESTS and _PROMPT. Row 0 is that of all ranks without
-        # bookings: nothing is ever counted there.
+        # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS and, of the blocks, those of _OUTPUT. Row 0 is of
+        # all ranks without bookings: nothing is ever counted there.
         self._rows: dict[RankId, int] = {}
         self._loads = np.zeros((4, _ROWS_FIRST), dtype=np.int64)
         self._numbering = 0  # changes when a row may have gone to another rank
         self._prefixes = ActivePrefixes()
+        self._masks: dict[int, Int64Array] = {}
         self.expired = 0
         self.dropped = 0
 
@@ -193,7 +198,10 @@ class ActiveLoads:
     def load(self, rank: RankId) -> RankLoad:
         """A rank's load; all zero for a rank without bookings."""
         row = self._rows.get(rank)
-        return _NO_LOAD if row is None else RankLoad(*self._loads[:, row].tolist())
+        if row is None:
+            return _NO_LOAD
+        prefill, decode, requests, output = self._loads[:, row].tolist()
+        return RankLoad(prefill, output, requests, decode - output)
 
     def ranks(self) -> dict[RankId, RankLoad]:
         """Loads of every rank with live bookings."""
@@ -210,11 +218,17 @@ class ActiveLoads:
 
     def columns(self, rows: Int64Array, sequence: bytes) -> LoadColumns:
         """Loads of the ranks at these rows. sequence: that of a request, which may join any of them."""
-        prefill, output, requests, prompt = self._loads[:, rows]
-        decode = prompt + output
+        prefill, decode, requests, _ = self._loads[:, rows]
         decode += len(sequence) // 8
-        for bits, n_blocks in self._prefixes.match(sequence):
-            decode -= n_blocks * _as_column(bits, self._loads.shape[1])[rows]
+        in_use = self._prefixes.match(sequence)
+        if in_use:
+            shared = np.zeros(self._loads.shape[1], dtype=np.int64)
+            for bits, n_blocks in in_use:
+                if bits & (bits - 1):
+                    shared += n_blocks * self._mask_of(bits)
+                else:  # one rank's own, as most long matches are
+                    shared[bits.bit_length() - 1] += n_blocks
+            decode -= shared[rows]
         return LoadColumns(prefill, decode, requests)
 
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
@@ -230,7 +244,7 @@ class ActiveLoads:
         for run in self._prefixes.runs():
             for row in run.uses:
                 prompt[row] += run.n_blocks
-        if prompt != self._loads[_PROMPT].tolist():
+        if prompt != (self._loads[_DECODE] - self._loads[_OUTPUT]).tolist():
             raise IndexCorrupt("distinct blocks are miscounted")
 
     def __len__(self) -> int:
@@ -263,7 +277,12 @@ class ActiveLoads:
         row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
         state.run, n_fresh = self._prefixes.add(row, booking.sequence)
-        self._loads[:, row] += (state.counted_prefill, booking.output_blocks, 1, n_fresh)
+        self._loads[:, row] += (
+            state.counted_prefill,
+            n_fresh + booking.output_blocks,
+            1,
+            booking.output_blocks,
+        )
 
     def _uncount(self, state: _State) -> None:
         booking = state.booking
@@ -271,7 +290,22 @@ class ActiveLoads:
         row = self._rows[booking.rank]
         n_ended = self._prefixes.remove(row, state.run)
         state.run = None
-        self._loads[:, row] -= (state.counted_prefill, booking.output_blocks, 1, n_ended)
+        self._loads[:, row] -= (
+            state.counted_prefill,
+            n_ended + booking.output_blocks,
+            1,
+            booking.output_blocks,
+        )
+
+    def _mask_of(self, bits: int) -> Int64Array:
+        """1 at the rows whose bit is set, 0 at all others."""
+        mask = self._masks.get(bits)
+        n_rows = self._loads.shape[1]
+        if mask is None or len(mask) != n_rows:
+            if len(self._masks) >= _SETS_KEPT_MAX:
+                self._masks.clear()
+            mask = self._masks[bits] = np.array([bits >> row & 1 for row in range(n_rows)], dtype=np.int64)
+        return mask
 
     def _new_row(self, rank: RankId) -> int:
         """Give a rank a row; when all are taken those of ranks without bookings are given out again."""
@@ -305,9 +339,3 @@ class ActiveLoads:
         ids.remove(booking_id)
         if not ids:
             del self._live_by_request[booking_id.request_id]
-
-
-def _as_column(bits: int, n_rows: int) -> npt.NDArray[np.uint8]:
-    """Bits as uint8[n_rows] or a few more, 1 where one is set."""
-    raw = np.frombuffer(bits.to_bytes(-(-n_rows // 8), "little"), dtype=np.uint8)
-    return np.unpackbits(raw, bitorder="little")

@@ -39,8 +39,8 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     temperature 0 takes the minimum, exact ties uniformly; above 0 samples softmax of -cost / ((max - min) * T), uniform
     where all are equal. costs must not be empty. Source: DESIGN section 7.
     """
-    low, high = min(costs), max(costs)
-    scale = (high - low) * temperature
+    low = min(costs)
+    scale = (max(costs) - low) * temperature if temperature else 0.0
     if not scale > 0.0:  # also where the product of two small numbers is none, or nothing times infinity no number
         if costs.count(low) == 1:  # by far the most, and 64 take 2 us less
             return costs.index(low)
