@@ -97,7 +97,7 @@ class OverlapScores:
         for rank, blocks in self.scores.items():
             if rank in places.position:
                 overlap[places.position[rank]] = blocks
-        effective = tier_weights[Tier.DEVICE] * overlap
+        effective: npt.NDArray[np.float64] = np.multiply(overlap, tier_weights[Tier.DEVICE], dtype=np.float64)
         for rank in self.by_tier:
             if rank in places.position:
                 effective[places.position[rank]] = self.effective_blocks(rank, tier_weights)

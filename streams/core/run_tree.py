@@ -146,7 +146,7 @@ class TreeScores(OverlapScores):
         overlap = np.zeros(n + 1, dtype=np.int64)  # the last one is that of all who are no candidates
         overlap[position] = self._found & U32_MAX
         if self._tiers is None:
-            return overlap[:n], tier_weights[Tier.DEVICE] * overlap[:n]
+            return overlap[:n], np.multiply(overlap[:n], tier_weights[Tier.DEVICE], dtype=np.float64)
         effective = np.zeros(n + 1)
         effective[position] = self._tiers @ np.array(tier_weights)
         return overlap[:n], effective[:n]
