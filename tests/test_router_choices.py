@@ -129,8 +129,8 @@ def test_overrides_are_the_requests_own() -> None:
     router = router_of(1)
     ask(router, "one", list(range(500, 564)))
     with_blocks, without = (
-        ask(router, "two", update_states="false", explain="true", **fields)["candidates"][0]
-        for fields in ({}, {"track_active_blocks": "false"})
+        ask(router, "two", update_states="false", explain="true", track_active_blocks=tracked)["candidates"][0]
+        for tracked in ("true", "false")
     )
     assert (with_blocks["decode_blocks"], without["decode_blocks"]) == (8, 0)
 
