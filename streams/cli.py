@@ -25,7 +25,7 @@ from rich.table import Table
 from streams import __version__, log
 from streams.core.selection import RouterMode
 from streams.errors import KvStreamsError, SettingsError
-from streams.settings import ENV_PREFIX, Resolved, Settings, as_environ, load, unknown_variables
+from streams.settings import ENV_PREFIX, NEEDLESS, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -38,8 +38,11 @@ def with_settings(command: _F) -> _F:
     """Give a command every knob as an option; it is called with `resolved`."""
 
     def run(config: Path | None, **options: Any) -> Any:
-        knobs = {knob.name: options.pop(f"knob_{knob.name}") for knob in fields(Settings)}
-        return command(resolved=load(knobs, config_file=config), **options)
+        knobs = {name: options.pop(f"knob_{name}") for name in (*(knob.name for knob in fields(Settings)), *NEEDLESS)}
+        resolved = load(knobs, config_file=config)
+        for warning in resolved.warnings:
+            click.echo(f"kvstreams: {warning}", err=True)
+        return command(resolved=resolved, **options)
 
     run.__name__ = command.__name__
     run.__doc__ = command.__doc__
@@ -54,6 +57,11 @@ def with_settings(command: _F) -> _F:
         else:
             option = click.option(f"--{flag}", f"knob_{knob.name}", default=None, metavar="VALUE", help=text)
         wrapped = option(wrapped)
+    for name in NEEDLESS:
+        flag = name.replace("_", "-")
+        # Switches take no value, in Dynamo's own command line as well.
+        form = f"--{flag}" if name == "router_snapshot_threshold" else f"--{flag}/--no-{flag}"
+        wrapped = click.option(form, f"knob_{name}", default=None, hidden=True)(wrapped)
     wrapped = click.option("--config", type=click.Path(path_type=Path), default=None, help="TOML file of knobs")(
         wrapped
     )
@@ -346,11 +354,13 @@ def demo(
     kafka_directory: Path,
 ) -> None:
     """Run everything on this machine and show what it does."""
-    from streams.local.demo import DemoConfig, require_extra, run_demo
+    from streams.local.demo import DEMO_POLICIES, DemoConfig, require_extra, run_demo
 
     require_extra("psutil", "matplotlib")
     try:
-        modes = tuple(RouterMode(policy) for policy in policies) or tuple(RouterMode)
+        modes = tuple(RouterMode(policy) for policy in policies) or DEMO_POLICIES
+        if not set(modes) <= set(DEMO_POLICIES):
+            raise ValueError(f"{next(mode for mode in modes if mode not in DEMO_POLICIES)!s} is none of the demo's")
     except ValueError as exc:
         raise SettingsError(f"--policy: {exc}", remedy="One of kv, round-robin, random") from exc
     if RouterMode.KV not in modes:
@@ -363,7 +373,7 @@ def demo(
         directory=directory,
         kafka_directory=kafka_directory,
         blocks=blocks,
-        policies=tuple(mode for mode in RouterMode if mode in modes),
+        policies=tuple(mode for mode in DEMO_POLICIES if mode in modes),
     )
     warm_up()  # once and not in each of the demo's processes
     run_demo(config, start_kafka)

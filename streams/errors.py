@@ -79,6 +79,12 @@ class NoEligibleWorker(KvStreamsError):
     http_status = 503
 
 
+class AllWorkersBusy(NoEligibleWorker):
+    """Workers that might serve the request are there, and all of them are busy or full."""
+
+    code = "all_workers_busy"
+
+
 class NotReady(KvStreamsError):
     """The process has not read its topics to their ends yet."""
 

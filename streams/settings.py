@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from streams.core.selection import RouterMode
+from streams.core.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
 from streams.faults import FAULT_ENV
 
@@ -66,11 +66,37 @@ class Settings:
     router: bool = _knob(True, "serve the HTTP API in the Faust worker's process")
     host: str = _knob("127.0.0.1", "address the HTTP API listens on; 0.0.0.0 for every interface")
     port: int = _knob(8000, "port of the HTTP API", low=0, high=65535)
-    router_mode: RouterMode = _knob(RouterMode.KV, "how a rank is chosen: kv, round-robin, random")
+    router_mode: RouterMode = _knob(RouterMode.KV, f"how a rank is chosen: {', '.join(RouterMode)}")
     kv_overlap_score_weight: float = _knob(
         1.0, "weight of prefill against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
     )
     router_temperature: float = _knob(0.0, "0 takes the cheapest rank, more samples", low=0.0, high=WEIGHT_MAX)
+    encoder_cuda_to_cpu_ratio: float = _knob(
+        CUDA_TO_CPU_RATIO,
+        "mode device-aware-weighted: throughput of a worker on another device in those of one on a CPU",
+        low=0.001,
+        high=WEIGHT_MAX,
+    )
+    kv_events: bool = _knob(True, "know what ranks hold from their events; off predicts it from own decisions")
+    router_ttl_s: float = _knob(120.0, "with --no-kv-events: a prediction lasts this long", low=0.01, high=86_400.0)
+    router_predicted_ttl_s: float = _knob(
+        0.0, "with events: a decision counts as held for this long, until they come; 0 does not", low=0.0, high=86_400.0
+    )
+    router_replica_sync: bool = _knob(True, "tell other routers of bookings and hear of theirs")
+    track_active_blocks: bool = _knob(True, "count blocks in use in the cost; off for workers that only prefill")
+    active_decode_blocks_threshold: float = _knob(
+        0.0, "a rank with a greater share of its blocks in use is busy and gets nothing; 0: never", low=0.0, high=100.0
+    )
+    active_prefill_tokens_threshold: int = _knob(
+        0, "a rank with more tokens still to be computed is busy and gets nothing; 0: never", low=0
+    )
+    router_min_initial_workers: int = _knob(
+        0, "a router that starts is not ready before so many workers are registered", low=0, high=1_000_000
+    )
+    router_session_affinity_ttl_s: float = _knob(
+        0.0, "a session stays on its rank until idle for this long; 0: no affinity", low=0.0, high=31_536_000.0
+    )
+    router_event_threads: int = _knob(4, "threads that fold the topics' partitions into a router", low=1, high=64)
     router_seed: int = _knob(0, "seed of the router's generator; 0 takes one from the system", low=0)
     tier_weights: tuple[float, ...] = _knob(
         (1.0, 0.75, 0.25, 0.0), "worth of a cached block on device, host, disk, external"
@@ -127,6 +153,11 @@ class Settings:
                 f"topic_prefix is {self.topic_prefix!r}; at most 200 of a-z, A-Z, 0-9, dot, hyphen, underscore"
             )
 
+    @property
+    def reads_index(self) -> bool:
+        """Whether a router reads the index's changelog: not where overlap has no weight or is only predicted."""
+        return self.kv_events and self.kv_overlap_score_weight > 0.0
+
     def block_size_of(self, model: str) -> int:
         """Tokens of a KV block of a model, one size for each model within a scope."""
         return self.model_block_sizes.get(model, self.block_size)
@@ -153,13 +184,24 @@ def tables_path(settings: Settings) -> Path:
 
 TIER_NAMES = ("device", "host", "disk", "external")
 
+_DURABLE = "events are on Kafka, which is durable; there is no other way to switch on or off"
+
+#: Knobs of NVIDIA Dynamo's router that mean nothing here, accepted from everywhere so that a launch script runs as it
+#: is, and why they are needless. docs/from-dynamo.md maps all others.
+NEEDLESS = {
+    "router_snapshot_threshold": "nothing is snapshotted; the compacted changelog is the snapshot",
+    "durable_kv_events": _DURABLE,
+    "router_durable_kv_events": _DURABLE,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, and for each knob where its value came from."""
+    """Settings, for each knob where its value came from, and what whoever gave them should know."""
 
     settings: Settings
     sources: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 def load(
@@ -175,6 +217,7 @@ def load(
     hints = get_type_hints(Settings)
     values: dict[str, Any] = {}
     sources = dict.fromkeys(hints, "default")
+    warnings: list[str] = []
     file = config_file or (Path(env[CONFIG_ENV]) if CONFIG_ENV in env else Path(CONFIG_FILE_DEFAULT))
     explicit = config_file is not None or CONFIG_ENV in env
     layers = [
@@ -184,13 +227,16 @@ def load(
     ]
     for source, layer in layers:
         for name, value in layer.items():
+            label = f"{ENV_PREFIX}{name.upper()}" if source == "environment" else source
+            if name in NEEDLESS:
+                warnings.append(f"{name} (from: {label}) is not needed: {NEEDLESS[name]}")
+                continue
             if name not in hints:
                 raise SettingsError(f"{name} in {source} is no knob", remedy="`kvstreams config` prints all of them")
-            label = f"{ENV_PREFIX}{name.upper()}" if source == "environment" else source
             values[name] = _convert(name, value, hints[name], label)
             sources[name] = label
     try:
-        return Resolved(Settings(**values), sources)
+        return Resolved(Settings(**values), sources, tuple(warnings))
     except SettingsError as exc:
         knob = exc.message.split(" ", 1)[0]
         raise SettingsError(exc.message, remedy=f"It came from: {sources.get(knob, 'default')}") from exc
@@ -208,9 +254,10 @@ def as_environ(settings: Settings) -> dict[str, str]:
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`KVSTREAMS_*` variables that nobody reads, each with what to say of it; those of our tests are passed over."""
     knobs = [*(ENV_PREFIX + knob.name.upper() for knob in fields(Settings)), CONFIG_ENV]
+    read = {*knobs, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in NEEDLESS)}
     told = {}
     for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in (*knobs, FAULT_ENV) and not name.startswith(_TESTS_PREFIX):
+        if name.startswith(ENV_PREFIX) and name not in read and not name.startswith(_TESTS_PREFIX):
             nearest = difflib.get_close_matches(name, knobs, n=1, cutoff=0.0)[0]
             told[name] = f"{name} is set and is no knob; the nearest is {nearest}, and `kvstreams config` prints all"
     return told
@@ -232,7 +279,7 @@ def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str,
     for key, value in env.items():
         name = key.removeprefix(ENV_PREFIX).lower()
         # Other KVSTREAMS_ variables belong to other parts (the tests, the demo); only a knob's own name is one.
-        if key.startswith(ENV_PREFIX) and name in hints:
+        if key.startswith(ENV_PREFIX) and (name in hints or name in NEEDLESS):
             found[name] = value
     return found
 

@@ -118,7 +118,10 @@ def _app_from_environment() -> faust.App:
     for words in unknown_variables(os.environ).values():
         sys.stderr.write(f"kvstreams: {words}\n")  # logging is set up by Faust, later
     try:
-        return create_app(load().settings)
+        resolved = load()
+        for warning in resolved.warnings:
+            sys.stderr.write(f"kvstreams: {warning}\n")  # Faust has not set up its logs yet
+        return create_app(resolved.settings)
     except KvStreamsError as exc:
         raise SystemExit(f"kvstreams: {exc}") from exc
 

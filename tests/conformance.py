@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from streams.core.cost import TIER_WEIGHTS, rank_terms
+from streams.core.cost import TIER_WEIGHTS, TermColumns
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.holdings import plain_holdings
@@ -440,17 +440,18 @@ def _cost(query: Mapping[str, Any], worker: Mapping[str, Any]) -> float:
     overlap = worker.get("overlap", 0)
     if isinstance(overlap, dict):
         overlap = sum(TIER_WEIGHTS[tier_of(tier)] * blocks for tier, blocks in overlap.items())
-    terms = rank_terms(
-        _rank(0),
+    block_size = query.get("block_size", 1)
+    columns = TermColumns(
+        [_rank(0)],
         request_blocks=worker["prefill_blocks"],
-        overlap_blocks=int(overlap),
-        effective_cached_blocks=overlap * query.get("overlap_credit", 1),
-        active_prefill_tokens=worker.get("active_prefill_blocks", 0) * query.get("block_size", 1),
-        decode_blocks=worker.get("decode_blocks", 0),
-        block_size=query.get("block_size", 1),
+        overlap_blocks=np.array([int(overlap)]),
+        effective_cached_blocks=np.array([overlap * float(query.get("overlap_credit", 1))]),
+        active_prefill_tokens=np.array([worker.get("active_prefill_blocks", 0) * block_size]),
+        decode_blocks=np.array([worker.get("decode_blocks", 0)]),
+        block_size=block_size,
         overlap_score_weight=query.get("prefill_load_scale", 1),
     )
-    return terms.cost
+    return columns.row(0).cost
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], None]] = {

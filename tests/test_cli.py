@@ -119,6 +119,17 @@ def test_commands_with_settings_take_every_knob(command: tuple[str, ...]) -> Non
         assert f"--{knob.name.replace('_', '-')}" in text
 
 
+def test_needless_options_of_dynamo_are_taken_with_a_warning() -> None:
+    """On stderr, saying why; the command goes on."""
+    flags = ["--router-snapshot-threshold", "10000", "--durable-kv-events", "--no-router-durable-kv-events"]
+    done = CliRunner().invoke(cli, ["config", *flags])
+    assert done.exit_code == 0
+    warnings = done.stderr.splitlines()
+    assert len(warnings) == 3
+    assert all(line.startswith("kvstreams: ") and "is not needed: " in line for line in warnings)
+    assert "overlap_score" in done.stdout
+
+
 def test_config_shows_value_and_source_of_every_knob(run: Run, tmp_path: Path) -> None:
     """`kvstreams config` prints each knob once, with its value, its source and its variable."""
     (tmp_path / "kvstreams.toml").write_text("block_size = 64\n")

@@ -44,6 +44,7 @@ from streams.core.events import (
     ResyncRequest,
     WorkerRemoved,
 )
+from streams.core.hashing import pack_hashes
 from streams.core.ids import (
     U32_MAX,
     U64_MASK,
@@ -172,7 +173,7 @@ bookings = st.builds(
     rank=ranks,
     model=texts,
     prefill_tokens=st.integers(0, I63),
-    sequence=hash_lists.map(tuple),
+    sequence=hash_lists.map(pack_hashes),
     overlap_blocks=counts,
     request_blocks=counts,
     expected_output_tokens=st.one_of(st.none(), counts),
@@ -269,7 +270,7 @@ REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
 HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000))
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
-BOOKING = Booking(RANK, "model", 100, (1, U64_MASK), 2, 9, 50, 1)
+BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
 BOOKING_ID = BookingId("request", "router", 3)
 RUN = Run(
     RunKey(RANK, Tier.HOST, SequenceHash(chain_hashes([1, 2], 8)[0])),

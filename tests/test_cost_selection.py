@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, rank_terms
+from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns
 from streams.core.decision import Chooser, RoutePolicy, booking_of
+from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking, BookingId
@@ -40,8 +41,11 @@ def terms(**changes: Any) -> RankTerms:
         "decode_blocks": 0,
         "block_size": BLOCK_SIZE,
         "overlap_score_weight": 1.0,
+        **changes,
     }
-    return rank_terms(rank(1), **{**known, **changes})
+    columns = {"overlap_blocks", "effective_cached_blocks", "active_prefill_tokens", "decode_blocks"}
+    given: dict[str, Any] = {name: np.array([value]) if name in columns else value for name, value in known.items()}
+    return TermColumns([rank(1)], **given).row(0)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +166,13 @@ def test_random_is_uniform() -> None:
 RANKS = [rank(1), rank(2), rank(3)]
 #: The documented example: overlap 2, 5, 8 of ten blocks, decode load such that with the request it is 10, 5, 9.
 OVERLAP = OverlapScores(dict(zip(RANKS, (2, 5, 8), strict=True)))
-SEQUENCE: list[int] = []
+SEQUENCE = b""
 
 
 def example_loads() -> ActiveLoads:
     loads = ActiveLoads(60_000)
     for each, blocks in zip(RANKS, (10, 5, 9), strict=True):
-        carried = Booking(each, "m", 0, tuple(range(100, 100 + blocks)), 0, blocks)
+        carried = Booking(each, "m", 0, pack_hashes(range(100, 100 + blocks)), 0, blocks)
         loads.add(BookingId(str(each), "router", 1), carried, 0)
     return loads
 
@@ -234,7 +238,13 @@ def test_a_choice_changes_no_load_and_no_score() -> None:
     before = {each: (load.requests, load.decode_blocks) for each, load in loads.ranks().items()}
     for mode in RouterMode:
         Chooser(random.Random(SEED)).choose(
-            RoutePolicy(mode=mode), RANKS, OVERLAP, loads, sequence=[7, 8], request_blocks=10, block_size=BLOCK_SIZE
+            RoutePolicy(mode=mode),
+            RANKS,
+            OVERLAP,
+            loads,
+            sequence=pack_hashes([7, 8]),
+            request_blocks=10,
+            block_size=BLOCK_SIZE,
         )
     assert {each: (load.requests, load.decode_blocks) for each, load in loads.ranks().items()} == before
 
@@ -266,13 +276,13 @@ def test_a_booking_charges_what_the_rank_must_compute(n_tokens: int, cached: flo
     booked = booking_of(
         chosen,
         model="m",
-        sequence=[1, 2, 3],
+        sequence=pack_hashes([1, 2, 3]),
         n_tokens=n_tokens,
         request_blocks=10,
         block_size=16,
         expected_output_tokens=9,
     )
-    assert booked == Booking(rank(1), "m", prefill, (1, 2, 3), 7, 10, 9)
+    assert booked == Booking(rank(1), "m", prefill, pack_hashes([1, 2, 3]), 7, 10, 9)
 
 
 def worker(worker_id: int, **changes: Any) -> Worker:

@@ -111,6 +111,10 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
         ({"phase": "decode", "priority": 3, "session_id": "s"}, "phase=decode&priority=3&session_id=s"),
         ({"expected_output_tokens": 5}, "expected_output_tokens=5"),
         ({"router_config_override": {"overlap_score_weight": 2.5}}, "overlap_score_weight=2.5"),
+        (
+            {"router_config_override": {"track_active_blocks": False, "tier_weights": [0.5, 0.25, 0.125, 0]}},
+            "track_active_blocks=false&tier_weights=0.5,0.25,0.125,0",
+        ),
         ({"lora_name": "l ü", "namespace": "n"}, f"lora_name={quote('l ü')}&namespace=n"),
     ]
     for fields, query in requests:
@@ -140,7 +144,14 @@ def test_octets_are_whole_tokens(n_bytes: int, fleet: Fleet, model: str) -> None
         *("unknown=1", "token_ids=1", "block_hashes=1", "dp_rank=x", "dp_rank=-1", "worker_id=x", "worker_id=1.5"),
         *("explain=maybe", "update_states=2", "priority=1.5", "expected_output_tokens=-1", "allowed_worker_ids=1,x"),
         *("overlap_score_weight=nan", "overlap_score_weight=inf", "overlap_score_weight=-1", "router_temperature=x"),
-        *("router_temperature=inf", "router_config_override=1", "request_id=", f"request_id={'x' * 513}", "phase=x"),
+        *(
+            "router_temperature=inf",
+            "router_config_override=1",
+            "tier_weights=1,2",
+            "request_id=",
+            f"request_id={'x' * 513}",
+            "phase=x",
+        ),
     ],
 )
 def test_a_wrong_query_is_400(query: str, fleet: Fleet, model: str) -> None:
@@ -507,7 +518,7 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
 def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
     """/healthz and /ready answer for a router that has read its topics, to GET and to HEAD."""
     assert fleet.main.get("/healthz") == {"status": "ok"}
-    assert fleet.main.get("/ready") == {"ready": True, "partitions_left": {}}
+    assert fleet.main.get("/ready") == {"ready": True, "partitions_left": {}, "workers_left": 0}
     for path in ("/healthz", "/ready", "/metrics"):
         answer = fleet.main.call("HEAD", path)
         assert (answer.status, answer.body) == (200, b"")
@@ -527,7 +538,8 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
                 async with http.get("/ready") as response:
                     left = {"index": scope.partitions, "workers": scope.partitions, "loads": scope.partitions}
-                    assert (response.status, await response.json()) == (503, {"ready": False, "partitions_left": left})
+                    told = {"ready": False, "partitions_left": left, "workers_left": 0}
+                    assert (response.status, await response.json()) == (503, told)
                 async with http.get("/healthz") as response:
                     assert response.status == 200
                 for method, path, body in (

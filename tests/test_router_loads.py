@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.core.hashing import pack_hashes
 from streams.core.loads import Booking, BookingId, Phase
 from streams.kafka import ensure_topics, producer
 from streams.router_api.loads_sync import HELD_CALL_TTL_MS, HELD_CALLS_MAX, LoadsSync
@@ -294,7 +295,7 @@ def test_a_booking_too_long_for_a_record_is_charged_and_counted(limit: str, scop
     kafka = producer(scope, **more)
     loads = LoadsSync(scope, topics(scope).router_loads, kafka, lambda: 0)
     n = LOAD_BYTES_MAX // 8 + 20_000
-    loads.book("long", Booking(rank_of(1), "m", n, tuple(range(n)), 0, n))
+    loads.book("long", Booking(rank_of(1), "m", n, pack_hashes(range(n)), 0, n))
     loads.book("short", booking())
     loads.flush(PATIENCE_S)
     assert loads.unpublished == 1
@@ -311,7 +312,7 @@ def loads_of(scope: Settings, clock: Sequence[int]) -> LoadsSync:
 
 
 def booking(worker_id: int = 1) -> Booking:
-    return Booking(rank_of(worker_id), "m", 16, (1,), 0, 1)
+    return Booking(rank_of(worker_id), "m", 16, pack_hashes([1]), 0, 1)
 
 
 def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streams.core.ids import U32_MAX, U64_MASK
-from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX
+from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX, TAINTS_MAX
 from streams.settings import WEIGHT_MAX, Settings
 from tests.api import (
     BLOCK_SIZE,
@@ -125,7 +125,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
             "namespace": (1, [], {}, True),
             "session_id": (1, "", [], "x" * (NAME_CHARS_MAX + 1)),
             "priority": ("1", 1.5, [], True, None),
-            "required_taints": ("a", {}, 1, [1], [None], True),
+            "required_taints": ("a", {}, 1, [1], [None], True, [""], ["a"] * (TAINTS_MAX + 1)),
             "phase": ("x", 1, "", [], "PREFILL"),
             "worker_id": (-1, 1 << 64, 10**400, "-1", "x", "", str(1 << 64), 1.0, True, [], {}),
             "dp_rank": (-1, U32_MAX + 1, "0", 1.0, True, []),
@@ -148,6 +148,10 @@ WRONG_FIELDS: list[dict[str, Any]] = [
                 {"router_temperature": -0.1},
                 {"router_temperature": WEIGHT_MAX * 1.001},
                 {"router_temperature": True},
+                {"track_active_blocks": 1},
+                {"tier_weights": [1, 1, 1]},
+                {"tier_weights": [1, 1, 1, -1]},
+                {"tier_weights": 1},
                 {"moe_query": 1},
                 {"moe_query": {"x": 1}},
                 {"moe_query": {"expert_ids": [None]}},

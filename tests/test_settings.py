@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streams.core.selection import RouterMode
 from streams.errors import SettingsError
-from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, WEIGHT_MAX, Settings, as_environ, load
+from streams.settings import CONFIG_FILE_DEFAULT, NEEDLESS, NUMBER_MAX, WEIGHT_MAX, Settings, as_environ, load
 
 KNOBS = [knob.name for knob in fields(Settings)]
 
@@ -27,6 +27,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv_overlap_score_weight": (0.0, WEIGHT_MAX),
     "router_temperature": (0.0, WEIGHT_MAX),
     "router_seed": (0, NUMBER_MAX),
+    "encoder_cuda_to_cpu_ratio": (0.001, WEIGHT_MAX),
+    "router_ttl_s": (0.01, 86_400.0),
+    "router_predicted_ttl_s": (0.0, 86_400.0),
+    "active_decode_blocks_threshold": (0.0, 100.0),
+    "active_prefill_tokens_threshold": (0, NUMBER_MAX),
+    "router_min_initial_workers": (0, 1_000_000),
+    "router_session_affinity_ttl_s": (0.0, 31_536_000.0),
+    "router_event_threads": (1, 64),
     "booking_ttl_s": (1.0, 30 * 86_400.0),
     "request_tokens_max": (1, NUMBER_MAX),
     "body_bytes_max": (1024, NUMBER_MAX),
@@ -237,8 +245,7 @@ def test_every_number_has_a_range_that_is_tested() -> None:
         ("model_block_sizes", "", {}),
         ("schema_ids", "kv-events=12", {"kv-events": 12}),
         ("tier_weights", "1, 0.5,0.25 ,0", (1.0, 0.5, 0.25, 0.0)),
-        ("router_mode", "round-robin", RouterMode.ROUND_ROBIN),
-        ("router_mode", "kv", RouterMode.KV),
+        *[("router_mode", str(mode), mode) for mode in RouterMode],
         ("topic_prefix", "", ""),
         ("port", "0", 0),
         ("booking_ttl_s", "1.5", 1.5),
@@ -293,6 +300,9 @@ ANY_SETTINGS = st.builds(
     tier_weights=st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 4),
     log_level=st.sampled_from(["debug", "info", "warning", "error"]),
     log_json=st.booleans(),
+    kv_events=st.booleans(),
+    router_replica_sync=st.booleans(),
+    track_active_blocks=st.booleans(),
     **{knob: _numbers(knob) for knob in RANGES},
 )
 
@@ -309,6 +319,36 @@ def test_a_child_takes_nothing_from_around_it(tmp_path: Path) -> None:
     toml(tmp_path / CONFIG_FILE_DEFAULT, "port = 1\n")
     inherited = {"KVSTREAMS_PARTITIONS": "2", "KVSTREAMS_KAFKA": "elsewhere:1"}
     assert load({}, inherited | as_environ(Settings())).settings == Settings()
+
+
+@pytest.mark.parametrize("knob", NEEDLESS)
+@pytest.mark.parametrize("source", ["command line", "environment", "file"])
+def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source: str, tmp_path: Path) -> None:
+    """From everywhere, whatever they are given, saying why they are needless; nothing of them is passed on."""
+    overrides = {knob: "5"} if source == "command line" else {}
+    environ = {f"KVSTREAMS_{knob.upper()}": "5"} if source == "environment" else {}
+    file = toml(tmp_path / "n.toml", f"{knob} = 5\n") if source == "file" else None
+    resolved = load(overrides, environ, file)
+    assert resolved.settings == Settings()
+    (warning,) = resolved.warnings
+    assert warning.startswith(f"{knob} (from: ")
+    assert warning.endswith(NEEDLESS[knob])
+    assert load(dict.fromkeys(NEEDLESS), {}).warnings == ()
+    assert f"KVSTREAMS_{knob.upper()}" not in as_environ(resolved.settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads"),
+    [
+        ({}, True),
+        ({"kv_overlap_score_weight": 0.5}, True),
+        ({"kv_overlap_score_weight": 0.0}, False),
+        ({"kv_events": False}, False),
+    ],
+)
+def test_the_index_is_read_where_it_is_wanted(changes: dict[str, Any], reads: bool) -> None:
+    """Not where overlap has no weight, or is predicted."""
+    assert Settings(**changes).reads_index is reads
 
 
 def test_settings_are_frozen() -> None:

@@ -5,9 +5,16 @@ What lives here: the cost formula and its terms, so that an answer can show them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from streams.core.ids import RankId
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 
 #: Weight of a cached block by the tier of its fastest copy: device, host, disk, external. A host copy comes back over
 #: PCIe at about a quarter of what computing it costs; external memory is not counted until a pool says who reaches it.
@@ -32,22 +39,55 @@ def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
     return max(0, n_tokens - int(cached_blocks * block_size))
 
 
-def rank_terms(
-    rank: RankId,
-    *,
-    request_blocks: int,
-    overlap_blocks: int,
-    effective_cached_blocks: float,
-    active_prefill_tokens: int,
-    decode_blocks: int,
-    block_size: int,
-    overlap_score_weight: float,
-) -> RankTerms:
-    """Price one rank; lower is better.
+class TermColumns:
+    """Terms of all candidates, in their order: what a choice reads, without an object for each.
 
-    decode_blocks: distinct active blocks of the rank with this request's among them.
+    overlap_blocks, decode_blocks: int64[n]; all others float64[n], in blocks. `cost` is what the choice was made by,
+    lower is better: the formula's, or that of one of core.policies.
     """
-    own = max(0.0, request_blocks - effective_cached_blocks)
-    queued = active_prefill_tokens / block_size
-    cost = overlap_score_weight * (own + queued) + decode_blocks
-    return RankTerms(rank, overlap_blocks, effective_cached_blocks, own, queued, decode_blocks, cost)
+
+    __slots__ = (
+        "active_prefill_blocks",
+        "cost",
+        "decode_blocks",
+        "effective_cached_blocks",
+        "overlap_blocks",
+        "own_prefill_blocks",
+        "ranks",
+    )
+
+    def __init__(
+        self,
+        ranks: Sequence[RankId],
+        *,
+        request_blocks: int,
+        overlap_blocks: Int64Array,
+        effective_cached_blocks: Float64Array,
+        active_prefill_tokens: Int64Array,
+        decode_blocks: Int64Array,
+        block_size: int,
+        overlap_score_weight: float,
+    ) -> None:
+        """Price all of them. decode_blocks: distinct active blocks of each rank with this request's among them."""
+        self.ranks = ranks
+        self.overlap_blocks = overlap_blocks
+        self.effective_cached_blocks = effective_cached_blocks
+        self.own_prefill_blocks = own = np.maximum(0.0, request_blocks - effective_cached_blocks)
+        self.active_prefill_blocks = queued = active_prefill_tokens / block_size
+        self.decode_blocks = decode_blocks
+        self.cost: Float64Array = overlap_score_weight * (own + queued) + decode_blocks
+
+    def row(self, index: int) -> RankTerms:
+        """One candidate's terms."""
+        return RankTerms(
+            self.ranks[index],
+            int(self.overlap_blocks[index]),
+            float(self.effective_cached_blocks[index]),
+            float(self.own_prefill_blocks[index]),
+            float(self.active_prefill_blocks[index]),
+            float(self.decode_blocks[index]),
+            float(self.cost[index]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ranks)

@@ -9,10 +9,11 @@ different threads, the index says whether it stands that; a plain one's owner ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from streams.core.events import KvEvent
 from streams.core.hashing import BASE_SEED, Tokens
@@ -20,6 +21,31 @@ from streams.core.ids import U32_MAX, U64_MASK, EngineHash, HashArray, RankId, T
 from streams.errors import InvalidEvent, InvalidRequest
 
 _U64 = np.dtype(np.uint64)
+
+
+class RankPlaces:
+    """Candidates in their order, and where to find each: kept as long as the candidates are the same, so that an answer
+    becomes columns without a look at every rank."""
+
+    __slots__ = ("_n_numbered", "_positions", "_rank_ids", "position", "ranks")
+
+    def __init__(self, ranks: Sequence[RankId]) -> None:
+        self.ranks = ranks
+        self.position = {rank: index for index, rank in enumerate(ranks)}
+        self._rank_ids: list[RankId] = []
+        self._n_numbered = 0
+        self._positions = np.empty(0, dtype=np.int64)
+
+    def positions(self, rank_ids: list[RankId]) -> npt.NDArray[np.int64]:
+        """Position of each rank of an index's own numbering, n for those that are no candidates.
+
+        rank_ids: ranks by number; the same list may have grown since, a list that changed otherwise is another one.
+        """
+        if rank_ids is not self._rank_ids or len(rank_ids) != self._n_numbered:
+            known, n = list(rank_ids), len(self.ranks)
+            self._positions = np.array([self.position.get(rank, n) for rank in known], dtype=np.int64)
+            self._rank_ids, self._n_numbered = rank_ids, len(known)
+        return self._positions
 
 
 class OverlapScores:
@@ -63,6 +89,20 @@ class OverlapScores:
             return tier_weights[Tier.DEVICE] * self.scores.get(rank, 0)
         return sum(weight * count for weight, count in zip(tier_weights, tiers, strict=True))
 
+    def columns(
+        self, places: RankPlaces, tier_weights: tuple[float, ...]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Leading blocks of each candidate, int64[n], and the same weighted by tier, float64[n]."""
+        overlap = np.zeros(len(places.ranks), dtype=np.int64)
+        for rank, blocks in self.scores.items():
+            if rank in places.position:
+                overlap[places.position[rank]] = blocks
+        effective: npt.NDArray[np.float64] = np.multiply(overlap, tier_weights[Tier.DEVICE], dtype=np.float64)
+        for rank in self.by_tier:
+            if rank in places.position:
+                effective[places.position[rank]] = self.effective_blocks(rank, tier_weights)
+        return overlap, effective
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OverlapScores):
             return NotImplemented
@@ -72,6 +112,25 @@ class OverlapScores:
 
     def __repr__(self) -> str:
         return f"OverlapScores({dict(self.scores)!r}, {dict(self.by_tier)!r})"
+
+
+def with_predictions(known: OverlapScores, predicted: OverlapScores) -> tuple[OverlapScores, frozenset[RankId]]:
+    """Join what is known with what is predicted: of each rank the longer prefix, a predicted one on its device.
+
+    Gives the ranks too whose answer is a prediction.
+    """
+    told = known.scores
+    by_tier = known.by_tier
+    # Where both are as long the prediction changes something only for blocks that lie below the device: they come up.
+    longer = {
+        rank: blocks
+        for rank, blocks in predicted.scores.items()
+        if blocks > told.get(rank, 0) or (blocks == told.get(rank) and rank in by_tier)
+    }
+    if not longer:
+        return known, frozenset()
+    tiers = {rank: counts for rank, counts in by_tier.items() if rank not in longer}
+    return OverlapScores({**told, **longer}, tiers), frozenset(longer)
 
 
 class PrefixIndex(Protocol):

@@ -10,10 +10,26 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from streams.core.active_prefixes import ActivePrefixes, Run
 from streams.core.ids import RankId
+from streams.errors import IndexCorrupt
+
+Int64Array = npt.NDArray[np.int64]
+
+#: What an ActiveLoads' array holds of each rank, and for how many ranks at first.
+_PREFILL, _DECODE, _REQUESTS, _OUTPUT = range(4)
+_ROWS_FIRST = 64
+
+#: Sets of ranks that share a prefix, of which it is kept who is in them: 20 us to be found out for 64 ranks, and a
+#: system prompt's set changes seldom. Beyond it all are forgotten.
+_SETS_KEPT_MAX = 256
 
 #: Bookings remembered at once; beyond it the oldest is dropped and counted, since a router that runs out of memory
 #: serves nobody. A fleet of 1,000 ranks with 256 running requests each stays below it.
@@ -40,33 +56,45 @@ class Phase(enum.StrEnum):
 class Booking:
     """What a request costs its rank.
 
-    sequence: the request's sequence hashes from the root, so that shared blocks count once.
+    sequence: the request's sequence hashes from the root, packed u64 as of hashing.pack_hashes, so that shared blocks
+    count once.
     prefill_tokens: those that the rank must compute. output_blocks: blocks of generated tokens so far.
     """
 
     rank: RankId
     model: str
     prefill_tokens: int
-    sequence: tuple[int, ...]
+    sequence: bytes
     overlap_blocks: int
     request_blocks: int
     expected_output_tokens: int | None = None
     output_blocks: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Sum over one rank's live bookings. blocks: sequence hash to the number of bookings that use it."""
+    """Sum over one rank's live bookings. prompt_blocks: distinct ones."""
 
     prefill_tokens: int = 0
     output_blocks: int = 0
     requests: int = 0
-    blocks: Counter[int] = field(default_factory=Counter)
+    prompt_blocks: int = 0
 
     @property
     def decode_blocks(self) -> int:
         """Distinct prompt blocks in use, and generated ones."""
-        return len(self.blocks) + self.output_blocks
+        return self.prompt_blocks + self.output_blocks
+
+
+_NO_LOAD = RankLoad()
+
+
+class LoadColumns(NamedTuple):
+    """Loads of several ranks, int64[n] each. decode_blocks: with the blocks of the request that was asked for."""
+
+    prefill_tokens: Int64Array
+    decode_blocks: Int64Array
+    requests: Int64Array
 
 
 @dataclass(slots=True)
@@ -76,6 +104,7 @@ class _State:
     freed: bool = False
     counted_prefill: int = 0
     expires_ms: int = 0
+    run: Run | None = None  # its end in the tree of active prefixes, while it is counted
 
     @property
     def live(self) -> bool:
@@ -93,7 +122,13 @@ class ActiveLoads:
         self._expiries: list[tuple[int, BookingId]] = []
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
-        self._ranks: dict[RankId, RankLoad] = {}
+        # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS and, of the blocks, those of _OUTPUT. Row 0 is of
+        # all ranks without bookings: nothing is ever counted there.
+        self._rows: dict[RankId, int] = {}
+        self._loads = np.zeros((4, _ROWS_FIRST), dtype=np.int64)
+        self._numbering = 0  # changes when a row may have gone to another rank
+        self._prefixes = ActivePrefixes()
+        self._masks: dict[int, Int64Array] = {}
         self.expired = 0
         self.dropped = 0
 
@@ -116,7 +151,7 @@ class ActiveLoads:
         state = self._state(booking_id, at_ms)
         if state.live and not state.prefilled:
             assert state.booking is not None
-            self._ranks[state.booking.rank].prefill_tokens -= state.counted_prefill
+            self._loads[_PREFILL, self._rows[state.booking.rank]] -= state.counted_prefill
             state.counted_prefill = 0
         state.prefilled = True
 
@@ -162,27 +197,55 @@ class ActiveLoads:
 
     def load(self, rank: RankId) -> RankLoad:
         """A rank's load; all zero for a rank without bookings."""
-        return self._ranks.get(rank) or RankLoad()
+        row = self._rows.get(rank)
+        if row is None:
+            return _NO_LOAD
+        prefill, decode, requests, output = self._loads[:, row].tolist()
+        return RankLoad(prefill, output, requests, decode - output)
 
     def ranks(self) -> dict[RankId, RankLoad]:
         """Loads of every rank with live bookings."""
-        return {rank: load for rank, load in self._ranks.items() if load.requests}
+        return {rank: self.load(rank) for rank, row in self._rows.items() if self._loads[_REQUESTS, row]}
 
-    def decode_blocks_with(self, rank: RankId, sequence: list[int]) -> int:
-        """Distinct active blocks of the rank if a request with this chain joined it.
+    @property
+    def numbering(self) -> int:
+        """Rows of `rows_of` are good as long as this does not change."""
+        return self._numbering
 
-        Every booking counts its whole chain from the root, so what is shared is a prefix and the walk may stop at the
-        first block that is not active.
-        """
-        load = self._ranks.get(rank)
-        if load is None:
-            return len(sequence)
-        shared = 0
-        for block in sequence:
-            if block not in load.blocks:
-                break
-            shared += 1
-        return load.decode_blocks + len(sequence) - shared
+    def rows_of(self, ranks: Iterable[RankId]) -> Int64Array:
+        """Where the loads of these ranks are, for `columns`."""
+        return np.array([self._rows.get(rank, 0) for rank in ranks], dtype=np.int64)
+
+    def columns(self, rows: Int64Array, sequence: bytes) -> LoadColumns:
+        """Loads of the ranks at these rows. sequence: that of a request, which may join any of them."""
+        prefill, decode, requests, _ = self._loads[:, rows]
+        decode += len(sequence) // 8
+        in_use = self._prefixes.match(sequence)
+        if in_use:
+            shared = np.zeros(self._loads.shape[1], dtype=np.int64)
+            for bits, n_blocks in in_use:
+                if bits & (bits - 1):
+                    shared += n_blocks * self._mask_of(bits)
+                else:  # one rank's own, as most long matches are
+                    shared[bits.bit_length() - 1] += n_blocks
+            decode -= shared[rows]
+        return LoadColumns(prefill, decode, requests)
+
+    def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
+        """Distinct active blocks of the rank if a request with this chain joined it."""
+        row = self._rows.get(rank, 0)
+        shared = sum(n_blocks for bits, n_blocks in self._prefixes.match(sequence) if bits >> row & 1)
+        return self.load(rank).decode_blocks + len(sequence) // 8 - shared
+
+    def check(self) -> None:
+        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        self._prefixes.check()
+        prompt = [0] * self._loads.shape[1]
+        for run in self._prefixes.runs():
+            for row in run.uses:
+                prompt[row] += run.n_blocks
+        if prompt != (self._loads[_DECODE] - self._loads[_OUTPUT]).tolist():
+            raise IndexCorrupt("distinct blocks are miscounted")
 
     def __len__(self) -> int:
         """Number of bookings remembered, the ended ones that have not expired among them."""
@@ -211,29 +274,55 @@ class ActiveLoads:
     def _count(self, state: _State) -> None:
         booking = state.booking
         assert booking is not None
-        load = self._ranks.setdefault(booking.rank, RankLoad())
+        row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
-        load.prefill_tokens += state.counted_prefill
-        load.output_blocks += booking.output_blocks
-        load.requests += 1
-        load.blocks.update(booking.sequence)
+        state.run, n_fresh = self._prefixes.add(row, booking.sequence)
+        self._loads[:, row] += (
+            state.counted_prefill,
+            n_fresh + booking.output_blocks,
+            1,
+            booking.output_blocks,
+        )
 
     def _uncount(self, state: _State) -> None:
         booking = state.booking
-        assert booking is not None
-        load = self._ranks[booking.rank]
-        load.prefill_tokens -= state.counted_prefill
-        load.output_blocks -= booking.output_blocks
-        load.requests -= 1
-        if not load.requests:
-            del self._ranks[booking.rank]
-            return
-        blocks = load.blocks
-        for block in booking.sequence:
-            if blocks[block] == 1:
-                del blocks[block]
-            else:
-                blocks[block] -= 1
+        assert booking is not None and state.run is not None
+        row = self._rows[booking.rank]
+        n_ended = self._prefixes.remove(row, state.run)
+        state.run = None
+        self._loads[:, row] -= (
+            state.counted_prefill,
+            n_ended + booking.output_blocks,
+            1,
+            booking.output_blocks,
+        )
+
+    def _mask_of(self, bits: int) -> Int64Array:
+        """1 at the rows whose bit is set, 0 at all others."""
+        mask = self._masks.get(bits)
+        n_rows = self._loads.shape[1]
+        if mask is None or len(mask) != n_rows:
+            if len(self._masks) >= _SETS_KEPT_MAX:
+                self._masks.clear()
+            mask = self._masks[bits] = np.array([bits >> row & 1 for row in range(n_rows)], dtype=np.int64)
+        return mask
+
+    def _new_row(self, rank: RankId) -> int:
+        """Give a rank a row; when all are taken those of ranks without bookings are given out again."""
+        self._numbering += 1  # the rank was at row 0
+        n_rows = self._loads.shape[1]
+        if len(self._rows) + 1 >= n_rows:
+            idle = [each for each, row in self._rows.items() if not self._loads[_REQUESTS, row]]
+            for each in idle:
+                del self._rows[each]
+            if len(self._rows) * 2 >= n_rows:
+                self._loads = np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1)
+        taken = set(self._rows.values())
+        row = len(self._rows) + 1
+        if row in taken:
+            row = next(number for number in range(1, self._loads.shape[1]) if number not in taken)
+        self._rows[rank] = row
+        return row
 
     def _end(self, booking_id: BookingId, state: _State) -> None:
         if state.live:

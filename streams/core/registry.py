@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.errors import InvalidRequest
 
+#: Device class of workers without an accelerator; every other one is "another device" (mode device-aware-weighted).
+CPU_CLASS = "cpu"
+
 #: Ranks one worker may announce; beyond it is a typing error, since the largest deployments run some hundreds.
 DP_SIZE_MAX = 4096
 

@@ -19,7 +19,15 @@ from streams.core.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, Int64Arr
 from streams.core.events import KvEvent
 from streams.core.hashing import BASE_SEED, Tokens, local_hashes
 from streams.core.ids import U32_MAX, EngineHash, HashArray, RankId, Tier
-from streams.core.index import OverlapScores, check_query, check_rank, check_removal, check_store, check_tier
+from streams.core.index import (
+    OverlapScores,
+    RankPlaces,
+    check_query,
+    check_rank,
+    check_removal,
+    check_store,
+    check_tier,
+)
 from streams.core.kernels import layout
 from streams.core.kernels.columns import assign_column, clear_rank, sweep, take_column
 from streams.core.kernels.events import SWEEP_BUDGET, apply_events
@@ -27,6 +35,8 @@ from streams.core.kernels.maps import join_segments, split_segments_to
 from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
 from streams.core.tree_inspection import Column, TreeReader
 from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks, UnknownParent
+
+Float64Array = npt.NDArray[np.float64]
 
 N_TIERS = len(Tier)
 
@@ -128,6 +138,18 @@ class TreeScores(OverlapScores):
         if not self._made:
             self._make()
         return self._by_tier
+
+    def columns(self, places: RankPlaces, tier_weights: tuple[float, ...]) -> tuple[Int64Array, Float64Array]:
+        """As of OverlapScores, without a mapping."""
+        n = len(places.ranks)
+        position = places.positions(self._rank_ids)[self._found >> 32]
+        overlap = np.zeros(n + 1, dtype=np.int64)  # the last one is that of all who are no candidates
+        overlap[position] = self._found & U32_MAX
+        if self._tiers is None:
+            return overlap[:n], np.multiply(overlap[:n], tier_weights[Tier.DEVICE], dtype=np.float64)
+        effective = np.zeros(n + 1)
+        effective[position] = self._tiers @ np.array(tier_weights)
+        return overlap[:n], effective[:n]
 
     @property
     def max_score(self) -> int:

@@ -8,13 +8,22 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+#: Throughput of a worker on another device in those of one on a CPU, NVIDIA Dynamo's default.
+CUDA_TO_CPU_RATIO = 8.0
+
 
 class RouterMode(enum.StrEnum):
-    """How a router chooses."""
+    """How a router chooses. The last two are older cost functions, kept by name (core.policies)."""
 
     KV = "kv"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
+    DIRECT = "direct"
+    LEAST_LOADED = "least-loaded"
+    POWER_OF_TWO = "power-of-two"
+    DEVICE_AWARE_WEIGHTED = "device-aware-weighted"
+    HIT_USAGE_WAITING = "hit-usage-waiting"
+    LOAD_DEVIATION = "load-deviation"
 
 
 class Rng(Protocol):
@@ -30,9 +39,11 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     temperature 0 takes the minimum, exact ties uniformly; above 0 samples softmax of -cost / ((max - min) * T), uniform
     where all are equal. costs must not be empty. Source: docs/architecture.md, Cost.
     """
-    low, high = min(costs), max(costs)
-    scale = (high - low) * temperature
+    low = min(costs)
+    scale = (max(costs) - low) * temperature if temperature else 0.0
     if not scale > 0.0:  # also where the product of two small numbers is none, or nothing times infinity no number
+        if costs.count(low) == 1:  # by far the most, and 64 take 2 us less
+            return costs.index(low)
         ties = [index for index, cost in enumerate(costs) if cost == low]
         return ties[_uniform(len(ties), rng)]
     weights = [math.exp((low - cost) / scale) for cost in costs]
@@ -47,6 +58,42 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
 def select_random(n: int, rng: Rng) -> int:
     """Choose one of n uniformly."""
     return _uniform(n, rng)
+
+
+def select_least_loaded(in_flight: Sequence[int], rng: Rng) -> int:
+    """Choose one of those with the fewest requests in flight, uniformly; in_flight must not be empty."""
+    low = min(in_flight)
+    ties = [index for index, requests in enumerate(in_flight) if requests == low]
+    return ties[_uniform(len(ties), rng)]
+
+
+def select_power_of_two(in_flight: Sequence[int], rng: Rng) -> int:
+    """Draw two different ones uniformly and choose the one with fewer requests in flight; the first drawn where they
+    are equal, and the only one where there is one."""
+    if len(in_flight) == 1:
+        return 0
+    first = _uniform(len(in_flight), rng)
+    second = _uniform(len(in_flight) - 1, rng)
+    second += second >= first
+    return second if in_flight[second] < in_flight[first] else first
+
+
+def select_device_aware(in_flight: Sequence[int], on_cpu: Sequence[bool], cuda_to_cpu_ratio: float, rng: Rng) -> int:
+    """Choose between CPUs and other devices by normalised load, then the least loaded within.
+
+    Normalised load of a group: requests in flight / (candidates * throughput weight); the weight is 1 for CPUs and
+    cuda_to_cpu_ratio for the others, which win where both are equal since they are faster. One group alone is
+    least-loaded. Source: issue 6, and NVIDIA Dynamo's mode of this name.
+    """
+    cpus = [index for index, cpu in enumerate(on_cpu) if cpu]
+    others = [index for index, cpu in enumerate(on_cpu) if not cpu]
+    group = others or cpus
+    if cpus and others:
+        # Both loads times both denominators: exact for whole ratios, where quotients of equals might differ.
+        load_cpus = sum(in_flight[index] for index in cpus) * len(others) * cuda_to_cpu_ratio
+        load_others = sum(in_flight[index] for index in others) * len(cpus)
+        group = cpus if load_cpus < load_others else others
+    return group[select_least_loaded([in_flight[index] for index in group], rng)]
 
 
 class RoundRobin:

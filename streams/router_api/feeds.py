@@ -1,4 +1,4 @@
-"""The thread that reads a router's topics from their beginnings and keeps reading.
+"""The threads that read a router's topics from their beginnings and keep reading.
 
 What lives here: consuming, and knowing when each partition's end was first reached. What must not: what records mean.
 What one call of the client gives is handed on as a whole, by topic: a batch of run records costs a twentieth of as
@@ -51,16 +51,21 @@ def key_and_value(message: Message) -> tuple[bytes, bytes | None]:
 
 
 class Feeds:
-    """Reads whole topics; `pending` tells what has not reached its end since the start."""
+    """Reads whole topics; `pending` tells what has not reached its end since the start.
+
+    Partitions are shared out among `router_event_threads` threads, each with a consumer of its own, so that one decodes
+    while another one folds: a fold has its own lock, and a partition's records come in order from one thread.
+    """
 
     def __init__(self, settings: Settings, folds: Mapping[str, tuple[TopicSpec, Fold]], on_restart: Callable[[], None]):
-        """folds: a name for people, to the topic and what is called with its messages."""
+        """folds: a name for people, to the topic and what is called with its messages, by any of the threads."""
         self._settings = settings
         self._folds = {spec.name: (name, fold) for name, (spec, fold) in folds.items()}
         self._specs = [spec for spec, _ in folds.values()]
         self._on_restart = on_restart
         self._pending = self._all_partitions()
         self._stopping = threading.Event()
+        self._counting = threading.Lock()
         self.bad_records = 0
         self._thread = threading.Thread(target=self._run, name="feeds", daemon=True)
 
@@ -69,7 +74,7 @@ class Feeds:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -77,7 +82,7 @@ class Feeds:
     def pending(self) -> dict[str, int]:
         """Partitions, by feed, that have not been read to their end yet; empty when the router is ready."""
         waiting: dict[str, int] = {}
-        for topic, _ in list(self._pending):
+        for topic, _ in list(self._pending):  # a copy, in one step: the threads take out of it meanwhile
             name = self._folds[topic][0]
             waiting[name] = waiting.get(name, 0) + 1
         return waiting
@@ -85,26 +90,48 @@ class Feeds:
     def _all_partitions(self) -> set[tuple[str, int]]:
         return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
 
+    def _shares(self) -> list[list[tuple[str, int]]]:
+        """Partitions of each thread; of every topic each thread has as many, to one."""
+        n_threads = self._settings.router_event_threads
+        shares: list[list[tuple[str, int]]] = [[] for _ in range(n_threads)]
+        for topic, partition in sorted(self._pending):
+            shares[partition % n_threads].append((topic, partition))
+        return [share for share in shares if share]
+
     def _run(self) -> None:
+        """Let the threads read until all are told to end; where one of them ends by itself, all begin anew."""
         while not self._stopping.is_set():
-            try:
-                consumer = reader(self._settings)
-                try:
-                    consumer.assign([TopicPartition(topic, n, OFFSET_BEGINNING) for topic, n in self._pending])
-                    self._read(consumer)
-                finally:
-                    consumer.close()
-            except Exception:
-                log.exception("the router's topics are read again from their beginnings")
+            over = threading.Event()
+            threads = [
+                threading.Thread(target=self._read_share, args=(share, over), name=f"feeds-{number}", daemon=True)
+                for number, share in enumerate(self._shares())
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
             if not self._stopping.is_set():
                 self._stopping.wait(_RESTART_S)
                 # In this order: nobody may be answered from what has just been forgotten.
                 self._pending = self._all_partitions()
                 self._on_restart()
 
-    def _read(self, consumer: Consumer) -> None:
+    def _read_share(self, share: list[tuple[str, int]], over: threading.Event) -> None:
+        try:
+            consumer = reader(self._settings)
+            try:
+                consumer.assign([TopicPartition(topic, n, OFFSET_BEGINNING) for topic, n in share])
+                self._read(consumer, over)
+            finally:
+                consumer.close()
+        except Exception:
+            log.exception("the router's topics are read again from their beginnings")
+        finally:
+            over.set()
+
+    def _read(self, consumer: Consumer, over: threading.Event) -> None:
         """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not over.is_set():
             batches: dict[tuple[str | None, bool], list[Message]] = {}
             for message in consume(consumer, _CONSUME_RECORDS, _POLL_S):
                 error = message.error()
@@ -116,7 +143,9 @@ class Feeds:
                 # What lies before the end of a partition is folded before anybody is told that the end was reached.
                 self._fold(batches)
                 if error.code() == KafkaError._PARTITION_EOF:
-                    self._pending -= {(message.topic(), message.partition())}
+                    topic, partition = message.topic(), message.partition()
+                    assert topic is not None and partition is not None  # the end of what, this error always says
+                    self._pending.discard((topic, partition))
                 elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     log.warning("%s was truncated or recreated", message.topic())
                     return
@@ -132,7 +161,8 @@ class Feeds:
             assert topic is not None  # only an error may lack it
             for position, exc in self._folds[topic][1](messages, live):
                 # The agents dead-letter bad input; what is bad here was written by a stranger or a newer version.
-                self.bad_records += 1
+                with self._counting:
+                    self.bad_records += 1
                 message = messages[position]
                 log.warning("%s [%d] at %d: %s", topic, message.partition(), message.offset(), exc)
         batches.clear()

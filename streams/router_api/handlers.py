@@ -190,9 +190,11 @@ class Handlers:
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Whether every topic has been read to its end."""
-        pending = self._router.feeds.pending()
-        return _json({"ready": not pending, "partitions_left": pending}, status=503 if pending else 200)
+        """Whether every topic has been read to its end and as many workers as wanted are registered."""
+        pending, workers_left = self._router.feeds.pending(), self._router.workers_left()
+        ready = not pending and not workers_left
+        told = {"ready": ready, "partitions_left": pending, "workers_left": workers_left}
+        return _json(told, status=200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""

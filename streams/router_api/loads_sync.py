@@ -38,6 +38,7 @@ class LoadsSync:
         self._topic = topic
         self._kafka = kafka
         self._now_ms = now_ms
+        self._shared = settings.router_replica_sync
         self._lock = threading.RLock()
         self._loads = ActiveLoads(self._ttl_ms)
         self._held: OrderedDict[tuple[str, Phase], int] = OrderedDict()  # to the time of the call
@@ -106,6 +107,8 @@ class LoadsSync:
 
     def reset(self) -> None:
         """Forget what others told, to be folded anew; our own bookings come back from the topic under an id of old."""
+        if not self._shared:
+            return  # nobody else told anything, and our own bookings are nowhere but here
         with self._lock:
             self._loads = ActiveLoads(self._ttl_ms)
             self.router_id = uuid.uuid4().hex
@@ -151,6 +154,8 @@ class LoadsSync:
             self.unknown_calls += 1
 
     def _publish(self, booking_id: BookingId, phase: Phase, booking: Booking | None) -> None:
+        if not self._shared:
+            return
         key, value = encode_load(booking_id, phase, booking, self._now_ms())
         partition = partition_of_key(booking_id.request_id.encode(), self._topic.partitions)
         try:

@@ -10,30 +10,41 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from streams.codec import encode_batch, encode_worker
+from streams.core.busy import BusyThresholds, idle_ranks
 from streams.core.cost import prefill_tokens
-from streams.core.decision import Chooser, Decision, RoutePolicy, booking_of
+from streams.core.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
 from streams.core.events import EngineBatch, WorkerRemoved
-from streams.core.hashing import sequence_hashes
+from streams.core.hashing import pack_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index import OverlapScores
-from streams.core.loads import Booking, Phase
+from streams.core.loads import ActiveLoads, Booking, Phase
 from streams.core.registry import Wanted, Worker, WorkerState
-from streams.errors import BlockSizeMismatch, NoEligibleWorker, NotReady, ProcessError, UnknownId
+from streams.core.selection import RouterMode
+from streams.core.sessions import SessionAffinity
+from streams.errors import (
+    AllWorkersBusy,
+    BlockSizeMismatch,
+    InvalidRequest,
+    NoEligibleWorker,
+    NotReady,
+    ProcessError,
+    UnknownId,
+)
 from streams.kafka import producer
-from streams.router_api.feeds import Feeds, key_and_value, one_by_one
+from streams.router_api.feeds import Feeds, Fold, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
 from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of, booking_json, rank_of, terms_json
 from streams.router_api.wire import worker_id as parse_worker_id
 from streams.settings import Settings
-from streams.topics import topics
+from streams.topics import TopicSpec, topics
 from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
@@ -42,6 +53,7 @@ log = logging.getLogger(__name__)
 PUBLISH_TIMEOUT_S = 10.0
 
 _NO_SCORES = OverlapScores({})
+_NO_RANKS: frozenset[RankId] = frozenset()
 
 
 class Router:
@@ -54,27 +66,31 @@ class Router:
             overlap_score_weight=settings.kv_overlap_score_weight,
             temperature=settings.router_temperature,
             tier_weights=settings.tier_weights,
+            track_active_blocks=settings.track_active_blocks,
+            cuda_to_cpu_ratio=settings.encoder_cuda_to_cpu_ratio,
         )
+        self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
+        self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
+        self._had_enough_workers = False
         self._topics = topics(settings)
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _now_ms)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
-        self.feeds = Feeds(
-            settings,
-            {
-                "index": (
-                    self._topics.index_changelog,
-                    lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
-                ),
-                "workers": (
-                    self._topics.workers,
-                    one_by_one(lambda record: self.view.fold_worker(record.key, record.value)),
-                ),
-                "loads": (self._topics.router_loads, one_by_one(self.loads.fold)),
-            },
-            self._restart,
-        )
+        folds: dict[str, tuple[TopicSpec, Fold]] = {
+            "workers": (
+                self._topics.workers,
+                one_by_one(lambda record: self.view.fold_worker(record.key, record.value)),
+            ),
+        }
+        if settings.reads_index:
+            folds["index"] = (
+                self._topics.index_changelog,
+                lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
+            )
+        if settings.router_replica_sync:
+            folds["loads"] = (self._topics.router_loads, one_by_one(self.loads.fold))
+        self.feeds = Feeds(settings, folds, self._restart)
         self.answers: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -90,11 +106,27 @@ class Router:
         """Serve delivery reports and expiry; called every half second or so."""
         self.loads.poll()
 
+    def workers_left(self) -> int:
+        """How many workers are still to be registered before a router that starts is ready; 0 once they were."""
+        if not self._had_enough_workers:
+            left = self.settings.router_min_initial_workers - len(self.view.workers)
+            if left > 0:
+                return left
+            self._had_enough_workers = True
+        return 0
+
     def check_ready(self) -> None:
-        """Raise NotReady while a topic has not been read to its end."""
+        """Raise NotReady while a topic has not been read to its end, or too few workers have been registered yet."""
         pending = self.feeds.pending()
         if pending:
             raise NotReady("topics are still being read", partitions_left=pending)
+        left = self.workers_left()
+        if left:
+            raise NotReady(
+                f"{left} more workers are to be registered first",
+                remedy="`kvstreams bridge` or PUT /workers/{id} registers one; router_min_initial_workers is how many",
+                workers_left=left,
+            )
 
     def route(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Choose a rank and, unless told otherwise, book it.
@@ -112,19 +144,24 @@ class Router:
                 # A client that tries again must not book twice: the choice stands.
                 mode = self._mode(policy, [live[1].rank])
                 return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
-        ranks = self._eligible(filters, model)
-        scores = self.view.find_matches(blocks.local) if policy.reads_index else _NO_SCORES
-        sequence = sequence_hashes(blocks.local).tolist()
+        passing = self._eligible(filters, model)
+        scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
+        sequence = pack_hashes(sequence_hashes(blocks.local))
         block_size = self.settings.block_size_of(model)
+        fleet = self.view.fleet()
+        session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
         with self.loads.locked() as loads:
+            ranks = self._idle(passing, loads, fleet)
+            bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
             decision = self._chooser.choose(
                 policy,
-                ranks,
+                [bound] if bound is not None and bound in ranks else ranks,
                 scores,
                 loads,
                 sequence=sequence,
                 request_blocks=blocks.request_blocks,
                 block_size=block_size,
+                fleet=fleet,
             )
             chosen = decision.chosen
             if asked.update_states:
@@ -140,7 +177,10 @@ class Router:
                         expected_output_tokens=asked.expected_output_tokens,
                     ),
                 )
-        mode = self._mode(policy, ranks)
+                self.view.predict(chosen.rank, blocks.local)
+                if session is not None:
+                    self._sessions.bind(session, chosen.rank, time.monotonic())
+        mode = self._mode(policy, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
         self.answers[mode] += 1
         return _answer(request_id, decision, blocks, mode, asked.explain)
 
@@ -151,12 +191,14 @@ class Router:
         model, blocks = self._blocks(asked, packed)
         ranks = self._eligible(filters, model)
         block_size = self.settings.block_size_of(model)
-        scores = self.view.find_matches(blocks.local)
-        sequence = sequence_hashes(blocks.local).tolist()
+        policy = self._policy(asked)
+        weighs = policy.overlap_score_weight > 0.0
+        scores, predicted = self.view.overlap(blocks.local) if weighs else (_NO_SCORES, _NO_RANKS)
+        sequence = pack_hashes(sequence_hashes(blocks.local))
         rows = []
         with self.loads.locked() as loads:
             for rank in ranks:
-                cached = scores.effective_blocks(rank, self.policy.tier_weights)
+                cached = scores.effective_blocks(rank, policy.tier_weights)
                 new_tokens = prefill_tokens(blocks.n_tokens, cached, block_size)
                 rows.append(
                     {
@@ -166,7 +208,8 @@ class Router:
                         "potential_decode_blocks": loads.decode_blocks_with(rank, sequence),
                     }
                 )
-        return {"loads": rows, "mode": self.view.mode(ranks).value}
+        mode = self.view.mode(ranks, predicted) if weighs else AnswerMode.FALLBACK
+        return {"loads": rows, "mode": mode.value}
 
     def rank_loads(self) -> dict[str, Any]:
         """Every registered rank's active load."""
@@ -206,12 +249,13 @@ class Router:
             rank=rank,
             model=worker.model,
             prefill_tokens=prefill_tokens(blocks.n_tokens, overlap, worker.block_size),
-            sequence=tuple(sequence_hashes(blocks.local).tolist()),
+            sequence=pack_hashes(sequence_hashes(blocks.local)),
             overlap_blocks=overlap,
             request_blocks=blocks.request_blocks,
             expected_output_tokens=asked.expected_output_tokens,
         )
         self.loads.book(request_id, booking)
+        self.view.predict(rank, blocks.local)
         return booking_json(request_id, booking)
 
     def tell(self, request_id: str, phase: Phase) -> dict[str, Any]:
@@ -272,7 +316,9 @@ class Router:
         )
         return model, blocks
 
-    def _eligible(self, filters: Wanted, model: str) -> list[RankId]:
+    def _eligible(self, filters: Wanted, model: str) -> tuple[RankId, ...]:
+        if self.policy.mode is RouterMode.DIRECT and filters.worker_id is None:
+            raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
         wanted = replace(filters, model=model)
         ranks = self.view.eligible(wanted)
         if not ranks:
@@ -293,20 +339,30 @@ class Router:
             )
         return ranks
 
+    def _idle(self, ranks: Sequence[RankId], loads: ActiveLoads, fleet: FleetState) -> Sequence[RankId]:
+        idle = idle_ranks(ranks, self._busy, self.view.workers, loads, fleet.metrics)
+        if not idle:
+            raise AllWorkersBusy(
+                f"all {len(ranks)} ranks that may serve the request are busy",
+                remedy="Try again; active_decode_blocks_threshold and active_prefill_tokens_threshold say what is busy",
+                ranks=len(ranks),
+            )
+        return idle
+
     def _policy(self, asked: RouteRequest) -> RoutePolicy:
         override = asked.router_config_override
         if override is None:
             return self.policy
-        weight, temperature = override.overlap_score_weight, override.router_temperature
-        return RoutePolicy(
-            mode=self.policy.mode,
-            overlap_score_weight=self.policy.overlap_score_weight if weight is None else weight,
-            temperature=self.policy.temperature if temperature is None else temperature,
-            tier_weights=self.policy.tier_weights,
-        )
+        given: dict[str, Any] = {
+            "overlap_score_weight": override.overlap_score_weight,
+            "temperature": override.router_temperature,
+            "track_active_blocks": override.track_active_blocks,
+            "tier_weights": override.tier_weights,
+        }
+        return replace(self.policy, **{name: value for name, value in given.items() if value is not None})
 
-    def _mode(self, policy: RoutePolicy, ranks: Sequence[RankId]) -> str:
-        return self.view.mode(ranks).value if policy.reads_index else AnswerMode.FALLBACK.value
+    def _mode(self, policy: RoutePolicy, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS) -> str:
+        return self.view.mode(ranks, predicted).value if policy.reads_index else AnswerMode.FALLBACK.value
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.view.workers.get(worker_id)

@@ -13,15 +13,18 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_worker
+from streams.core.approximate_index import ApproximatePrefixIndex
+from streams.core.decision import FleetState
 from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index import OverlapScores
+from streams.core.index import OverlapScores, with_predictions
+from streams.core.metrics import WorkerMetrics
 from streams.core.ordering import Health, Progress
-from streams.core.registry import Wanted, Worker, eligible_ranks
+from streams.core.registry import CPU_CLASS, Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
 from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import partition_of
@@ -47,8 +50,16 @@ log = logging.getLogger(__name__)
 #: Run records folded while queries wait: 130 to 200 us of them.
 _LOCKED_RECORDS = 128
 
+#: Filters whose outcome is kept until the registry changes: most requests ask for nothing but their model, and 64 ranks
+#: take 30 us to be listed anew. Beyond it all are forgotten.
+_KEPT_FILTERS_MAX = 256
+
 #: Decodes many records of the index changelog; see tables.run_decoding.
 DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
+
+
+_NO_SCORES = OverlapScores({})
+_NO_RANKS: frozenset[RankId] = frozenset()
 
 
 class AnswerMode(enum.StrEnum):
@@ -111,12 +122,19 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
+        self._predictions: ApproximatePrefixIndex | None = None
+        ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
+        if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
+            self._predictions = ApproximatePrefixIndex(ttl_s)
         self._reset()
 
     def _reset(self) -> None:
         self.index: RunFold = self._make_fold()
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
+        self._metrics: dict[RankId, WorkerMetrics] = {}
+        self._eligible: dict[Wanted, tuple[RankId, ...]] = {}
+        self._fleet: FleetState | None = None
         self._silent: set[RankId] = set()  # ranks whose bridge was not heard of for longer than it promised
         # With the time of receipt; None for one that lay in the log before we came, which proves no living owner.
         self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
@@ -215,18 +233,56 @@ class View:
             # Its tombstone would come under another key than its rank's events, and never end it.
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
+            self._eligible.clear()
+            self._fleet = None
             if worker is None:
-                self.workers.pop(worker_id, None)
+                self._forget_worker(worker_id)
             else:
                 self.workers[worker_id] = worker
 
+    def fold_metrics(self, rank: RankId, metrics: WorkerMetrics | None) -> None:
+        """A rank's engine says this of itself; None where that is too old to count."""
+        with self._lock:
+            self._fleet = None
+            if metrics is None:
+                self._metrics.pop(rank, None)
+            else:
+                self._metrics[rank] = metrics
+
+    def fleet(self) -> FleetState:
+        """What is known of the ranks' engines; a value, which does not change when more is told."""
+        with self._lock:
+            if self._fleet is None:
+                cpus = (worker.worker_id for worker in self.workers.values() if worker.device_class == CPU_CLASS)
+                self._fleet = FleetState(dict(self._metrics), frozenset(cpus))
+            return self._fleet
+
     def find_matches(self, local: HashArray) -> OverlapScores:
-        """Score every rank for a request. local: uint64[n_blocks] from the root."""
+        """Score every rank for a request by what was folded. local: uint64[n_blocks] from the root."""
         index = self.index
         if index.concurrent:
             return index.find_matches(local)
         with self._lock:
             return index.find_matches(local)
+
+    def overlap(self, local: HashArray) -> tuple[OverlapScores, frozenset[RankId]]:
+        """The same with what is predicted, and the ranks whose score is a prediction.
+
+        Where the index is not read, predictions are all there is, or nothing.
+        """
+        known = self.find_matches(local) if self._settings.reads_index else _NO_SCORES
+        if self._predictions is None:
+            return known, _NO_RANKS
+        with self._lock:
+            self._predictions.expire(self._now_ms() / 1000)
+            predicted = self._predictions.find_matches(local)
+        return with_predictions(known, predicted)
+
+    def predict(self, rank: RankId, local: HashArray) -> None:
+        """A request of these blocks was sent to the rank, which will hold them. local: uint64[n_blocks]."""
+        if self._predictions is not None and local.size:
+            with self._lock:
+                self._predictions.predict(rank, local, self._now_ms() / 1000)
 
     def model_of(self, model: str | None) -> str:
         """Give the model asked for, or the only one there is; raises UnknownModel."""
@@ -240,11 +296,19 @@ class View:
             raise UnknownModel(f"no worker serves model {model!r}", models=sorted(models))
         return model or ""
 
-    def eligible(self, wanted: Wanted) -> list[RankId]:
-        """Ranks that pass every filter, whatever is known of their caches, and whose bridge is not silent."""
+    def eligible(self, wanted: Wanted) -> tuple[RankId, ...]:
+        """Ranks that pass every filter, whatever is known of their caches, and whose bridge is not silent.
+
+        The same tuple as long as nothing changes.
+        """
         with self._lock:
-            ranks = eligible_ranks(self.workers, wanted)
-            return [rank for rank in ranks if rank not in self._silent] if self._silent else ranks
+            ranks = self._eligible.get(wanted)
+            if ranks is None:
+                if len(self._eligible) >= _KEPT_FILTERS_MAX:
+                    self._eligible.clear()
+                passing = eligible_ranks(self.workers, wanted)
+                ranks = self._eligible[wanted] = tuple(rank for rank in passing if rank not in self._silent)
+            return ranks
 
     def silent_ranks(self, worker_id: WorkerId) -> list[DpRank]:
         """A worker's ranks that no request goes to, since their bridge is silent."""
@@ -261,8 +325,10 @@ class View:
         with self._lock:
             return [progress for rank, progress in self._progress.items() if rank.worker_id == worker_id]
 
-    def mode(self, ranks: Iterable[RankId]) -> AnswerMode:
-        """The worst that is true of any of these ranks."""
+    def mode(self, ranks: Iterable[RankId], predicted: Set[RankId] = _NO_RANKS) -> AnswerMode:
+        """The worst that is true of any of these ranks; predicted: those whose score is a prediction."""
+        if not self._settings.reads_index:
+            return AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK
         stale_ms, behind_ms = self._settings.stale_after_ms, self._settings.behind_after_ms
         now_ms = self._now_ms()
         worst = AnswerMode.EXACT
@@ -280,7 +346,7 @@ class View:
                     return AnswerMode.DEGRADED
                 if any(source.behind_ms > behind_ms for source in seen[0].sources):
                     return AnswerMode.DEGRADED
-                if health is Health.APPROXIMATE:
+                if health is Health.APPROXIMATE or rank in predicted:
                     worst = AnswerMode.APPROXIMATE
         return worst
 
@@ -328,7 +394,7 @@ class View:
     def _fold_progress(self, rank: RankId, progress: Progress | None) -> None:
         if progress is None:
             self._progress.pop(rank, None)
-            self._silent.discard(rank)
+            self._note_silence(rank, silent=False)
             self.index.forget_rank(rank)
             return
         known = self._progress.get(rank)
@@ -336,4 +402,18 @@ class View:
             return
         self.index.enter_epoch(rank, progress.epoch)
         self._progress[rank] = progress
-        (self._silent.add if progress.silent else self._silent.discard)(rank)
+        self._note_silence(rank, silent=progress.silent)
+
+    def _note_silence(self, rank: RankId, *, silent: bool) -> None:
+        if silent != (rank in self._silent):
+            (self._silent.add if silent else self._silent.discard)(rank)
+            self._eligible.clear()
+
+    def _forget_worker(self, worker_id: WorkerId) -> None:
+        """A worker left the registry: nothing is predicted of it, and its engine says nothing."""
+        worker = self.workers.pop(worker_id, None)
+        for rank in [rank for rank in self._metrics if rank.worker_id == worker_id]:
+            del self._metrics[rank]
+        if self._predictions is not None:
+            for rank in worker.ranks() if worker else ():
+                self._predictions.clear(rank)

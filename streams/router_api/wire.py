@@ -51,6 +51,8 @@ class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     overlap_score_weight: _Weight | None = None
     router_temperature: _Weight | None = None
+    track_active_blocks: bool | None = None
+    tier_weights: tuple[_Weight, _Weight, _Weight, _Weight] | None = None
     moe_query: MoeQuery | None = None
 
 
@@ -65,7 +67,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str | None = None
     session_id: _Name | None = None
     priority: int = 0
-    required_taints: list[str] | None = None
+    required_taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | None = None
     phase: Role | None = None
     router_config_override: ConfigOverride | None = None
     worker_id: _U64 | None = None
@@ -115,6 +117,9 @@ class Blocks:
     request_blocks: int
 
 
+#: What of router_config_override may come as a query parameter of its own name.
+_OVERRIDES = ("overlap_score_weight", "router_temperature", "track_active_blocks", "tier_weights")
+
 _route_decoder = msgspec.json.Decoder(RouteRequest)
 _book_decoder = msgspec.json.Decoder(BookRequest)
 _worker_decoder = msgspec.json.Decoder(WorkerBody)
@@ -131,7 +136,9 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     for name in ("allowed_worker_ids", "excluded_worker_ids", "required_taints"):
         if name in values:
             values[name] = [part for part in values[name].split(",") if part]
-    override = {name: values.pop(name) for name in ("overlap_score_weight", "router_temperature") if name in values}
+    if "tier_weights" in values:
+        values["tier_weights"] = values["tier_weights"].split(",")
+    override = {name: values.pop(name) for name in _OVERRIDES if name in values}
     if override:
         values["router_config_override"] = override
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streams.core.decision import Chooser, RoutePolicy, booking_of
+from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, BookingId
@@ -60,7 +61,7 @@ def simulate(
         fleet.advance(request.timestamp_ms)
         tokens = tokens_for(request)
         hashes = hash_prompt(tokens, config.block_size)
-        sequence: list[int] = hashes.sequence.tolist()
+        sequence = pack_hashes(hashes.sequence)
         request_blocks = -(-request.input_length // config.block_size)
         scores = fleet.index.find_matches(hashes.local) if policy.reads_index else OverlapScores({})
         decision = chooser.choose(
@@ -94,7 +95,7 @@ class _Fleet:
     """Engines, and an index and loads that learn of everything the moment it happens."""
 
     def __init__(self, n_engines: int, config: EngineConfig) -> None:
-        self.ranks = [RankId(WorkerId(number), DpRank(0)) for number in range(1, n_engines + 1)]
+        self.ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, n_engines + 1))
         self._engines = {rank: EngineModel(config) for rank in self.ranks}
         self.index = PlainPrefixIndex()
         self.loads = ActiveLoads(_NEVER_MS)
