@@ -96,8 +96,7 @@ QUOTED_LINE_CHARS = 300
 CREATE_TIME_SLACK_S = 0.5
 
 #: How long a silent broker is believed alive, and how often it tells; one that was killed is registered anew after as
-#: long. Shorter sessions end in stalls of a laden machine as well, 3 s did: then the broker has no leaders until its next
-#: heartbeat.
+#: long. Shorter sessions end in stalls of a laden machine too, 3 s did: there are no leaders then until it tells again.
 BROKER_SESSION_MS = 9_000
 BROKER_HEARTBEAT_MS = 500
 
