@@ -25,9 +25,10 @@ from benchmarks.report import OURS, Bar, Report, Samples
 from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.holdings import Holdings
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
-from streams.kafka import partition_of, producer
+from streams.kafka import partition_of
 from streams.local.stack import RouterProcess, get_json
 from streams.tables.index_runs import Change, index_runs
+from streams.tables.partition import table_producer
 from streams.tables.records import encode_progress, progress_key
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -106,7 +107,7 @@ def write(parts: Machinery, written: Written, times: int, seed: int) -> float:
     rng = np.random.default_rng(seed)
     began = time.perf_counter()
     for partition, records in enumerate(written.records):
-        kafka = producer(parts.settings, **{"transactional.id": f"{parts.settings.app_id}-{partition}", "linger.ms": 0})
+        kafka = table_producer(parts.settings, partition)
         kafka.init_transactions(30.0)
         for _ in range(times):
             order = rng.permutation(len(records)).tolist()

@@ -26,7 +26,7 @@ from streams.errors import KvStreamsError, ScopeInUse, TableError
 from streams.kafka import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import INIT_TIMEOUT_S, commit_until_answered, produce, table_producer
+from streams.tables.partition import INIT_TIMEOUT_S, commit_until_answered, produce, scope_of, table_producer
 from streams.tables.records import partition_key
 from streams.tables.store import PartitionStore
 from streams.topics import topics
@@ -168,7 +168,7 @@ def _remove_copies(settings: Settings) -> int:
     """Remove this scope's copies under data_dir; one that a process holds follows by the tombstones."""
     removed = 0
     for partition in range(settings.partitions):
-        name = f"{settings.app_id}-{partition}"
+        name = scope_of(settings, partition)
         path = tables_path(settings) / name
         if path.exists():
             try:

@@ -435,6 +435,7 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
 
 def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
     """DELETE ends a worker on every router, and tells the agents so in order with the worker's events."""
+    fleet.register(fleet.model())  # with no worker at all the answer would be another: there is none to ask for
     model = fleet.model()
     told, silent = fleet.register(model, 2, dp_size=2)
     fleet.agents.progress(rank_of(told, 0), incarnation=4)

@@ -1,4 +1,4 @@
-"""The two older KV policies, by name: what each makes of a rank's hits and its engine's metrics (issue 6).
+"""The two older KV policies, by name: what each makes of a rank's hits and its engine's metrics.
 
 What lives here: their formulas, pure. What must not: choosing among equals (selection), and the cost in blocks (cost).
 Both are written as costs, so that the lower one wins in every mode.

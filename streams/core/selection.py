@@ -83,7 +83,7 @@ def select_device_aware(in_flight: Sequence[int], on_cpu: Sequence[bool], cuda_t
 
     Normalised load of a group: requests in flight / (candidates * throughput weight); the weight is 1 for CPUs and
     cuda_to_cpu_ratio for the others, which win where both are equal since they are faster. One group alone is
-    least-loaded. Source: issue 6, and NVIDIA Dynamo's mode of this name.
+    least-loaded. Source: NVIDIA Dynamo's mode of this name.
     """
     cpus = [index for index, cpu in enumerate(on_cpu) if cpu]
     others = [index for index, cpu in enumerate(on_cpu) if not cpu]

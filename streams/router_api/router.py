@@ -195,19 +195,21 @@ class Router:
         weighs = policy.overlap_score_weight > 0.0
         scores, predicted = self.view.overlap(blocks.local) if weighs else (_NO_SCORES, _NO_RANKS)
         sequence = pack_hashes(sequence_hashes(blocks.local))
-        rows = []
         with self.loads.locked() as loads:
-            for rank in ranks:
-                cached = scores.effective_blocks(rank, policy.tier_weights)
-                new_tokens = prefill_tokens(blocks.n_tokens, cached, block_size)
-                rows.append(
-                    {
-                        "worker_id": rank.worker_id,
-                        "dp_rank": rank.dp_rank,
-                        "potential_prefill_tokens": loads.load(rank).prefill_tokens + new_tokens,
-                        "potential_decode_blocks": loads.decode_blocks_with(rank, sequence),
-                    }
-                )
+            load = loads.columns(loads.rows_of(ranks), sequence)
+        rows = []
+        for rank, active_tokens, decode_blocks in zip(
+            ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), strict=True
+        ):
+            cached = scores.effective_blocks(rank, policy.tier_weights)
+            rows.append(
+                {
+                    "worker_id": rank.worker_id,
+                    "dp_rank": rank.dp_rank,
+                    "potential_prefill_tokens": active_tokens + prefill_tokens(blocks.n_tokens, cached, block_size),
+                    "potential_decode_blocks": decode_blocks,
+                }
+            )
         mode = self.view.mode(ranks, predicted) if weighs else AnswerMode.FALLBACK
         return {"loads": rows, "mode": mode.value}
 

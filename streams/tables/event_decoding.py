@@ -42,7 +42,7 @@ from streams.core.run_kernels.layout import (
 )
 from streams.errors import BadRecord
 from streams.tables.kernels.events import HEAD_WORDS, decode_batches
-from streams.tables.run_decoding import frame_header
+from streams.tables.run_decoding import address_of, frame_header
 
 #: An event of one block is some 30 bytes; a record of shorter ones, when room for rows runs out, is decoded by itself.
 _BYTES_A_ROW = 16
@@ -92,7 +92,7 @@ class EventRows(Sequence[KvEvent]):
         )
 
     def _hashes(self, address: int, n_hashes: int) -> HashArray:
-        begin = address - _address_of(self._data)
+        begin = address - address_of(self._data)
         return np.frombuffer(self._data, dtype="<u8", count=n_hashes, offset=begin)
 
 
@@ -135,7 +135,7 @@ def decode_events(
     heads = np.empty((len(values), HEAD_WORDS), dtype=np.int64)
     rows = np.empty((_ROWS_MIN + len(data) // _BYTES_A_ROW, EVENT_WORDS), dtype=np.int64)
     decode_batches(
-        _address_of(data) if data else 0,
+        address_of(data),
         lengths.ctypes.data,
         len(values),
         *frame_header("kv-events"),
@@ -193,7 +193,3 @@ def _batch(head: list[int], data: bytes, rows: Int64Array) -> EngineBatch | None
 def _text(raw: bytes) -> str:
     """A model's name; a scope has few."""
     return raw.decode()
-
-
-def _address_of(data: bytes) -> int:
-    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

@@ -340,7 +340,7 @@ class TablePartition:
         # Fences whoever owned the partition before, so that the changelog cannot grow behind our back.
         self._producer.init_transactions(INIT_TIMEOUT_S)
         # From here on we own the folder too, since the old thread of this process has been stopped.
-        scope = f"{settings.app_id}-{self.partition}"
+        scope = scope_of(settings, self.partition)
         self._store = PartitionStore(tables_path(settings) / scope, scope, settings.rocksdb_cache_mb)
         states = describe_topics(settings, (*wiring.sources, *_changelog_specs(wiring)))
         self._topic_ids = {name: state.topic_id for name, state in states.items() if state is not None}
@@ -695,12 +695,17 @@ class TablePartition:
         self._producer = None
 
 
+def scope_of(settings: Settings, partition: int) -> str:
+    """A partition's name among all scopes: of its producer, and of its copy below `tables_path`."""
+    return f"{settings.app_id}-{partition}"
+
+
 def table_producer(settings: Settings, partition: int) -> Producer:
     """The one producer that may write a partition's tables: its `init_transactions` fences all before it."""
     return producer(
         settings,
         **{
-            "transactional.id": f"{settings.app_id}-{partition}",
+            "transactional.id": scope_of(settings, partition),
             "transaction.timeout.ms": settings.transaction_timeout_ms,
             "linger.ms": 0,
         },

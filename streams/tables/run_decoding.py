@@ -41,13 +41,17 @@ def join(records: Sequence[tuple[bytes, bytes | None]]) -> tuple[bytes, Int64Arr
         return b"".join(filter(None, parts)), np.array(lengths, dtype=np.int64)
 
 
+def address_of(data: bytes) -> int:
+    """Where bytes lie, for as long as somebody keeps them; 0 where there are none."""
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data) if data else 0
+
+
 def decode(data: bytes, lengths: Int64Array) -> tuple[RunColumns, list[int]]:
     """Decode what `join` gave; see `decode_runs`."""
     n_records = len(lengths) // 2
     columns = RunColumns(n_records, len(data) // _BYTES_A_BLOCK)
-    address = np.frombuffer(data, dtype=np.uint8).ctypes.data if data else 0
     n_others = decode_records(
-        address, len(data), lengths.ctypes.data, n_records, *frame_header("prefix-index-run"), columns.address
+        address_of(data), len(data), lengths.ctypes.data, n_records, *frame_header("prefix-index-run"), columns.address
     )
     return columns, np.flatnonzero(columns.present == OTHER).tolist() if n_others else []
 

@@ -35,7 +35,7 @@ from streams.tables.kernels.runs import (
     load_records,
 )
 from streams.tables.records import decode_run, encode_run, run_key
-from streams.tables.run_decoding import frame_header, join
+from streams.tables.run_decoding import address_of, frame_header, join
 
 #: Runs of a partition at most, and words of their blocks: 64 million memberships in runs of ten. Address space only,
 #: until it is written to.
@@ -212,10 +212,9 @@ class RunTable:
         while (room := room_for(self._at, n_blocks)) != 0:
             self._make_room(room, n_blocks)
         labels = np.empty(layout.LABEL_WORDS, dtype=np.int64)
-        address = np.frombuffer(data, dtype=np.uint8).ctypes.data if data else 0
         others = load_records(
             self._at,
-            address,
+            address_of(data),
             lengths.ctypes.data,
             len(records),
             len(self._numbers),

@@ -99,11 +99,11 @@ _ID_MASK = (1 << 32) - 1
 # -- finding -------------------------------------------------------------------------------------------------
 
 
-@kernel()
-def find_engine(context: int, column: int, name: int) -> int:
-    """Slot of the block that a column holds under an engine hash, -1 for none."""
-    table, mask = get(context, BY_ENGINE + MAP_ADDRESS), get(context, BY_ENGINE + MAP_MASK)
-    tag = tag_in(context, column, name)
+@njit(inline="always")
+def find_slot(context: int, which: int, column: int, key: int) -> int:
+    """Slot of a column's block that a map finds by one of its hashes; -1 for none."""
+    table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
+    tag = tag_in(context, column, key)
     position = tag & mask
     while True:
         entry = load(table + (position << 3))
@@ -111,28 +111,23 @@ def find_engine(context: int, column: int, name: int) -> int:
             return -1
         if shift_right(entry, 32) == tag:
             slot = (entry & _ID_MASK) - 1
-            line = run_at(context, slot >> SLOT_SHIFT)
-            if load(line + RUN_COLUMN * 8) == column and load(engine_at(context, line, slot & OFFSET_MASK)) == name:
+            line, offset = run_at(context, slot >> SLOT_SHIFT), slot & OFFSET_MASK
+            at = engine_at(context, line, offset) if which == BY_ENGINE else sequence_at(context, line, offset)
+            if load(line + RUN_COLUMN * 8) == column and load(at) == key:
                 return slot
         position = (position + 1) & mask
+
+
+@kernel()
+def find_engine(context: int, column: int, name: int) -> int:
+    """Slot of the block that a column holds under an engine hash, -1 for none."""
+    return find_slot(context, BY_ENGINE, column, name)
 
 
 @kernel()
 def find_sequence(context: int, column: int, block: int) -> int:
     """Slot of a column's block by its sequence hash, held or not; -1 for none."""
-    table, mask = get(context, BY_SEQUENCE + MAP_ADDRESS), get(context, BY_SEQUENCE + MAP_MASK)
-    tag = tag_in(context, column, block)
-    position = tag & mask
-    while True:
-        entry = load(table + (position << 3))
-        if entry == 0:
-            return -1
-        if shift_right(entry, 32) == tag:
-            slot = (entry & _ID_MASK) - 1
-            line = run_at(context, slot >> SLOT_SHIFT)
-            if load(line + RUN_COLUMN * 8) == column and load(sequence_at(context, line, slot & OFFSET_MASK)) == block:
-                return slot
-        position = (position + 1) & mask
+    return find_slot(context, BY_SEQUENCE, column, block)
 
 
 @kernel()
