@@ -7,18 +7,19 @@ router does not hold in the end what the fleet holds.
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import statistics
 import sys
 import threading
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import numpy as np
@@ -32,7 +33,7 @@ from streams.core.events import EngineBatch, EngineEvents
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, WorkerId
 from streams.core.registry import Worker
 from streams.kafka import producer
-from streams.local.stack import RouterProcess, get_json
+from streams.local.stack import get_json
 from streams.topics import topics
 
 MODEL = "m"
@@ -48,7 +49,7 @@ DECODE_SHARE = 0.7
 PROMPTS_KEPT = 64
 DRAIN_TIMEOUT_S = 120.0
 #: Between two questions of the probe: asked without pause they would take a core of two from what is measured.
-PROBE_EVERY_S = 0.005
+PROBE_EVERY_S = 0.002
 
 
 @dataclass(slots=True)
@@ -286,6 +287,9 @@ def latencies(fleet: Fleet, told: Told, records_a_second: float, seed: int) -> l
     fleet.kafka.produce(fleet.topics.workers.name, encode_worker(worker), probe.key)
     fleet.kafka.produce(fleet.topics.kv_events.name, probe.begin(), probe.key)
     rng = np.random.default_rng(seed)
+    # Kept open, as gateways do: a connection a question would cost more than the question.
+    address = urlsplit(fleet.router.url)
+    kept = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10.0)
     time.sleep(2.0)
     while sender.is_alive():
         local = rng.integers(1, 1 << 63, size=8, dtype=np.uint64)
@@ -302,19 +306,19 @@ def latencies(fleet: Fleet, told: Told, records_a_second: float, seed: int) -> l
         fleet.kafka.poll(0)
         began = time.perf_counter()
         while time.perf_counter() - began < 5.0:
-            if _route(fleet.router, body)["overlap_blocks"] == len(local):
+            if _route(kept, body)["overlap_blocks"] == len(local):
                 break
             time.sleep(PROBE_EVERY_S)
         found.append(time.perf_counter() - began)
         time.sleep(0.02)
     sender.join()
+    kept.close()
     return found
 
 
-def _route(router: RouterProcess, body: bytes) -> Any:
-    request = urllib.request.Request(f"{router.url}/route", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10.0) as response:
-        return json.loads(response.read())
+def _route(kept: http.client.HTTPConnection, body: bytes) -> Any:
+    kept.request("POST", "/route", body, {"Content-Type": "application/json"})
+    return json.loads(kept.getresponse().read())
 
 
 def _cases(names: tuple[str, ...]) -> Callable[[str], bool]:

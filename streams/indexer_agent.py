@@ -242,19 +242,33 @@ class Indexer:
                 log.exception("%s [%d] up to %d was not fed", message.topic, message.partition, message.offset)
 
     async def assigned(self, partitions: set[TP]) -> None:
-        """Open what is assigned; comes after `revoked`, which has closed whatever was open."""
+        """Open what is assigned, go on with what was ours before, release the rest; comes after `revoked`."""
         self._loop = asyncio.get_running_loop()
         mine = {tp.partition for tp in partitions if tp.topic == self._source.name}
-        for partition in sorted(mine - self._partitions.keys()):
-            table = TablePartition(partition, self._wire())
-            self._partitions[partition] = table
-            table.start()
+        await self._stop([self._partitions.pop(partition) for partition in sorted(self._partitions.keys() - mine)])
+        for partition in sorted(mine):
+            if partition in self._partitions:
+                self._partitions[partition].resume()
+            else:
+                table = TablePartition(partition, self._wire())
+                self._partitions[partition] = table
+                table.start()
         log.info("partitions assigned: %s", sorted(mine))
 
     async def revoked(self, partitions: set[TP]) -> None:
-        """Finish the running batches of revoked partitions and release them."""
-        mine = {tp.partition for tp in partitions if tp.topic == self._source.name}
-        await self._stop([self._partitions.pop(partition) for partition in sorted(mine & self._partitions.keys())])
+        """Finish the running batches of revoked partitions; those that come back with `assigned` stay open.
+
+        Every rebalance revokes all of them, and most come back at once: opened anew, each would be read from disk
+        while those that really move are waited for.
+        """
+        mine = {tp.partition for tp in partitions if tp.topic == self._source.name} & self._partitions.keys()
+        tables = [self._partitions[partition] for partition in sorted(mine)]
+        self._paused.difference_update(mine)
+        kept = await asyncio.gather(*(asyncio.to_thread(table.suspend) for table in tables))
+        closed = [table for table, is_kept in zip(tables, kept, strict=True) if not is_kept]
+        for table in closed:
+            del self._partitions[table.partition]
+        await self._stop(closed)
 
     async def close(self) -> None:
         """Release everything."""

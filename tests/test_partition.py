@@ -4,6 +4,7 @@ records."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,17 @@ from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, ensure_topics
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
+from streams.tables.partition import (
+    INIT_TIMEOUT_S,
+    PARTITION_RECORD_EVERY_S,
+    Outgoing,
+    PartitionWiring,
+    SourceRecord,
+    TablePartition,
+    commit_until_answered,
+    produce,
+    table_producer,
+)
 from streams.tables.records import decode_partition, partition_key
 from streams.tables.store import TableSpec, TableWrite
 from streams.topics import topics
@@ -29,8 +40,10 @@ class Thirds:
     table: TableSpec
     applied: list[bytes] = field(default_factory=list)
 
+    loaded: list[bytes] = field(default_factory=list)
+
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - the signature
-        list(items)
+        self.loaded.extend(value for _, value in items)
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[bytes]:
         return [record.value or b"" for record in records]
@@ -60,6 +73,11 @@ class Opened:
     settings: Settings
     acknowledged: list[Any] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
+    reducers: list[Thirds] = field(default_factory=list)
+
+    def make_reducer(self) -> Thirds:
+        self.reducers.append(Thirds(prefix_index_table(self.settings)))
+        return self.reducers[-1]
 
     def open(self) -> TablePartition:
         names, table = topics(self.settings), prefix_index_table(self.settings)
@@ -71,7 +89,7 @@ class Opened:
                 sources=(names.kv_events,),
                 dead_letters=names.dead_letters,
                 owner="a test",
-                make_reducer=lambda: Thirds(table),
+                make_reducer=self.make_reducer,
                 acknowledge=self.acknowledged.extend,
                 drained=lambda _: None,
                 opened=lambda *_: self.ready.set(),
@@ -135,3 +153,60 @@ def test_a_batch_that_a_reducer_ends_is_several_transactions_in_order(opened: Op
     assert [number for _, numbers in written for number in numbers] == opened.acknowledged
     for applied, numbers in written:
         assert len(numbers) <= 3 and applied == numbers[-1]
+
+
+def test_a_partition_that_a_rebalance_gives_back_goes_on_without_being_read_again(opened: Opened) -> None:
+    """Suspended it finishes its batch, takes and writes nothing, and then wants what comes behind its batch."""
+    partition = opened.open()
+    try:
+        assert partition.offer(records(opened.settings, 0, 4)) is None
+        wait_for(lambda: len(opened.acknowledged) == 5, VISIBLE_TIMEOUT_S, "five acknowledgements")
+        assert partition.suspend()
+        assert partition.suspend()  # a second rebalance before the first is over
+        written = partition.counts["transactions"]
+        source = topics(opened.settings).kv_events.name
+        assert partition.offer(records(opened.settings, 5, 6)) == -1
+        assert partition.wanted(source) is None
+        time.sleep(1.5 * PARTITION_RECORD_EVERY_S)
+        assert partition.counts["transactions"] == written
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.wanted(source) == 5
+        assert partition.offer(records(opened.settings, 5, 6)) is None
+        wait_for(lambda: len(opened.acknowledged) == 7, VISIBLE_TIMEOUT_S, "two more")
+        assert len(opened.reducers) == 1 and partition.counts["reopened"] == 0
+        assert partition.suspend()
+    finally:
+        partition.stop()  # as when it goes elsewhere
+    assert opened.acknowledged == list(range(7))
+
+
+def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(opened: Opened) -> None:
+    """What the other one wrote is known before anything is taken, although nobody said that there was another."""
+    partition = opened.open()
+    try:
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        assert partition.suspend()
+        other = table_producer(opened.settings, 0)
+        other.init_transactions(INIT_TIMEOUT_S)
+        other.begin_transaction()
+        changelog = topics(opened.settings).index_changelog.name
+        produce(other, changelog, 0, b"Kanother", b"another", None, None)
+        commit_until_answered(other)
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.counts["reopened"] == 1
+        assert opened.reducers[-1].loaded == [b"0", b"1", b"2", b"another"]
+        assert partition.wanted(topics(opened.settings).kv_events.name) == 3
+    finally:
+        partition.stop()
+
+
+def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:
+    """One that was stopped, as one that is opening, is to be begun anew."""
+    partition = opened.open()
+    partition.stop()
+    assert not partition.suspend()

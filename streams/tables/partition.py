@@ -189,6 +189,9 @@ class TablePartition:
         self._applied_until_ms = 0
         self._lost = False
         self._stopping = False
+        self._is_open = False
+        self._suspended = False
+        self._at_rest = False  # suspended, and the running batch is finished
         self._batch: list[SourceRecord] = []
         self._sources: dict[str, SourceProgress] = {}
         self._behind_since_ms: dict[str, int] = {}
@@ -218,6 +221,27 @@ class TablePartition:
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             log.error("partition %d did not stop in %g s", self.partition, STOP_TIMEOUT_S)
+
+    def suspend(self) -> bool:
+        """Finish the running batch and write nothing more until `resume`; what is queued is dropped un-acknowledged.
+
+        Memory, RocksDB and producer are kept, for a partition that a rebalance gives back to its owner. Had another
+        been its owner meanwhile, the producer is fenced, and the partition is opened again. False where there is
+        nothing to keep, since the partition is not open; it is to be stopped then.
+        """
+        with self._lock:
+            self._suspended = True
+            self._next = None
+            self._forget_queue()
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._at_rest or not self._is_open, STOP_TIMEOUT_S)
+            return self._at_rest
+
+    def resume(self) -> None:
+        """Go on after `suspend`; records are refused until `opened` is called."""
+        with self._lock:
+            self._suspended = False
+            self._lock.notify_all()
 
     def offer(self, records: Sequence[SourceRecord]) -> int | None:
         """Take records of one topic, in order of their offsets, from the next one on.
@@ -307,12 +331,17 @@ class TablePartition:
                 self._open()
                 backoff = REOPEN_BACKOFF_S[0]
                 while not self._stopping:
-                    self._step()
+                    if self._suspended:
+                        self._rest()
+                    else:
+                        self._step()
             except Exception as exc:  # nothing may end this thread but being stopped
                 failed = True
                 self.counts["reopened"] += 1
                 log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
                 with self._lock:
+                    self._is_open = False
+                    self._lock.notify_all()
                     if not self._stopping:
                         self._lock.wait(backoff)
                 backoff = min(backoff * 2, REOPEN_BACKOFF_S[1])
@@ -332,6 +361,18 @@ class TablePartition:
                 if not self._stopping:
                     self._lock.wait(OWNERSHIP_POLL_S)
         return False
+
+    def _rest(self) -> None:
+        """Hold what is open until `resume`, then see that nobody else has written, and ask for records again."""
+        with self._lock:
+            self._at_rest = True
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._stopping or not self._suspended)
+            self._at_rest = False
+            if self._stopping:
+                return
+        self._process([])
+        self._begin()
 
     def _open(self) -> None:
         wiring = self._wiring
@@ -363,15 +404,20 @@ class TablePartition:
             kept, self._batch = self._batch, []
             if self._follows(kept):
                 self._process(kept)
+        self._is_open = True
+        self._begin()
+
+    def _begin(self) -> None:
+        """Ask for the records behind those that are applied."""
         with self._lock:
-            if self._stopping:
+            if self._stopping or self._suspended:
                 return
             self._forget_queue()
             self._skipped.clear()
             self._asked = None
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
             wanted = dict(self._next)
-        wiring.opened(self.partition, wanted)
+        self._wiring.opened(self.partition, wanted)
 
     def _follows(self, kept: list[SourceRecord]) -> bool:
         """Whether nothing lies between what is applied and these; a table that begins anew is behind them."""
@@ -687,7 +733,9 @@ class TablePartition:
     def _close(self) -> None:
         with self._lock:
             self._next = None
+            self._is_open = False
             self._forget_queue()
+            self._lock.notify_all()
         if self._store is not None:
             self._store.close()
         self._store = None
