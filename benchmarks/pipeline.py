@@ -333,7 +333,7 @@ def _cases(names: tuple[str, ...]) -> Callable[[str], bool]:
 @click.option("--large-rate", default=4000.0, show_default=True, help="Records a second, of 128 blocks each.")
 @click.option("--latency-rate", default=1000.0, show_default=True, help="Records a second beside the probe.")
 @click.option("--engines", default=64, show_default=True)
-@click.option("--partitions", default=8, show_default=True)
+@click.option("--partitions", default=4, show_default=True, help="Each is a transaction of its own.")
 def main(
     json_path: Path | None,
     cases: tuple[str, ...],

@@ -390,6 +390,7 @@ class Indexer:
                 log_end=lambda topic, partition: log_end(self._settings, topic, partition),
                 on_effect=self._armed,
                 now_ms=lambda: time.time_ns() // 1_000_000,
+                partitions_open=lambda: len(self._partitions),
             )
         return self._wiring
 

@@ -6,7 +6,7 @@ What lives here: admin calls, producers, consumers, and why they are set as they
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ CREATE_TIMEOUT_S = 20.0
 #: The client ends a call at its own time-out with the reason; its future is given a little longer, so that the reason
 #: arrives before our patience ends.
 _FUTURE_SLACK_S = 5.0
+
+#: A reader that no broker tells of its topics' leaders for this long begins without knowing them.
+LEADERS_TIMEOUT_S = 2.0
 
 #: How often a partition without a leader is asked again, and how that looks.
 _LEADER_POLL_S = 0.05
@@ -119,6 +122,20 @@ def reader(settings: Settings, **overrides: Any) -> Consumer:
             **overrides,
         }
     )
+
+
+def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
+    """Read from these partitions, each from its own offset.
+
+    The client looks for the leaders of what it was assigned 0.5 s later (measured); of topics that it knows already it
+    has them, and the first record comes within 20 ms.
+    """
+    try:
+        for topic in sorted({each.topic for each in where}):
+            consumer.list_topics(topic, LEADERS_TIMEOUT_S)
+    except KafkaException:
+        pass  # no broker answers; the client goes on asking by itself
+    consumer.assign(list(where))
 
 
 def consume(consumer: Consumer, n_messages: int, timeout_s: float) -> list[Message]:
@@ -353,7 +370,7 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
         low, high = _watermarks(consumer, TopicPartition(topic, partition))
         if high <= wanted:
             return FirstOffset(low, None, wanted)
-        consumer.assign([TopicPartition(topic, partition, max(low, wanted))])
+        assign(consumer, [TopicPartition(topic, partition, max(low, wanted))])
         for message in consumer.consume(1, ANSWER_TIMEOUT_S):
             error, at = message.error(), message.offset()
             if error is None:

@@ -18,7 +18,7 @@ from streams.core.events import ResyncRequest
 from streams.core.ids import WorkerId
 from streams.core.registry import Worker
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import partition_of, reader
+from streams.kafka import assign, partition_of, reader
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -70,7 +70,7 @@ class Inbox:
         try:
             where = [TopicPartition(self._workers, home, OFFSET_BEGINNING) for home in self._homes]
             where += [TopicPartition(self._control, home, OFFSET_END) for home in self._homes]
-            consumer.assign(where)
+            assign(consumer, where)
             while not self._stopping.is_set():
                 first = consumer.poll(_POLL_S)  # `consume` alone would wait for its time to pass, whatever has come
                 messages = [] if first is None else [first, *consumer.consume(_READ_RECORDS - 1, 0.0)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
-from streams.kafka import Record, as_record, consume, reader
+from streams.kafka import Record, as_record, assign, consume, reader
 from streams.settings import Settings
 from streams.topics import TopicSpec
 
@@ -120,7 +120,7 @@ class Feeds:
         try:
             consumer = reader(self._settings)
             try:
-                consumer.assign([TopicPartition(topic, n, OFFSET_BEGINNING) for topic, n in share])
+                assign(consumer, [TopicPartition(topic, n, OFFSET_BEGINNING) for topic, n in share])
                 self._read(consumer, over)
             finally:
                 consumer.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import OffsetLost, TableError
-from streams.kafka import Record, as_record, consume, reader
+from streams.kafka import Record, as_record, assign, consume, reader
 from streams.settings import Settings
 
 #: Records handed on at a time.
@@ -15,6 +15,9 @@ READ_BATCH_RECORDS = 1000
 
 #: A broker that sends nothing for this long, not even the end of the partition, is not answering.
 READ_STALL_S = 30.0
+
+#: The broker holds a question for more for this long before it says that there is none.
+END_WAIT_MS = 5
 
 _POLL_S = 0.5
 
@@ -44,9 +47,9 @@ def read_messages(
     The end is told by the consumer, never by counting: transaction markers take offsets too.
     Raises OffsetLost where the offset is not in the log, TableError where nothing comes for READ_STALL_S.
     """
-    consumer = reader(settings)
+    consumer = reader(settings, **{"fetch.wait.max.ms": END_WAIT_MS})
     try:
-        consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING if start is None else start)])
+        assign(consumer, [TopicPartition(topic, partition, OFFSET_BEGINNING if start is None else start)])
         silent_s = 0.0
         while True:
             messages = consume(consumer, READ_BATCH_RECORDS, _POLL_S)

@@ -52,10 +52,13 @@ log = logging.getLogger(__name__)
 #: Readers call a partition record older than 3 s stale; three may be late before that happens.
 PARTITION_RECORD_EVERY_S = 1.0
 
-#: A partition begins a transaction no sooner than this after the one before, unless a whole batch waits. Each costs the
-#: broker four requests, be it of one record or of a hundred; at 1,000 records a second it did little else, and what was
-#: saved in waiting was lost in its queue.
-TRANSACTION_EVERY_S = 0.02
+#: A worker begins this many transactions a second at most, unless whole batches wait: each partition in its turn, so
+#: that one of four waits for 10 ms. Each costs the broker four requests, be it of one record or of a hundred; at 1,000
+#: records a second it did little else, and what was saved in waiting was lost in its queue.
+TRANSACTIONS_A_SECOND = 400
+
+#: Between two flushes of a store: the age of what a killed worker has on disk, which the changelog must still tell of.
+FLUSH_EVERY_S = 600.0
 
 #: Bytes of source records in one transaction: a batch must commit well within the transaction's timeout.
 BATCH_BYTES_MAX = 1 << 20
@@ -151,7 +154,10 @@ class PartitionWiring:
     Called on the partition's thread: acknowledge (handles, in offset order), drained (there is room again), opened
     (topic to the first offset wanted). is_ours asks the group's coordinator whether a partition is this worker's.
     source_end gives the end of a source's log as last seen, or -1; log_end asks the broker for it, and raises where
-    none answers. on_effect: a fault that a test armed.
+    none answers. on_effect: a fault that a test armed. partitions_open: how many this worker has. turn: held while what
+    was read of a changelog is worked upon; four partitions that are opened at once would hand the interpreter to each
+    other at every call into RocksDB, and take twice as long as one behind the other (measured). Nobody waits for a
+    broker with it.
     """
 
     settings: Settings
@@ -168,6 +174,8 @@ class PartitionWiring:
     log_end: Callable[[str, int], int]
     on_effect: Callable[[int], None] | None
     now_ms: Callable[[], int]
+    partitions_open: Callable[[], int] = lambda: 1
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class TablePartition:
@@ -202,6 +210,7 @@ class TablePartition:
         self._tombstones_kept_ms: dict[str, int] = {}  # by changelog: how long it tells of what was deleted
         self._ends: dict[str, int] = {}  # by changelog: the offset behind what we read or wrote last
         self._written_at = 0.0
+        self._flushed_at = 0.0
         self._took_at = 0.0
         self._breaker: tuple[str, int] | None = None
         self._breaks = 0
@@ -399,6 +408,7 @@ class TablePartition:
         self._adopt_sources(record, reducer)
         self._reducer = reducer
         self._written_at = 0.0
+        self._flushed_at = time.monotonic()  # the last of `_catch_up`
         if self._batch:
             # The kept batch: what of it the log has is known by now, the rest is judged again.
             kept, self._batch = self._batch, []
@@ -481,12 +491,13 @@ class TablePartition:
             self._catch_up(store, table)
         reducer = self._wiring.make_reducer()
         record: PartitionRecord | None = None
-        for table in self._wiring.tables:
-            held = list(store.items(table))
-            for key, value in held:
-                if key == partition_key(self.partition):
-                    record = decode_partition(key, value)
-            reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
+        with self._wiring.turn:
+            for table in self._wiring.tables:
+                held = list(store.items(table))
+                for key, value in held:
+                    if key == partition_key(self.partition):
+                        record = decode_partition(key, value)
+                reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
         return reducer, record
 
     def _catch_up(self, store: PartitionStore, table: TableSpec) -> None:
@@ -500,8 +511,9 @@ class TablePartition:
         def keep(records: list[Message]) -> None:
             last = records[-1].offset()
             assert last is not None  # only an error may lack it
-            changes = [(record.key() or b"", record.value()) for record in records]
-            store.keep(table, changes, ChangelogPosition(topic_id, last + 1, as_of_ms))
+            with self._wiring.turn:
+                changes = [(record.key() or b"", record.value()) for record in records]
+                store.keep(table, changes, ChangelogPosition(topic_id, last + 1, as_of_ms))
 
         start = None if position is None else position.next_offset
         end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
@@ -533,7 +545,8 @@ class TablePartition:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
             if not self._queue and not self._stopping and due > 0:
                 self._lock.wait(due)
-            rest = self._took_at + TRANSACTION_EVERY_S - time.monotonic()
+            step = self._wiring.partitions_open() / TRANSACTIONS_A_SECOND
+            rest = self._took_at + step - time.monotonic()
             if self._queue and rest > 0:
                 self._lock.wait_for(lambda: self._stopping or len(self._queue) >= limit, rest)
             self._took_at = time.monotonic()
@@ -601,6 +614,9 @@ class TablePartition:
             self._wiring.acknowledge([record.handle for record in batch])  # effect 7
         effect(7)
         self._written_at = time.monotonic()
+        if self._written_at - self._flushed_at >= FLUSH_EVERY_S:
+            self._store.flush()
+            self._flushed_at = self._written_at
         self.counts["applied"] += len(batch)
         self.counts["dead_letters"] += len(dead)
         self.counts["transactions"] += 1

@@ -1,7 +1,8 @@
 """One partition's tables on local disk: a RocksDB that may always be thrown away, since the changelogs rebuild it.
 
 What lives here: opening, reading and writing. What must not: deciding what is written. Values and the changelog offsets
-that they came from go down in one WriteBatch, so the two never disagree. Owner: the partition's thread.
+that they came from go down in one WriteBatch, so the two never disagree. RocksDB keeps no log: it is the changelog that
+does, and what is lost with the process is read again from where the store stands. Owner: the partition's thread.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class PartitionStore:
         return ((key[1:], value) for key, value in self._pairs(prefix))
 
     def write(self, writes: Iterable[TableWrite], positions: dict[TableSpec, ChangelogPosition]) -> None:
-        """Apply records and positions in one WriteBatch."""
+        """Apply records and positions in one WriteBatch; `flush` makes it last."""
         batch = WriteBatch(raw_mode=True)
         for write in writes:
             key = bytes([write.table.store_id]) + write.key
@@ -122,16 +123,12 @@ class PartitionStore:
                 batch.put(key, write.value)
         for table, position in positions.items():
             _put_position(batch, table, position)
-        self._asking(lambda: self._db.write(batch))
+        self._asking(lambda: self._db.write(batch, self._unlogged))
 
     def keep(
         self, table: TableSpec, changes: Iterable[tuple[bytes, bytes | None]], position: ChangelogPosition
     ) -> None:
-        """Apply records read back from a changelog, and where it stands behind them.
-
-        They lie in the changelog, so no log is written here: what is lost with the process is read again. `flush`
-        makes them last.
-        """
+        """Apply records read back from a changelog, and where it stands behind them; `flush` makes them last."""
         batch = WriteBatch(raw_mode=True)
         prefix = bytes([table.store_id])
         for key, value in changes:
@@ -143,7 +140,7 @@ class PartitionStore:
         self._asking(lambda: self._db.write(batch, self._unlogged))
 
     def flush(self) -> None:
-        """Make what `keep` wrote last."""
+        """Make what was written last."""
         self._asking(self._db.flush)
 
     def rebuild(self, reason: str, aside: bool = False) -> None:
