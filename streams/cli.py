@@ -267,7 +267,7 @@ def _reset(settings: Settings, force: bool) -> None:
     "engines",
     multiple=True,
     required=True,
-    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME]",
+    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]",
     help="one engine; give it again for each",
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:

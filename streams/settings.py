@@ -129,6 +129,9 @@ class Settings:
     bridge_lease_s: float = _knob(
         6.0, "a bridge silent for this long has lost its engines to the next one", low=0.3, high=600.0
     )
+    metrics_interval_s: float = _knob(
+        1.0, "a bridge reads each engine's Prometheus page this often; 0 does not", low=0.0, high=180.0
+    )
     router_reset_states: bool = _knob(
         False, "empty the scope's index, loads and events at start; refused while another member lives"
     )

@@ -12,14 +12,13 @@ import pytest
 
 from streams.core.hashing import local_hashes
 from streams.core.loads import Phase
-from streams.core.metrics import WorkerMetrics
 from streams.core.selection import RouterMode
 from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
 from streams.router_api.router import Router
 from streams.router_api.wire import parse_route_query
 from streams.settings import Settings
 from tests.api import TOKENS, packed
-from tests.test_view_predictions import BLOCK_SIZE, hold, rank, register
+from tests.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
 
 
 def router_of(n_workers: int = 3, **knobs: Any) -> Router:
@@ -104,12 +103,12 @@ def test_a_session_stays_where_it_was() -> None:
 def test_busy_ranks_are_left_out_by_what_engines_say() -> None:
     """And by what was booked; all busy is a fault of its own."""
     router = router_of(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=40)
-    router.view.fold_metrics(rank(1), WorkerMetrics(kv_active_blocks=51, kv_total_blocks=100))
+    report(router.view, rank(1), kv_active_blocks=51, kv_total_blocks=100)
     chosen = {ask(router, f"r{n}")["worker_id"] for n in range(2)}
     assert chosen == {2, 3}
     with pytest.raises(AllWorkersBusy):
         ask(router, "r3")
-    router.view.fold_metrics(rank(1), None)
+    report(router.view, rank(1), kv_active_blocks=50, kv_total_blocks=100)
     assert ask(router, "r4")["worker_id"] == 1
 
 
@@ -118,8 +117,7 @@ def test_metrics_reach_the_older_policies() -> None:
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
     for worker_id, active in ((1, 90), (2, 10)):
         hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE))
-        told = WorkerMetrics(kv_active_blocks=active, kv_total_blocks=100)
-        router.view.fold_metrics(rank(worker_id), told)
+        report(router.view, rank(worker_id), kv_active_blocks=active, kv_total_blocks=100)
     answer = ask(router)
     assert (answer["worker_id"], answer["mode"]) == (2, "exact")
 

@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "rocksdb_cache_mb": (1, NUMBER_MAX),
     "retention_ms": (60_000, NUMBER_MAX),
     "bridge_lease_s": (0.3, 600.0),
+    "metrics_interval_s": (0.0, 180.0),
 }
 
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -38,13 +38,13 @@ from streams.errors import (
     UnknownId,
 )
 from streams.kafka import producer
-from streams.router_api.feeds import Feeds, Fold, key_and_value, one_by_one
+from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
 from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of, booking_json, rank_of, terms_json
 from streams.router_api.wire import worker_id as parse_worker_id
 from streams.settings import Settings
-from streams.topics import TopicSpec, topics
+from streams.topics import topics
 from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
@@ -77,20 +77,26 @@ class Router:
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _now_ms)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
-        folds: dict[str, tuple[TopicSpec, Fold]] = {
-            "workers": (
+        feeds = {
+            "workers": Feed(
                 self._topics.workers,
                 one_by_one(lambda record: self.view.fold_worker(record.key, record.value)),
             ),
+            # From its end: whoever bridges an engine says soon how it is now.
+            "metrics": Feed(
+                self._topics.worker_metrics,
+                one_by_one(lambda record: self.view.fold_report(record.key, record.value)),
+                from_end=True,
+            ),
         }
         if settings.reads_index:
-            folds["index"] = (
+            feeds["index"] = Feed(
                 self._topics.index_changelog,
                 lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
             )
         if settings.router_replica_sync:
-            folds["loads"] = (self._topics.router_loads, one_by_one(self.loads.fold))
-        self.feeds = Feeds(settings, folds, self._restart)
+            feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
+        self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -214,9 +220,10 @@ class Router:
         return {"loads": rows, "mode": mode.value}
 
     def rank_loads(self) -> dict[str, Any]:
-        """Every registered rank's active load."""
+        """Every registered rank's active load, and what its engine says of itself."""
         self.check_ready()
         rows = []
+        told = self.view.fleet().metrics
         with self.loads.locked() as loads:
             for rank in sorted({*self.view.all_ranks(), *loads.ranks()}):
                 load = loads.load(rank)
@@ -227,6 +234,7 @@ class Router:
                         "active_prefill_tokens": load.prefill_tokens,
                         "active_decode_blocks": load.decode_blocks,
                         "active_requests": load.requests,
+                        "engine": None if rank not in told else asdict(told[rank]),
                     }
                 )
         return {"loads": rows}
