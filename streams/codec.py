@@ -310,11 +310,16 @@ _KEY_SEPARATOR = "\x1f"
 _BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output_blocks")
 
 
+def load_key(booking_id: BookingId, phase: Phase) -> bytes:
+    """Key of one phase's record of router-loads."""
+    parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value)
+    return _KEY_SEPARATOR.join(parts).encode()
+
+
 def encode_load(
     booking_id: BookingId, phase: Phase, booking: Booking | None, written_at_ms: int
 ) -> tuple[bytes, bytes]:
     """Encode one record of router-loads; gives key and value."""
-    key = _KEY_SEPARATOR.join((booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value))
     value = codec("router-loads").encode(
         {
             "request_id": booking_id.request_id,
@@ -337,7 +342,7 @@ def encode_load(
             },
         }
     )
-    return key.encode(), value
+    return load_key(booking_id, phase), value
 
 
 def decode_load(

@@ -112,6 +112,8 @@ def topics(settings: Settings) -> Topics:
             {
                 **_COMPACTED,
                 "cleanup.policy": "compact,delete",
+                # Bookings expire by append time: one clock, the broker's, for every router.
+                "message.timestamp.type": "LogAppendTime",
                 # Twice the TTL: a router that starts must still see every add whose booking may be alive.
                 "retention.ms": str(int(settings.booking_ttl_s * 2 * 1000)),
                 "segment.ms": str(60 * 1000),

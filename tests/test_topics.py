@@ -39,6 +39,7 @@ WANTED: dict[str, dict[str, str]] = {
     "router-loads": {
         **COMPACTED,
         "cleanup.policy": "compact,delete",
+        "message.timestamp.type": "LogAppendTime",
         "min.compaction.lag.ms": "0",
         "segment.ms": "60000",
         "retention.ms": str(2 * 600 * 1000),

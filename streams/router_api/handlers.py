@@ -70,7 +70,10 @@ class Handlers:
                 ("workers", "Registered workers"),
                 ("ranks_with_metrics", "Ranks whose engine says how it is"),
                 ("scrapes_failed", "Scrapes that failed, as the bridges tell, of the ranks with metrics"),
-                ("bookings_unpublished", "Bookings that Kafka did not take"),
+                ("bookings_known", "Bookings remembered, the ended ones that have not expired among them"),
+                ("bookings_unpublished", "Records of bookings that Kafka did not take, or that found no room to wait"),
+                ("bookings_unacknowledged", "Records of bookings that Kafka has not acknowledged yet"),
+                ("bookings_in_sync", "1 while bookings of all routers are known to all, 0 while Kafka is away"),
                 ("unknown_calls", "Calls for request ids that no booking came for"),
                 ("bad_records", "Records of the router's topics that could not be used"),
                 ("records_without_room", "Run records that the index had no room for; their ranks are degraded"),
@@ -208,12 +211,17 @@ class Handlers:
         """Prometheus."""
         router = self._router
         reports = router.view.reports()
+        with router.loads.locked() as loads:
+            bookings_known = len(loads)
         for name, value in (
             ("index_blocks", len(router.view.index)),
             ("workers", len(router.view.workers)),
             ("ranks_with_metrics", len(reports)),
             ("scrapes_failed", sum(report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0)),
+            ("bookings_known", bookings_known),
             ("bookings_unpublished", router.loads.unpublished),
+            ("bookings_unacknowledged", router.loads.unacknowledged),
+            ("bookings_in_sync", float(router.loads.in_sync)),
             ("unknown_calls", router.loads.unknown_calls),
             ("bad_records", router.feeds.bad_records),
             ("records_without_room", router.view.records_without_room),

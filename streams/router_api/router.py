@@ -75,7 +75,7 @@ class Router:
         self._topics = topics(settings)
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
-        self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _now_ms)
+        self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
         feeds = {
             "workers": Feed(
@@ -148,7 +148,7 @@ class Router:
             live = loads.live(request_id)
             if live is not None and asked.update_states:
                 # A client that tries again must not book twice: the choice stands.
-                mode = self._mode(policy, [live[1].rank])
+                mode = self._mode(policy.reads_index, [live[1].rank])
                 return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
         passing = self._eligible(filters, model)
         scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
@@ -186,7 +186,7 @@ class Router:
                 self.view.predict(chosen.rank, blocks.local)
                 if session is not None:
                     self._sessions.bind(session, chosen.rank, time.monotonic())
-        mode = self._mode(policy, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
+        mode = self._mode(policy.reads_index, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
         self.answers[mode] += 1
         return _answer(request_id, decision, blocks, mode, asked.explain)
 
@@ -216,8 +216,8 @@ class Router:
                     "potential_decode_blocks": decode_blocks,
                 }
             )
-        mode = self.view.mode(ranks, predicted) if weighs else AnswerMode.FALLBACK
-        return {"loads": rows, "mode": mode.value}
+        mode = self._mode(weighs, ranks, predicted)
+        return {"loads": rows, "mode": mode}
 
     def rank_loads(self) -> dict[str, Any]:
         """Every registered rank's active load, and what its engine says of itself."""
@@ -237,7 +237,7 @@ class Router:
                         "engine": None if rank not in told else asdict(told[rank]),
                     }
                 )
-        return {"loads": rows}
+        return {"loads": rows, "in_sync": self.loads.in_sync}
 
     def book(self, request_id: str, asked: BookRequest) -> dict[str, Any]:
         """Book a choice made elsewhere; the same again changes nothing, another rank is a conflict."""
@@ -371,8 +371,13 @@ class Router:
         }
         return replace(self.policy, **{name: value for name, value in given.items() if value is not None})
 
-    def _mode(self, policy: RoutePolicy, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS) -> str:
-        return self.view.mode(ranks, predicted).value if policy.reads_index else AnswerMode.FALLBACK.value
+    def _mode(self, reads_index: bool, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS) -> str:
+        if not reads_index:
+            return AnswerMode.FALLBACK.value
+        mode = self.view.mode(ranks, predicted)
+        # Load is a part of the cost, and of load we know our own share alone.
+        worse = mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
+        return (AnswerMode.DEGRADED if worse else mode).value
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.view.workers.get(worker_id)
