@@ -53,7 +53,9 @@ def with_settings(command: _F) -> _F:
         flag = knob.name.replace("_", "-")
         text = str(knob.metadata["help"])
         if knob.type == "bool":
-            option = click.option(f"--{flag}/--no-{flag}", f"knob_{knob.name}", default=None, help=text)
+            # Dynamo has a name for the contrary of this one.
+            contrary = "router-persist-states" if knob.name == "router_reset_states" else f"no-{flag}"
+            option = click.option(f"--{flag}/--{contrary}", f"knob_{knob.name}", default=None, help=text)
         else:
             option = click.option(f"--{flag}", f"knob_{knob.name}", default=None, metavar="VALUE", help=text)
         wrapped = option(wrapped)

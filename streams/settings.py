@@ -239,7 +239,15 @@ def load(
             values[name] = _convert(name, value, hints[name], label)
             sources[name] = label
     try:
-        return Resolved(Settings(**values), sources, tuple(warnings))
+        settings = Settings(**values)
+        asked = sources["router_reset_states"]
+        if asked != "default" and not settings.router_reset_states and not settings.reads_index:
+            reason = "kv_events is off" if not settings.kv_events else "kv_overlap_score_weight is 0"
+            warnings.append(
+                f"state persists on Kafka (router_reset_states is off, from: {asked}), and this router reads no index, "
+                f"since {reason}: what it predicts of caches ends with its process"
+            )
+        return Resolved(settings, sources, tuple(warnings))
     except SettingsError as exc:
         knob = exc.message.split(" ", 1)[0]
         raise SettingsError(exc.message, remedy=f"It came from: {sources.get(knob, 'default')}") from exc

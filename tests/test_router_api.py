@@ -414,6 +414,29 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
     assert listed == sorted(listed)
 
 
+def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
+    """The table of docs/http.md, cell by cell, at the router that was told and at another one."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    path = f"/workers/{worker_id}"
+    body = {"url": "http://e", "model": model, "block_size": BLOCK_SIZE}
+    for api in (fleet.main, fleet.peer):
+        for _ in range(2):
+            assert api.call("PUT", f"{path}/cordon").given()["state"] == "cordoned"
+        answer = api.call("PUT", path, body).given()
+        assert (answer["state"], answer["url"], answer["metrics"], answer["lease"]) == ("active", "http://e", [], None)
+        fleet.wait(lambda: fleet.main.workers()[worker_id] == fleet.peer.workers()[worker_id], "both to know it")
+        assert api.workers()[worker_id] == answer
+    assert fleet.peer.call("DELETE", path).given() == {"worker_id": worker_id, "removed": True}
+    fleet.wait(lambda: worker_id not in fleet.main.workers(), "it to be gone")
+    for api in (fleet.main, fleet.peer):
+        for method, where in (("DELETE", path), ("PUT", f"{path}/cordon")):
+            api.call(method, where).refused(404, "unknown_id")
+    assert fleet.peer.call("PUT", path, body).given()["state"] == "active"
+    fleet.peer.call("DELETE", path).given()
+    fleet.wait(lambda: worker_id not in fleet.main.workers(), "it to be gone")
+
+
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
     """A cordoned worker keeps what runs, gets nothing new from any router, and comes back when it is put again."""
     model = fleet.model()

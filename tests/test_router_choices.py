@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from streams.core.hashing import local_hashes
-from streams.core.loads import Phase
+from streams.core.ids import HashArray
+from streams.core.loads import Booking, BookingId, Phase
 from streams.core.selection import RouterMode
 from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
 from streams.router_api.router import Router
@@ -143,3 +144,21 @@ def test_a_router_waits_for_its_first_workers() -> None:
     ask(router)
     router.view.fold_worker(b"1", None)
     ask(router, "again")
+
+
+def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another router's, of the same id and on another rank: the answer is that, and nothing is booked beside it."""
+    router = router_of(2)
+    overlap = router.view.overlap
+
+    def meanwhile(local: HashArray) -> Any:
+        with router.loads.locked() as loads:
+            told = Booking(rank(2), "m", 64, b"", 3, 4)
+            loads.add(BookingId("r", "other", 1), told, None)
+        return overlap(local)
+
+    monkeypatch.setattr(router.view, "overlap", meanwhile)
+    answer = ask(router)  # the choice would be the other rank, where nothing is booked
+    assert (answer["worker_id"], answer["overlap_blocks"], answer["cost"]) == (2, 3, None)
+    with router.loads.locked() as loads:
+        assert len(loads) == 1

@@ -145,11 +145,9 @@ class Router:
         model, blocks = self._blocks(asked, packed)
         policy = self._policy(asked)
         with self.loads.locked() as loads:
-            live = loads.live(request_id)
-            if live is not None and asked.update_states:
-                # A client that tries again must not book twice: the choice stands.
-                mode = self._mode(policy.reads_index, [live[1].rank])
-                return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
+            standing = self._standing(request_id, asked, policy, loads)
+        if standing is not None:
+            return standing
         passing = self._eligible(filters, model)
         scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
         sequence = pack_hashes(sequence_hashes(blocks.local))
@@ -157,6 +155,10 @@ class Router:
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
         with self.loads.locked() as loads:
+            # Once more: another router's booking of this id may have come meanwhile.
+            standing = self._standing(request_id, asked, policy, loads)
+            if standing is not None:
+                return standing
             ranks = self._idle(passing, loads, fleet)
             bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
             decision = self._chooser.choose(
@@ -189,6 +191,16 @@ class Router:
         mode = self._mode(policy.reads_index, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
         self.answers[mode] += 1
         return _answer(request_id, decision, blocks, mode, asked.explain)
+
+    def _standing(
+        self, request_id: str, asked: RouteRequest, policy: RoutePolicy, loads: ActiveLoads
+    ) -> dict[str, Any] | None:
+        """The answer to an id that is booked: a client that tries again must not book twice, and the choice stands."""
+        live = loads.live(request_id) if asked.update_states else None
+        if live is None:
+            return None
+        mode = self._mode(policy.reads_index, [live[1].rank])
+        return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
 
     def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """What each eligible rank's load would be with this request."""
