@@ -36,7 +36,7 @@ soak: warm
 chaos: warm
 	$(BIN)/python -m tests.chaos
 
-# Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka is away for 20 s, one starts late: some 7 minutes.
+# Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka is away for 20 s, one starts late: some 5 minutes.
 replicas: warm
 	$(BIN)/python -m tests.replicas
 

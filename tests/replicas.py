@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.replicas", description=__doc__)
     parser.add_argument("--bookings", type=int, default=5_000)
     parser.add_argument("--outage", type=float, default=20.0, help="seconds")
-    parser.add_argument("--ttl", type=float, default=240.0, help="seconds; longer than all before expiry takes")
+    parser.add_argument("--ttl", type=float, default=180.0, help="seconds; longer than all before expiry takes")
     parser.add_argument("--seed", type=int)
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed

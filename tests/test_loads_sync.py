@@ -91,6 +91,12 @@ class Client:
             on_delivery(self.failing, None)
         return len(queue)
 
+    def time_out(self, n: int) -> None:
+        """The client gives up its oldest n records; later ones may arrive all the same."""
+        gone, self._queue = self._queue[:n], self._queue[n:]
+        for *_, on_delivery in gone:
+            on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), None)
+
     def flush(self, timeout_s: float) -> int:
         self.poll(timeout_s)
         return len(self._queue)
@@ -188,6 +194,7 @@ actions = st.lists(
         st.tuples(st.just("poll"), routers),
         st.tuples(st.just("restart"), routers),
         st.tuples(st.just("away"), st.booleans()),
+        st.tuples(st.just("time out"), routers, st.integers(1, 3)),
         st.tuples(st.just("compact")),
         st.tuples(st.just("time"), st.integers(1, 100)),
     ),
@@ -196,10 +203,18 @@ actions = st.lists(
 
 
 @settings(max_examples=300, deadline=None, print_blob=True)
-@given(actions=actions)
-def test_whatever_happens_all_routers_end_with_the_same_loads(actions: list[tuple[Any, ...]]) -> None:
-    """Bookings, frees and prefills at any router, at any pace of reading; routers that die, Kafka away, compaction;
-    before any expiry the loads are those of the log, and after it nothing remains anywhere."""
+@given(actions=actions, in_flight_max=st.sampled_from([1, 2, 10_000]))
+def test_whatever_happens_all_routers_end_with_the_same_loads(
+    actions: list[tuple[Any, ...]], in_flight_max: int
+) -> None:
+    """Bookings, frees and prefills at any router, at any pace of reading; routers that die, Kafka away, records that
+    time out, compaction; before any expiry the loads are those of the log, and after it nothing remains anywhere."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", in_flight_max)
+        play(actions)
+
+
+def play(actions: list[tuple[Any, ...]]) -> None:
     world = World()
     for name, *given_ in actions:
         match name, given_:
@@ -216,6 +231,8 @@ def test_whatever_happens_all_routers_end_with_the_same_loads(actions: list[tupl
                 world.replicas[router].sync.poll()
             case "restart", (router,):  # what it had not sent is lost, and it begins at the log's beginning
                 world.replicas[router] = Replica(world.log, world.clock)
+            case "time out", (router, n):
+                world.replicas[router].client.time_out(n)
             case "away", (away,):
                 world.log.away = away
             case "compact", ():
@@ -371,6 +388,30 @@ def test_a_newer_word_replaces_one_that_waits(monkeypatch: pytest.MonkeyPatch) -
     first.client.failing = None
     assert world.same() == {rank_of(1): (32, 1, 1)}
     assert sum(record.value is not None for record in world.log.written) == 1
+
+
+def test_a_word_that_timed_out_is_not_sent_behind_a_newer_one() -> None:
+    """Though both were in flight, and the newer one arrived."""
+    world = World()
+    world.log.away = True
+    first = world.replicas[0]
+    for prefill in (64, 32):
+        first.sync.book("r", booking(1, prefill=prefill))
+    first.client.time_out(1)
+    assert first.sync.unacknowledged == 1
+    assert world.same() == {rank_of(1): (32, 1, 1)}
+
+
+def test_a_booking_that_is_partly_in_flight_is_freed_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stated anew and ended while Kafka is away: its first word may arrive, and so its end is told."""
+    monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 1)
+    world = World()
+    world.log.away = True
+    first = world.replicas[0]
+    for prefill in (64, 32):
+        first.sync.book("r", booking(1, prefill=prefill))
+    first.sync.tell("r", Phase.FREE)
+    assert world.same() == {}
 
 
 def test_a_record_that_timed_out_is_sent_again() -> None:
