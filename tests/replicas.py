@@ -35,7 +35,7 @@ from streams.errors import KvStreamsError
 from streams.kafka import Record, admin, ensure_topics
 from streams.local.kafka import LocalKafka, LocalKafkaConfig
 from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack
+from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
@@ -117,7 +117,9 @@ class Replicas:
     def run(self, n_bookings: int, outage_s: float, stop: Callable[[], None], go_on: Callable[[], None]) -> None:
         """Play it. stop, go_on: Kafka goes away and comes back. Raises Broken or KvStreamsError."""
         ensure_topics(self._settings, topics(self._settings).all())
-        self._routers = [self._stack.router(f"router-{n}") for n in range(3)]
+        self._routers = [self._stack.router(f"router-{n}", wait=False) for n in range(3)]
+        for router in self._routers:
+            router.child.wait_ready(lambda url=router.url: is_ready(url), READY_TIMEOUT_S)  # type: ignore[misc]
         for worker_id in range(1, N_WORKERS + 1):
             body = {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE, "dp_size": 2}
             Api(self._routers[0].url).call("PUT", f"/workers/{worker_id}", body).given()
@@ -159,7 +161,8 @@ class Replicas:
 
         def empty() -> bool:
             known = [metrics(Api(router.url))["kvstreams_bookings_known"] for router in self._routers]
-            return not any(known) and not any(any(self._loads(router).values()) for router in self._routers)
+            left = [load for router in self._routers for load in self._loads(router).values() if any(load)]
+            return not any(known) and not left
 
         wait_for(empty, ttl_s + EQUAL_TIMEOUT_S, "every booking to expire", 0.5)
         self._say("after expiry nothing remains")

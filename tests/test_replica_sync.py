@@ -35,7 +35,7 @@ def test_routers_agree_whatever_happens_to_them_and_to_kafka(
 ) -> None:
     """One is killed, Kafka is paused, the topic is compacted, one starts late: all have the loads that the log says."""
     settings = settings_of(broker.up().bootstrap, stale_after_ms=500)
-    Replicas(Stack(settings, tmp_path, children), broker, SEED).run(240, 1.0, broker.pause, broker.resume)
+    Replicas(Stack(settings, tmp_path, children), broker, SEED).run(150, 1.0, broker.pause, broker.resume)
 
 
 def test_after_expiry_nothing_remains_anywhere(scope: Settings) -> None:
