@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit warm soak chaos conformance bench bench-stream clean
+.PHONY: demo test up lint unit warm soak chaos replicas conformance bench bench-stream clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvstreams demo
@@ -35,6 +35,10 @@ soak: warm
 # A real Kafka, 100,000 records, and a worker killed at every effect, again and again: some 10 minutes.
 chaos: warm
 	$(BIN)/python -m tests.chaos
+
+# Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka is away for 20 s, one starts late: some 5 minutes.
+replicas: warm
+	$(BIN)/python -m tests.replicas
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)

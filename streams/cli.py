@@ -53,7 +53,9 @@ def with_settings(command: _F) -> _F:
         flag = knob.name.replace("_", "-")
         text = str(knob.metadata["help"])
         if knob.type == "bool":
-            option = click.option(f"--{flag}/--no-{flag}", f"knob_{knob.name}", default=None, help=text)
+            # Dynamo has a name for the contrary of this one.
+            contrary = "router-persist-states" if knob.name == "router_reset_states" else f"no-{flag}"
+            option = click.option(f"--{flag}/--{contrary}", f"knob_{knob.name}", default=None, help=text)
         else:
             option = click.option(f"--{flag}", f"knob_{knob.name}", default=None, metavar="VALUE", help=text)
         wrapped = option(wrapped)
@@ -267,7 +269,7 @@ def _reset(settings: Settings, force: bool) -> None:
     "engines",
     multiple=True,
     required=True,
-    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME]",
+    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]",
     help="one engine; give it again for each",
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:

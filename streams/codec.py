@@ -51,6 +51,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads import Booking, BookingId, Phase
+from streams.core.metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.registry import BridgeLease, Role, Worker, WorkerState
 from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 
@@ -263,15 +264,62 @@ def _lease(datum: dict[str, Any] | None) -> BridgeLease | None:
     return BridgeLease(datum["bridge"], datum["term"], datum["lease_ms"], datum["renewal"])
 
 
+def encode_metrics(report: MetricsReport) -> bytes:
+    """Encode one record of worker-metrics."""
+    return codec("worker-metrics").encode(
+        {
+            "worker_id": to_long(report.rank.worker_id),
+            "dp_rank": report.rank.dp_rank,
+            "scraped_at_ms": report.scraped_at_ms,
+            "ttl_ms": report.ttl_ms,
+            "n_scrapes_failed": report.n_scrapes_failed,
+            **asdict(report.metrics),
+        }
+    )
+
+
+_METRIC_COUNTS = (
+    "num_requests_waiting",
+    "request_active_slots",
+    "request_total_slots",
+    "kv_active_blocks",
+    "kv_total_blocks",
+)
+
+
+def decode_metrics(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> MetricsReport:
+    """Decode one record of worker-metrics; raises BadRecord."""
+    datum = codec("worker-metrics").decode(raw, schema_ids)
+    usage, counts = datum["gpu_cache_usage_perc"], {name: datum[name] for name in _METRIC_COUNTS}
+    if not 0.0 <= usage <= 1.0:  # nor NaN
+        raise BadRecord("bad_metrics", f"{usage} of the cache is in use")
+    if min(counts.values()) < 0 or datum["n_scrapes_failed"] < 0:
+        raise BadRecord("bad_metrics", f"less than nothing: {counts}, {datum['n_scrapes_failed']} failed")
+    if not 1 <= datum["ttl_ms"] <= METRICS_TTL_MS_MAX:
+        raise BadRecord("bad_metrics", f"to be used for {datum['ttl_ms']} ms; 1 to {METRICS_TTL_MS_MAX}")
+    return MetricsReport(
+        rank=_rank(datum),
+        metrics=WorkerMetrics(gpu_cache_usage_perc=usage, **counts),
+        ttl_ms=datum["ttl_ms"],
+        scraped_at_ms=datum["scraped_at_ms"],
+        n_scrapes_failed=datum["n_scrapes_failed"],
+    )
+
+
 _KEY_SEPARATOR = "\x1f"
 _BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output_blocks")
+
+
+def load_key(booking_id: BookingId, phase: Phase) -> bytes:
+    """Key of one phase's record of router-loads."""
+    parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value)
+    return _KEY_SEPARATOR.join(parts).encode()
 
 
 def encode_load(
     booking_id: BookingId, phase: Phase, booking: Booking | None, written_at_ms: int
 ) -> tuple[bytes, bytes]:
     """Encode one record of router-loads; gives key and value."""
-    key = _KEY_SEPARATOR.join((booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value))
     value = codec("router-loads").encode(
         {
             "request_id": booking_id.request_id,
@@ -294,7 +342,7 @@ def encode_load(
             },
         }
     )
-    return key.encode(), value
+    return load_key(booking_id, phase), value
 
 
 def decode_load(

@@ -129,6 +129,9 @@ class Settings:
     bridge_lease_s: float = _knob(
         6.0, "a bridge silent for this long has lost its engines to the next one", low=0.3, high=600.0
     )
+    metrics_interval_s: float = _knob(
+        1.0, "a bridge reads each engine's Prometheus page this often; 0 does not", low=0.0, high=180.0
+    )
     router_reset_states: bool = _knob(
         False, "empty the scope's index, loads and events at start; refused while another member lives"
     )
@@ -236,7 +239,15 @@ def load(
             values[name] = _convert(name, value, hints[name], label)
             sources[name] = label
     try:
-        return Resolved(Settings(**values), sources, tuple(warnings))
+        settings = Settings(**values)
+        asked = sources["router_reset_states"]
+        if asked != "default" and not settings.router_reset_states and not settings.reads_index:
+            reason = "kv_events is off" if not settings.kv_events else "kv_overlap_score_weight is 0"
+            warnings.append(
+                f"state persists on Kafka (router_reset_states is off, from: {asked}), and this router reads no index, "
+                f"since {reason}: what it predicts of caches ends with its process"
+            )
+        return Resolved(settings, sources, tuple(warnings))
     except SettingsError as exc:
         knob = exc.message.split(" ", 1)[0]
         raise SettingsError(exc.message, remedy=f"It came from: {sources.get(knob, 'default')}") from exc

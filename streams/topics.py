@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streams.core.metrics import METRICS_TTL_MS_MAX
 from streams.settings import Settings
 
 #: Compaction that really happens: Kafka's defaults (1 GiB segments, 7 days, half of the log dirty) would leave hours of
@@ -59,6 +60,7 @@ class Topics:
 
     kv_events: TopicSpec
     workers: TopicSpec
+    worker_metrics: TopicSpec
     router_loads: TopicSpec
     kv_control: TopicSpec
     dead_letters: TopicSpec
@@ -69,6 +71,7 @@ class Topics:
         return (
             self.kv_events,
             self.workers,
+            self.worker_metrics,
             self.router_loads,
             self.kv_control,
             self.dead_letters,
@@ -95,6 +98,13 @@ def topics(settings: Settings) -> Topics:
             },
         ),
         workers=spec(f"{prefix}workers", "worker id, ASCII decimal", "workers", _COMPACTED),
+        worker_metrics=spec(
+            f"{prefix}worker-metrics",
+            "worker id, ASCII decimal",
+            "worker-metrics",
+            # Readers begin at its end: what is older than the next record is of no use to anybody but people.
+            {"cleanup.policy": "delete", "retention.ms": str(METRICS_TTL_MS_MAX), "segment.ms": str(60 * 1000)},
+        ),
         router_loads=spec(
             f"{prefix}router-loads",
             "request id, router id, counter, phase; partitioned by request id",
@@ -102,6 +112,8 @@ def topics(settings: Settings) -> Topics:
             {
                 **_COMPACTED,
                 "cleanup.policy": "compact,delete",
+                # Bookings expire by append time: one clock, the broker's, for every router.
+                "message.timestamp.type": "LogAppendTime",
                 # Twice the TTL: a router that starts must still see every add whose booking may be alive.
                 "retention.ms": str(int(settings.booking_ttl_s * 2 * 1000)),
                 "segment.ms": str(60 * 1000),

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any, Self
 
 import msgpack
@@ -46,6 +47,9 @@ class EngineDouble:
         self.held: dict[int, int] = {}  # engine hash to sequence hash
         self.sequence = -1
         self.started_s = time.time()
+        self.gauges = ""  # lines of /metrics beside the start's
+        self.answers = threading.Event()  # unset, /metrics take for ever
+        self.answers.set()
         self._start()
 
     def _start(self) -> None:
@@ -59,6 +63,7 @@ class EngineDouble:
     def stop(self) -> None:
         """End the process."""
         self._stopping.set()
+        self.answers.set()
         self._replaying.join()
         self._pub.close(linger=0)
         self._http.shutdown()
@@ -135,15 +140,16 @@ def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
         def do_GET(self) -> None:
             if self.path == "/v1/models":
                 body = json.dumps({"data": [{"id": "m"}]})
-            elif engine.tells_start:
-                body = f"# TYPE x gauge\nprocess_start_time_seconds {engine.started_s}\n"
             else:
-                body = "up 1\n"
+                engine.answers.wait()
+                told = f"process_start_time_seconds {engine.started_s}" if engine.tells_start else "up 1"
+                body = f"# TYPE x gauge\n{told}\n{engine.gauges}"
             self.send_response(200)
             self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body.encode())
+            with suppress(BrokenPipeError, ConnectionResetError):  # who asked has gone
+                self.wfile.write(body.encode())
 
         def log_message(self, *_: Any) -> None:
             pass

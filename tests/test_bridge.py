@@ -152,6 +152,14 @@ def test_an_engine_address_that_cannot_be_used_says_why(text: str, wrong: str) -
         engine_address(text)
 
 
+def test_the_page_of_an_engine_is_beside_its_api_unless_told_otherwise() -> None:
+    """As trtllm-serve has it elsewhere."""
+    address = "id=1,url=http://x:8000/,events=tcp://x:1"
+    assert engine_address(address).metrics_url == "http://x:8000/metrics"
+    elsewhere = engine_address(f"{address},metrics=http://x:8000/prometheus/metrics?a=b")
+    assert elsewhere.metrics_url == "http://x:8000/prometheus/metrics?a=b"
+
+
 def test_rank_n_listens_n_ports_above_rank_0() -> None:
     """As in vLLM."""
     assert port_above("tcp://host:5557", 0) == "tcp://host:5557"

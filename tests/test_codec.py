@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import avro.io
@@ -19,10 +19,12 @@ from streams.codec import (
     codec,
     decode_batch,
     decode_load,
+    decode_metrics,
     decode_resync,
     decode_worker,
     encode_batch,
     encode_load,
+    encode_metrics,
     encode_resync,
     encode_worker,
     from_long,
@@ -59,6 +61,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads import Booking, BookingId, Phase
+from streams.core.metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.ordering import Health, Progress
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
@@ -167,6 +170,14 @@ workers = st.builds(
     replay_endpoint=st.one_of(st.none(), texts),
     registered_at_ms=longs,
 )
+metrics = st.builds(
+    MetricsReport,
+    ranks,
+    st.builds(WorkerMetrics, st.floats(0.0, 1.0), counts, counts, counts, counts, counts),
+    st.integers(1, METRICS_TTL_MS_MAX),
+    longs,
+    st.integers(0, I63),
+)
 booking_ids = st.builds(BookingId, texts, texts, longs)
 bookings = st.builds(
     Booking,
@@ -270,6 +281,7 @@ REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
 HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000))
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
+METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
 BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
 BOOKING_ID = BookingId("request", "router", 3)
 RUN = Run(
@@ -294,6 +306,7 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "heartbeat": ("kv-events", encode_batch(HEARTBEAT), decode_batch),
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
+    "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
     "add": ("router-loads", encode_load(BOOKING_ID, Phase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, Phase.FREE, None, 1)[1], decode_load),
     "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),
@@ -313,6 +326,7 @@ WITH_CONFLUENT_IDS: dict[str, Callable[[bytes, dict[str, int]], Any]] = {
     "kv-events": decode_batch,
     "kv-control": decode_resync,
     "workers": decode_worker,
+    "worker-metrics": decode_metrics,
     "router-loads": decode_load,
 }
 
@@ -336,6 +350,44 @@ def test_workers_come_back_as_they_were(worker: Worker) -> None:
     raw = encode_worker(worker)
     assert decode_worker(raw) == worker
     assert witnessed("workers", raw)["role"] == worker.role.value
+
+
+@settings(max_examples=60, deadline=None)
+@given(report=metrics)
+def test_metrics_come_back_as_they_were(report: MetricsReport) -> None:
+    """Every gauge, and the avro package reads the same of them."""
+    raw = encode_metrics(report)
+    assert decode_metrics(raw) == report
+    datum = witnessed("worker-metrics", raw)
+    assert (from_long(datum["worker_id"]), datum["dp_rank"]) == report.rank
+    assert {name: datum[name] for name in WorkerMetrics.__slots__} == asdict(report.metrics)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpu_cache_usage_perc": -0.01},
+        {"gpu_cache_usage_perc": 1.01},
+        {"gpu_cache_usage_perc": float("nan")},
+        {"num_requests_waiting": -1},
+        {"kv_total_blocks": -1},
+        {"ttl_ms": 0},
+        {"ttl_ms": METRICS_TTL_MS_MAX + 1},
+        {"n_scrapes_failed": -1},
+    ],
+)
+def test_gauges_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    """More than all of a cache, less than nothing, promises for ever."""
+    good = {
+        "worker_id": 1,
+        "dp_rank": 0,
+        "scraped_at_ms": 0,
+        "ttl_ms": 1,
+        "n_scrapes_failed": 0,
+        **asdict(WorkerMetrics()),
+    }
+    assert decode_metrics(codec("worker-metrics").encode(good)).metrics == WorkerMetrics()
+    assert reason_of(lambda: decode_metrics(codec("worker-metrics").encode(good | wrong))) == "bad_metrics"
 
 
 @settings(max_examples=60, deadline=None)
@@ -720,6 +772,7 @@ def test_a_datum_that_the_schema_has_no_room_for_is_our_own_error(bad: dict[str,
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "decode_batch": decode_batch,
     "decode_worker": decode_worker,
+    "decode_metrics": decode_metrics,
     "decode_load": decode_load,
     "decode_run": lambda raw: decode_run(run_key(RUN.key), raw),
     "decode_progress": lambda raw: decode_progress(progress_key(RANK), raw),
@@ -728,6 +781,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 SCHEMA_OF = {
     "decode_batch": "kv-events",
     "decode_worker": "workers",
+    "decode_metrics": "worker-metrics",
     "decode_load": "router-loads",
     "decode_run": "prefix-index-run",
     "decode_progress": "prefix-index-progress",

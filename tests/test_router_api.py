@@ -402,6 +402,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "registered_at_ms": answer["registered_at_ms"],
         "lease": None,
         "silent_dp_ranks": [],
+        "metrics": [],
         **body,
     }
     assert fleet.main.workers()[worker_id] == answer  # at once, where it was put
@@ -412,6 +413,29 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
     fleet.wait(lambda: fleet.peer.workers().get(worker_id) == changed, "the peer to know the change")
     listed = [worker["worker_id"] for worker in fleet.main.get("/workers")["workers"]]
     assert listed == sorted(listed)
+
+
+def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
+    """The table of docs/http.md, cell by cell, at the router that was told and at another one."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    path = f"/workers/{worker_id}"
+    body = {"url": "http://e", "model": model, "block_size": BLOCK_SIZE}
+    for api in (fleet.main, fleet.peer):
+        for _ in range(2):
+            assert api.call("PUT", f"{path}/cordon").given()["state"] == "cordoned"
+        answer = api.call("PUT", path, body).given()
+        assert (answer["state"], answer["url"], answer["metrics"], answer["lease"]) == ("active", "http://e", [], None)
+        fleet.wait(lambda: fleet.main.workers()[worker_id] == fleet.peer.workers()[worker_id], "both to know it")
+        assert api.workers()[worker_id] == answer
+    assert fleet.peer.call("DELETE", path).given() == {"worker_id": worker_id, "removed": True}
+    fleet.wait(lambda: worker_id not in fleet.main.workers(), "it to be gone")
+    for api in (fleet.main, fleet.peer):
+        for method, where in (("DELETE", path), ("PUT", f"{path}/cordon")):
+            api.call(method, where).refused(404, "unknown_id")
+    assert fleet.peer.call("PUT", path, body).given()["state"] == "active"
+    fleet.peer.call("DELETE", path).given()
+    fleet.wait(lambda: worker_id not in fleet.main.workers(), "it to be gone")
 
 
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
@@ -538,7 +562,7 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
                 async with http.get("/ready") as response:
-                    left = {"index": scope.partitions, "workers": scope.partitions, "loads": scope.partitions}
+                    left = dict.fromkeys(("index", "workers", "metrics", "loads"), scope.partitions)
                     told = {"ready": False, "partitions_left": left, "workers_left": 0}
                     assert (response.status, await response.json()) == (503, told)
                 async with http.get("/healthz") as response:

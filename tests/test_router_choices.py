@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from streams.core.hashing import local_hashes
-from streams.core.loads import Phase
-from streams.core.metrics import WorkerMetrics
+from streams.core.ids import HashArray
+from streams.core.loads import Booking, BookingId, Phase
 from streams.core.selection import RouterMode
 from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
 from streams.router_api.router import Router
 from streams.router_api.wire import parse_route_query
 from streams.settings import Settings
 from tests.api import TOKENS, packed
-from tests.test_view_predictions import BLOCK_SIZE, hold, rank, register
+from tests.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
 
 
 def router_of(n_workers: int = 3, **knobs: Any) -> Router:
@@ -104,12 +104,12 @@ def test_a_session_stays_where_it_was() -> None:
 def test_busy_ranks_are_left_out_by_what_engines_say() -> None:
     """And by what was booked; all busy is a fault of its own."""
     router = router_of(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=40)
-    router.view.fold_metrics(rank(1), WorkerMetrics(kv_active_blocks=51, kv_total_blocks=100))
+    report(router.view, rank(1), kv_active_blocks=51, kv_total_blocks=100)
     chosen = {ask(router, f"r{n}")["worker_id"] for n in range(2)}
     assert chosen == {2, 3}
     with pytest.raises(AllWorkersBusy):
         ask(router, "r3")
-    router.view.fold_metrics(rank(1), None)
+    report(router.view, rank(1), kv_active_blocks=50, kv_total_blocks=100)
     assert ask(router, "r4")["worker_id"] == 1
 
 
@@ -118,8 +118,7 @@ def test_metrics_reach_the_older_policies() -> None:
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
     for worker_id, active in ((1, 90), (2, 10)):
         hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE))
-        told = WorkerMetrics(kv_active_blocks=active, kv_total_blocks=100)
-        router.view.fold_metrics(rank(worker_id), told)
+        report(router.view, rank(worker_id), kv_active_blocks=active, kv_total_blocks=100)
     answer = ask(router)
     assert (answer["worker_id"], answer["mode"]) == (2, "exact")
 
@@ -145,3 +144,21 @@ def test_a_router_waits_for_its_first_workers() -> None:
     ask(router)
     router.view.fold_worker(b"1", None)
     ask(router, "again")
+
+
+def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another router's, of the same id and on another rank: the answer is that, and nothing is booked beside it."""
+    router = router_of(2)
+    overlap = router.view.overlap
+
+    def meanwhile(local: HashArray) -> Any:
+        with router.loads.locked() as loads:
+            told = Booking(rank(2), "m", 64, b"", 3, 4)
+            loads.add(BookingId("r", "other", 1), told, None)
+        return overlap(local)
+
+    monkeypatch.setattr(router.view, "overlap", meanwhile)
+    answer = ask(router)  # the choice would be the other rank, where nothing is booked
+    assert (answer["worker_id"], answer["overlap_blocks"], answer["cost"]) == (2, 3, None)
+    with router.loads.locked() as loads:
+        assert len(loads) == 1

@@ -73,6 +73,44 @@ def test_a_repeated_request_books_once(fleet: Fleet) -> None:
     fleet.same_loads(ids, 0)
 
 
+def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) -> None:
+    """The table of docs/http.md, cell by cell, at the router that booked and at another one."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    asked = {"model": model, "token_ids": TOKENS}
+    booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
+    told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
+    for over in ("prefill", "free"):  # unknown to everybody
+        path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
+        answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
+        assert answer == {"request_id": f"{model}-unknown", "phase": over, "held": True}
+    for first in (fleet.main, fleet.peer):
+        route = {**asked, "request_id": f"{model}-r"}
+        mode = first.route(**route)["mode"]
+        fleet.same_loads([worker_id], 1)
+        for overlap, each in enumerate((fleet.main, fleet.peer)):  # one of them did not book it
+            assert each.route(**route) == {**told, "overlap_blocks": overlap, "cost": None, "mode": mode}
+            assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
+            fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
+            each.call("POST", f"/loads/{model}-r", {**booked, "dp_rank": 1}).refused(404, "unknown_id")
+            each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": 0}).refused(404, "unknown_id")
+        for each in (fleet.main, fleet.peer, fleet.main):
+            answer = each.call("POST", f"/loads/{model}-r/prefill-complete").given()
+            assert answer == {"request_id": f"{model}-r", "phase": "prefill", "held": False}
+        fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}, "its prompt to be computed")
+        second = fleet.peer if first is fleet.main else fleet.main
+        assert second.call("DELETE", f"/loads/{model}-r").given()["held"] is False
+        fleet.same_loads([worker_id], 0)
+        for each in (fleet.main, fleet.peer):  # it is over, and known
+            for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
+                assert each.call(*call).given()["held"] is False
+        fleet.same_loads([worker_id], 0)
+    assert fleet.main.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
+    assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}
+    fleet.main.call("DELETE", f"/loads/{model}-r").given()
+    fleet.same_loads([worker_id], 0)
+
+
 def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
     """POST /loads books what another router of somebody else's chose; the same again changes nothing."""
     model = fleet.model()

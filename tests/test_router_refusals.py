@@ -40,7 +40,7 @@ def test_without_workers_there_is_nobody_to_choose(scope: Settings) -> None:
             for path in ("/route", "/loads/potential"):
                 message = api.call("POST", path, asked).refused(503, "no_eligible_worker")
                 assert "PUT /workers" in message
-        assert api.get("/loads") == {"loads": []}
+        assert api.get("/loads") == {"loads": [], "in_sync": True}
         assert api.get("/state") == {"blocks": 0, "applied_offsets": {}, "ranks": []}
         body = {"url": "http://e", "model": "only", "block_size": BLOCK_SIZE}
         api.call("PUT", "/workers/1", body).given()

@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "rocksdb_cache_mb": (1, NUMBER_MAX),
     "retention_ms": (60_000, NUMBER_MAX),
     "bridge_lease_s": (0.3, 600.0),
+    "metrics_interval_s": (0.0, 180.0),
 }
 
 
@@ -359,3 +360,19 @@ def test_settings_are_frozen() -> None:
     assert replace(settings, port=1).port == 1
     with pytest.raises(SettingsError):
         replace(settings, port=-1)
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({"router_reset_states": False, "kv_events": False}, "kv_events is off"),
+        ({"router_reset_states": False, "kv_overlap_score_weight": 0.0}, "kv_overlap_score_weight is 0"),
+        ({"router_reset_states": True, "kv_events": False}, None),
+        ({"router_reset_states": False}, None),
+        ({"kv_events": False}, None),
+    ],
+)
+def test_who_asks_for_persistence_without_an_index_is_warned(given: dict[str, Any], warns: str | None) -> None:
+    """There is nothing of an index to persist; whoever did not ask is told nothing."""
+    warnings = load(given, {}).warnings
+    assert [warns in warning for warning in warnings] == [True] if warns else not warnings

@@ -34,10 +34,12 @@ COMPACTED = {
 WANTED: dict[str, dict[str, str]] = {
     "kv-events": {"cleanup.policy": "delete", "retention.ms": str(HOUR_MS), "max.message.bytes": str(8 << 20)},
     "workers": COMPACTED,
+    "worker-metrics": {"cleanup.policy": "delete", "retention.ms": "600000", "segment.ms": "60000"},
     # Bookings live for minutes, so segments are closed, and with it compacted, ten times as often.
     "router-loads": {
         **COMPACTED,
         "cleanup.policy": "compact,delete",
+        "message.timestamp.type": "LogAppendTime",
         "min.compaction.lag.ms": "0",
         "segment.ms": "60000",
         "retention.ms": str(2 * 600 * 1000),

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streams.codec import encode_worker
+from streams.codec import encode_metrics, encode_worker
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.metrics import WorkerMetrics
+from streams.core.metrics import MetricsReport, WorkerMetrics
 from streams.core.ordering import Health, Progress
 from streams.core.registry import Wanted, Worker
 from streams.core.run_fold import PlainRunFold
 from streams.core.runs import Run, RunKey
+from streams.errors import BadRecord
 from streams.kafka import partition_of
+from streams.router_api import view as view_module
 from streams.router_api.view import AnswerMode, View
 from streams.settings import Settings
 from streams.tables.records import (
@@ -30,6 +32,7 @@ from streams.tables.records import (
 )
 
 BLOCK_SIZE = 16
+TTL_MS = 5_000
 LOCAL = local_hashes(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE)
 
 
@@ -54,6 +57,12 @@ def view_of(clock: Clock, **knobs: Any) -> View:
 def register(view: View, worker_id: int, **changes: Any) -> None:
     worker = replace(Worker(WorkerId(worker_id), "http://w", "m", BLOCK_SIZE), **changes)
     view.fold_worker(str(worker_id).encode(), encode_worker(worker))
+
+
+def report(view: View, of: RankId, **gauges: Any) -> None:
+    """The rank's engine says this of itself."""
+    told = MetricsReport(of, WorkerMetrics(**gauges), TTL_MS, 0, 3)
+    view.fold_report(str(of.worker_id).encode(), encode_metrics(told))
 
 
 def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
@@ -141,7 +150,7 @@ def test_a_worker_that_leaves_takes_its_predictions_and_metrics_along(clock: Clo
     for worker_id in (1, 2):
         register(view, worker_id, dp_size=2)
         view.predict(rank(worker_id, 1), LOCAL)
-        view.fold_metrics(rank(worker_id, 1), WorkerMetrics(num_requests_waiting=worker_id))
+        report(view, rank(worker_id, 1), num_requests_waiting=worker_id)
     view.fold_worker(b"1", None)
     assert dict(view.overlap(LOCAL)[0].scores) == {rank(2, 1): 4}
     assert view.fleet().metrics == {rank(2, 1): WorkerMetrics(num_requests_waiting=2)}
@@ -154,11 +163,60 @@ def test_the_fleet_is_told_as_it_is_now(clock: Clock) -> None:
     register(view, 2)
     before = view.fleet()
     assert (before.metrics, before.cpu_workers) == ({}, {1})
-    view.fold_metrics(rank(1), WorkerMetrics(kv_active_blocks=7))
+    report(view, rank(1), kv_active_blocks=7)
     assert view.fleet().metrics == {rank(1): WorkerMetrics(kv_active_blocks=7)}
-    view.fold_metrics(rank(1), None)
+    clock.now_ms += TTL_MS
     register(view, 1)
     assert (view.fleet().metrics, view.fleet().cpu_workers, before.metrics) == ({}, frozenset(), {})
+
+
+@pytest.mark.parametrize(("later_ms", "known"), [(TTL_MS - 1, True), (TTL_MS, False), (TTL_MS + 1, False)])
+def test_what_an_engine_said_ends_with_its_time(later_ms: int, known: bool, clock: Clock) -> None:
+    """Counted from receipt by our own clock; a newer word counts from its own."""
+    view = view_of(clock)
+    worker = Worker(WorkerId(1), "http://w", "m", BLOCK_SIZE)
+    report(view, rank(1), num_requests_waiting=1)
+    clock.now_ms += 1_000
+    report(view, rank(2), num_requests_waiting=2)
+    clock.now_ms += later_ms - 1_000
+    assert (rank(1) in view.fleet().metrics) is known
+    assert [each.n_scrapes_failed for each in view.reports_of(worker)] == ([3] if known else [])
+    assert rank(2) in view.fleet().metrics
+    clock.now_ms += TTL_MS
+    assert (view.reports(), view.fleet().metrics) == ([], {})
+
+
+def test_totals_that_an_engine_does_not_tell_are_those_of_its_registration(clock: Clock) -> None:
+    """Whichever comes first; what the engine tells stands."""
+    view = view_of(clock)
+    for worker_id in (1, 2):
+        report(view, rank(worker_id), gpu_cache_usage_perc=0.25, request_active_slots=3)
+        register(view, worker_id, kv_total_blocks=200, max_requests=12)
+        report(view, rank(worker_id, 1), kv_active_blocks=5, kv_total_blocks=10, request_total_slots=4)
+    for worker_id in (1, 2):
+        filled, told = (view.fleet().metrics[rank(worker_id, dp_rank)] for dp_rank in (0, 1))
+        assert (filled.kv_active_blocks, filled.kv_total_blocks, filled.request_total_slots) == (50, 200, 12)
+        assert (told.kv_active_blocks, told.kv_total_blocks, told.request_total_slots) == (5, 10, 4)
+
+
+def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another worker's key, no record at all, or one rank more than there is room for; old ones make room."""
+    view = view_of(clock)
+    raw = encode_metrics(MetricsReport(rank(1), WorkerMetrics(), TTL_MS, 0))
+    for key, value, reason in ((b"2", raw, "wrong_key"), (b"1", b"junk", "not_avro"), (b"1", None, "not_avro")):
+        with pytest.raises(BadRecord) as caught:
+            view.fold_report(key, value)
+        assert caught.value.reason == reason
+    assert view.fleet().metrics == {}
+    monkeypatch.setattr(view_module, "REPORTS_MAX", 2)
+    for worker_id in (1, 2, 1):
+        report(view, rank(worker_id))
+    with pytest.raises(BadRecord) as caught:
+        report(view, rank(3))
+    assert caught.value.reason == "no_room"
+    clock.now_ms += TTL_MS
+    report(view, rank(3))
+    assert view.fleet().metrics.keys() == {rank(3)}
 
 
 def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:

@@ -81,12 +81,12 @@ class TermColumns:
         """One candidate's terms."""
         return RankTerms(
             self.ranks[index],
-            int(self.overlap_blocks[index]),
-            float(self.effective_cached_blocks[index]),
-            float(self.own_prefill_blocks[index]),
-            float(self.active_prefill_blocks[index]),
-            float(self.decode_blocks[index]),
-            float(self.cost[index]),
+            self.overlap_blocks.item(index),
+            self.effective_cached_blocks.item(index),
+            self.own_prefill_blocks.item(index),
+            self.active_prefill_blocks.item(index),
+            float(self.decode_blocks.item(index)),
+            self.cost.item(index),
         )
 
     def __len__(self) -> int:

@@ -103,7 +103,8 @@ class _State:
     prefilled: bool = False
     freed: bool = False
     counted_prefill: int = 0
-    expires_ms: int = 0
+    clock: int = 0
+    expires_ms: int | None = None  # None as long as no time of it is known
     run: Run | None = None  # its end in the tree of active prefixes, while it is counted
 
     @property
@@ -112,14 +113,20 @@ class _State:
 
 
 class ActiveLoads:
-    """All bookings that this router knows, its own and its peers'."""
+    """All bookings that this router knows, its own and its peers'.
+
+    What ends a booking that nobody frees is a clock, of which there may be several that have nothing in common: each
+    partition of a log has one, its newest record's append time. A booking belongs to one of them. at_ms is a time of
+    that clock, None where the log does not have the word yet: a booking without any time does not expire by itself.
+    """
 
     def __init__(self, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms
         self._states: dict[BookingId, _State] = {}  # the one told of last is the last
-        # A heap: an entry for each state, never later than it expires. The order of the states is none of expiry, since
-        # records come with times of their own: a router that starts reads one partition's last hour after another's.
-        self._expiries: list[tuple[int, BookingId]] = []
+        # A heap for each clock: an entry for each state with a time, never later than it expires. The order of the
+        # states is none of expiry: a router that starts reads one partition's last hour after another's.
+        self._expiries: dict[int, list[tuple[int, BookingId]]] = {}
+        self._n_expiries = 0
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
         # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS and, of the blocks, those of _OUTPUT. Row 0 is of
@@ -132,12 +139,12 @@ class ActiveLoads:
         self.expired = 0
         self.dropped = 0
 
-    def add(self, booking_id: BookingId, booking: Booking, at_ms: int) -> None:
+    def add(self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0) -> None:
         """Book, or state an older booking anew (its output grew, or it is kept alive).
 
         at_ms: append time of the record; of two adds of one booking the later one's time counts for expiry.
         """
-        state = self._state(booking_id, at_ms)
+        state = self._state(booking_id, at_ms, clock)
         if state.live:
             self._uncount(state)
         elif not state.freed:
@@ -146,41 +153,64 @@ class ActiveLoads:
         if state.live:
             self._count(state)
 
-    def prefill_complete(self, booking_id: BookingId, at_ms: int) -> None:
+    def prefill_complete(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
         """The rank computed the prompt: its prefill tokens weigh no more."""
-        state = self._state(booking_id, at_ms)
+        state = self._state(booking_id, at_ms, clock)
         if state.live and not state.prefilled:
             assert state.booking is not None
             self._loads[_PREFILL, self._rows[state.booking.rank]] -= state.counted_prefill
             state.counted_prefill = 0
         state.prefilled = True
 
-    def free(self, booking_id: BookingId, at_ms: int) -> None:
+    def free(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
         """The request is over, however it ended. Stays known until it expires, so that a late add changes nothing."""
-        state = self._state(booking_id, at_ms)
+        state = self._state(booking_id, at_ms, clock)
         if state.live:
             self._uncount(state)
             self._forget_live(booking_id)
         state.freed = True
 
-    def expire(self, now_ms: int) -> int:
-        """End every booking whose last word is older than the TTL; gives their number.
+    def logged(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
+        """The log has this add; False, and nothing is changed, where the booking is not known to be just so."""
+        state = self._states.get(booking_id)
+        if state is None or state.booking != booking:
+            return False
+        self._state(booking_id, at_ms, clock)
+        return True
+
+    def forget(self, booking_id: BookingId) -> None:
+        """End a booking as if it had never been; one that is not known is none."""
+        state = self._states.get(booking_id)
+        if state is not None:
+            self._end(booking_id, state)
+
+    def expire(self, now_ms: int, clock: int = 0) -> int:
+        """End every booking of this clock whose last word is older than the TTL; gives their number.
 
         Looks at those only whose first word is as old, or the word at which it was looked at last.
         """
+        expiries = self._expiries.get(clock)
+        if not expiries or expiries[0][0] > now_ms:
+            return 0
         ended = 0
-        while self._expiries and self._expiries[0][0] <= now_ms:
-            booking_id = heapq.heappop(self._expiries)[1]
+        while expiries and expiries[0][0] <= now_ms:
+            booking_id = heapq.heappop(expiries)[1]
+            self._n_expiries -= 1
             state = self._states.get(booking_id)
-            if state is None:
-                continue  # dropped
+            if state is None or state.expires_ms is None:
+                continue  # dropped, and perhaps booked anew since
             if state.expires_ms > now_ms:
-                heapq.heappush(self._expiries, (state.expires_ms, booking_id))
+                heapq.heappush(expiries, (state.expires_ms, booking_id))
+                self._n_expiries += 1
                 continue
             self._end(booking_id, state)
             ended += 1
         self.expired += ended
         return ended
+
+    def expiring(self) -> list[int]:
+        """Clocks by which anything is still to end."""
+        return [clock for clock, expiries in self._expiries.items() if expiries]
 
     def live(self, request_id: str) -> tuple[BookingId, Booking] | None:
         """The earliest live booking of a request id."""
@@ -190,6 +220,10 @@ class ActiveLoads:
         booking = self._states[ids[0]].booking
         assert booking is not None
         return ids[0], booking
+
+    def live_ids(self, request_id: str) -> tuple[BookingId, ...]:
+        """Every live booking of a request id, the earliest first; there are several where routers booked at once."""
+        return tuple(self._live_by_request.get(request_id, ()))
 
     def knows(self, request_id: str) -> bool:
         """Whether any booking of this id is remembered, an ended one too."""
@@ -218,17 +252,20 @@ class ActiveLoads:
 
     def columns(self, rows: Int64Array, sequence: bytes) -> LoadColumns:
         """Loads of the ranks at these rows. sequence: that of a request, which may join any of them."""
-        prefill, decode, requests, _ = self._loads[:, rows]
+        prefill, decode, requests, _ = self._loads.take(rows, axis=1)  # a third of what indexing takes
         decode += len(sequence) // 8
-        in_use = self._prefixes.match(sequence)
-        if in_use:
-            shared = np.zeros(self._loads.shape[1], dtype=np.int64)
-            for bits, n_blocks in in_use:
-                if bits & (bits - 1):
-                    shared += n_blocks * self._mask_of(bits)
-                else:  # one rank's own, as most long matches are
-                    shared[bits.bit_length() - 1] += n_blocks
-            decode -= shared[rows]
+        shared: Int64Array | None = None
+        for bits, n_blocks in self._prefixes.match(sequence):
+            if not bits & (bits - 1):  # one rank's own, as most long matches are
+                if shared is None:
+                    shared = np.zeros(self._loads.shape[1], dtype=np.int64)
+                shared[bits.bit_length() - 1] += n_blocks
+            elif shared is None:
+                shared = self._mask_of(bits) * n_blocks
+            else:
+                shared += self._mask_of(bits) * n_blocks
+        if shared is not None:
+            decode -= shared.take(rows)
         return LoadColumns(prefill, decode, requests)
 
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
@@ -251,7 +288,7 @@ class ActiveLoads:
         """Number of bookings remembered, the ended ones that have not expired among them."""
         return len(self._states)
 
-    def _state(self, booking_id: BookingId, at_ms: int) -> _State:
+    def _state(self, booking_id: BookingId, at_ms: int | None, clock: int) -> _State:
         state = self._states.pop(booking_id, None)
         if state is None:
             if len(self._states) >= BOOKINGS_MAX:
@@ -260,16 +297,27 @@ class ActiveLoads:
                 self.dropped += 1
             state = _State()
             self._known_by_request[booking_id.request_id] += 1
-            self._remember_expiry(booking_id, at_ms + self._ttl_ms)
-        state.expires_ms = max(state.expires_ms, at_ms + self._ttl_ms)
+        if at_ms is not None:
+            expires_ms = at_ms + self._ttl_ms
+            if state.expires_ms is None:
+                state.clock, state.expires_ms = clock, expires_ms
+                self._remember_expiry(clock, booking_id, expires_ms)
+            elif expires_ms > state.expires_ms:
+                state.expires_ms = expires_ms
         self._states[booking_id] = state
         return state
 
-    def _remember_expiry(self, booking_id: BookingId, expires_ms: int) -> None:
-        if len(self._expiries) >= 2 * BOOKINGS_MAX:  # mostly of bookings that were dropped
-            self._expiries = [(state.expires_ms, known) for known, state in self._states.items()]
-            heapq.heapify(self._expiries)
-        heapq.heappush(self._expiries, (expires_ms, booking_id))
+    def _remember_expiry(self, clock: int, booking_id: BookingId, expires_ms: int) -> None:
+        if self._n_expiries >= 2 * BOOKINGS_MAX:  # mostly of bookings that were dropped
+            self._expiries.clear()
+            for known, state in self._states.items():
+                if state.expires_ms is not None:
+                    self._expiries.setdefault(state.clock, []).append((state.expires_ms, known))
+            for expiries in self._expiries.values():
+                heapq.heapify(expiries)
+            self._n_expiries = sum(map(len, self._expiries.values()))
+        heapq.heappush(self._expiries.setdefault(clock, []), (expires_ms, booking_id))
+        self._n_expiries += 1
 
     def _count(self, state: _State) -> None:
         booking = state.booking

@@ -5,7 +5,13 @@ What lives here: the value. What must not: scraping, Kafka, and what follows fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from streams.core.ids import RankId
+from streams.core.registry import Worker
+
+#: The longest that a rank's numbers may be used without newer ones: the topic keeps them no longer.
+METRICS_TTL_MS_MAX = 10 * 60 * 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +42,30 @@ class WorkerMetrics:
     def full(self) -> bool:
         """Whether the rank has no block or no slot left."""
         return self.load >= 1.0 or self.request_load_ratio >= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsReport:
+    """One record of `worker-metrics`.
+
+    ttl_ms: the next one comes within this, from receipt. scraped_at_ms: the bridge's clock, for people.
+    n_scrapes_failed: since the bridge took the engine up.
+    """
+
+    rank: RankId
+    metrics: WorkerMetrics
+    ttl_ms: int
+    scraped_at_ms: int
+    n_scrapes_failed: int = 0
+
+
+def with_registered(metrics: WorkerMetrics, worker: Worker | None) -> WorkerMetrics:
+    """Fill totals that the engine does not tell from its registration, where that has them."""
+    if worker is None:
+        return metrics
+    if not metrics.request_total_slots and worker.max_requests:
+        metrics = replace(metrics, request_total_slots=worker.max_requests)
+    if not metrics.kv_total_blocks and worker.kv_total_blocks:
+        active = metrics.kv_active_blocks or round(metrics.gpu_cache_usage_perc * worker.kv_total_blocks)
+        metrics = replace(metrics, kv_active_blocks=active, kv_total_blocks=worker.kv_total_blocks)
+    return metrics

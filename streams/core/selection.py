@@ -42,10 +42,7 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     low = min(costs)
     scale = (max(costs) - low) * temperature if temperature else 0.0
     if not scale > 0.0:  # also where the product of two small numbers is none, or nothing times infinity no number
-        if costs.count(low) == 1:  # by far the most, and 64 take 2 us less
-            return costs.index(low)
-        ties = [index for index, cost in enumerate(costs) if cost == low]
-        return ties[_uniform(len(ties), rng)]
+        return _any_of_the_lowest(costs, low, rng)
     weights = [math.exp((low - cost) / scale) for cost in costs]
     point = rng.random() * math.fsum(weights)
     for index, weight in enumerate(weights):
@@ -62,9 +59,7 @@ def select_random(n: int, rng: Rng) -> int:
 
 def select_least_loaded(in_flight: Sequence[int], rng: Rng) -> int:
     """Choose one of those with the fewest requests in flight, uniformly; in_flight must not be empty."""
-    low = min(in_flight)
-    ties = [index for index, requests in enumerate(in_flight) if requests == low]
-    return ties[_uniform(len(ties), rng)]
+    return _any_of_the_lowest(in_flight, min(in_flight), rng)
 
 
 def select_power_of_two(in_flight: Sequence[int], rng: Rng) -> int:
@@ -107,6 +102,14 @@ class RoundRobin:
         chosen = self._turn % n
         self._turn += 1
         return chosen
+
+
+def _any_of_the_lowest(values: Sequence[float], low: float, rng: Rng) -> int:
+    """Choose uniformly an index where `low`, the least of the values, stands."""
+    if values.count(low) == 1:  # by far the most, and 64 take 2 us less
+        return values.index(low)
+    ties = [index for index, value in enumerate(values) if value == low]
+    return ties[_uniform(len(ties), rng)]
 
 
 def _uniform(n: int, rng: Rng) -> int:

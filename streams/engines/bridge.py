@@ -27,6 +27,7 @@ from streams.engines.inbox import Inbox
 from streams.engines.lease import Lease
 from streams.engines.publisher import event_producer
 from streams.engines.recollection import RankMemory, recall
+from streams.engines.scraping import Scraper
 from streams.engines.tenure import LeaseLost, Tenure
 from streams.errors import KvStreamsError, SettingsError
 from streams.settings import Settings
@@ -132,6 +133,7 @@ class Bridge:
                 for feed in feeds:
                     self._feeds[feed.rank] = feed
                     tasks.create_task(feed.run())
+                tasks.create_task(Scraper(wiring).run())
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
@@ -181,9 +183,9 @@ async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
 
 
 def engine_address(text: str) -> EngineAddress:
-    """Read `id=1,url=…,events=…[,replay=…][,dp=…][,model=…]`; raises SettingsError naming what is wrong."""
+    """Read `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…]`; raises SettingsError naming what is wrong."""
     parts = dict(part.partition("=")[::2] for part in text.split(","))
-    unknown = parts.keys() - {"id", "url", "events", "replay", "dp", "model"}
+    unknown = parts.keys() - {"id", "url", "events", "replay", "dp", "model", "metrics"}
     missing = {"id", "url", "events"} - {name for name, value in parts.items() if value}
     if unknown or missing:
         words = [f"{', '.join(sorted(missing))} missing"] if missing else []
@@ -202,4 +204,5 @@ def engine_address(text: str) -> EngineAddress:
         replay=parts.get("replay") or None,
         dp_size=dp_size,
         model=parts.get("model") or None,
+        metrics=parts.get("metrics") or None,
     )

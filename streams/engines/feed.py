@@ -82,7 +82,10 @@ _START_TIME = re.compile(r"^process_start_time_seconds(?:\{[^}]*\})?\s+(\S+)", r
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """One engine. events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM."""
+    """One engine. events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM.
+
+    metrics: its Prometheus page, where that is not at /metrics of `url`.
+    """
 
     worker_id: WorkerId
     url: str
@@ -90,6 +93,12 @@ class EngineAddress:
     replay: str | None = None
     dp_size: int = 1
     model: str | None = None
+    metrics: str | None = None
+
+    @property
+    def metrics_url(self) -> str:
+        """Where its Prometheus page is."""
+        return self.metrics or f"{self.url}/metrics"
 
 
 @dataclass(slots=True)
@@ -332,7 +341,7 @@ class RankFeed:
 
     async def _start_time(self) -> Evidence:
         try:
-            evidence = await engine_start(self._wiring.http, self._wiring.engine.url)
+            evidence = await engine_start(self._wiring.http, self._wiring.engine.metrics_url)
         except (aiohttp.ClientError, TimeoutError):
             return Evidence(reachable=False, started=None)
         self._heard()
@@ -597,7 +606,7 @@ def port_above(endpoint: str, offset: int) -> str:
 
 async def engine_start(http: aiohttp.ClientSession, url: str) -> Evidence:
     """The engine process's start time in microseconds, as its metrics tell it. Raises ClientError, TimeoutError."""
-    async with http.get(f"{url}/metrics") as response:
+    async with http.get(url) as response:
         text = await response.text() if response.status == 200 else ""
     found = _START_TIME.search(text)
     try:

@@ -1,4 +1,4 @@
-"""The threads that read a router's topics from their beginnings and keep reading.
+"""The threads that read a router's topics, from their beginnings or from now on, and keep reading.
 
 What lives here: consuming, and knowing when each partition's end was first reached. What must not: what records mean.
 What one call of the client gives is handed on as a whole, by topic: a batch of run records costs a twentieth of as
@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
 from streams.kafka import Record, as_record, assign, consume, reader
@@ -28,6 +29,15 @@ _RESTART_S = 1.0
 #: What is called with messages without an error, in order for each partition, and whether all of them were written
 #: after their partitions' ends were first reached. It gives those that cannot be used, each with its position.
 Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One topic and what its messages are handed to, by any of the threads. from_end: what lies there is not read."""
+
+    topic: TopicSpec
+    fold: Fold
+    from_end: bool = False
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -57,11 +67,12 @@ class Feeds:
     while another one folds: a fold has its own lock, and a partition's records come in order from one thread.
     """
 
-    def __init__(self, settings: Settings, folds: Mapping[str, tuple[TopicSpec, Fold]], on_restart: Callable[[], None]):
-        """folds: a name for people, to the topic and what is called with its messages, by any of the threads."""
+    def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
+        """feeds: by names for people."""
         self._settings = settings
-        self._folds = {spec.name: (name, fold) for name, (spec, fold) in folds.items()}
-        self._specs = [spec for spec, _ in folds.values()]
+        self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
+        self._specs = [feed.topic for feed in feeds.values()]
+        self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
         self._on_restart = on_restart
         self._pending = self._all_partitions()
         self._stopping = threading.Event()
@@ -120,7 +131,7 @@ class Feeds:
         try:
             consumer = reader(self._settings)
             try:
-                assign(consumer, [TopicPartition(topic, n, OFFSET_BEGINNING) for topic, n in share])
+                assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share])
                 self._read(consumer, over)
             finally:
                 consumer.close()
@@ -128,6 +139,9 @@ class Feeds:
             log.exception("the router's topics are read again from their beginnings")
         finally:
             over.set()
+
+    def _start_of(self, topic: str) -> int:
+        return OFFSET_END if topic in self._from_end else OFFSET_BEGINNING
 
     def _read(self, consumer: Consumer, over: threading.Event) -> None:
         """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""

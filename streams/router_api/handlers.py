@@ -29,6 +29,7 @@ from streams.router_api.wire import (
     parse_route,
     parse_route_query,
     parse_worker,
+    report_json,
     u64,
     worker_json,
 )
@@ -67,7 +68,12 @@ class Handlers:
             for name, text in (
                 ("index_blocks", "Facts held in the index: one block, one rank, one tier"),
                 ("workers", "Registered workers"),
-                ("bookings_unpublished", "Bookings that Kafka did not take"),
+                ("ranks_with_metrics", "Ranks whose engine says how it is"),
+                ("scrapes_failed", "Scrapes that failed, as the bridges tell, of the ranks with metrics"),
+                ("bookings_known", "Bookings remembered, the ended ones that have not expired among them"),
+                ("bookings_unpublished", "Records of bookings that Kafka did not take, or that found no room to wait"),
+                ("bookings_unacknowledged", "Records of bookings that Kafka has not acknowledged yet"),
+                ("bookings_in_sync", "1 while bookings of all routers are known to all, 0 while Kafka is away"),
                 ("unknown_calls", "Calls for request ids that no booking came for"),
                 ("bad_records", "Records of the router's topics that could not be used"),
                 ("records_without_room", "Run records that the index had no room for; their ranks are degraded"),
@@ -145,8 +151,13 @@ class Handlers:
         return _json(self._worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
 
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
-        """A worker of the registry, and which of its ranks are not heard of."""
-        return {**worker_json(worker), "silent_dp_ranks": self._router.view.silent_ranks(worker.worker_id)}
+        """A worker of the registry, which of its ranks are not heard of, and what its engine says of them."""
+        view = self._router.view
+        return {
+            **worker_json(worker),
+            "silent_dp_ranks": view.silent_ranks(worker.worker_id),
+            "metrics": [report_json(report) for report in view.reports_of(worker)],
+        }
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """What the view holds of each rank, with digests that are equal on every router that holds the same."""
@@ -199,10 +210,18 @@ class Handlers:
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""
         router = self._router
+        reports = router.view.reports()
+        with router.loads.locked() as loads:
+            bookings_known = len(loads)
         for name, value in (
             ("index_blocks", len(router.view.index)),
             ("workers", len(router.view.workers)),
+            ("ranks_with_metrics", len(reports)),
+            ("scrapes_failed", sum(report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0)),
+            ("bookings_known", bookings_known),
             ("bookings_unpublished", router.loads.unpublished),
+            ("bookings_unacknowledged", router.loads.unacknowledged),
+            ("bookings_in_sync", float(router.loads.in_sync)),
             ("unknown_calls", router.loads.unknown_calls),
             ("bad_records", router.feeds.bad_records),
             ("records_without_room", router.view.records_without_room),

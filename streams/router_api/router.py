@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -38,13 +38,13 @@ from streams.errors import (
     UnknownId,
 )
 from streams.kafka import producer
-from streams.router_api.feeds import Feeds, Fold, key_and_value, one_by_one
+from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
 from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of, booking_json, rank_of, terms_json
 from streams.router_api.wire import worker_id as parse_worker_id
 from streams.settings import Settings
-from streams.topics import TopicSpec, topics
+from streams.topics import topics
 from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
@@ -75,22 +75,28 @@ class Router:
         self._topics = topics(settings)
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
-        self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _now_ms)
+        self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
-        folds: dict[str, tuple[TopicSpec, Fold]] = {
-            "workers": (
+        feeds = {
+            "workers": Feed(
                 self._topics.workers,
                 one_by_one(lambda record: self.view.fold_worker(record.key, record.value)),
             ),
+            # From its end: whoever bridges an engine says soon how it is now.
+            "metrics": Feed(
+                self._topics.worker_metrics,
+                one_by_one(lambda record: self.view.fold_report(record.key, record.value)),
+                from_end=True,
+            ),
         }
         if settings.reads_index:
-            folds["index"] = (
+            feeds["index"] = Feed(
                 self._topics.index_changelog,
                 lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
             )
         if settings.router_replica_sync:
-            folds["loads"] = (self._topics.router_loads, one_by_one(self.loads.fold))
-        self.feeds = Feeds(settings, folds, self._restart)
+            feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
+        self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -139,11 +145,9 @@ class Router:
         model, blocks = self._blocks(asked, packed)
         policy = self._policy(asked)
         with self.loads.locked() as loads:
-            live = loads.live(request_id)
-            if live is not None and asked.update_states:
-                # A client that tries again must not book twice: the choice stands.
-                mode = self._mode(policy, [live[1].rank])
-                return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
+            standing = self._standing(request_id, asked, policy, loads)
+        if standing is not None:
+            return standing
         passing = self._eligible(filters, model)
         scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
         sequence = pack_hashes(sequence_hashes(blocks.local))
@@ -151,6 +155,10 @@ class Router:
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
         with self.loads.locked() as loads:
+            # Once more: another router's booking of this id may have come meanwhile.
+            standing = self._standing(request_id, asked, policy, loads)
+            if standing is not None:
+                return standing
             ranks = self._idle(passing, loads, fleet)
             bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
             decision = self._chooser.choose(
@@ -180,9 +188,19 @@ class Router:
                 self.view.predict(chosen.rank, blocks.local)
                 if session is not None:
                     self._sessions.bind(session, chosen.rank, time.monotonic())
-        mode = self._mode(policy, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
+        mode = self._mode(policy.reads_index, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
         self.answers[mode] += 1
         return _answer(request_id, decision, blocks, mode, asked.explain)
+
+    def _standing(
+        self, request_id: str, asked: RouteRequest, policy: RoutePolicy, loads: ActiveLoads
+    ) -> dict[str, Any] | None:
+        """The answer to an id that is booked: a client that tries again must not book twice, and the choice stands."""
+        live = loads.live(request_id) if asked.update_states else None
+        if live is None:
+            return None
+        mode = self._mode(policy.reads_index, [live[1].rank])
+        return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
 
     def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """What each eligible rank's load would be with this request."""
@@ -210,13 +228,14 @@ class Router:
                     "potential_decode_blocks": decode_blocks,
                 }
             )
-        mode = self.view.mode(ranks, predicted) if weighs else AnswerMode.FALLBACK
-        return {"loads": rows, "mode": mode.value}
+        mode = self._mode(weighs, ranks, predicted)
+        return {"loads": rows, "mode": mode}
 
     def rank_loads(self) -> dict[str, Any]:
-        """Every registered rank's active load."""
+        """Every registered rank's active load, and what its engine says of itself."""
         self.check_ready()
         rows = []
+        told = self.view.fleet().metrics
         with self.loads.locked() as loads:
             for rank in sorted({*self.view.all_ranks(), *loads.ranks()}):
                 load = loads.load(rank)
@@ -227,9 +246,10 @@ class Router:
                         "active_prefill_tokens": load.prefill_tokens,
                         "active_decode_blocks": load.decode_blocks,
                         "active_requests": load.requests,
+                        "engine": None if rank not in told else asdict(told[rank]),
                     }
                 )
-        return {"loads": rows}
+        return {"loads": rows, "in_sync": self.loads.in_sync}
 
     def book(self, request_id: str, asked: BookRequest) -> dict[str, Any]:
         """Book a choice made elsewhere; the same again changes nothing, another rank is a conflict."""
@@ -363,8 +383,13 @@ class Router:
         }
         return replace(self.policy, **{name: value for name, value in given.items() if value is not None})
 
-    def _mode(self, policy: RoutePolicy, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS) -> str:
-        return self.view.mode(ranks, predicted).value if policy.reads_index else AnswerMode.FALLBACK.value
+    def _mode(self, reads_index: bool, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS) -> str:
+        if not reads_index:
+            return AnswerMode.FALLBACK.value
+        mode = self.view.mode(ranks, predicted)
+        # Load is a part of the cost, and of load we know our own share alone.
+        worse = mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
+        return (AnswerMode.DEGRADED if worse else mode).value
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.view.workers.get(worker_id)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streams.codec import decode_worker
+from streams.codec import decode_metrics, decode_worker
 from streams.core.approximate_index import ApproximatePrefixIndex
 from streams.core.decision import FleetState
 from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index import OverlapScores, with_predictions
-from streams.core.metrics import WorkerMetrics
+from streams.core.metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ordering import Health, Progress
 from streams.core.registry import CPU_CLASS, Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
@@ -54,9 +54,15 @@ _LOCKED_RECORDS = 128
 #: take 30 us to be listed anew. Beyond it all are forgotten.
 _KEPT_FILTERS_MAX = 256
 
+#: Ranks of which it is kept what their engines say. A fleet has some thousands; a stranger must not fill memory.
+REPORTS_MAX = 65_536
+
 #: Decodes many records of the index changelog; see tables.run_decoding.
 DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
 
+
+#: Later than any clock says.
+_NEVER_MS = 1 << 62
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -132,7 +138,12 @@ class View:
         self.index: RunFold = self._make_fold()
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
+        # What engines say, with the time after which it is too old; when the first of them will be; and their gauges
+        # with what the registry knows, for a choice.
+        self._reports: dict[RankId, tuple[MetricsReport, int]] = {}
+        self._reports_end_ms = _NEVER_MS
         self._metrics: dict[RankId, WorkerMetrics] = {}
+        self._cpu_workers: frozenset[WorkerId] | None = None
         self._eligible: dict[Wanted, tuple[RankId, ...]] = {}
         self._fleet: FleetState | None = None
         self._silent: set[RankId] = set()  # ranks whose bridge was not heard of for longer than it promised
@@ -234,28 +245,69 @@ class View:
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
             self._eligible.clear()
-            self._fleet = None
+            self._fleet = self._cpu_workers = None
             if worker is None:
                 self._forget_worker(worker_id)
             else:
                 self.workers[worker_id] = worker
+                for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
+                    self._note_metrics(report)
 
-    def fold_metrics(self, rank: RankId, metrics: WorkerMetrics | None) -> None:
-        """A rank's engine says this of itself; None where that is too old to count."""
+    def fold_report(self, key: bytes, value: bytes | None) -> None:
+        """Fold one record of worker-metrics; raises BadRecord and stays as it was."""
+        report = decode_metrics(value, self._settings.schema_ids)
+        if str(report.rank.worker_id).encode() != key:
+            raise BadRecord("wrong_key", f"key {key!r} is not worker {report.rank.worker_id}'s")
+        now_ms = self._now_ms()
+        until_ms = now_ms + report.ttl_ms
         with self._lock:
-            self._fleet = None
-            if metrics is None:
-                self._metrics.pop(rank, None)
-            else:
-                self._metrics[rank] = metrics
+            if report.rank not in self._reports and len(self._reports) >= REPORTS_MAX:
+                self._end_reports(now_ms)
+                if len(self._reports) >= REPORTS_MAX:
+                    raise BadRecord("no_room", f"the engines of {REPORTS_MAX} ranks are known already")
+            self._reports_end_ms = min(self._reports_end_ms, until_ms)
+            self._reports[report.rank] = (report, until_ms)
+            self._note_metrics(report)
+
+    def reports(self) -> list[MetricsReport]:
+        """What engines say of their ranks, in order; of nobody for longer than its record promises."""
+        with self._lock:
+            self._end_reports(self._now_ms())
+            return [report for _, (report, _) in sorted(self._reports.items())]
+
+    def reports_of(self, worker: Worker) -> list[MetricsReport]:
+        """The same of one worker's ranks."""
+        with self._lock:
+            self._end_reports(self._now_ms())
+            return [self._reports[rank][0] for rank in worker.ranks() if rank in self._reports]
 
     def fleet(self) -> FleetState:
         """What is known of the ranks' engines; a value, which does not change when more is told."""
+        now_ms = self._now_ms()
         with self._lock:
-            if self._fleet is None:
+            self._end_reports(now_ms)
+            if self._cpu_workers is None:
                 cpus = (worker.worker_id for worker in self.workers.values() if worker.device_class == CPU_CLASS)
-                self._fleet = FleetState(dict(self._metrics), frozenset(cpus))
+                self._cpu_workers = frozenset(cpus)
+            if self._fleet is None:  # a thousand ranks are copied in 5 us, and each says something every second
+                self._fleet = FleetState(self._metrics.copy(), self._cpu_workers)
             return self._fleet
+
+    def _note_metrics(self, report: MetricsReport) -> None:
+        self._metrics[report.rank] = with_registered(report.metrics, self.workers.get(report.rank.worker_id))
+        self._fleet = None
+
+    def _forget_report(self, rank: RankId) -> None:
+        del self._reports[rank], self._metrics[rank]
+        self._fleet = None
+
+    def _end_reports(self, now_ms: int) -> None:
+        """Forget what is too old, and note when the next one will be."""
+        if now_ms < self._reports_end_ms:
+            return
+        for rank in [rank for rank, (_, until_ms) in self._reports.items() if until_ms <= now_ms]:
+            self._forget_report(rank)
+        self._reports_end_ms = min((until_ms for _, until_ms in self._reports.values()), default=_NEVER_MS)
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request by what was folded. local: uint64[n_blocks] from the root."""
@@ -412,8 +464,8 @@ class View:
     def _forget_worker(self, worker_id: WorkerId) -> None:
         """A worker left the registry: nothing is predicted of it, and its engine says nothing."""
         worker = self.workers.pop(worker_id, None)
-        for rank in [rank for rank in self._metrics if rank.worker_id == worker_id]:
-            del self._metrics[rank]
+        for rank in [rank for rank in self._reports if rank.worker_id == worker_id]:
+            self._forget_report(rank)
         if self._predictions is not None:
             for rank in worker.ranks() if worker else ():
                 self._predictions.clear(rank)

@@ -13,6 +13,7 @@ from streams.core.cost import RankTerms
 from streams.core.hashing import hash_seed, local_hashes, pack_tokens
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
 from streams.core.loads import Booking
+from streams.core.metrics import MetricsReport
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest, RequestTooLarge
 from streams.settings import WEIGHT_MAX
@@ -258,6 +259,16 @@ def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
 def worker_json(worker: Worker) -> dict[str, Any]:
     """A worker as GET /workers gives it."""
     return asdict(worker)
+
+
+def report_json(report: MetricsReport) -> dict[str, Any]:
+    """What an engine says of one rank, as it came."""
+    return {
+        "dp_rank": report.rank.dp_rank,
+        **asdict(report.metrics),
+        "scraped_at_ms": report.scraped_at_ms,
+        "scrapes_failed": report.n_scrapes_failed,
+    }
 
 
 _T = TypeVar("_T")

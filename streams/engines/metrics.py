@@ -1,0 +1,151 @@
+"""An engine's Prometheus page to the gauges of `worker-metrics` (docs/architecture.md, Worker metrics). Pure.
+
+What lives here: which names tell what, for each engine. What must not: fetching the page (scraping). Samples are read
+by the Prometheus client's own parser; of a page of a thousand lines it is given the few that are wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from streams.core.ids import DpRank
+from streams.core.metrics import WorkerMetrics
+from streams.errors import BadRecord
+
+#: Beyond it a gauge is no count of requests, blocks or tokens that a rank can have; Avro's ints end there.
+COUNT_MAX = (1 << 31) - 1
+
+#: Labels that say which data-parallel rank a sample is of: vLLM's and SGLang's.
+_RANK_LABELS = ("engine", "dp_rank")
+
+_USAGE, _WAITING, _RUNNING, _SLOTS, _USED, _TOTAL, _TOTAL_TOKENS = range(7)
+
+
+class _Reading(NamedTuple):
+    """What a sample tells. only: a label that it must have. label: the number is in this label instead."""
+
+    tells: int
+    only: tuple[str, str] | None = None
+    label: str | None = None
+
+
+#: Of several names that tell the same the first one counts. Sources: each engine's own metrics, and the protocol of the
+#: Gateway API's inference extension, which lists them side by side.
+_NAMES: Mapping[str, tuple[_Reading, ...]] = {
+    # vLLM. It renamed the usage in 0.11, and tells no number of slots.
+    "vllm:kv_cache_usage_perc": (_Reading(_USAGE),),
+    "vllm:gpu_cache_usage_perc": (_Reading(_USAGE),),
+    "vllm:num_requests_waiting": (_Reading(_WAITING),),
+    "vllm:num_requests_running": (_Reading(_RUNNING),),
+    "vllm:cache_config_info": (_Reading(_TOTAL, label="num_gpu_blocks"),),
+    # SGLang. Its pages were labels until 0.5.10 and are gauges since.
+    "sglang:token_usage": (_Reading(_USAGE),),
+    "sglang:num_queue_reqs": (_Reading(_WAITING),),
+    "sglang:num_running_reqs": (_Reading(_RUNNING),),
+    "sglang:num_pages": (_Reading(_TOTAL),),
+    "sglang:cache_config_info": (_Reading(_TOTAL, label="num_pages"),),
+    "sglang:max_total_num_tokens": (_Reading(_TOTAL_TOKENS),),
+    # TensorRT-LLM: trtllm-serve, then its backend of Triton.
+    "trtllm_kv_cache_utilization": (_Reading(_USAGE),),
+    "trtllm_num_requests_waiting": (_Reading(_WAITING),),
+    "trtllm_num_requests_running": (_Reading(_RUNNING),),
+    "trtllm_max_num_active_requests": (_Reading(_SLOTS),),
+    "trtllm_kv_cache_used_blocks": (_Reading(_USED),),
+    "trtllm_kv_cache_max_blocks": (_Reading(_TOTAL),),
+    "nv_trt_llm_request_metrics": (
+        _Reading(_WAITING, ("request_type", "waiting")),
+        _Reading(_RUNNING, ("request_type", "active")),
+        _Reading(_SLOTS, ("request_type", "max")),
+    ),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        _Reading(_USAGE, ("kv_cache_block_type", "fraction")),
+        _Reading(_USED, ("kv_cache_block_type", "used")),
+        _Reading(_TOTAL, ("kv_cache_block_type", "max")),
+    ),
+}
+_PREFERENCE = {name: position for position, name in enumerate(_NAMES)}
+_PREFIXES = tuple(_NAMES)
+
+
+def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank, WorkerMetrics]:
+    """What a page tells of each of an engine's ranks; those that it tells nothing of are left out.
+
+    A sample that names no rank is of rank 0, and so is every one where there is no other rank, whatever it names. What
+    is not told is 0. Of several samples of one rank (tensor-parallel ones, models) the greatest counts.
+    Raises BadRecord: not_text, bad_page, bad_number, no_metrics.
+    """
+    try:
+        text = page.decode()
+    except UnicodeDecodeError as exc:
+        raise BadRecord("not_text", f"the page is no UTF-8: {exc}") from exc
+    wanted = "\n".join(line for line in text.split("\n") if line.startswith(_PREFIXES))
+    found: dict[tuple[DpRank, int], tuple[int, float]] = {}  # to minus the name's preference, and the number
+    try:
+        for family in text_string_to_metric_families(wanted + "\n"):
+            for sample in family.samples:
+                rank = _rank_of(sample.labels, dp_size)
+                if rank is None:
+                    continue
+                for reading in _NAMES.get(sample.name, ()):
+                    value = _value(reading, sample.name, sample.labels, sample.value)
+                    if value is not None:
+                        told = (-_PREFERENCE[sample.name], value)
+                        place = (rank, reading.tells)
+                        found[place] = max(found.get(place, told), told)
+    except ValueError as exc:
+        raise BadRecord("bad_page", f"a line is no sample of Prometheus: {exc}") from exc
+    if not found:
+        raise BadRecord("no_metrics", "the page has none of the names that vLLM, SGLang or TensorRT-LLM use")
+    ranks = sorted({rank for rank, _ in found})
+    return {
+        rank: _gauges({tells: value for (of, tells), (_, value) in found.items() if of == rank}, block_size)
+        for rank in ranks
+    }
+
+
+def _rank_of(labels: Mapping[str, str], dp_size: int) -> DpRank | None:
+    """Whose sample it is; None for a rank that the engine was not said to have."""
+    if dp_size == 1:
+        return DpRank(0)
+    named = next((labels[label] for label in _RANK_LABELS if labels.get(label)), "0")
+    if not named.isascii() or not named.isdigit() or len(named) > 9 or int(named) >= dp_size:
+        return None
+    return DpRank(int(named))
+
+
+def _value(reading: _Reading, name: str, labels: Mapping[str, str], value: float) -> float | None:
+    """The number that a sample tells; None where it tells none, as engines do before they know it."""
+    if reading.only is not None and labels.get(reading.only[0]) != reading.only[1]:
+        return None
+    if reading.label is not None:
+        told = labels.get(reading.label, "")
+        if not told.isascii() or not told.isdigit() or len(told) > 18:
+            return None
+        value = float(told)
+    if math.isnan(value):
+        return None
+    if not 0.0 <= value <= COUNT_MAX:
+        raise BadRecord("bad_number", f"{name} is {value}")
+    return value
+
+
+def _gauges(told: Mapping[int, float], block_size: int) -> WorkerMetrics:
+    total = int(told.get(_TOTAL, told.get(_TOTAL_TOKENS, 0.0) // block_size))
+    usage = told.get(_USAGE)
+    used = told.get(_USED)
+    if used is None:
+        used = (usage or 0.0) * total
+    if usage is None:
+        usage = used / total if total else 0.0
+    return WorkerMetrics(
+        gpu_cache_usage_perc=min(usage, 1.0),  # engines that round to pages may tell a little more than all
+        num_requests_waiting=int(told.get(_WAITING, 0.0)),
+        request_active_slots=int(told.get(_RUNNING, 0.0)),
+        request_total_slots=int(told.get(_SLOTS, 0.0)),
+        kv_active_blocks=round(used),
+        kv_total_blocks=total,
+    )

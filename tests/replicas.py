@@ -1,0 +1,387 @@
+"""Routers that share bookings through one real Kafka, while one is killed and Kafka is away: `make replicas`.
+
+What lives here: clients that book, free and repeat themselves at any router, what happens meanwhile, and what must hold
+at the end. What must not: interleavings that must come in one order (test_loads_sync has those, in memory).
+
+Three routers are processes of their own. While requests flow one of them dies by SIGKILL, and Kafka is stopped; routers
+go on deciding, `degraded`. Then the topic is compacted, which is proven by what is gone, and a router starts late from
+what is left. All that live have the loads that a fold of every record ever written says, by a rule of its own; and once
+bookings have expired nothing remains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
+
+from streams.codec import decode_load
+from streams.core.hashing import unpack_hashes
+from streams.core.ids import RankId
+from streams.core.loads import Booking, BookingId, Phase
+from streams.errors import KvStreamsError
+from streams.kafka import Record, admin, ensure_topics
+from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.processes import Children
+from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready
+from streams.settings import Settings
+from streams.tables.changelog import read_to_end
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.api import BLOCK_SIZE, Api, metrics
+
+N_WORKERS = 8
+CLIENTS = 4
+EQUAL_TIMEOUT_S = 60.0
+
+#: Compaction that happens while one waits for it: segments close with the next tick, and all of them are dirty enough.
+COMPACTING = {"segment.ms": "1000", "min.cleanable.dirty.ratio": "0.0"}
+
+#: How often the broker's cleaner looks, against its default of 15 s.
+CLEANER = {"log.cleaner.backoff.ms": "200", "group.min.session.timeout.ms": "1000"}
+
+Loads = dict[RankId, tuple[int, int, int]]
+Rank = tuple[int, int]
+
+
+class Broken(AssertionError):
+    """Something that must hold does not."""
+
+
+def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, bool]]:
+    """The bookings that have an add and no free, each with whether its prompt is computed."""
+    adds: dict[BookingId, Booking] = {}
+    over: dict[Phase, set[BookingId]] = {Phase.PREFILL: set(), Phase.FREE: set()}
+    for record in records:
+        if record.value is not None:
+            booking_id, phase, booking = decode_load(record.value)
+            if booking is not None:
+                adds[booking_id] = booking
+            else:
+                over[phase].add(booking_id)
+    return {
+        booking_id: (booking, booking_id in over[Phase.PREFILL])
+        for booking_id, booking in adds.items()
+        if booking_id not in over[Phase.FREE]
+    }
+
+
+def loads_of(records: Iterable[Record]) -> Loads:
+    """Prefill tokens, distinct blocks and requests of each rank, of one process that read every record."""
+    tokens: Counter[RankId] = Counter()
+    requests: Counter[RankId] = Counter()
+    blocks: dict[RankId, set[int]] = {}
+    for booking, computed in live_bookings(records).values():
+        tokens[booking.rank] += 0 if computed else booking.prefill_tokens
+        requests[booking.rank] += 1
+        blocks.setdefault(booking.rank, set()).update(unpack_hashes(booking.sequence).tolist())
+    return {rank: (tokens[rank], len(blocks[rank]), requests[rank]) for rank in requests}
+
+
+@dataclass
+class Told:
+    """What clients did. simple: ids with one booking, by a router that lives on, and whether they were freed."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    simple: dict[str, bool] = field(default_factory=dict)
+
+
+class Replicas:
+    """One run."""
+
+    def __init__(self, stack: Stack, broker: LocalKafka, seed: int, say: Callable[[str], None] = print) -> None:
+        """broker: the stack's own, which is to be stopped."""
+        self._stack = stack
+        self._settings = stack.settings
+        self._topic = topics(stack.settings).router_loads
+        self._broker = broker
+        self._seed = seed
+        self._say = say
+        self._routers: list[RouterProcess] = []
+        self._lock = threading.Lock()
+        self._written: dict[tuple[int, int], Record] = {}
+        self.told = Told()
+
+    def run(self, n_bookings: int, outage_s: float, stop: Callable[[], None], go_on: Callable[[], None]) -> None:
+        """Play it. stop, go_on: Kafka goes away and comes back. Raises Broken or KvStreamsError."""
+        ensure_topics(self._settings, topics(self._settings).all())
+        self._routers = [self._stack.router(f"router-{n}", wait=False) for n in range(3)]
+        for router in self._routers:
+            router.child.wait_ready(lambda url=router.url: is_ready(url), READY_TIMEOUT_S)  # type: ignore[misc]
+        for worker_id in range(1, N_WORKERS + 1):
+            body = {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE, "dp_size": 2}
+            Api(self._routers[0].url).call("PUT", f"/workers/{worker_id}", body).given()
+        for router in self._routers:
+            wait_for(lambda url=router.url: len(Api(url).workers()) == N_WORKERS, EQUAL_TIMEOUT_S, "the workers")  # type: ignore[misc]
+        third = n_bookings // 3
+        began_s = time.monotonic()
+        self._flow(0, third)
+        self._routers.pop().child.kill()
+        self._say(f"{third} bookings, and a router is killed: {time.monotonic() - began_s:.1f} s")
+        self._flow(third, 2 * third)
+        self._modes("approximate")
+        stop()
+        stopped_s = time.monotonic()
+        try:
+            self._flow(2 * third, n_bookings)
+            wait_for(lambda: self._mode_is("degraded"), EQUAL_TIMEOUT_S, "the routers to notice")
+            self._flow(n_bookings, n_bookings + CLIENTS)  # decisions go on, and say so
+            waiting = [int(metrics(Api(router.url))["kvstreams_bookings_unacknowledged"]) for router in self._routers]
+            if not all(waiting):
+                raise Broken(f"{waiting} records wait for a Kafka that is away")
+            time.sleep(max(0.0, outage_s - (time.monotonic() - stopped_s)))
+        finally:
+            go_on()
+        self._say(f"Kafka was away for {time.monotonic() - stopped_s:.1f} s; {waiting} records waited for it")
+        wait_for(lambda: self._mode_is("approximate"), EQUAL_TIMEOUT_S, "the routers to be in sync again")
+        truth = self._equal("before compaction")
+        gone = self._compact()
+        late = self._stack.router("late")
+        self._routers.append(late)
+        if self._equal(f"with a late router, {gone} superseded records gone") != truth:
+            raise Broken("loads changed though nobody booked")
+        self._check_simple()
+        self._say(f"calls: {dict(self.told.calls)}; {time.monotonic() - began_s:.1f} s")
+
+    def expire(self) -> None:
+        """Wait until every booking has expired, and check that nothing is left of any."""
+        ttl_s = self._settings.booking_ttl_s
+
+        def empty() -> bool:
+            known = [metrics(Api(router.url))["kvstreams_bookings_known"] for router in self._routers]
+            left = [load for router in self._routers for load in self._loads(router).values() if any(load)]
+            return not any(known) and not left
+
+        wait_for(empty, ttl_s + EQUAL_TIMEOUT_S, "every booking to expire", 0.5)
+        self._say("after expiry nothing remains")
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    def _flow(self, first: int, last: int) -> None:
+        """Let clients live the lives of these requests, at any router that lives."""
+        apis = [Api(router.url) for router in self._routers]
+        dies = len(self._routers) == 3
+
+        def live(client: int) -> None:
+            rng = random.Random(f"{self._seed}-{first}-{client}")
+            for number in range(first + client, last, CLIENTS):
+                simple = self._live(apis, f"r{number}", rng)
+                if simple is not None and not dies:
+                    with self._lock:
+                        self.told.simple[f"r{number}"] = simple
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for done in [pool.submit(live, client) for client in range(CLIENTS)]:
+                done.result()
+
+    def _live(self, apis: Sequence[Api], request_id: str, rng: random.Random) -> bool | None:
+        """One request's life; whether it was freed, None where it was booked more than once."""
+        tokens = [rng.randrange(4)] * (BLOCK_SIZE * rng.randrange(1, 9) + rng.randrange(BLOCK_SIZE))
+        asked = {"model": "m", "token_ids": tokens, "request_id": request_id}
+        owner = rng.choice(apis)
+        other = rng.choice([api for api in apis if api is not owner])
+        fate = rng.random()
+        if fate < 0.08:  # a free that comes before its add
+            self._free(other, request_id)
+            owner.route(**asked)
+            self.told.calls["free before add"] += 1
+            return True
+        chosen = owner.route(**asked)
+        self.told.calls["book"] += 1
+        if rng.random() < 0.3:  # a client's retry
+            if owner.route(**asked)["worker_id"] != chosen["worker_id"]:
+                raise Broken(f"{request_id} was routed twice by one router")
+            self.told.calls["repeated"] += 1
+        if rng.random() < 0.3:  # stated anew, with more of it cached
+            body = {name: chosen[name] for name in ("worker_id", "dp_rank")}
+            owner.call("POST", f"/loads/{request_id}", {**body, "token_ids": tokens, "overlap_blocks": 1}).given()
+            self.told.calls["stated anew"] += 1
+        twice = rng.random() < 0.05
+        if twice:  # a retry at another router, which may not have heard of it
+            other.route(**asked)
+            self.told.calls["booked at two routers"] += 1
+        for _ in range(rng.randrange(3)):
+            self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/prefill-complete", "prefill")
+        freed = rng.random() < 0.8
+        if freed:
+            self._free(rng.choice(apis), request_id)
+            if rng.random() < 0.2:
+                self._free(rng.choice(apis), request_id)
+            if rng.random() < 0.3:  # another router's late prefill-complete
+                self._tell(other, "POST", f"/loads/{request_id}/prefill-complete", "late prefill")
+            if rng.random() < 0.1:  # the id used again, while its free is under way
+                rng.choice(apis).route(**asked)
+                self.told.calls["id used again"] += 1
+                return None
+        return None if twice else freed
+
+    def _free(self, api: Api, request_id: str) -> None:
+        self._tell(api, "DELETE", f"/loads/{request_id}", "free")
+
+    def _tell(self, api: Api, method: str, path: str, name: str) -> None:
+        answer = api.call(method, path)
+        if answer.status not in (200, 202):
+            raise Broken(f"{method} {path}: {answer.status} {answer.body!r}")
+        self.told.calls[f"{name}, held" if answer.status == 202 else name] += 1
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    def _loads(self, router: RouterProcess) -> dict[Rank, tuple[int, int, int]]:
+        return Api(router.url).loads(range(1, N_WORKERS + 1))
+
+    def _mode_is(self, mode: str) -> bool:
+        asked = {"model": "m", "token_ids": [1] * BLOCK_SIZE}
+        return all(Api(router.url).look(**asked)["mode"] == mode for router in self._routers)
+
+    def _modes(self, mode: str) -> None:
+        wait_for(lambda: self._mode_is(mode), EQUAL_TIMEOUT_S, f"the routers to answer {mode}")
+
+    def _read(self) -> set[tuple[int, int]]:
+        """Read the topic, remember every record; gives where those are that it has now."""
+        there: set[tuple[int, int]] = set()
+
+        def take(records: list[Record]) -> None:
+            for record in records:
+                there.add((record.partition, record.offset))
+                self._written.setdefault((record.partition, record.offset), record)
+
+        for partition in range(self._topic.partitions):
+            read_to_end(self._settings, self._topic.name, partition, None, take)
+        return there
+
+    def _equal(self, when: str) -> Loads:
+        """Wait until every router has the loads that the log says; gives them."""
+        truth: Loads = {}
+
+        def same() -> bool:
+            self._read()
+            truth.clear()
+            truth.update(loads_of(self._written.values()))
+            wanted = {(rank.worker_id, rank.dp_rank): load for rank, load in truth.items()}
+            return all(
+                {rank: load for rank, load in self._loads(router).items() if any(load)} == wanted
+                for router in self._routers
+            )
+
+        try:
+            wait_for(same, EQUAL_TIMEOUT_S, "all routers to have the same loads", 0.2)
+        except KvStreamsError as exc:
+            wanted = {(int(rank.worker_id), int(rank.dp_rank)): load for rank, load in truth.items()}
+            differ = {
+                router.child.name: {rank: (load, wanted.get(rank)) for rank, load in self._loads(router).items()}
+                for router in self._routers
+            }
+            raise Broken(f"{when}: loads and what the log says differ: {differ}") from exc
+        requests = sum(load[2] for load in truth.values())
+        if not requests:
+            raise Broken("nothing is booked: there is nothing to compare")
+        self._say(f"{when}: {len(self._routers)} routers agree on {requests} requests, {len(self._written)} records")
+        return dict(truth)
+
+    def _compact(self) -> int:
+        """Have the topic compacted, and prove it: what is gone was superseded, and all that was superseded is gone but
+        for what the newest segments hold."""
+        self._alter(COMPACTING)
+        there: set[tuple[int, int]] = set()
+
+        def superseded() -> set[tuple[int, int]]:
+            last = {record.key: place for place, record in sorted(self._written.items())}
+            return {
+                place
+                for place, record in self._written.items()
+                if record.value is not None and last[record.key] != place
+            }
+
+        def compacted() -> bool:
+            nonlocal there
+            there = self._read()
+            old = superseded()
+            return bool(old) and len(old - there) > 0.8 * len(old)
+
+        wait_for(compacted, EQUAL_TIMEOUT_S, "superseded records to be compacted away", 0.5)
+        lost = {place for place in self._written.keys() - there if self._written[place].value is not None}
+        if lost - superseded():
+            raise Broken(f"{len(lost - superseded())} records are gone that nothing superseded")
+        self._alter({name: self._topic.config[name] for name in COMPACTING})
+        return len(lost)
+
+    def _alter(self, config: dict[str, str]) -> None:
+        entries = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in config.items()
+        ]
+        resource = ConfigResource(ConfigResource.Type.TOPIC, self._topic.name, incremental_configs=entries)
+        client = admin(self._settings)
+        for future in client.incremental_alter_configs([resource]).values():
+            future.result(30.0)
+
+    def _check_simple(self) -> None:
+        """What a client meant is what came of it, where it was booked once."""
+        live = Counter(booking_id.request_id for booking_id in live_bookings(self._written.values()))
+        wrong = {request_id for request_id, freed in self.told.simple.items() if live[request_id] != (not freed)}
+        if wrong:
+            raise Broken(
+                f"{len(wrong)} requests of {len(self.told.simple)} are not as their clients left them: {wrong}"
+            )
+        if not self.told.simple:
+            raise Broken("no request was simple")
+
+
+def settings_of(kafka: str, **changes: Any) -> Settings:
+    """Settings of a run: no index is needed, and what routers answer says whether they hear of each other."""
+    given = {"partitions": 4, "kv_events": False, "topic_prefix": "replicas-", **changes}
+    return Settings(kafka=kafka, **given)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play one run; gives 1 where anything differs, having told what, and keeps what lies on disk then."""
+    parser = argparse.ArgumentParser(prog="python -m tests.replicas", description=__doc__)
+    parser.add_argument("--bookings", type=int, default=5_000)
+    parser.add_argument("--outage", type=float, default=20.0, help="seconds")
+    parser.add_argument("--ttl", type=float, default=180.0, help="seconds; longer than all before expiry takes")
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    directory = Path(tempfile.mkdtemp(prefix="kvstreams-replicas-"))
+    print(f"seed {seed}, {options.bookings} bookings, in {directory}", flush=True)
+    broker = LocalKafka(LocalKafkaConfig(directory / "kafka", CLEANER, class_archive=False))
+    try:
+        settings = settings_of(broker.up().bootstrap, booking_ttl_s=options.ttl)
+        with Children() as children:
+            replicas = Replicas(
+                Stack(settings, directory, children), broker, seed, lambda line: print(line, flush=True)
+            )
+            replicas.run(options.bookings, options.outage, lambda: _down(broker), lambda: _up(broker))
+            replicas.expire()
+    except (AssertionError, KvStreamsError) as exc:
+        print(f"{exc}\nplay it again: python -m tests.replicas --bookings {options.bookings} --seed {seed}")
+        print(f"logs and data are kept in {directory}")
+        return 1
+    finally:
+        broker.down()
+    shutil.rmtree(directory)
+    print(f"no difference, seed {seed}")
+    return 0
+
+
+def _down(broker: LocalKafka) -> None:
+    broker.down()
+
+
+def _up(broker: LocalKafka) -> None:
+    broker.up()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
