@@ -26,6 +26,9 @@ from streams.core.metrics import WorkerMetrics
 from streams.core.ordering import Health, Progress
 from streams.core.registry import CPU_CLASS, Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
+from streams.cxl.events import CxlPool
+from streams.cxl.pooled_view import PooledBlock, PooledView
+from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import partition_of
 from streams.settings import Settings
@@ -130,6 +133,7 @@ class View:
 
     def _reset(self) -> None:
         self.index: RunFold = self._make_fold()
+        self._pooled = PooledView(self._settings.schema_ids)
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
         self._metrics: dict[RankId, WorkerMetrics] = {}
@@ -223,7 +227,11 @@ class View:
             )
 
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
-        """Fold one record of the registry; raises BadRecord."""
+        """Fold one record of the registry, a worker or a CXL pool; raises BadRecord."""
+        if key.startswith(POOL_KEY_PREFIX):
+            with self._lock:
+                self._pooled.fold_pool(key, value)
+            return
         try:
             worker_id = WorkerId(int(key))
         except ValueError as exc:
@@ -239,6 +247,27 @@ class View:
                 self._forget_worker(worker_id)
             else:
                 self.workers[worker_id] = worker
+
+    def fold_pooled(self, key: bytes, value: bytes | None) -> None:
+        """Fold one record of the changelog of pooled blocks; raises BadRecord and stays as it was."""
+        with self._lock:
+            self._pooled.fold(key, value)
+
+    def pools(self) -> dict[str, CxlPool]:
+        """The registry's CXL pools by id."""
+        with self._lock:
+            return dict(self._pooled.pools)
+
+    def pooled_blocks(self) -> list[tuple[PooledBlock, frozenset[WorkerId]]]:
+        """Every pooled block, and the registered workers that can reach it, in order of sequence hash and owner."""
+        with self._lock:
+            blocks = [(block, self._pooled.reachable(block, self.workers.keys())) for block in self._pooled.blocks()]
+        return sorted(blocks, key=lambda found: (found[0].sequence, found[0].owner, found[0].metadata.pool_id or ""))
+
+    def n_pooled(self) -> int:
+        """Rows of the table of pooled blocks, whatever their state."""
+        with self._lock:
+            return len(self._pooled)
 
     def fold_metrics(self, rank: RankId, metrics: WorkerMetrics | None) -> None:
         """A rank's engine says this of itself; None where that is too old to count."""
