@@ -107,12 +107,8 @@ class ParkedKey:
 
 @dataclass(frozen=True, slots=True)
 class ParkedRow:
-    """A transition that waits for its batch of `kv-events`. raw: the record as it came.
+    """A transition that waits for its batch of `kv-events`, or behind one that does. raw: the record as it came."""
 
-    follows: what it waits for, which is what those before it wait for where that is more.
-    """
-
-    follows: int
     offset: int
     timestamp_ms: int
     raw: bytes
@@ -357,9 +353,7 @@ def parked_key(key: ParkedKey) -> bytes:
 
 def encode_parked(row: ParkedRow) -> bytes:
     """Value of a parked transition."""
-    return codec("cxl-parked").encode(
-        {"follows": row.follows, "offset": row.offset, "timestamp_ms": row.timestamp_ms, "raw": row.raw}
-    )
+    return codec("cxl-parked").encode({"offset": row.offset, "timestamp_ms": row.timestamp_ms, "raw": row.raw})
 
 
 def decode_parked(key: bytes, value: bytes) -> tuple[ParkedKey, ParkedRow]:

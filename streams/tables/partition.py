@@ -140,6 +140,9 @@ class Reducer(Protocol[Decoded]):
         applied_until: up to what time, on the monotonic clock, all that was appended was applied; it asks the broker.
         """
 
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        """Records applied earlier that have become dead letters since, as they came."""
+
     def take_changes(self) -> list[TableWrite]:
         """What changed since the last call."""
 
@@ -584,6 +587,7 @@ class TablePartition:
                 self._applied[topic] = offset
                 self._sources[topic] = replace(self._sources[topic], applied_offset=offset)
         outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
+        dead += self._reducer.take_refused()
         writes = self._reducer.take_changes()
         writes.append(
             TableWrite(
