@@ -125,6 +125,7 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
+        self._pooled_lock = threading.Lock()  # a dump of a million rows must hold up no answer
         self._predictions: ApproximatePrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
@@ -229,7 +230,7 @@ class View:
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the registry, a worker or a CXL pool; raises BadRecord."""
         if key.startswith(POOL_KEY_PREFIX):
-            with self._lock:
+            with self._pooled_lock:
                 self._pooled.fold_pool(key, value)
             return
         try:
@@ -250,23 +251,25 @@ class View:
 
     def fold_pooled(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the changelog of pooled blocks; raises BadRecord and stays as it was."""
-        with self._lock:
+        with self._pooled_lock:
             self._pooled.fold(key, value)
 
     def pools(self) -> dict[str, CxlPool]:
         """The registry's CXL pools by id."""
-        with self._lock:
+        with self._pooled_lock:
             return dict(self._pooled.pools)
 
     def pooled_blocks(self) -> list[tuple[PooledBlock, frozenset[WorkerId]]]:
         """Every pooled block, and the registered workers that can reach it, in order of sequence hash and owner."""
         with self._lock:
-            blocks = [(block, self._pooled.reachable(block, self.workers.keys())) for block in self._pooled.blocks()]
+            registered = frozenset(self.workers)
+        with self._pooled_lock:
+            blocks = [(block, self._pooled.reachable(block, registered)) for block in self._pooled.blocks()]
         return sorted(blocks, key=lambda found: (found[0].sequence, found[0].owner, found[0].metadata.pool_id or ""))
 
     def n_pooled(self) -> int:
         """Rows of the table of pooled blocks, whatever their state."""
-        with self._lock:
+        with self._pooled_lock:
             return len(self._pooled)
 
     def fold_metrics(self, rank: RankId, metrics: WorkerMetrics | None) -> None:
