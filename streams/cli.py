@@ -305,11 +305,14 @@ def cxl_pool(
     lost: bool,
 ) -> None:
     """Register a pool, or change it."""
-    from streams.cxl.directory import put_pool
+    from streams.cxl.directory import lose_pool, put_pool
     from streams.cxl.events import CxlPool
 
-    wanted = CxlPool(pool_id, latency_class, capacity_blocks, worker_ids(members), epoch or 0, lost)
-    pool = put_pool(resolved.settings, wanted, same_epoch=epoch is None)
+    if lost:
+        pool = lose_pool(resolved.settings, pool_id)
+    else:
+        wanted = CxlPool(pool_id, latency_class, capacity_blocks, worker_ids(members), epoch or 0)
+        pool = put_pool(resolved.settings, wanted, same_epoch=epoch is None)
     state = "lost" if pool.lost else f"{len(pool.members)} members"
     click.echo(f"pool {pool.pool_id}: epoch {pool.epoch}, {state}, latency class {pool.latency_class}")
 

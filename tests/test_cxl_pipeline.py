@@ -287,8 +287,8 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     assert script(stack.settings, *told, "--state", "cxl_pooled", "13").returncode == 0
     assert script(stack.settings, *told, "--state", "evicted", "12").returncode == 0  # no ledger has it any more
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("evicted", []), 13: ("cxl_pooled", [1, 2])})
-    refused = script(stack.settings, "pool", POOL, "--member", "1", "--lost")
-    assert refused.stdout == f"pool {POOL}: epoch 1, lost, latency class default\n", refused.stderr
+    lost = script(stack.settings, "pool", POOL, "--lost")
+    assert lost.stdout == f"pool {POOL}: epoch 1, lost, latency class far\n", lost.stderr
     await_reach(worker, {11: ("cxl_pooled", []), 12: ("evicted", []), 13: ("cxl_pooled", [])})
     over = script(stack.settings, "pool", POOL, "--epoch", "0")
     assert (over.returncode, over.stdout) == (1, "")

@@ -13,6 +13,7 @@ from streams.codec import codec
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
     POOL_MEMBERS_MAX,
+    POOL_NAME_CHARS_MAX,
     TRANSITION_BLOCKS_MAX,
     BlockAddress,
     CxlPool,
@@ -155,6 +156,20 @@ def test_pools_come_back_as_they_were(pool: CxlPool) -> None:
     key = pool_key(pool.pool_id)
     assert decode_pool(key, encode_pool(pool)) == pool
     assert reason_of(lambda: decode_pool(key + b"x", encode_pool(pool))) == "wrong_key"
+
+
+def test_the_largest_transition_fits_a_record() -> None:
+    """As many blocks and workers as there may be, and the longest pool's id: it can be parked as it came."""
+    block = (BlockAddress(SequenceHash(U64_MASK), SequenceHash(U64_MASK), 1), EngineHash(U64_MASK))
+    largest = replace(
+        TOLD,
+        pool_id="\N{GRINNING FACE}" * POOL_NAME_CHARS_MAX,
+        accessible_workers=(WorkerId(1 << 63),) * POOL_MEMBERS_MAX,
+        blocks=addressed([block] * TRANSITION_BLOCKS_MAX),
+    )
+    raw = encode_transition(largest)
+    assert len(raw) <= CXL_EVENT_BYTES_MAX
+    assert len(decode_transition(raw).blocks) == TRANSITION_BLOCKS_MAX
 
 
 def datum(**changed: object) -> bytes:

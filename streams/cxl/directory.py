@@ -14,7 +14,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
 from streams.cxl.events import CxlPool
 from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
-from streams.errors import BadRecord, EpochConflict, KvStreamsError
+from streams.errors import BadRecord, EpochConflict, KvStreamsError, UnknownId
 from streams.kafka import ANSWER_TIMEOUT_S, as_record, consume, producer, reader
 from streams.settings import Settings
 from streams.topics import topics
@@ -93,23 +93,33 @@ class PoolDirectory:
 def put_pool(settings: Settings, pool: CxlPool, *, same_epoch: bool) -> CxlPool:
     """Register a pool, or change it, and wait until Kafka has it; gives it as it was written.
 
-    same_epoch: in the one that it is in, or the next where it is lost. Raises EpochConflict for one that is over, and
-    KvStreamsError.
+    same_epoch: in the one that it is in. Raises EpochConflict for one that is over, and KvStreamsError.
     """
+    known = _known(settings, pool.pool_id)
+    epoch = 0 if known is None else known.epoch
+    if not same_epoch and pool.epoch < epoch:
+        raise EpochConflict(f"pool {pool.pool_id} is in epoch {epoch} already", epoch=epoch)
+    return _write(settings, replace(pool, epoch=epoch) if same_epoch else pool)
+
+
+def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
+    """A pool is lost with all that it held; gives it as it was written. Raises UnknownId and KvStreamsError."""
+    known = _known(settings, pool_id)
+    if known is None:
+        raise UnknownId(f"no pool {pool_id} is registered")
+    return _write(settings, replace(known, epoch=known.epoch + 1, lost=True))
+
+
+def _known(settings: Settings, pool_id: str) -> CxlPool | None:
     directory = PoolDirectory(settings)
     try:
-        known = directory.epoch_of(pool.pool_id)
+        return directory.pools().get(pool_id)
     finally:
         directory.close()
-    if not same_epoch and pool.epoch < known:
-        raise EpochConflict(f"pool {pool.pool_id} is in epoch {known} already", epoch=known)
-    epoch = known + pool.lost if same_epoch else pool.epoch
-    written = replace(pool, epoch=epoch, registered_at_ms=time.time_ns() // 1_000_000)
-    _write(settings, written)
-    return written
 
 
-def _write(settings: Settings, pool: CxlPool) -> None:
+def _write(settings: Settings, pool: CxlPool) -> CxlPool:
+    pool = replace(pool, registered_at_ms=time.time_ns() // 1_000_000)
     failed: list[str] = []
     kafka = producer(settings)
     kafka.produce(
@@ -120,3 +130,4 @@ def _write(settings: Settings, pool: CxlPool) -> None:
     )
     if kafka.flush(ANSWER_TIMEOUT_S) or failed:
         raise KvStreamsError(f"Kafka did not take pool {pool.pool_id}: {failed[0] if failed else 'no answer'}")
+    return pool
