@@ -130,16 +130,19 @@ class PartitionReducer:
             self._apply_transition(record, decoded)
             return
         progress = self.index.holdings.progress
-        removes = isinstance(decoded.body, WorkerRemoved)
-        ranks = [rank for rank in progress if rank.worker_id == decoded.rank.worker_id] if removes else [decoded.rank]
-        before = [progress.get(rank) for rank in ranks]
+        if isinstance(decoded.body, WorkerRemoved):
+            before = {rank: known for rank, known in progress.items() if rank.worker_id == decoded.rank.worker_id}
+            self.index.apply(record, decoded)
+            for rank, known in before.items():
+                self.pooled.kv_moved(rank, known, progress[rank], record.timestamp_ms)
+            return
+        was = progress.get(decoded.rank)
         try:
             self.index.apply(record, decoded)
         finally:  # one that is refused may have begun a life before
-            for rank, was in zip(ranks, before, strict=True):
-                now = progress.get(rank)
-                if now is not None and now is not was:
-                    self.pooled.kv_moved(rank, was, now, record.timestamp_ms)
+            now = progress.get(decoded.rank)
+            if now is not None and now is not was:
+                self.pooled.kv_moved(decoded.rank, was, now, record.timestamp_ms)
 
     def _apply_transition(self, record: SourceRecord, told: CxlTransition) -> None:
         check_home(record, told.rank.worker_id, self._settings)

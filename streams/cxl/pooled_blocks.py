@@ -187,7 +187,7 @@ class PooledBlocks:
         """A record of kv-events, appended then, changed a rank's progress: lives may be over, transitions may count."""
         if before is not None and _breaks(before, after):
             self._note_life(rank, before, after, timestamp_ms)
-        if rank in self._parked:
+        if self._parked and rank in self._parked:
             self._release(rank)
 
     def expire(self, now_ms: int) -> None:
@@ -414,6 +414,8 @@ class PooledBlocks:
 
 def _breaks(before: Progress, after: Progress) -> bool:
     """Whether more has changed between two progresses than that one life has gone on."""
+    if before.epoch is after.epoch and before.health is after.health and before.sequence <= after.sequence:
+        return False  # as it almost always is
     return (
         before.epoch.incarnation != after.epoch.incarnation
         or (before.health is Health.REMOVED) != (after.health is Health.REMOVED)
