@@ -23,8 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from streams import __version__, log
+from streams.core.ids import U64_MASK, WorkerId
 from streams.core.selection import RouterMode
-from streams.errors import KvStreamsError, SettingsError
+from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.settings import ENV_PREFIX, NEEDLESS, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics
 
@@ -281,6 +282,84 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     addresses = [engine_address(text) for text in engines]  # first: a typing error need not wait for Kafka
     ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
     _run(Bridge(resolved.settings, addresses).run())
+
+
+@cli.group()
+def cxl() -> None:
+    """CXL pools, and what scripts tell of the blocks in them."""
+
+
+@cxl.command("pool")
+@with_settings
+@click.argument("pool_id")
+@click.option("--member", "members", type=int, multiple=True, help="worker whose host reaches it; again for each")
+@click.option("--latency-class", default="default", show_default=True, help="name that routing weighs by")
+@click.option("--capacity-blocks", type=int, default=None, help="blocks it has room for")
+@click.option("--epoch", type=int, default=None, help="greater than before where what it held is lost")
+@click.option("--lost", is_flag=True, help="it is not there any more, with all that it held")
+def cxl_pool(
+    resolved: Resolved,
+    pool_id: str,
+    members: tuple[int, ...],
+    latency_class: str,
+    capacity_blocks: int | None,
+    epoch: int | None,
+    lost: bool,
+) -> None:
+    """Register a pool, or change it."""
+    from streams.cxl.directory import lose_pool, put_pool
+    from streams.cxl.events import CxlPool
+
+    if lost:
+        pool = lose_pool(resolved.settings, pool_id)
+    else:
+        wanted = CxlPool(pool_id, latency_class, capacity_blocks, worker_ids(members), epoch or 0)
+        pool = put_pool(resolved.settings, wanted, same_epoch=epoch is None)
+    state = "lost" if pool.lost else f"{len(pool.members)} members"
+    click.echo(f"pool {pool.pool_id}: epoch {pool.epoch}, {state}, latency class {pool.latency_class}")
+
+
+@cxl.command("transition")
+@with_settings
+@click.option("--worker-id", type=int, required=True)
+@click.option("--dp-rank", type=int, default=0, show_default=True)
+@click.option("--event-id", type=int, default=0, show_default=True, help="number told to people")
+@click.option(
+    "--state", type=click.Choice(["local_gpu", "in_transit", "cxl_pooled", "evicted"]), required=True, help="entered"
+)
+@click.option("--pool-id", default=None, help="where to; in_transit needs it")
+@click.option("--accessible-worker", "workers", type=int, multiple=True, help="who reaches it; left out, all members")
+@click.argument("hashes", type=int, nargs=-1, required=True)
+def cxl_transition(
+    resolved: Resolved,
+    worker_id: int,
+    dp_rank: int,
+    event_id: int,
+    state: str,
+    pool_id: str | None,
+    workers: tuple[int, ...],
+    hashes: tuple[int, ...],
+) -> None:
+    """Tell that blocks, by their engine's own HASHES, enter a state; exit status 1 where some are unknown."""
+    from streams.core.ids import DpRank, RankId
+    from streams.cxl.events import state_changed
+    from streams.engines.scripted import tell_transition
+
+    (owner,) = worker_ids((worker_id,))
+    changed = state_changed(event_id, hashes, state, pool_id, worker_ids(workers))
+    unknown = tell_transition(resolved.settings, RankId(owner, DpRank(dp_rank)), changed)
+    click.echo(f"{len(hashes) - len(unknown)} blocks of worker {worker_id} rank {dp_rank}: {state}")
+    if unknown:
+        click.echo(f"{len(unknown)} hashes name no block of it: {' '.join(map(str, unknown[:10]))}", err=True)
+        raise SystemExit(1)
+
+
+def worker_ids(values: tuple[int, ...]) -> tuple[WorkerId, ...]:
+    """Worker ids of a command line; raises InvalidRequest."""
+    for value in values:
+        if not 0 <= value <= U64_MASK:
+            raise InvalidRequest(f"worker {value} is outside 0..2^64-1")
+    return tuple(map(WorkerId, values))
 
 
 @cli.command()

@@ -58,6 +58,13 @@ class UnknownId(KvStreamsError):
     http_status = 404
 
 
+class EpochConflict(KvStreamsError):
+    """A CXL pool was to begin an epoch that is over already."""
+
+    code = "epoch_conflict"
+    http_status = 409
+
+
 class BookingConflict(KvStreamsError):
     """The request id is booked already, on another rank."""
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import faust
@@ -31,7 +32,7 @@ from streams.errors import BadRecord
 from streams.kafka import first_offset, group_members, log_end, partition_of
 from streams.settings import Settings
 from streams.tables.index_runs import index_runs
-from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
+from streams.tables.partition import Outgoing, PartitionWiring, Reducer, SourceRecord, TablePartition
 from streams.tables.records import (
     PARKED_PREFIX,
     PROGRESS_PREFIX,
@@ -43,7 +44,7 @@ from streams.tables.records import (
     progress_key,
 )
 from streams.tables.store import TableSpec, TableWrite
-from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, topics
+from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, TopicSpec, topics
 
 log = logging.getLogger(__name__)
 
@@ -139,12 +140,7 @@ class IndexReducer:
         if isinstance(decoded, BadRecord):
             raise decoded
         batch = decoded
-        if record.key is not None and record.key != str(batch.rank.worker_id).encode():
-            raise BadRecord("wrong_key", f"key {record.key!r} is not worker {batch.rank.worker_id}")
-        home = partition_of(batch.rank.worker_id, self._settings.partitions)
-        if record.partition != home:
-            # Two owners of one rank would each know half of it. Librdkafka's default partitioner does this.
-            raise BadRecord("wrong_partition", f"worker {batch.rank.worker_id} belongs to partition {home} (murmur2)")
+        check_home(record, batch.rank.worker_id, self._settings)
         expected = self._settings.block_size_of(batch.model)
         if batch.block_size != expected and not isinstance(batch.body, WorkerRemoved):
             raise BadRecord(
@@ -206,6 +202,10 @@ class IndexReducer:
             for expiry in care.expiries
         ]
 
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        """Nothing: what is refused is refused when it is applied."""
+        return []
+
     def take_changes(self) -> list[TableWrite]:
         """What changed since the last call; progress first, since readers drop an older epoch's runs by it."""
         changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
@@ -215,17 +215,50 @@ class IndexReducer:
         return writes
 
 
-class Indexer:
-    """Feeds the assigned partitions of one Faust worker. All methods but the wiring's callbacks run on Faust's loop."""
+def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:
+    """Raise BadRecord for a record that is not under its worker's key, or not in its worker's partition."""
+    if record.key is not None and record.key != str(worker_id).encode():
+        raise BadRecord("wrong_key", f"key {record.key!r} is not worker {worker_id}")
+    home = partition_of(worker_id, settings.partitions)
+    if record.partition != home:
+        # Two owners of one rank would each know half of it. Librdkafka's default partitioner does this.
+        raise BadRecord("wrong_partition", f"worker {worker_id} belongs to partition {home} (murmur2)")
 
-    def __init__(self, app: faust.App, settings: Settings, on_effect: Callable[[int], None] | None = None) -> None:
+
+@dataclass(frozen=True, slots=True)
+class PartitionPlan:
+    """What an owner of a partition does: its tables, the topics that it folds into them, and how.
+
+    The sources have equally many partitions and one subscriber, so Faust gives all that have one number to one worker;
+    the first tells which partitions are ours. make_reducer: takes the counts of verdicts, and a fault that was armed.
+    """
+
+    tables: tuple[TableSpec, ...]
+    sources: tuple[TopicSpec, ...]
+    make_reducer: Callable[[Counter[str], Callable[[int], None] | None], Reducer[Any]]
+
+
+class Indexer:
+    """Feeds the assigned partitions of one Faust worker. All methods but the wiring's callbacks run on Faust's loop.
+
+    A partition is paused, and resumed, in all its sources: what waits for it is one queue.
+    """
+
+    def __init__(
+        self,
+        app: faust.App,
+        settings: Settings,
+        plan: PartitionPlan,
+        on_effect: Callable[[int], None] | None = None,
+    ) -> None:
         self._app = app
         self._settings = settings
-        self._source = topics(settings).kv_events
+        self._plan = plan
+        self._source = plan.sources[0]
         self._armed = on_effect
         self._partitions: dict[int, TablePartition] = {}
         self._paused: set[int] = set()
-        self._realigning: set[int] = set()
+        self._realigning: set[TP] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wiring: PartitionWiring | None = None
@@ -280,24 +313,25 @@ class Indexer:
 
         Runs until cancelled; one look a REALIGN_EVERY_S[0].
         """
-        seen: dict[int, tuple[int, float, float]] = {}  # partition to (wanted, since, wait)
+        seen: dict[TP, tuple[int, float, float]] = {}  # topic and partition to (wanted, since, wait)
         first, longest = REALIGN_EVERY_S
         while True:
             await asyncio.sleep(first)
             now = time.monotonic()
             for partition, table in list(self._partitions.items()):
-                wanted = table.wanted(self._source.name)
-                if partition in self._paused and wanted is not None and table.has_drained:
+                if partition in self._paused and table.wanted(self._source.name) is not None and table.has_drained:
                     self._resume(partition)  # it drained between being found full and being paused
-                if wanted is None or table.queued or self._source_end(self._source.name, partition) <= wanted:
-                    seen.pop(partition, None)
-                    continue
-                last = seen.get(partition)
-                if last is None or last[0] != wanted:
-                    seen[partition] = (wanted, now, first * 2)
-                elif now - last[1] >= last[2]:
-                    seen[partition] = (wanted, now, min(last[2] * 2, longest))
-                    self._realign(partition)
+                for tp in self._topic_partitions(partition):
+                    wanted = table.wanted(tp.topic)
+                    if wanted is None or table.queued or self._source_end(tp.topic, partition) <= wanted:
+                        seen.pop(tp, None)
+                        continue
+                    last = seen.get(tp)
+                    if last is None or last[0] != wanted:
+                        seen[tp] = (wanted, now, first * 2)
+                    elif now - last[1] >= last[2]:
+                        seen[tp] = (wanted, now, min(last[2] * 2, longest))
+                        self._realign(tp)
 
     def _feed(self, event: Any) -> None:
         """Offer the records of one event (delivery.RecordsMessage) to their partition."""
@@ -321,20 +355,23 @@ class Indexer:
         offered[-1].handle = event
         wanted = table.offer(offered)
         if wanted is not None and wanted >= 0:
-            self._realign(partition)
+            self._realign(TP(records[0].topic, partition))
         elif table.is_full and partition not in self._paused:
             self._paused.add(partition)
-            self._app.consumer.pause_partitions({TP(self._source.name, partition)})
+            self._app.consumer.pause_partitions(set(self._topic_partitions(partition)))
 
-    def _realign(self, partition: int) -> None:
-        if partition not in self._realigning:
-            self._realigning.add(partition)
-            self._tasks.add(task := asyncio.get_running_loop().create_task(self._seek_to_table(partition)))
+    def _topic_partitions(self, partition: int) -> list[TP]:
+        return [TP(source.name, partition) for source in self._plan.sources]
+
+    def _realign(self, tp: TP) -> None:
+        if tp not in self._realigning:
+            self._realigning.add(tp)
+            self._tasks.add(task := asyncio.get_running_loop().create_task(self._seek_to_table(tp)))
             task.add_done_callback(self._tasks.discard)
 
-    async def _seek_to_table(self, partition: int) -> None:
-        """Seek the source to the offset that the table wants, or tell the table that the log has no such offset."""
-        topic = self._source.name
+    async def _seek_to_table(self, tp: TP) -> None:
+        """Seek a source to the offset that the table wants, or tell the table that the log has no such offset."""
+        topic, partition = tp.topic, tp.partition
         try:
             table = self._partitions.get(partition)
             wanted = table.wanted(topic) if table else None
@@ -355,19 +392,19 @@ class Indexer:
             if self._partitions.get(partition) is table:
                 wanted = table.wanted(topic)
                 if wanted is not None:
-                    await self._seek(partition, wanted)
+                    await self._seek(tp, wanted)
         except Exception as exc:
             log.warning("%s [%d] was not sought back: %s", topic, partition, exc)  # `watch` tries again
         finally:
-            self._realigning.discard(partition)
+            self._realigning.discard(tp)
 
-    async def _seek(self, partition: int, wanted: int) -> None:
+    async def _seek(self, tp: TP, wanted: int) -> None:
         # Not `seek`: that reaches from this thread into a client that lives in another, where a fetch may be handing
         # out what the seek throws away, and the whole consumer ends.
         try:
-            await self._app.consumer.seek_wait({TP(self._source.name, partition): wanted})
+            await self._app.consumer.seek_wait({tp: wanted})
         except Exception as exc:  # revoked in between, in words that differ between drivers
-            log.warning("%s [%d] was not sought back: %s", self._source.name, partition, exc)  # `watch` tries again
+            log.warning("%s [%d] was not sought back: %s", tp.topic, tp.partition, exc)  # `watch` tries again
 
     async def _stop(self, tables: list[TablePartition]) -> None:
         self._paused.difference_update(table.partition for table in tables)
@@ -377,11 +414,11 @@ class Indexer:
         if self._wiring is None:
             self._wiring = PartitionWiring(
                 settings=self._settings,
-                tables=(prefix_index_table(self._settings),),
-                sources=(self._source,),
+                tables=self._plan.tables,
+                sources=self._plan.sources,
                 dead_letters=topics(self._settings).dead_letters,
                 owner=f"{os.uname().nodename}:{os.getpid()}",
-                make_reducer=lambda: IndexReducer(self._settings, self.verdicts, self._armed),
+                make_reducer=lambda: self._plan.make_reducer(self.verdicts, self._armed),
                 acknowledge=self._acknowledge,
                 drained=self._drained,
                 opened=self._opened,
@@ -416,19 +453,25 @@ class Indexer:
 
     def _begin(self, partition: int) -> None:
         """Feed a partition from where its table stands."""
+        tps = self._topic_partitions(partition)
         if partition in self._paused:
             self._paused.discard(partition)
-            self._app.consumer.resume_partitions({TP(self._source.name, partition)})
-        self._realign(partition)
+            self._app.consumer.resume_partitions(set(tps))
+        for tp in tps:
+            self._realign(tp)
 
     def _resume(self, partition: int) -> None:
         table = self._partitions.get(partition)
-        wanted = table.wanted(self._source.name) if table else None
-        if wanted is not None:  # else it is being opened again, and `_opened` comes
-            self._paused.discard(partition)
-            self._app.consumer.resume_partitions({TP(self._source.name, partition)})
+        tps = self._topic_partitions(partition)
+        wanted = {tp: table.wanted(tp.topic) for tp in tps} if table else {}
+        if not wanted or None in wanted.values():
+            return  # it is being opened again, and `_opened` comes
+        self._paused.discard(partition)
+        self._app.consumer.resume_partitions(set(tps))
+        for tp, offset in wanted.items():
+            assert offset is not None
             # Faust drops what it had fetched of a paused partition; without this nothing flows until `watch` looks.
-            self._tasks.add(task := asyncio.get_running_loop().create_task(self._seek(partition, wanted)))
+            self._tasks.add(task := asyncio.get_running_loop().create_task(self._seek(tp, offset)))
             task.add_done_callback(self._tasks.discard)
 
     def _source_end(self, topic: str, partition: int) -> int:

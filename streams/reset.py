@@ -2,8 +2,9 @@
 
 What lives here: who must not be there, what is emptied, in which order. What must not: deciding that it is to be done.
 
-Emptied are the index (its changelog and this machine's copies of it), `kv-events`, `kv-control` and `router-loads`. The
-registry stays, since it is its operators' and its bridges', and so do the dead letters, which are somebody's evidence.
+Emptied are the tables (their changelogs and this machine's copies of them), `kv-events`, `cxl-events`, `kv-control`
+and `router-loads`. The registry stays, since it is its operators' and its bridges', and so do the dead letters, which
+are somebody's evidence.
 
 No topic is deleted and made again. Its offsets would begin anew, and whoever lives and stands at an offset of the old
 one takes a record of the new one for the next, or for one that it knows; between the two a living client has a broker
@@ -51,7 +52,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """What was done. records: of the index; partitions: of events, requests and loads; copies: local folders."""
+    """What was done. records: of the tables; partitions: of events, requests and loads; copies: local folders."""
 
     records: int
     partitions: int
@@ -114,7 +115,7 @@ def _cut(settings: Settings) -> int:
     names = topics(settings)
     where = [
         TopicPartition(spec.name, partition, OFFSET_END)
-        for spec in (names.kv_events, names.kv_control, names.router_loads)
+        for spec in (names.kv_events, names.cxl_events, names.kv_control, names.router_loads)
         for partition in range(spec.partitions)
     ]
     client = admin(settings)
@@ -128,37 +129,42 @@ def _cut(settings: Settings) -> int:
 
 
 def _delete_index(settings: Settings, partition: int) -> int:
-    """Write a tombstone for every key of a partition of the index; gives how many there were."""
-    topic = topics(settings).index_changelog.name
-    live: set[bytes] = set()
+    """Write a tombstone for every key of a partition of the tables; gives how many there were."""
+    names = topics(settings)
+    ends: dict[str, int | None] = {names.index_changelog.name: None, names.cxl_changelog.name: None}
+    live: set[tuple[str, bytes]] = set()
 
     def fold(records: list[Record]) -> None:
         for record in records:
-            (live.discard if record.value is None else live.add)(record.key)
+            (live.discard if record.value is None else live.add)((record.topic, record.key))
 
-    end, n_deleted = None, 0
+    def read() -> None:
+        for topic, end in ends.items():
+            ends[topic] = read_to_end(settings, topic, partition, end, fold)
+
+    n_deleted = 0
     for attempt in range(1, ATTEMPTS_MAX + 1):
-        end = read_to_end(settings, topic, partition, end, fold)
+        read()
         try:
             kafka = table_producer(settings, partition)
             kafka.init_transactions(INIT_TIMEOUT_S)
             # At once: an agent that lives is fenced from here on, and fences us as soon as it has noticed.
-            n_deleted += _write_tombstones(kafka, topic, partition, sorted(live))
-            end = read_to_end(settings, topic, partition, end, fold)
-            n_deleted += _write_tombstones(kafka, topic, partition, sorted(live))
+            n_deleted += _write_tombstones(kafka, partition, sorted(live))
+            read()
+            n_deleted += _write_tombstones(kafka, partition, sorted(live))
         except (KafkaException, TableError) as exc:
             if attempt == ATTEMPTS_MAX:
-                raise TableError(f"{topic} [{partition}] cannot be emptied: {exc}", remedy=_REMEDY) from exc
-            log.warning("%s [%d] is emptied once more: %s", topic, partition, exc)
+                raise TableError(f"partition {partition} cannot be emptied: {exc}", remedy=_REMEDY) from exc
+            log.warning("partition %d is emptied once more: %s", partition, exc)
         else:
             break
     return n_deleted
 
 
-def _write_tombstones(kafka: Producer, topic: str, partition: int, keys: list[bytes]) -> int:
+def _write_tombstones(kafka: Producer, partition: int, keys: list[tuple[str, bytes]]) -> int:
     for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
         kafka.begin_transaction()
-        for key in keys[first : first + TOMBSTONES_AT_ONCE]:
+        for topic, key in keys[first : first + TOMBSTONES_AT_ONCE]:
             produce(kafka, topic, partition, key, None, None, None)
         commit_until_answered(kafka)
     return len(keys)

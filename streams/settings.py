@@ -122,7 +122,10 @@ class Settings:
     clear_degraded_after_s: float = _knob(
         0.0, "a rank degraded for this long is cleared; 0 leaves it to its engine", low=0.0, high=30 * 86_400.0
     )
-    retention_ms: int = _knob(3_600_000, "kv-events are kept this long", low=60_000)
+    retention_ms: int = _knob(3_600_000, "kv-events and cxl-events are kept this long", low=60_000)
+    cxl_evicted_ttl_s: float = _knob(
+        3600.0, "metadata of a block that a CXL pool evicted are kept this long", low=1.0, high=30 * 86_400.0
+    )
     schema_ids: dict[str, int] = field(
         default_factory=dict, metadata={"help": "Confluent registry ids accepted by schema, as in kv-events=12"}
     )

@@ -39,7 +39,12 @@ DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
 #: Bytes of a chunk of a restatement, parked in the index's changelog as it came; bridges cut at 1 MiB of hashes.
 PARKED_CHUNK_BYTES_MAX = 1536 * 1024
 
+#: Bytes of one record of cxl-events: 28 a block, 4,096 blocks and as many workers. It is parked in a changelog as it
+#: came, where what is larger than a broker's own limit, 1 MB, would stop its partition.
+CXL_EVENT_BYTES_MAX = 256 * 1024
+
 PREFIX_INDEX = "prefix-index"
+CXL_BLOCKS = "cxl-blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +64,27 @@ class Topics:
     """Every topic of a scope."""
 
     kv_events: TopicSpec
+    cxl_events: TopicSpec
     workers: TopicSpec
     worker_metrics: TopicSpec
     router_loads: TopicSpec
     kv_control: TopicSpec
     dead_letters: TopicSpec
     index_changelog: TopicSpec
+    cxl_changelog: TopicSpec
 
     def all(self) -> tuple[TopicSpec, ...]:
         """In the order in which they are created."""
         return (
             self.kv_events,
+            self.cxl_events,
             self.workers,
             self.worker_metrics,
             self.router_loads,
             self.kv_control,
             self.dead_letters,
             self.index_changelog,
+            self.cxl_changelog,
         )
 
 
@@ -97,7 +106,13 @@ def topics(settings: Settings) -> Topics:
                 "max.message.bytes": str(EVENT_BYTES_MAX),
             },
         ),
-        workers=spec(f"{prefix}workers", "worker id, ASCII decimal", "workers", _COMPACTED),
+        cxl_events=spec(
+            f"{prefix}cxl-events",
+            "worker id, ASCII decimal",
+            "cxl-events",
+            {"cleanup.policy": "delete", "retention.ms": str(settings.retention_ms)},
+        ),
+        workers=spec(f"{prefix}workers", "worker id, ASCII decimal; pool/ and a pool's id", "workers", _COMPACTED),
         worker_metrics=spec(
             f"{prefix}worker-metrics",
             "worker id, ASCII decimal",
@@ -143,5 +158,11 @@ def topics(settings: Settings) -> Topics:
             "prefix-index-run",
             # Broker and clients take 1 MB unless told otherwise.
             {**_COMPACTED, "max.message.bytes": str(PARKED_CHUNK_BYTES_MAX + 64 * 1024)},
+        ),
+        cxl_changelog=spec(
+            f"{settings.app_id}-{CXL_BLOCKS}-changelog",
+            "block, owner or parked transition, big-endian",
+            "cxl-block",
+            _COMPACTED,
         ),
     )

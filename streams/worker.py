@@ -18,6 +18,7 @@ import faust
 from faust.types import TP
 
 from streams import faults, log
+from streams.cxl.agent import partition_plan
 from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
@@ -60,9 +61,10 @@ def create_app(settings: Settings) -> faust.App:
         stream_wait_empty=False,
         logging_config=log.dict_config(settings),
     )
-    indexer = Indexer(app, settings, faults.armed())
+    plan = partition_plan(settings)
+    indexer = Indexer(app, settings, plan, faults.armed())
     source = app.topic(
-        topics(settings).kv_events.name,
+        *(spec.name for spec in plan.sources),
         key_type=bytes,
         value_type=bytes,
         key_serializer="raw",

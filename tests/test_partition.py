@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from streams.errors import BadRecord
 from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, ensure_topics
 from streams.settings import Settings
@@ -44,6 +45,9 @@ class Thirds:
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - the signature
         self.loaded.extend(value for _, value in items)
+
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        return []
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[bytes]:
         return [record.value or b"" for record in records]

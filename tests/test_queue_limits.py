@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from streams.errors import BadRecord
 from streams.indexer_agent import prefix_index_table
 from streams.kafka import ensure_topics
 from streams.local.processes import Children
@@ -33,6 +34,9 @@ class Slow:
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         pass
+
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        return []
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[None]:
         if records:  # there are none where only the partition record is due

@@ -51,6 +51,10 @@ def holds(process: RouterProcess, n: int) -> None:
     wait_for(lambda: len(facts(process.url)) == n, VISIBLE_TIMEOUT_S, f"{n} blocks")
 
 
+def pooled(process: RouterProcess) -> int:
+    return len(get_json(f"{process.url}/state/cxl")["blocks"])
+
+
 def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stack) -> None:
     """Refused by members, then by the last word of one that was killed; then all is empty, and what comes counts."""
     settings = stack.settings
@@ -68,6 +72,10 @@ def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stac
     assert "another topic_prefix" in done.stderr
     assert_equal(router.url, engines.reference)
 
+    with KvEventPublisher(settings, worker_id=9, model="m") as publisher:
+        publisher.stored([1], list(range(16)))
+        publisher.publish_cxl_state_transition(1, [1], "in_transit", "pool")
+    wait_for(lambda: pooled(router) == 1, VISIBLE_TIMEOUT_S, "a pooled block")
     worker.child.kill()
     with pytest.raises(ScopeInUse, match="take another topic_prefix"):
         reset_scope(settings)
@@ -75,6 +83,7 @@ def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stac
     assert all(changelog(settings, partition) == {} for partition in range(settings.partitions))
     holds(router, 0)  # a router that lives reads that everything is deleted
     assert get_json(f"{router.url}/state")["ranks"] == []
+    wait_for(lambda: pooled(router) == 0, VISIBLE_TIMEOUT_S, "no pooled block")
     assert [each["worker_id"] for each in get_json(f"{router.url}/workers")["workers"]] == [1]
     assert mode(router.url) == "degraded"
     # No topic is another one.
@@ -86,6 +95,7 @@ def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stac
     holds(router, 2)
     late = stack.router("late")
     holds(late, 2)
+    assert pooled(router) == pooled(late) == 0
     wait_for(lambda: mode(router.url) == mode(late.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers")
 
 

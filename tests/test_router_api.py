@@ -607,13 +607,15 @@ def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings
     ensure_topics(scope, named.all())
     strange: list[tuple[str, bytes | None, bytes | None]] = [
         (spec.name, key, value)
-        for spec in (named.index_changelog, named.workers, named.router_loads)
+        for spec in (named.index_changelog, named.cxl_changelog, named.workers, named.router_loads)
         for key, value in (
             (b"", b""),
             (b"1", b"plain text"),
             (b"-1", b"\x00\x00\x00\x00\x01"),
             (b"R" + bytes(20), b"\xc3\x01" + bytes(30)),
             (b"P" + bytes(12), b"\xc3\x01"),
+            (b"B" + bytes(20) + b"pool", b"\xc3\x01"),
+            (b"pool/", b"\xc3\x01"),
             (b"Z", struct.pack(">I", 1)),
         )
     ]

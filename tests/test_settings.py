@@ -49,6 +49,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "queue_bytes_high": (1, NUMBER_MAX),
     "rocksdb_cache_mb": (1, NUMBER_MAX),
     "retention_ms": (60_000, NUMBER_MAX),
+    "cxl_evicted_ttl_s": (1.0, 30 * 86_400.0),
     "bridge_lease_s": (0.3, 600.0),
     "metrics_interval_s": (0.0, 180.0),
 }

@@ -17,7 +17,7 @@ from streams.codec import schemas_dir
 from streams.errors import KvStreamsError, SettingsError, TopicMismatch
 from streams.kafka import FirstOffset, admin, check_topic, describe_topics, ensure_topics, first_offset, producer
 from streams.settings import Settings
-from streams.topics import PREFIX_INDEX, TopicSpec, topics
+from streams.topics import CXL_BLOCKS, PREFIX_INDEX, TopicSpec, topics
 
 HOUR_MS = 3_600_000
 
@@ -33,6 +33,7 @@ COMPACTED = {
 #: Settings of every topic by its name without the prefix, written out a second time (docs/architecture.md, Topics).
 WANTED: dict[str, dict[str, str]] = {
     "kv-events": {"cleanup.policy": "delete", "retention.ms": str(HOUR_MS), "max.message.bytes": str(8 << 20)},
+    "cxl-events": {"cleanup.policy": "delete", "retention.ms": str(HOUR_MS)},
     "workers": COMPACTED,
     "worker-metrics": {"cleanup.policy": "delete", "retention.ms": "600000", "segment.ms": "60000"},
     # Bookings live for minutes, so segments are closed, and with it compacted, ten times as often.
@@ -53,6 +54,7 @@ WANTED: dict[str, dict[str, str]] = {
     },
     # A parked chunk of a restatement lies there as it came.
     "kvstreams-prefix-index-changelog": {**COMPACTED, "max.message.bytes": str((3 << 19) + 65536)},
+    "kvstreams-cxl-blocks-changelog": COMPACTED,
 }
 
 
@@ -72,11 +74,12 @@ def test_a_prefix_that_kafka_would_refuse_is_refused_here() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "fleet-a."])
-def test_the_changelog_is_named_as_faust_names_it(prefix: str) -> None:
-    """A Faust table of the same app and name would have this very changelog."""
+def test_changelogs_are_named_as_faust_names_it(prefix: str) -> None:
+    """Faust tables of the same app and names would have these very changelogs."""
     settings = Settings(topic_prefix=prefix)
     app = faust.App(settings.app_id, store="memory://")
     assert topics(settings).index_changelog.name == app.Table(PREFIX_INDEX).changelog_topic_name
+    assert topics(settings).cxl_changelog.name == app.Table(CXL_BLOCKS).changelog_topic_name
 
 
 def test_the_longest_request_fits_a_record_of_its_booking() -> None:
@@ -87,7 +90,7 @@ def test_the_longest_request_fits_a_record_of_its_booking() -> None:
 def test_retention_follows_the_settings() -> None:
     """Events are kept as long as the settings say, bookings twice as long as they may live."""
     named = topics(Settings(retention_ms=120_000, booking_ttl_s=1.5))
-    assert named.kv_events.config["retention.ms"] == "120000"
+    assert named.kv_events.config["retention.ms"] == named.cxl_events.config["retention.ms"] == "120000"
     assert named.router_loads.config["retention.ms"] == "3000"
 
 

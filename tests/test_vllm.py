@@ -14,6 +14,7 @@ from streams.codec import decode_batch, encode_batch
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvents
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
+from streams.cxl.events import CxlStateChanged
 from streams.engines.ledger import Ledger
 from streams.engines.vllm import PAYLOAD_BYTES_MAX, Payload, decode_payload, engine_hash
 from streams.errors import BadRecord
@@ -367,7 +368,9 @@ def test_any_message_is_a_batch_that_can_be_published_or_a_dead_letter(outer: An
         assert payload in REASONS
         return
     ledger = Ledger(counts_copies=True)
-    news = tuple(out for event in payload.events for out in ledger.apply(event))
+    news = tuple(
+        out for event in payload.events if not isinstance(event, CxlStateChanged) for out in ledger.apply(event)
+    )
     rank = RankId(WorkerId(1), DpRank(payload.dp_rank))
     body = EngineEvents(news)
     batch = EngineBatch(rank, "m", BLOCK, Incarnation(1), 0, 0, payload.emitted_at_ms, body, payload.n_unindexed)

@@ -22,6 +22,7 @@ from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import U64_MASK, RankId, WorkerId
 from streams.core.registry import DP_SIZE_MAX, Worker
+from streams.cxl.directory import PoolDirectory
 from streams.engines.feed import RETRY_S, EngineAddress, FeedWiring, RankFeed
 from streams.engines.inbox import Inbox
 from streams.engines.lease import Lease
@@ -59,6 +60,7 @@ class Bridge:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._tenures = {engine.worker_id: self._tenure(engine.worker_id) for engine in engines}
         self._feeds: dict[RankId, RankFeed] = {}
+        self._pools: PoolDirectory | None = None
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -72,6 +74,8 @@ class Bridge:
         finally:
             for tenure in self._tenures.values():
                 tenure.release()
+            if self._pools is not None:
+                self._pools.close()
             self._context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
 
@@ -115,7 +119,9 @@ class Bridge:
         while True:
             term = await tenure.held()
             log.info("worker %d: %s serves %s; term %d is ours", engine.worker_id, engine.url, model, term)
-            wiring = FeedWiring(self._settings, self._kafka, self._context, http, engine, model, tenure, term)
+            wiring = FeedWiring(
+                self._settings, self._kafka, self._context, http, engine, model, tenure, term, self._epoch_of
+            )
             try:
                 await self._feed(wiring)
             except* LeaseLost as lost:
@@ -137,6 +143,12 @@ class Bridge:
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
+
+    def _epoch_of(self, pool_id: str) -> int:
+        """A CXL pool's epoch; the registry's pools are read when the first engine names one."""
+        if self._pools is None:
+            self._pools = PoolDirectory(self._settings)
+        return self._pools.epoch_of(pool_id)
 
     async def _recall(self, worker_id: WorkerId) -> dict[int, RankMemory]:
         """What Kafka has of a worker, after everything that this process has said of it."""

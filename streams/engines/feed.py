@@ -15,6 +15,7 @@ import logging
 import re
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from urllib.parse import urlsplit, urlunsplit
@@ -38,6 +39,7 @@ from streams.engines.continuity import (
     goes_on,
     needs_proof,
 )
+from streams.engines.cxl_names import CxlNames
 from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
 from streams.engines.recollection import RankMemory, ledger_of
@@ -135,6 +137,7 @@ class FeedWiring:
     model: str
     tenure: Tenure
     term: int
+    epoch_of: Callable[[str], int]
 
 
 @dataclass(slots=True)
@@ -192,7 +195,9 @@ class RankFeed:
         self._replay = port_above(wiring.engine.replay, dp_rank) if wiring.engine.replay else None
         self._block_size = wiring.settings.block_size_of(wiring.model)
         known = memory.incarnation if memory else Incarnation(0)
-        self._writer = RankWriter(wiring.settings, wiring.kafka, self.rank, wiring.model, known, COUNTS_COPIES)
+        self._writer = RankWriter(
+            wiring.settings, wiring.kafka, self.rank, wiring.model, known, COUNTS_COPIES, wiring.epoch_of
+        )
         self._life = _Life(Window(0), None)
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
         self._heard_at_s = time.monotonic()
@@ -277,25 +282,29 @@ class RankFeed:
             self._writer.new_life(memory.incarnation)
             await self._announce()  # a removed worker comes back by it
             return await self._fill_and_judge()
-        ledger = await self._ledger_from_engine(memory.sequence)
-        if ledger is None:
+        told_by_engine = await self._ledger_from_engine(memory.sequence)
+        if told_by_engine is None:
             self.counters.resumed_from_table += 1
             ledger = ledger_of(memory.ledger.restated(), memory.ledger.complete, counts_copies=COUNTS_COPIES)
+            names = memory.names
+        else:
+            ledger, names = told_by_engine
         log.info("rank %s: goes on behind batch %d with %d blocks", self.rank, memory.sequence, len(ledger))
-        self._writer.resume(memory.sequence, memory.digest, ledger)
+        self._writer.resume(memory.sequence, memory.digest, ledger, names)
         self._life.window = Window(memory.sequence + 1)
         self._life.digests[memory.sequence] = memory.digest
         self._begun = True
         return await self._fill_and_judge()
 
-    async def _ledger_from_engine(self, until: int) -> Ledger | None:
-        """The ledger as of batch `until`, from the engine's own batches; None where it has forgotten the first.
+    async def _ledger_from_engine(self, until: int) -> tuple[Ledger, CxlNames] | None:
+        """The ledger as of batch `until`, and the names of what is in CXL pools, from the engine's own batches; None
+        where it has forgotten the first.
 
         Better than the table's, which knows neither copies nor second names. Nothing is published: Kafka has it.
         """
         if self._replay is None:
             return None
-        ledger, following = Ledger(COUNTS_COPIES), 0
+        ledger, names, following = Ledger(COUNTS_COPIES), CxlNames(), 0
         try:
             async with aclosing(replay(self._wiring.context, self._replay, 0)) as batches:
                 async for batch in batches:
@@ -305,12 +314,12 @@ class RankFeed:
                     self._life.remember(batch)
                     try:
                         for event in decode_payload(batch.payload, self._block_size).events:
-                            ledger.apply(event)
+                            names.apply(event, ledger)
                     except BadRecord:
                         ledger.lost_events()
                     following += 1
                     if following > until:
-                        return ledger
+                        return ledger, names
         except ReplaySilent as exc:
             log.warning("rank %s: %s", self.rank, exc)
         return None

@@ -24,6 +24,7 @@ import numpy as np
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, RestatedRun
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
+from streams.cxl.events import BlockAddress
 
 
 @dataclass(slots=True)
@@ -112,6 +113,17 @@ class Ledger:
                 self._held[run.tier][block] = _Held(engine, 1, local, before, run.start + offset)
                 self._published[run.tier][engine] = block
             before = SequenceHash(block)
+
+    def address(self, engine: EngineHash) -> BlockAddress | None:
+        """Where the block that an engine hash names lies on its chain, in whatever tier; None where it names none."""
+        for where in Tier:
+            name = self._names[where].get(engine)
+            block = self._published[where].get(engine) if name is None else name.sequence
+            if block is not None:
+                held = self._held[where][block]
+                before = None if held.before is None else SequenceHash(held.before)
+                return BlockAddress(SequenceHash(block), before, held.position)
+        return None
 
     def restated(self) -> list[RestatedRun]:
         """Give all that is held, as the longest runs of consecutive blocks, parents before children."""

@@ -1,12 +1,15 @@
-"""Writing `kv-events`: for engines that embed it (`KvEventPublisher`), and for the bridge (`RankWriter`).
+"""Writing `kv-events` and `cxl-events`: for engines that embed it (`KvEventPublisher`), and for bridges (`RankWriter`).
 
-What lives here: ledger, sequence and producer, joined. What must not: any engine's wire.
+What lives here: ledger, names, sequence and producer, joined. What must not: any engine's wire.
+
+CXL transitions are written before the batch that they follow: agents hold what comes early, while a writer that dies
+between the two, and goes on behind its last batch, would never tell what should have come behind it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import numpy as np
@@ -29,10 +32,21 @@ from streams.core.events import (
     RestatementChunk,
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes
-from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
+from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
+from streams.cxl.directory import PoolDirectory
+from streams.cxl.events import (
+    TRANSITION_BLOCKS_MAX,
+    AddressedBlocks,
+    CxlStateChanged,
+    CxlTransition,
+    check_change,
+    state_changed,
+)
+from streams.cxl.records import encode_transition
+from streams.engines.cxl_names import CxlNames, stored_states
 from streams.engines.ledger import Ledger
 from streams.engines.restating import chunks
-from streams.errors import BadRecord, InvalidRequest, KvStreamsError
+from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import producer, require_topic
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
@@ -49,8 +63,13 @@ def event_producer(settings: Settings) -> Producer:
     return producer(settings, **{"message.timeout.ms": 0})
 
 
+def no_pools(pool_id: str) -> int:  # noqa: ARG001 - who asks for a pool's epoch names the pool
+    """Epoch of a pool where nobody reads the registry: before any that was registered."""
+    return 0
+
+
 class RankWriter:
-    """Writes one rank's batches, in the order given. Owner of that rank's ledger."""
+    """Writes one rank's batches, in the order given. Owner of that rank's ledger, and of its names in CXL pools."""
 
     def __init__(
         self,
@@ -60,8 +79,12 @@ class RankWriter:
         model: str,
         incarnation: Incarnation,
         counts_copies: bool,
+        epoch_of: Callable[[str], int] = no_pools,
     ) -> None:
+        """epoch_of: the epoch of a CXL pool, as the registry has it."""
         self._topic = topics(settings).kv_events.name
+        self._cxl_topic = topics(settings).cxl_events.name
+        self._epoch_of = epoch_of
         self._kafka = kafka
         self._block_size = settings.block_size_of(model)
         self._counts_copies = counts_copies
@@ -69,24 +92,73 @@ class RankWriter:
         self.model = model
         self.incarnation = incarnation
         self.ledger = Ledger(counts_copies)
+        self.names = CxlNames()
         #: The last batch published of this life, and the digest of its payload.
         self.sequence = BEFORE_FIRST
         self.digest = 0
         self.unindexed = 0
+        #: Blocks that entered a state of CXL memory under names that nobody knows; nothing was told of them.
+        self.unknown_names = 0
         self.published = 0
         self.delivered = 0
         self.failed: list[str] = []
 
     def write(
-        self, sequence: int, digest: int, emitted_at_ms: int, events: Iterable[KvEvent], n_unindexed: int = 0
+        self,
+        sequence: int,
+        digest: int,
+        emitted_at_ms: int,
+        events: Iterable[KvEvent | CxlStateChanged],
+        n_unindexed: int = 0,
     ) -> None:
-        """Publish one batch. One that changes nothing is published too: its sequence number must not look lost."""
+        """Publish one batch. One that changes nothing is published too: its sequence number must not look lost.
+
+        Raises BadRecord for a store whose CXL metadata is none, or a batch that is too large.
+        """
         news: list[KvEvent] = []
         for event in events:
+            if isinstance(event, CxlStateChanged):
+                self._change(event, sequence, emitted_at_ms)
+                continue
+            stored = stored_states(event) if isinstance(event, BlocksStored) else []
             news += self.ledger.apply(event)
+            for changed in stored:
+                self._change(changed, sequence, emitted_at_ms)
         self.unindexed += n_unindexed
         self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(news)), n_unindexed)
         self.sequence, self.digest = sequence, digest
+
+    def change_state(self, changed: CxlStateChanged, emitted_at_ms: int) -> list[int]:
+        """Publish that blocks enter a state of CXL memory, behind the last batch; gives the names that nobody knows.
+
+        Of those nothing is told, of the others all.
+        """
+        return self._change(changed, self.sequence, emitted_at_ms)
+
+    def _change(self, changed: CxlStateChanged, follows: int, emitted_at_ms: int) -> list[int]:
+        blocks, unknown = self.names.resolve(changed.engine, changed.state, self.ledger)
+        self.unknown_names += len(unknown)
+        for first in range(0, len(blocks), TRANSITION_BLOCKS_MAX):
+            self._send_transition(changed, blocks[first : first + TRANSITION_BLOCKS_MAX], follows, emitted_at_ms)
+        return unknown
+
+    def _send_transition(
+        self, changed: CxlStateChanged, blocks: AddressedBlocks, follows: int, emitted_at_ms: int
+    ) -> None:
+        told = CxlTransition(
+            rank=self.rank,
+            model=self.model,
+            incarnation=self.incarnation,
+            follows=follows,
+            event_id=changed.event_id,
+            state=changed.state,
+            pool_id=changed.pool_id,
+            pool_epoch=0 if changed.pool_id is None else self._epoch_of(changed.pool_id),
+            accessible_workers=changed.accessible_workers,
+            emitted_at_ms=emitted_at_ms,
+            blocks=blocks,
+        )
+        self._produce(self._cxl_topic, encode_transition(told))
 
     def restatement(self, restatement_id: int) -> list[RestatementChunk]:
         """The whole ledger, complete to the last batch, in chunks.
@@ -119,17 +191,20 @@ class RankWriter:
         )
         if len(value) > EVENT_BYTES_MAX:
             raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} is {len(value)} bytes")
+        self._produce(self._topic, value)
+        self.published += 1
+
+    def _produce(self, topic: str, value: bytes) -> None:
         key = str(self.rank.worker_id).encode()
         deadline = time.monotonic() + PUBLISH_TIMEOUT_S
         while True:
             try:
-                self._kafka.produce(self._topic, key=key, value=value, on_delivery=self._told)
+                self._kafka.produce(topic, key=key, value=value, on_delivery=self._told)
                 break
             except BufferError as exc:
                 if time.monotonic() > deadline:
                     raise KvStreamsError(f"Kafka took no event for {PUBLISH_TIMEOUT_S:g} s") from exc
                 self._kafka.poll(0.05)
-        self.published += 1
         self._kafka.poll(0)
 
     def new_life(self, incarnation: Incarnation) -> None:
@@ -137,9 +212,10 @@ class RankWriter:
         self.incarnation = incarnation
         self.resume(BEFORE_FIRST, 0, Ledger(self._counts_copies))
 
-    def resume(self, sequence: int, digest: int, ledger: Ledger) -> None:
-        """Go on in this life behind a batch, with what is held by then."""
+    def resume(self, sequence: int, digest: int, ledger: Ledger, names: CxlNames | None = None) -> None:
+        """Go on in this life behind a batch, with what is held by then and the names of what is in pools."""
         self.sequence, self.digest, self.ledger = sequence, digest, ledger
+        self.names = names or CxlNames()
         self.unindexed = 0
         self.failed.clear()
 
@@ -178,11 +254,13 @@ class KvEventPublisher:
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
         self._kafka = kafka or event_producer(settings)
+        self._settings = settings
+        self._pools: PoolDirectory | None = None
         self._address = settings.kafka
         self._block_size = settings.block_size_of(model)
         life = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
-        self._writer = RankWriter(settings, self._kafka, rank, model, life, counts_copies)
+        self._writer = RankWriter(settings, self._kafka, rank, model, life, counts_copies, self._epoch_of)
         self._sequence = 0
         # What an earlier life held is gone, though this one has told nothing yet.
         self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
@@ -210,7 +288,10 @@ class KvEventPublisher:
             )
         engine = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
         parent_hash = None if parent is None else EngineHash(parent & ((1 << 64) - 1))
-        self.publish([BlocksStored(parent_hash, engine, local, tier, moe, cxl)])
+        stored = BlocksStored(parent_hash, engine, local, tier, moe, cxl)
+        for changed in stored_states(stored):  # before anything is told of the store
+            check_change(changed)
+        self.publish([stored])
 
     def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
         """Blocks are held no more."""
@@ -229,6 +310,47 @@ class KvEventPublisher:
         self._sequence += 1
         return sequence
 
+    def publish_cxl_state_transition(
+        self,
+        event_id: int,
+        block_hashes: Sequence[int],
+        new_state: str,
+        pool_id: str | None = None,
+        accessible_workers: Sequence[int] | None = None,
+    ) -> None:
+        """Blocks, by the engine's own hashes, enter a state of CXL memory: local_gpu, in_transit, cxl_pooled, evicted.
+
+        accessible_workers: who can reach them, for in_transit; left out, all members of the pool. A block is known by
+        its name while it is held, and from in_transit on until it is evicted or local_gpu. Whether the state may follow
+        the block's last one the agents decide; one that may not is a dead letter.
+
+        Raises InvalidEvent where no state has that name, in_transit names no pool, or a hash names no block: what is
+        known of the others is told all the same.
+        """
+        workers = [WorkerId(worker & U64_MASK) for worker in accessible_workers or ()]
+        changed = state_changed(event_id, block_hashes, new_state, pool_id, workers)
+        unknown = self._writer.change_state(changed, time.time_ns() // 1_000_000)
+        if unknown:
+            raise InvalidEvent(
+                f"{len(unknown)} of {len(block_hashes)} hashes name no block that this rank holds or has in a pool",
+                unknown=unknown[:10],
+            )
+
+    def _epoch_of(self, pool_id: str) -> int:
+        if self._pools is None:
+            require_topic(self._settings, topics(self._settings).cxl_events.name)
+            self._pools = PoolDirectory(self._settings)
+        return self._pools.epoch_of(pool_id)
+
+    def close(self) -> None:
+        """Wait until the broker has acknowledged everything, as `flush`, and end what was opened for CXL pools."""
+        try:
+            self.flush()
+        finally:
+            if self._pools is not None:
+                self._pools.close()
+                self._pools = None
+
     def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
         """Wait until the broker has acknowledged everything; raises KvStreamsError where it has not."""
         left = self._kafka.flush(timeout_s)
@@ -243,4 +365,4 @@ class KvEventPublisher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.flush()
+        self.close()

@@ -1,7 +1,7 @@
-"""What Kafka has of a worker's ranks, as a bridge that starts must know it: the table, and what lies behind it.
+"""What Kafka has of a worker's ranks, as a bridge that starts must know it: the tables, and what lies behind them.
 
-What lives here: folding table records and the batches that no agent has applied yet into each rank's ledger (pure), and
-reading them. What must not: what follows from it (continuity, feed).
+What lives here: folding table records and the batches that no agent has applied yet into each rank's ledger and its
+names in CXL pools (pure), and reading them. What must not: what follows from it (continuity, feed).
 
 The table alone would not do. A batch in the log that no agent has read yet decides, when one does, under which names
 blocks are known; a ledger that lacks it would remove names that nobody knows and keep others for ever.
@@ -39,7 +39,18 @@ from streams.core.ordering import (
     restated,
 )
 from streams.core.runs import Run, RunKey
+from streams.cxl.events import BlockAddress, CxlTransition
+from streams.cxl.records import (
+    BLOCK_PREFIX,
+    TRANSITION_ROWS,
+    decode_block,
+    decode_parked,
+    decode_transition,
+    owner_of_row,
+)
+from streams.cxl.states import CxlMemoryState
 from streams.engines.continuity import KnownLife
+from streams.engines.cxl_names import CxlNames
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
 from streams.kafka import Record, first_offset, partition_of
@@ -66,6 +77,7 @@ class RankMemory:
 
     progress: Progress
     ledger: Ledger
+    names: CxlNames = field(default_factory=CxlNames)
     _pieces: list[RestatementChunk] = field(default_factory=list)
 
     @property
@@ -129,6 +141,16 @@ class RankMemory:
         if judgement.progress.n_gaps > self.progress.n_gaps:
             self.ledger.lost_events()
         self.progress = judgement.progress
+
+    def fold_transition(self, told: CxlTransition) -> None:
+        """Take a transition that is behind the table, legal or not: a name too many does no harm."""
+        if told.incarnation != self.incarnation:
+            return
+        for address, engine in told.blocks.rows():
+            if told.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED):
+                self.names.adopt(engine, address)
+            else:
+                self.names.forget(engine)
 
     def _empty(self) -> None:
         self.ledger = Ledger(counts_copies=False)
@@ -227,7 +249,58 @@ def recall(settings: Settings, worker_id: WorkerId) -> dict[int, RankMemory]:
             memory.ledger.lost_events()  # agents were away for longer than events are kept
     if found.first is not None:
         read_to_end(settings, names.kv_events.name, partition, found.first, fold)
+    if memories:
+        _recall_names(settings, memories, partition, _applied_offset(table, partition_key(partition), _cxl(settings)))
     return memories
+
+
+def _cxl(settings: Settings) -> str:
+    return topics(settings).cxl_events.name
+
+
+def _recall_names(settings: Settings, memories: dict[int, RankMemory], partition: int, applied: int) -> None:
+    """Read which blocks are in CXL pools, and under which names: the table, and the transitions behind it."""
+    worker_id = next(iter(memories.values())).progress.rank.worker_id
+    table: dict[bytes, bytes] = {}
+
+    def take(records: list[Record]) -> None:
+        for record in records:
+            if record.value is None:
+                table.pop(record.key, None)
+            elif record.key.startswith(TRANSITION_ROWS) and owner_of_row(record.key) == worker_id:
+                table[record.key] = record.value
+
+    def fold(records: list[Record]) -> None:
+        for record in records:
+            if record.key == str(worker_id).encode():
+                _fold_transition(memories, record.value, settings)
+
+    read_to_end(settings, topics(settings).cxl_changelog.name, partition, None, take)
+    for key, value in sorted(table.items()):  # blocks before what is parked, and that in its order
+        try:
+            if key.startswith(BLOCK_PREFIX):
+                where, row = decode_block(key, value)
+                memory = memories.get(where.owner.dp_rank)
+                placed = row.placement.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
+                if memory is not None and placed and row.placement.incarnation == memory.incarnation:
+                    memory.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position))
+            else:
+                _fold_transition(memories, decode_parked(key, value)[1].raw, settings)
+        except BadRecord:
+            continue  # agents and routers pass over it too
+    behind = first_offset(settings, _cxl(settings), partition, applied + 1)
+    if behind.first is not None:
+        read_to_end(settings, _cxl(settings), partition, behind.first, fold)
+
+
+def _fold_transition(memories: dict[int, RankMemory], raw: bytes | None, settings: Settings) -> None:
+    try:
+        told = decode_transition(raw, settings.schema_ids)
+    except BadRecord:
+        return  # the agent makes a dead letter of it
+    memory = memories.get(told.rank.dp_rank)
+    if memory is not None and memory.progress.rank == told.rank:
+        memory.fold_transition(told)
 
 
 def _from_table(table: dict[bytes, bytes]) -> dict[int, RankMemory]:

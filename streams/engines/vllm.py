@@ -1,8 +1,9 @@
 """vLLM's KV events: msgpack payloads to events (pure).
 
 What lives here: the dialect, as vLLM's ZmqEventPublisher writes it: `[ts, [events], dp_rank]`, each event an array that
-starts with its tag or a map with `type`, the batch itself an array or a map. What must not: sockets (bridge) and copies
-(ledger).
+starts with its tag or a map with `type`, the batch itself an array or a map. Engines with CXL memory add an event,
+`CxlStateTransition`, and the field `cxl_metadata` to stores that are maps (docs/cxl.md). What must not: sockets
+(bridge) and copies (ledger).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata, KvEvent
 from streams.core.hashing import hash_seed, local_hashes
-from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier
+from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
+from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_pool_id
+from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, InvalidRequest
 
 #: Bytes of one payload: a 1M-token prompt stored at once is 5 MB; ten times that is no event batch.
@@ -43,6 +46,10 @@ _STORED_FIELDS = (
     "group_idx",
 )
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+_CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_workers")
+
+#: Fields by tag, in the order of an event that is an array.
+_FIELDS = {"BlockRemoved": _REMOVED_FIELDS, "CxlStateTransition": _CXL_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Payload:
 
     emitted_at_ms: int
     dp_rank: int
-    events: tuple[KvEvent, ...]
+    events: tuple[KvEvent | CxlStateChanged, ...]
     n_unindexed: int
 
 
@@ -74,7 +81,7 @@ def decode_payload(raw: bytes, block_size: int) -> Payload:
         dp_rank = int(rest[0]) if rest and rest[0] is not None else 0
         if not (0 <= dp_rank <= _I32_MAX and abs(emitted_at_ms) <= _I64_MAX):
             raise BadRecord("bad_event", f"a batch of rank {dp_rank} at {emitted_s} s has no room in a record")
-        events: list[KvEvent] = []
+        events: list[KvEvent | CxlStateChanged] = []
         n_unindexed = 0
         for raw_event in raw_events:
             event, skipped = _event(raw_event, block_size)
@@ -97,13 +104,13 @@ def engine_hash(value: Any) -> EngineHash:
     raise TypeError(f"{value!r} is no block hash")
 
 
-def _event(raw: Any, block_size: int) -> tuple[KvEvent | None, int]:
+def _event(raw: Any, block_size: int) -> tuple[KvEvent | CxlStateChanged | None, int]:
     """One event and the number of its blocks that are not indexed."""
     if isinstance(raw, dict):
         tag, get = raw["type"], raw.get
     else:
         tag, *values = raw
-        fields = dict(zip(_REMOVED_FIELDS if tag == "BlockRemoved" else _STORED_FIELDS, values, strict=False))
+        fields = dict(zip(_FIELDS.get(tag, _STORED_FIELDS), values, strict=False))
         get = fields.get
     match tag:
         case "BlockStored":
@@ -115,6 +122,10 @@ def _event(raw: Any, block_size: int) -> tuple[KvEvent | None, int]:
             return BlocksRemoved(hashes, _tier(get("medium"))), 0
         case "AllBlocksCleared":
             return AllBlocksCleared(), 0
+        case "CxlStateTransition":
+            state, pool_id, workers = _placed(get("new_state"), get("pool_id"), get("accessible_workers"))
+            event_id = int(get("event_id") or 0) & U64_MASK
+            return CxlStateChanged(event_id, _hashes(get("block_hashes")), state, pool_id, workers), 0
         case _:
             raise BadRecord("bad_event", f"unknown event {tag!r}")
 
@@ -145,8 +156,25 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
         engine=hashes[:keep],
         local=local[:keep],
         tier=_tier(get("medium")),
+        cxl=_cxl_metadata(get("cxl_metadata")),
     )
     return stored, len(hashes) - keep
+
+
+def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMetadata | None:
+    if raw is None:
+        return None
+    state, pool_id, workers = _placed(raw["state"], raw.get("pool_id"), raw.get("accessible_workers"))
+    return CxlMetadata(state.value, pool_id, workers)
+
+
+def _placed(state: Any, pool_id: Any, workers: Any) -> tuple[CxlMemoryState, str | None, tuple[WorkerId, ...]]:
+    """A state, pool and workers as an engine names them; raises ValueError, TypeError, InvalidRequest."""
+    if pool_id is not None:
+        check_pool_id(pool_id)
+    if len(workers or ()) > POOL_MEMBERS_MAX:
+        raise ValueError(f"{len(workers)} accessible workers; at most {POOL_MEMBERS_MAX}")
+    return CxlMemoryState(state), pool_id, tuple(WorkerId(int(worker) & U64_MASK) for worker in workers or ())
 
 
 def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int, lora_name: str | None) -> int:

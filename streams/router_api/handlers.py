@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, His
 from streams.core.ids import WorkerId
 from streams.core.loads import Phase
 from streams.core.registry import Worker
+from streams.cxl.events import check_pool_id
 from streams.errors import InvalidRequest, KvStreamsError, RequestTooLarge
 from streams.router_api.router import Router
 from streams.router_api.wire import (
@@ -26,9 +27,12 @@ from streams.router_api.wire import (
     OCTET_STREAM,
     RouteRequest,
     parse_book,
+    parse_pool,
     parse_route,
     parse_route_query,
     parse_worker,
+    pool_json,
+    pooled_json,
     report_json,
     u64,
     worker_json,
@@ -68,6 +72,7 @@ class Handlers:
             for name, text in (
                 ("index_blocks", "Facts held in the index: one block, one rank, one tier"),
                 ("workers", "Registered workers"),
+                ("pooled_blocks", "Rows of the table of pooled blocks, in whatever state"),
                 ("ranks_with_metrics", "Ranks whose engine says how it is"),
                 ("scrapes_failed", "Scrapes that failed, as the bridges tell, of the ranks with metrics"),
                 ("bookings_known", "Bookings remembered, the ended ones that have not expired among them"),
@@ -95,8 +100,12 @@ class Handlers:
             web.put("/workers/{worker_id}", self.put_worker),
             web.delete("/workers/{worker_id}", self.delete_worker),
             web.put("/workers/{worker_id}/cordon", self.cordon),
+            web.get("/pools", self.pools),
+            web.put("/pools/{pool_id}", self.put_pool),
+            web.delete("/pools/{pool_id}", self.delete_pool),
             web.get("/state", self.state),
             web.get("/state/blocks", self.state_blocks),
+            web.get("/state/cxl", self.state_cxl),
             web.get("/healthz", self.healthz),
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
@@ -196,6 +205,28 @@ class Handlers:
         # A million facts take seconds, during which others are answered.
         return web.Response(body=await asyncio.to_thread(page), content_type=OCTET_STREAM)
 
+    async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The CXL pools of the registry."""
+        return _json({"pools": [pool_json(pool) for _, pool in sorted(self._router.view.pools().items())]})
+
+    async def put_pool(self, request: web.Request) -> web.Response:
+        """Register a CXL pool, or change it."""
+        asked = parse_pool(await _body(request))
+        return _json(pool_json(await asyncio.to_thread(self._router.put_pool, _pool_id(request), asked)))
+
+    async def delete_pool(self, request: web.Request) -> web.Response:
+        """A CXL pool is lost, with all that it held."""
+        return _json(pool_json(await asyncio.to_thread(self._router.lose_pool, _pool_id(request))))
+
+    async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Every pooled block: its place, its state, and who can reach it."""
+
+        def page() -> bytes:
+            rows = [pooled_json(block, workers) for block, workers in self._router.view.pooled_blocks()]
+            return orjson.dumps({"blocks": rows})
+
+        return web.Response(body=await asyncio.to_thread(page), content_type="application/json")
+
     async def healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The process lives."""
         return _json({"status": "ok"})
@@ -218,6 +249,7 @@ class Handlers:
             ("workers", len(router.view.workers)),
             ("ranks_with_metrics", len(reports)),
             ("scrapes_failed", sum(report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0)),
+            ("pooled_blocks", router.view.n_pooled()),
             ("bookings_known", bookings_known),
             ("bookings_unpublished", router.loads.unpublished),
             ("bookings_unacknowledged", router.loads.unacknowledged),
@@ -285,6 +317,12 @@ def _request_id(request: web.Request) -> str:
     if not request_id or len(request_id) > NAME_CHARS_MAX:
         raise InvalidRequest(f"a request id has 1 to {NAME_CHARS_MAX} characters")
     return request_id
+
+
+def _pool_id(request: web.Request) -> str:
+    pool_id = request.match_info["pool_id"]
+    check_pool_id(pool_id)
+    return pool_id
 
 
 def _worker_id(request: web.Request) -> WorkerId:

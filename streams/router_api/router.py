@@ -28,9 +28,12 @@ from streams.core.loads import ActiveLoads, Booking, Phase
 from streams.core.registry import Wanted, Worker, WorkerState
 from streams.core.selection import RouterMode
 from streams.core.sessions import SessionAffinity
+from streams.cxl.events import CxlPool
+from streams.cxl.records import encode_pool, pool_key
 from streams.errors import (
     AllWorkersBusy,
     BlockSizeMismatch,
+    EpochConflict,
     InvalidRequest,
     NoEligibleWorker,
     NotReady,
@@ -41,7 +44,17 @@ from streams.kafka import producer
 from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
-from streams.router_api.wire import Blocks, BookRequest, RouteRequest, blocks_of, booking_json, rank_of, terms_json
+from streams.router_api.wire import (
+    Blocks,
+    BookRequest,
+    PoolBody,
+    RouteRequest,
+    blocks_of,
+    booking_json,
+    pool_members,
+    rank_of,
+    terms_json,
+)
 from streams.router_api.wire import worker_id as parse_worker_id
 from streams.settings import Settings
 from streams.topics import topics
@@ -93,6 +106,10 @@ class Router:
             feeds["index"] = Feed(
                 self._topics.index_changelog,
                 lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
+            )
+            feeds["pooled"] = Feed(
+                self._topics.cxl_changelog,
+                one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
             )
         if settings.router_replica_sync:
             feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
@@ -297,7 +314,7 @@ class Router:
                 f"worker {worker.worker_id}: blocks of {worker.block_size} tokens; {worker.model} has {expected} here",
                 remedy="Set block_size or model_block_sizes; a model has one block size within a scope",
             )
-        self._publish(self._topics.workers.name, worker.worker_id, encode_worker(worker))
+        self._publish(self._topics.workers.name, _key(worker.worker_id), encode_worker(worker))
         self.view.fold_worker(str(worker.worker_id).encode(), encode_worker(worker))
 
     def cordon(self, worker_id: WorkerId) -> Worker:
@@ -322,9 +339,42 @@ class Router:
                 emitted_at_ms=_now_ms(),
                 body=WorkerRemoved("DELETE /workers"),
             )
-            self._publish(self._topics.kv_events.name, worker_id, encode_batch(removed))
-        self._publish(self._topics.workers.name, worker_id, None)
+            self._publish(self._topics.kv_events.name, _key(worker_id), encode_batch(removed))
+        self._publish(self._topics.workers.name, _key(worker_id), None)
         self.view.fold_worker(str(worker_id).encode(), None)
+
+    def put_pool(self, pool_id: str, asked: PoolBody) -> CxlPool:
+        """Register a CXL pool, or change it; raises EpochConflict for an epoch that is over.
+
+        One that is left out stays as it is.
+        """
+        known = self.view.pools().get(pool_id)
+        epoch = 0 if known is None else known.epoch
+        if asked.epoch is not None and asked.epoch < epoch:
+            raise EpochConflict(f"pool {pool_id} is in epoch {epoch} already", epoch=epoch)
+        return self._register_pool(
+            CxlPool(
+                pool_id=pool_id,
+                latency_class=asked.latency_class,
+                capacity_blocks=asked.capacity_blocks,
+                members=pool_members(asked),
+                epoch=epoch if asked.epoch is None else asked.epoch,
+                registered_at_ms=_now_ms(),
+            )
+        )
+
+    def lose_pool(self, pool_id: str) -> CxlPool:
+        """A pool is lost with all that it held. Its record stays: if it comes back, it is in another epoch."""
+        known = self.view.pools().get(pool_id)
+        if known is None:
+            raise UnknownId(f"no pool {pool_id} is registered")
+        return self._register_pool(replace(known, epoch=known.epoch + 1, lost=True, registered_at_ms=_now_ms()))
+
+    def _register_pool(self, pool: CxlPool) -> CxlPool:
+        key, value = pool_key(pool.pool_id), encode_pool(pool)
+        self._publish(self._topics.workers.name, key, value)
+        self.view.fold_worker(key, value)
+        return pool
 
     def _blocks(self, asked: RouteRequest, packed: bytes | None) -> tuple[str, Blocks]:
         model = self.view.model_of(asked.model)
@@ -397,16 +447,14 @@ class Router:
             raise UnknownId(f"no worker {worker_id} is registered")
         return worker
 
-    def _publish(self, topic: str, worker_id: WorkerId, value: bytes | None) -> None:
+    def _publish(self, topic: str, key: bytes, value: bytes | None) -> None:
         """Publish and wait: what a call answers with success must outlive this process.
 
         Waits for this record only: bookings go on meanwhile, and the queue as a whole may never be empty.
         """
         outcome: list[KafkaError | None] = []
         try:
-            self._kafka.produce(
-                topic, key=str(worker_id).encode(), value=value, on_delivery=lambda error, _: outcome.append(error)
-            )
+            self._kafka.produce(topic, key=key, value=value, on_delivery=lambda error, _: outcome.append(error))
             wait_for(lambda: self._kafka.poll(0.1) >= 0 and bool(outcome), PUBLISH_TIMEOUT_S, "Kafka to take it")
         except (BufferError, KafkaException, ProcessError) as exc:
             raise NotReady(f"Kafka did not take the change: {exc}") from exc
@@ -451,6 +499,10 @@ def _ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | Non
     if values is None:
         return None
     return frozenset(parse_worker_id(value, f"{name}[{index}]") for index, value in enumerate(values))
+
+
+def _key(worker_id: WorkerId) -> bytes:
+    return str(worker_id).encode()
 
 
 def _fields(worker: Worker) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from streams.core.metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ordering import Health, Progress
 from streams.core.registry import CPU_CLASS, Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
+from streams.cxl.events import CxlPool
+from streams.cxl.pooled_view import PooledBlock, PooledView
+from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import partition_of
 from streams.settings import Settings
@@ -128,6 +131,7 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
+        self._pooled_lock = threading.Lock()  # a dump of a million rows must hold up no answer
         self._predictions: ApproximatePrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
@@ -136,6 +140,7 @@ class View:
 
     def _reset(self) -> None:
         self.index: RunFold = self._make_fold()
+        self._pooled = PooledView(self._settings.schema_ids)
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
         # What engines say, with the time after which it is too old; when the first of them will be; and their gauges
@@ -234,7 +239,11 @@ class View:
             )
 
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
-        """Fold one record of the registry; raises BadRecord."""
+        """Fold one record of the registry, a worker or a CXL pool; raises BadRecord."""
+        if key.startswith(POOL_KEY_PREFIX):
+            with self._pooled_lock:
+                self._pooled.fold_pool(key, value)
+            return
         try:
             worker_id = WorkerId(int(key))
         except ValueError as exc:
@@ -252,6 +261,29 @@ class View:
                 self.workers[worker_id] = worker
                 for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
                     self._note_metrics(report)
+
+    def fold_pooled(self, key: bytes, value: bytes | None) -> None:
+        """Fold one record of the changelog of pooled blocks; raises BadRecord and stays as it was."""
+        with self._pooled_lock:
+            self._pooled.fold(key, value)
+
+    def pools(self) -> dict[str, CxlPool]:
+        """The registry's CXL pools by id."""
+        with self._pooled_lock:
+            return dict(self._pooled.pools)
+
+    def pooled_blocks(self) -> list[tuple[PooledBlock, frozenset[WorkerId]]]:
+        """Every pooled block, and the registered workers that can reach it, in order of sequence hash and owner."""
+        with self._lock:
+            registered = frozenset(self.workers)
+        with self._pooled_lock:
+            blocks = [(block, self._pooled.reachable(block, registered)) for block in self._pooled.blocks()]
+        return sorted(blocks, key=lambda found: (found[0].sequence, found[0].owner, found[0].metadata.pool_id or ""))
+
+    def n_pooled(self) -> int:
+        """Rows of the table of pooled blocks, whatever their state."""
+        with self._pooled_lock:
+            return len(self._pooled)
 
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics; raises BadRecord and stays as it was."""

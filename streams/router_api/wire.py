@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -15,8 +15,10 @@ from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, Worke
 from streams.core.loads import Booking
 from streams.core.metrics import MetricsReport
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.cxl.events import POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
+from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
-from streams.settings import WEIGHT_MAX
+from streams.settings import NUMBER_MAX, WEIGHT_MAX
 
 OCTET_STREAM = "application/octet-stream"
 
@@ -109,6 +111,15 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay_endpoint: _Address | None = None
 
 
+class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of PUT /pools/{pool_id}. members: worker ids. epoch: left out, it stays."""
+
+    latency_class: Annotated[str, msgspec.Meta(min_length=1, max_length=POOL_NAME_CHARS_MAX)] = "default"
+    capacity_blocks: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)] | None = None
+    members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)] = []
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A request's content. local: uint64[n full blocks]; n_tokens and request_blocks count a partial last one too."""
@@ -124,6 +135,7 @@ _OVERRIDES = ("overlap_score_weight", "router_temperature", "track_active_blocks
 _route_decoder = msgspec.json.Decoder(RouteRequest)
 _book_decoder = msgspec.json.Decoder(BookRequest)
 _worker_decoder = msgspec.json.Decoder(WorkerBody)
+_pool_decoder = msgspec.json.Decoder(PoolBody)
 
 
 def parse_route(body: bytes) -> RouteRequest:
@@ -172,6 +184,39 @@ def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int) -> Wor
         replay_endpoint=asked.replay_endpoint,
         registered_at_ms=registered_at_ms,
     )
+
+
+def parse_pool(body: bytes) -> PoolBody:
+    """Raises InvalidRequest."""
+    return _decode(_pool_decoder, body)
+
+
+def pool_members(asked: PoolBody) -> tuple[WorkerId, ...]:
+    """The members a pool is to have, each once, in order; raises InvalidRequest."""
+    return tuple(sorted({worker_id(member, f"members[{at}]") for at, member in enumerate(asked.members)}))
+
+
+def pool_json(pool: CxlPool) -> dict[str, Any]:
+    """A pool as GET /pools gives it."""
+    return asdict(pool)
+
+
+def pooled_json(block: PooledBlock, reachable: Iterable[WorkerId]) -> dict[str, Any]:
+    """A pooled block as GET /state/cxl gives it."""
+    return {
+        "sequence_hash": block.sequence,
+        "parent": block.parent,
+        "position": block.position,
+        "engine_hash": block.engine,
+        "worker_id": block.owner.worker_id,
+        "dp_rank": block.owner.dp_rank,
+        "model": block.model,
+        "state": block.metadata.state.value,
+        "pool_id": block.metadata.pool_id,
+        "pool_epoch": block.pool_epoch,
+        "accessible_workers": list(block.metadata.accessible_workers),
+        "reachable_workers": sorted(reachable),
+    }
 
 
 def blocks_of(

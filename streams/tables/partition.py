@@ -143,6 +143,9 @@ class Reducer(Protocol[Decoded]):
         applied_until: up to what time, on the monotonic clock, all that was appended was applied; it asks the broker.
         """
 
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        """Records applied earlier that have become dead letters since, as they came."""
+
     def take_changes(self) -> list[TableWrite]:
         """What changed since the last call."""
 
@@ -597,6 +600,7 @@ class TablePartition:
                 self._applied[topic] = offset
                 self._sources[topic] = replace(self._sources[topic], applied_offset=offset)
         outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
+        dead += self._reducer.take_refused()
         writes = self._reducer.take_changes()
         writes.append(
             TableWrite(
@@ -734,12 +738,12 @@ class TablePartition:
                 raise TableError(f"{topic} [{self.partition}] was recreated: offset {starts[topic]} behind {end - 1}")
         self._ends.update({topic: ends[topic] + 1 for topic in self._ends if topic in ends})
         self._marked.update({topic: ends[topic] for topic in self._sources if topic in ends})
+        # Of those without a record in it too: nobody but us writes them, so they are known to end there still, and a
+        # copy of a table that seldom changes does not grow old.
+        now_ms = self._wiring.now_ms()
         return {
-            table: ChangelogPosition(
-                self._topic_ids[table.changelog_topic], ends[table.changelog_topic] + 1, self._wiring.now_ms()
-            )
+            table: ChangelogPosition(self._topic_ids[table.changelog_topic], self._ends[table.changelog_topic], now_ms)
             for table in self._wiring.tables
-            if table.changelog_topic in ends
         }
 
     def _forget_queue(self) -> None:

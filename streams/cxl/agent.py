@@ -1,0 +1,207 @@
+"""The agents' half of CXL: `cxl-events` and `kv-events` of a partition, folded side by side into the same transactions.
+
+What lives here: the reducer of a partition that has both topics, and its table of pooled blocks. What must not: what
+`kv-events` mean (indexer_agent), when a transition counts (pooled_blocks), transactions (tables.partition).
+
+Both topics of a partition have one owner, one thread and one transaction, so that what is parked, applied and
+acknowledged never disagrees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from streams.core.events import EngineBatch, WorkerRemoved
+from streams.core.ids import RankId
+from streams.cxl.events import CxlTransition
+from streams.cxl.pooled_blocks import Fate, PooledBlocks
+from streams.cxl.records import (
+    BLOCK_PREFIX,
+    OWNER_PREFIX,
+    PARKED_PREFIX,
+    BlockKey,
+    BlockRow,
+    OwnerRow,
+    ParkedKey,
+    ParkedRow,
+    block_key,
+    decode_block,
+    decode_owner,
+    decode_parked,
+    decode_transition,
+    encode_block,
+    encode_owner,
+    encode_parked,
+    owner_key,
+    parked_key,
+)
+from streams.errors import BadRecord
+from streams.indexer_agent import IndexReducer, PartitionPlan, check_home, prefix_index_table
+from streams.kafka import partition_of
+from streams.settings import Settings
+from streams.tables.partition import Outgoing, SourceRecord
+from streams.tables.store import TableSpec, TableWrite
+from streams.topics import CXL_BLOCKS, topics
+
+log = logging.getLogger(__name__)
+
+Decoded = EngineBatch | CxlTransition | BadRecord
+
+
+def cxl_blocks_table(settings: Settings) -> TableSpec:
+    """The table of pooled blocks, their owners and parked transitions."""
+    return TableSpec(CXL_BLOCKS, 2, topics(settings).cxl_changelog.name)
+
+
+def partition_plan(settings: Settings) -> PartitionPlan:
+    """Tables and sources of a partition; the first of each is the index's."""
+    names = topics(settings)
+    return PartitionPlan(
+        tables=(prefix_index_table(settings), cxl_blocks_table(settings)),
+        sources=(names.kv_events, names.cxl_events),
+        make_reducer=lambda verdicts, on_effect: PartitionReducer(settings, verdicts, on_effect),
+    )
+
+
+class PartitionReducer:
+    """Gives both topics of a partition their meaning: the index's reducer, and pooled blocks that follow it."""
+
+    def __init__(
+        self, settings: Settings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
+    ) -> None:
+        self._settings = settings
+        self._verdicts = verdicts
+        self._on_effect = on_effect
+        self._cxl_topic = topics(settings).cxl_events.name
+        self._table = cxl_blocks_table(settings)
+        self.index = IndexReducer(settings, verdicts, on_effect)
+        self.pooled = PooledBlocks(
+            lambda rank: self.index.holdings.progress.get(rank),
+            evicted_ttl_ms=int(settings.cxl_evicted_ttl_s * 1000),
+            # Whatever a transition waits for is not in kv-events any more by then.
+            parked_ttl_ms=settings.retention_ms,
+        )
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
+        """Start from what a table holds; the index's comes first."""
+        if table != self._table:
+            self.index.load(table, items)
+            return
+        blocks: list[tuple[BlockKey, BlockRow]] = []
+        owners: list[tuple[RankId, OwnerRow]] = []
+        parked: list[tuple[ParkedKey, ParkedRow, CxlTransition]] = []
+        for key, value in items:
+            try:
+                if key.startswith(BLOCK_PREFIX):
+                    blocks.append(decode_block(key, value))
+                elif key.startswith(OWNER_PREFIX):
+                    owners.append(decode_owner(key, value))
+                elif key.startswith(PARKED_PREFIX):
+                    where, row = decode_parked(key, value)
+                    parked.append((where, row, decode_transition(row.raw, self._settings.schema_ids)))
+                else:
+                    raise BadRecord("bad_key", f"{key.hex()} is no key of ours")
+            except BadRecord as exc:
+                # A stranger wrote to the changelog. It stops nobody; what is lacking can only under-report.
+                self._verdicts["bad_table_record"] += 1
+                log.warning("%s: a record is passed over: %s", table.name, exc)
+        self.pooled.load(blocks, owners, parked)
+
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[Decoded]:
+        """Effect 1: decode, or say why not."""
+        if all(record.topic != self._cxl_topic for record in records):
+            return self.index.decode(records)
+        batches = iter(self.index.decode([record for record in records if record.topic != self._cxl_topic]))
+        return [self._transition(record) if record.topic == self._cxl_topic else next(batches) for record in records]
+
+    def _transition(self, record: SourceRecord) -> CxlTransition | BadRecord:
+        try:
+            return decode_transition(record.value, self._settings.schema_ids)
+        except BadRecord as exc:
+            return exc
+
+    def apply(self, record: SourceRecord, decoded: Decoded) -> None:
+        """Effects 2 to 4 of one record; raises BadRecord for what belongs to the dead letters."""
+        if isinstance(decoded, BadRecord):
+            raise decoded
+        if isinstance(decoded, CxlTransition):
+            self._apply_transition(record, decoded)
+            return
+        progress = self.index.holdings.progress
+        if isinstance(decoded.body, WorkerRemoved):
+            before = {rank: known for rank, known in progress.items() if rank.worker_id == decoded.rank.worker_id}
+            self.index.apply(record, decoded)
+            for rank, known in before.items():
+                self.pooled.kv_moved(rank, known, progress[rank], record.timestamp_ms)
+            return
+        was = progress.get(decoded.rank)
+        try:
+            self.index.apply(record, decoded)
+        finally:  # one that is refused may have begun a life before
+            now = progress.get(decoded.rank)
+            if now is not None and now is not was:
+                self.pooled.kv_moved(decoded.rank, was, now, record.timestamp_ms)
+
+    def _apply_transition(self, record: SourceRecord, told: CxlTransition) -> None:
+        check_home(record, told.rank.worker_id, self._settings)
+        if self._on_effect is not None:
+            self._on_effect(2)
+            self._on_effect(3)
+        try:
+            fate = self.pooled.apply(told, record.value or b"", record.offset, record.timestamp_ms)
+        except BadRecord as exc:
+            self._verdicts[f"cxl_refused_{exc.reason}"] += 1
+            raise
+        self._verdicts[f"cxl_{fate}"] += 1
+        if fate is Fate.DROPPED:
+            log.info("event %d of rank %s is dropped: its life %d is over", told.event_id, told.rank, told.incarnation)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to commit."""
+        return self.index.full or self.pooled.full
+
+    def source_lost(self) -> None:
+        """Records of a source were lost before this partition saw them."""
+        self.index.source_lost()
+
+    def look(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
+        """What time alone brings: evicted rows expire, and all that the index's ranks are due."""
+        self.pooled.expire(wall_ms)
+        return self.index.look(monotonic_ms, wall_ms, applied_until)
+
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        """Transitions that were parked, and have turned out to be illegal or to wait in vain."""
+        late = self.pooled.take_refused()
+        self._verdicts.update(f"cxl_refused_{each.why.reason}" for each in late)
+        return [
+            (
+                SourceRecord(
+                    topic=self._cxl_topic,
+                    partition=partition_of(each.owner.worker_id, self._settings.partitions),
+                    offset=each.row.offset,
+                    timestamp_ms=each.row.timestamp_ms,
+                    key=str(each.owner.worker_id).encode(),
+                    value=each.row.raw,
+                    headers=(),
+                ),
+                each.why,
+            )
+            for each in late
+        ]
+
+    def take_changes(self) -> list[TableWrite]:
+        """What changed since the last call, of both tables; owners first, whose lives say what their blocks are."""
+        changes = self.pooled.take_changes()
+        table, writes = self._table, self.index.take_changes()
+        writes += [TableWrite(table, owner_key(rank), encode_owner(row)) for rank, row in changes.owners]
+        writes += [
+            TableWrite(table, block_key(key), None if row is None else encode_block(row)) for key, row in changes.blocks
+        ]
+        writes += [
+            TableWrite(table, parked_key(key), None if row is None else encode_parked(row))
+            for key, row in changes.parked
+        ]
+        return writes

@@ -1,0 +1,133 @@
+"""CXL pools as the registry has them, for whoever writes transitions or registers a pool: a reader and a writer.
+
+What lives here: reading the pools of the topic `workers`, and writing one. What must not: what follows from a pool
+(pooled_view). Routers read the whole registry with their other topics, and do not come here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
+
+from streams.cxl.events import CxlPool
+from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
+from streams.errors import BadRecord, EpochConflict, KvStreamsError, UnknownId
+from streams.kafka import ANSWER_TIMEOUT_S, as_record, consume, producer, reader
+from streams.settings import Settings
+from streams.topics import topics
+
+log = logging.getLogger(__name__)
+
+_READ_RECORDS = 500
+_POLL_S = 0.2
+
+
+class PoolDirectory:
+    """Reads the registry's pools, at first to their end and then, whenever it is asked, what has come since.
+
+    Not thread-safe. What it tells may be behind the registry, never ahead: a block that is written with an older epoch
+    counts for nothing, which can only under-report.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Read to the end; raises KvStreamsError where the registry cannot be read within ANSWER_TIMEOUT_S."""
+        self._settings = settings
+        self._pools: dict[str, CxlPool] = {}
+        spec = topics(settings).workers
+        self._left = set(range(spec.partitions))
+        # Between two calls nothing is taken out of the client's queue: a registry is small, and so is that.
+        self._consumer = reader(settings, **{"queued.max.messages.kbytes": 1024})
+        self._consumer.assign([TopicPartition(spec.name, n, OFFSET_BEGINNING) for n in range(spec.partitions)])
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while self._left:
+            self._take(_POLL_S)
+            if time.monotonic() > deadline:
+                self.close()
+                raise KvStreamsError(f"{spec.name} was not read within {ANSWER_TIMEOUT_S:g} s")
+
+    def pools(self) -> dict[str, CxlPool]:
+        """Every pool by its id."""
+        while self._take(0.0):
+            pass
+        return dict(self._pools)
+
+    def epoch_of(self, pool_id: str) -> int:
+        """A pool's epoch; 0 for one that is not registered."""
+        while self._take(0.0):
+            pass
+        pool = self._pools.get(pool_id)
+        return 0 if pool is None else pool.epoch
+
+    def close(self) -> None:
+        """End the reading."""
+        self._consumer.close()
+
+    def _take(self, timeout_s: float) -> int:
+        """Fold what has come; gives how many messages that were."""
+        messages = consume(self._consumer, _READ_RECORDS, timeout_s)
+        for message in messages:
+            error = message.error()
+            if error is not None:
+                if error.code() == KafkaError._PARTITION_EOF:
+                    self._left.discard(message.partition() or 0)
+                elif error.fatal() or not (error.retriable() or error.code() == KafkaError._TRANSPORT):
+                    raise KvStreamsError(f"the registry cannot be read: {error.str()}")
+                continue
+            record = as_record(message)
+            if not record.key.startswith(POOL_KEY_PREFIX):
+                continue
+            try:
+                if record.value is None:
+                    self._pools.pop(record.key.removeprefix(POOL_KEY_PREFIX).decode(errors="replace"), None)
+                else:
+                    pool = decode_pool(record.key, record.value, self._settings.schema_ids)
+                    self._pools[pool.pool_id] = pool
+            except BadRecord as exc:
+                log.warning("%s: a record is passed over: %s", record.topic, exc)
+        return len(messages)
+
+
+def put_pool(settings: Settings, pool: CxlPool, *, same_epoch: bool) -> CxlPool:
+    """Register a pool, or change it, and wait until Kafka has it; gives it as it was written.
+
+    same_epoch: in the one that it is in. Raises EpochConflict for one that is over, and KvStreamsError.
+    """
+    known = _known(settings, pool.pool_id)
+    epoch = 0 if known is None else known.epoch
+    if not same_epoch and pool.epoch < epoch:
+        raise EpochConflict(f"pool {pool.pool_id} is in epoch {epoch} already", epoch=epoch)
+    return _write(settings, replace(pool, epoch=epoch) if same_epoch else pool)
+
+
+def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
+    """A pool is lost with all that it held; gives it as it was written. Raises UnknownId and KvStreamsError."""
+    known = _known(settings, pool_id)
+    if known is None:
+        raise UnknownId(f"no pool {pool_id} is registered")
+    return _write(settings, replace(known, epoch=known.epoch + 1, lost=True))
+
+
+def _known(settings: Settings, pool_id: str) -> CxlPool | None:
+    directory = PoolDirectory(settings)
+    try:
+        return directory.pools().get(pool_id)
+    finally:
+        directory.close()
+
+
+def _write(settings: Settings, pool: CxlPool) -> CxlPool:
+    pool = replace(pool, registered_at_ms=time.time_ns() // 1_000_000)
+    failed: list[str] = []
+    kafka = producer(settings)
+    kafka.produce(
+        topics(settings).workers.name,
+        key=pool_key(pool.pool_id),
+        value=encode_pool(pool),
+        on_delivery=lambda error, _: failed.append(error.str()) if error is not None else None,
+    )
+    if kafka.flush(ANSWER_TIMEOUT_S) or failed:
+        raise KvStreamsError(f"Kafka did not take pool {pool.pool_id}: {failed[0] if failed else 'no answer'}")
+    return pool

@@ -1,0 +1,380 @@
+"""Bytes of CXL: records of `cxl-events`, pools in the registry, and keys and values of the table of pooled blocks.
+
+What lives here: pure conversion. What must not: reading or writing Kafka or RocksDB, and what a record means. Keys of
+the table are fixed-width big-endian behind one letter; a pool's id, of any length, comes last.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from streams.codec import codec, from_hash, from_long, to_hash, to_long
+from streams.core.events import BEFORE_FIRST
+from streams.core.hashing import pack_hashes, unpack_hashes
+from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.cxl.events import (
+    POOL_MEMBERS_MAX,
+    TRANSITION_BLOCKS_MAX,
+    AddressedBlocks,
+    CxlPool,
+    CxlTransition,
+    check_pool_id,
+)
+from streams.cxl.states import CxlMemoryState
+from streams.errors import BadRecord, InvalidRequest
+from streams.topics import CXL_EVENT_BYTES_MAX
+
+#: Keys of pools in the topic `workers`, where a worker's key is its id in digits.
+POOL_KEY_PREFIX = b"pool/"
+
+BLOCK_PREFIX = b"B"
+OWNER_PREFIX = b"O"
+PARKED_PREFIX = b"K"
+
+#: Rows that say of one rank what it told.
+TRANSITION_ROWS = (BLOCK_PREFIX, PARKED_PREFIX)
+
+_NO_LIFE = Incarnation(0)
+_I32_MAX = (1 << 31) - 1
+_BLOCK_KEY = struct.Struct(">cQQI")
+_OWNER_KEY = struct.Struct(">cQI")
+_PARKED_KEY = struct.Struct(">cQIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Which row: a block of one owner, in one pool."""
+
+    sequence: SequenceHash
+    owner: RankId
+    pool_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one transition said of its blocks: rows of blocks that went together share it.
+
+    state: the one entered, whatever became of its owner's life since; in_transit or cxl_pooled or evicted.
+    incarnation: the life in which it was entered. entered_at_ms: append time of the transition.
+    """
+
+    state: CxlMemoryState
+    pool_id: str
+    pool_epoch: int
+    accessible_workers: tuple[WorkerId, ...]
+    model: str
+    incarnation: Incarnation
+    entered_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """A row of the table: where a block lies on its chain, its owner's name of it, and its placement."""
+
+    placement: Placement
+    parent: SequenceHash | None
+    position: int
+    engine: EngineHash
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRow:
+    """What the table must know of an owner beside its blocks.
+
+    told: the newest life that any of its transitions was of. incarnation, ended, ended_at_ms: the life that kv-events
+    say it is in, whether it was removed in it, and when that began to be so. lives: of lives that are over, or began
+    anew under their old number, the last batch that kv-events had of each, ascending.
+    """
+
+    told: Incarnation = _NO_LIFE
+    incarnation: Incarnation = _NO_LIFE
+    ended: bool = False
+    ended_at_ms: int = 0
+    lives: tuple[tuple[Incarnation, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedKey:
+    """A transition that waits, numbered in order of arrival."""
+
+    owner: RankId
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedRow:
+    """A transition that waits for its batch of `kv-events`, or behind one that does. raw: the record as it came."""
+
+    offset: int
+    timestamp_ms: int
+    raw: bytes
+
+
+# -- cxl-events ----------------------------------------------------------------------------------------------------
+
+
+def encode_transition(told: CxlTransition) -> bytes:
+    """Encode one record of cxl-events."""
+    return codec("cxl-events").encode(
+        {
+            "worker_id": to_long(told.rank.worker_id),
+            "dp_rank": told.rank.dp_rank,
+            "model": told.model,
+            "incarnation": to_long(told.incarnation),
+            "follows": told.follows,
+            "event_id": to_long(told.event_id),
+            "emitted_at_ms": told.emitted_at_ms,
+            "state": told.state.value,
+            "pool_id": told.pool_id,
+            "pool_epoch": told.pool_epoch,
+            "accessible_workers": [to_long(worker) for worker in told.accessible_workers],
+            "sequence_hashes": pack_hashes(told.blocks.sequence),
+            "parents": pack_hashes(told.blocks.parents),
+            "positions": told.blocks.positions.astype("<u4").tobytes(),
+            "engine_hashes": pack_hashes(told.blocks.engine),
+        }
+    )
+
+
+def decode_transition(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> CxlTransition:
+    """Decode one record of cxl-events; raises BadRecord."""
+    if raw is not None and len(raw) > CXL_EVENT_BYTES_MAX:
+        raise BadRecord("too_large", f"a transition of {len(raw)} bytes; at most {CXL_EVENT_BYTES_MAX}")
+    datum = codec("cxl-events").decode(raw, schema_ids)
+    if not 0 <= datum["dp_rank"] <= _I32_MAX:
+        raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
+    if datum["follows"] < BEFORE_FIRST:
+        raise BadRecord("bad_sequence", f"it follows batch {datum['follows']}")
+    if datum["pool_epoch"] < 0:
+        raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of pool {datum['pool_id']!r}")
+    if len(datum["accessible_workers"]) > POOL_MEMBERS_MAX:
+        raise BadRecord("bad_transition", f"{len(datum['accessible_workers'])} workers; at most {POOL_MEMBERS_MAX}")
+    try:
+        if datum["pool_id"] is not None:
+            check_pool_id(datum["pool_id"])
+    except InvalidRequest as exc:
+        raise BadRecord("bad_pool", exc.message) from exc
+    return CxlTransition(
+        rank=RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"])),
+        model=datum["model"],
+        incarnation=Incarnation(from_long(datum["incarnation"])),
+        follows=datum["follows"],
+        event_id=from_long(datum["event_id"]),
+        state=CxlMemoryState(datum["state"]),
+        pool_id=datum["pool_id"],
+        pool_epoch=datum["pool_epoch"],
+        accessible_workers=_workers(datum["accessible_workers"]),
+        emitted_at_ms=datum["emitted_at_ms"],
+        blocks=_blocks(datum),
+    )
+
+
+def _blocks(datum: Mapping[str, bytes]) -> AddressedBlocks:
+    try:
+        sequence, parents, engine = (
+            unpack_hashes(datum[name]) for name in ("sequence_hashes", "parents", "engine_hashes")
+        )
+        if len(datum["positions"]) % 4:
+            raise InvalidRequest(f"{len(datum['positions'])} bytes are no positions of 4 bytes each")
+    except InvalidRequest as exc:
+        raise BadRecord("bad_hashes", exc.message) from exc
+    positions = np.frombuffer(datum["positions"], dtype="<u4")
+    if not len(sequence) == len(parents) == len(engine) == len(positions):
+        counts = [len(each) for each in (sequence, parents, positions, engine)]
+        raise BadRecord("bad_hashes", f"{counts} hashes, parents, positions and engine hashes")
+    if len(positions) and int(positions.max()) > _I32_MAX:
+        raise BadRecord("bad_hashes", f"position {positions.max()}")
+    if not 1 <= len(sequence) <= TRANSITION_BLOCKS_MAX:
+        raise BadRecord("bad_transition", f"{len(sequence)} blocks; 1 to {TRANSITION_BLOCKS_MAX} a record")
+    return AddressedBlocks(sequence, parents, positions, engine)
+
+
+# -- pools ---------------------------------------------------------------------------------------------------------
+
+
+def pool_key(pool_id: str) -> bytes:
+    """Key of a pool in the topic `workers`."""
+    return POOL_KEY_PREFIX + pool_id.encode()
+
+
+def parse_pool_key(key: bytes) -> str:
+    """The pool that a key names; raises BadRecord."""
+    try:
+        pool_id = key.removeprefix(POOL_KEY_PREFIX).decode()
+        check_pool_id(pool_id)
+    except (UnicodeDecodeError, InvalidRequest) as exc:
+        raise BadRecord("bad_key", f"{key!r} names no pool") from exc
+    return pool_id
+
+
+def encode_pool(pool: CxlPool) -> bytes:
+    """Encode one pool."""
+    return codec("cxl-pools").encode(
+        {
+            "pool_id": pool.pool_id,
+            "latency_class": pool.latency_class,
+            "capacity_blocks": pool.capacity_blocks,
+            "members": [to_long(member) for member in pool.members],
+            "epoch": pool.epoch,
+            "lost": pool.lost,
+            "registered_at_ms": pool.registered_at_ms,
+        }
+    )
+
+
+def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None = None) -> CxlPool:
+    """Decode one pool; raises BadRecord."""
+    pool_id = parse_pool_key(key)
+    datum = codec("cxl-pools").decode(value, schema_ids)
+    if datum["pool_id"] != pool_id:
+        raise BadRecord("wrong_key", f"key {key!r} is not pool {datum['pool_id']!r}")
+    try:
+        return CxlPool(
+            pool_id=pool_id,
+            latency_class=datum["latency_class"],
+            capacity_blocks=datum["capacity_blocks"],
+            members=_workers(datum["members"]),
+            epoch=datum["epoch"],
+            lost=datum["lost"],
+            registered_at_ms=datum["registered_at_ms"],
+        )
+    except InvalidRequest as exc:
+        raise BadRecord("bad_pool", exc.message) from exc
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def block_key(key: BlockKey) -> bytes:
+    """Key of a block's row."""
+    return _BLOCK_KEY.pack(BLOCK_PREFIX, key.sequence, key.owner.worker_id, key.owner.dp_rank) + key.pool_id.encode()
+
+
+def parse_block_key(raw: bytes) -> BlockKey:
+    """Raises BadRecord for bytes that are no block's key."""
+    try:
+        prefix, sequence, worker_id, dp_rank = _BLOCK_KEY.unpack_from(raw)
+        pool_id = raw[_BLOCK_KEY.size :].decode()
+        if prefix != BLOCK_PREFIX or not pool_id:
+            raise ValueError(prefix)
+    except (struct.error, ValueError) as exc:
+        raise BadRecord("bad_key", f"{raw.hex()} is no pooled block's key") from exc
+    return BlockKey(SequenceHash(sequence), RankId(WorkerId(worker_id), DpRank(dp_rank)), pool_id)
+
+
+def encode_block(row: BlockRow) -> bytes:
+    """Value of a block's row."""
+    placement = row.placement
+    return codec("cxl-block").encode(
+        {
+            "state": placement.state.value,
+            "pool_epoch": placement.pool_epoch,
+            "accessible_workers": [to_long(worker) for worker in placement.accessible_workers],
+            "model": placement.model,
+            "incarnation": to_long(placement.incarnation),
+            "entered_at_ms": placement.entered_at_ms,
+            "parent": to_hash(row.parent),
+            "position": row.position,
+            "engine_hash": to_hash(row.engine),
+        }
+    )
+
+
+def decode_block(key: bytes, value: bytes) -> tuple[BlockKey, BlockRow]:
+    """A block's row; raises BadRecord."""
+    where = parse_block_key(key)
+    datum = codec("cxl-block").decode(value)
+    parent = from_hash(datum["parent"])
+    if datum["position"] < 0 or (datum["position"] == 0) != (parent is None):
+        raise BadRecord("bad_row", f"block {where.sequence} is at {datum['position']} with parent {parent}")
+    placement = Placement(
+        state=CxlMemoryState(datum["state"]),
+        pool_id=where.pool_id,
+        pool_epoch=datum["pool_epoch"],
+        accessible_workers=_workers(datum["accessible_workers"]),
+        model=datum["model"],
+        incarnation=Incarnation(from_long(datum["incarnation"])),
+        entered_at_ms=datum["entered_at_ms"],
+    )
+    engine = EngineHash(from_hash(datum["engine_hash"]) or 0)
+    return where, BlockRow(placement, None if parent is None else SequenceHash(parent), datum["position"], engine)
+
+
+def owner_key(rank: RankId) -> bytes:
+    """Key of an owner's row."""
+    return _OWNER_KEY.pack(OWNER_PREFIX, rank.worker_id, rank.dp_rank)
+
+
+def encode_owner(row: OwnerRow) -> bytes:
+    """Value of an owner's row."""
+    return codec("cxl-owner").encode(
+        {
+            "told": to_long(row.told),
+            "incarnation": to_long(row.incarnation),
+            "ended": row.ended,
+            "ended_at_ms": row.ended_at_ms,
+            "lives": [{"incarnation": to_long(life), "sequence": sequence} for life, sequence in row.lives],
+        }
+    )
+
+
+def parse_owner_key(raw: bytes) -> RankId:
+    """Raises BadRecord for bytes that are no owner's key."""
+    try:
+        prefix, worker_id, dp_rank = _OWNER_KEY.unpack(raw)
+        if prefix != OWNER_PREFIX:
+            raise ValueError(prefix)
+    except (struct.error, ValueError) as exc:
+        raise BadRecord("bad_key", f"{raw.hex()} is no owner's key") from exc
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
+    """An owner's row; raises BadRecord."""
+    rank = parse_owner_key(key)
+    datum = codec("cxl-owner").decode(value)
+    return rank, OwnerRow(
+        told=Incarnation(from_long(datum["told"])),
+        incarnation=Incarnation(from_long(datum["incarnation"])),
+        ended=datum["ended"],
+        ended_at_ms=datum["ended_at_ms"],
+        lives=tuple((Incarnation(from_long(life["incarnation"])), life["sequence"]) for life in datum["lives"]),
+    )
+
+
+def parked_key(key: ParkedKey) -> bytes:
+    """Key of a parked transition."""
+    return _PARKED_KEY.pack(PARKED_PREFIX, key.owner.worker_id, key.owner.dp_rank, key.number)
+
+
+def encode_parked(row: ParkedRow) -> bytes:
+    """Value of a parked transition."""
+    return codec("cxl-parked").encode({"offset": row.offset, "timestamp_ms": row.timestamp_ms, "raw": row.raw})
+
+
+def decode_parked(key: bytes, value: bytes) -> tuple[ParkedKey, ParkedRow]:
+    """A parked transition; raises BadRecord."""
+    try:
+        prefix, worker_id, dp_rank, number = _PARKED_KEY.unpack(key)
+        if prefix != PARKED_PREFIX:
+            raise ValueError(prefix)
+    except (struct.error, ValueError) as exc:
+        raise BadRecord("bad_key", f"{key.hex()} is no parked transition's key") from exc
+    row = ParkedRow(**codec("cxl-parked").decode(value))
+    return ParkedKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), number), row
+
+
+def owner_of_row(key: bytes) -> int | None:
+    """The worker whose block or parked transition a key is of; None for a stranger's."""
+    try:
+        return int(_BLOCK_KEY.unpack_from(key)[2] if key.startswith(BLOCK_PREFIX) else _PARKED_KEY.unpack(key)[1])
+    except struct.error:
+        return None
+
+
+def _workers(longs: list[int]) -> tuple[WorkerId, ...]:
+    return tuple(WorkerId(from_long(each)) for each in longs)

@@ -1,0 +1,141 @@
+"""Who reaches a pooled block: the registry's pools and workers, as masks over rows that are never rewritten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool
+from streams.cxl.pooled_view import PooledView
+from streams.cxl.records import (
+    BlockKey,
+    BlockRow,
+    OwnerRow,
+    Placement,
+    block_key,
+    encode_block,
+    encode_owner,
+    encode_pool,
+    owner_key,
+    pool_key,
+)
+from streams.cxl.states import CxlMemoryState
+from streams.errors import BadRecord
+from tests.api import Fleet
+
+LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
+
+OWNER = RankId(WorkerId(1), DpRank(0))
+BLOCK = SequenceHash(5)
+PLACED = Placement(POOLED, "p", 1, (), "m", Incarnation(3), 0)
+POOL = CxlPool("p", members=(WorkerId(2), WorkerId(3), WorkerId(4)), epoch=1)
+REGISTERED = {WorkerId(1), WorkerId(2), WorkerId(3)}
+
+
+def reached(placement: Placement, pool: CxlPool | None = POOL, owner: OwnerRow | None = None) -> set[int]:
+    """Who of the workers 1 to 3, which are registered, reaches a block."""
+    view = PooledView()
+    view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), encode_block(BlockRow(placement, None, 0, EngineHash(9))))
+    if owner is not None:
+        view.fold(owner_key(OWNER), encode_owner(owner))
+    if pool is not None:
+        view.fold_pool(pool_key("p"), encode_pool(pool))
+    (block,) = view.blocks_of(BLOCK)
+    assert list(view.blocks()) == [block]
+    return set(view.reachable(block, REGISTERED))
+
+
+@pytest.mark.parametrize(
+    ("placement", "pool", "workers"),
+    [
+        (PLACED, POOL, {2, 3}),  # every member that is registered
+        (replace(PLACED, accessible_workers=(WorkerId(1), WorkerId(2))), POOL, {2}),  # those named that are members
+        (replace(PLACED, accessible_workers=(WorkerId(9),)), POOL, set()),
+        (PLACED, replace(POOL, members=(WorkerId(3),)), {3}),  # a host left
+        (PLACED, replace(POOL, epoch=2), set()),  # the pool lost what it held
+        (PLACED, replace(POOL, epoch=0), {2, 3}),  # the registry's newest record has not been read yet
+        (PLACED, replace(POOL, lost=True), set()),
+        (PLACED, None, set()),  # nobody named, and no pool to have members
+        (replace(PLACED, accessible_workers=(WorkerId(1), WorkerId(9))), None, {1}),
+        (replace(PLACED, state=TRANSIT), POOL, set()),
+        (replace(PLACED, state=EVICTED), POOL, set()),
+    ],
+)
+def test_a_block_is_reached_by_whom_every_mask_lets_through(
+    placement: Placement, pool: CxlPool | None, workers: set[int]
+) -> None:
+    """State, pool, epoch, members and registry; the owner need be none of them."""
+    assert reached(placement, pool) == workers
+
+
+@pytest.mark.parametrize(
+    ("owner", "state"),
+    [
+        (None, TRANSIT),
+        (OwnerRow(incarnation=Incarnation(3)), TRANSIT),
+        (OwnerRow(incarnation=Incarnation(2), ended=True), TRANSIT),
+        (OwnerRow(incarnation=Incarnation(3), ended=True), EVICTED),
+        (OwnerRow(incarnation=Incarnation(4)), EVICTED),
+    ],
+)
+def test_the_end_of_a_life_shows_at_once_and_takes_nothing_out_of_a_pool(
+    owner: OwnerRow | None, state: CxlMemoryState
+) -> None:
+    """By the owner's one row, before or behind the block's."""
+    assert reached(PLACED, owner=owner) == {2, 3}
+    view = PooledView()
+    if owner is not None:
+        view.fold(owner_key(OWNER), encode_owner(owner))
+    row = BlockRow(replace(PLACED, state=TRANSIT), None, 0, EngineHash(9))
+    assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), encode_block(row)) == BLOCK
+    assert [block.metadata.state for block in view.blocks()] == [state]
+    assert len(view) == 1
+    assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), None) == BLOCK
+    assert (len(view), list(view.blocks())) == (0, [])
+
+
+@pytest.mark.parametrize("key", [b"", b"hello", b"R" + bytes(20)])
+def test_a_strangers_record_is_refused(key: bytes) -> None:
+    """And leaves the view as it was."""
+    view = PooledView()
+    with pytest.raises(BadRecord):
+        view.fold(key, b"world")
+    assert len(view) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"members": ["x"]},
+        {"members": [-1]},
+        {"members": list(range(POOL_MEMBERS_MAX + 1))},
+        {"capacity_blocks": 0},
+        {"epoch": -1},
+        {"latency_class": ""},
+        {"size": 1},
+        [],
+    ],
+)
+def test_what_is_no_pool_is_refused_over_http(fleet: Fleet, body: Any) -> None:
+    """As any other request that cannot be understood."""
+    fleet.main.call("PUT", "/pools/refused", body).refused(400, "invalid_request")
+    assert "refused" not in {pool["pool_id"] for pool in fleet.main.get("/pools")["pools"]}
+
+
+def test_pools_are_known_to_every_router_and_their_epochs_never_go_back(fleet: Fleet) -> None:
+    """A pool that is lost comes back in another epoch; one that nobody registered cannot be lost."""
+    put = {"members": [3, 2, 3], "latency_class": "near", "capacity_blocks": 5, "epoch": 4}
+    told = fleet.main.call("PUT", "/pools/epochs", put).given()
+    assert (told["members"], told["epoch"], told["lost"]) == ([2, 3], 4, False)
+    assert fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()["epoch"] == 4
+    fleet.main.call("PUT", "/pools/epochs", {"epoch": 3}).refused(409, "epoch_conflict")
+    lost = fleet.main.call("DELETE", "/pools/epochs").given()
+    assert (lost["epoch"], lost["lost"]) == (5, True)
+    back = fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()
+    assert (back["epoch"], back["lost"]) == (5, False)
+    fleet.wait(lambda: fleet.peer.get("/pools") == fleet.main.get("/pools"), "the peer to know the pools")
+    fleet.main.call("DELETE", "/pools/nobody").refused(404, "unknown_id")
+    fleet.main.call("DELETE", "/pools/" + "x" * 129).refused(400, "invalid_request")
