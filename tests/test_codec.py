@@ -65,6 +65,30 @@ from streams.core.metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetric
 from streams.core.ordering import Health, Progress
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
+from streams.cxl.records import (
+    BlockKey,
+    BlockRow,
+    OwnerRow,
+    ParkedKey,
+    ParkedRow,
+    Placement,
+    block_key,
+    decode_block,
+    decode_owner,
+    decode_parked,
+    decode_pool,
+    decode_transition,
+    encode_block,
+    encode_owner,
+    encode_parked,
+    encode_pool,
+    encode_transition,
+    owner_key,
+    parked_key,
+    pool_key,
+)
+from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, KvStreamsError
 from streams.tables.records import (
     PartitionRecord,
@@ -298,6 +322,32 @@ RUN = Run(
 PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "model", 16, 1, 2, 3, 4, 6000, True)
 PARTITION = PartitionRecord(3, 5, "owner", (SourceProgress("t", "id", -1, 6, 7, 8),))
 
+ADDRESSES = [
+    (BlockAddress(SequenceHash(5), SequenceHash(4), 1), EngineHash(11)),
+    (BlockAddress(SequenceHash(6), SequenceHash(5), 2), EngineHash(12)),
+]
+TRANSITION = CxlTransition(
+    RANK,
+    "m",
+    Incarnation(2),
+    7,
+    1,
+    CxlMemoryState.IN_TRANSIT,
+    "pool",
+    3,
+    (WorkerId(7),),
+    9,
+    addressed(ADDRESSES),
+)
+POOL = CxlPool("pool", "near", 1 << 40, (WorkerId(7), WorkerId(8)), 3, True, 9)
+POOLED = BlockRow(
+    Placement(CxlMemoryState.CXL_POOLED, "pool", 3, (WorkerId(7),), "m", Incarnation(2), 9),
+    SequenceHash(4),
+    1,
+    EngineHash(11),
+)
+OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, ((Incarnation(1), 41),))
+
 #: One good record of every kind, its schema and its decoder.
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "events": ("kv-events", encode_batch(BATCH), decode_batch),
@@ -319,6 +369,19 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
         "prefix-index-partition",
         encode_partition(PARTITION),
         lambda raw: decode_partition(partition_key(3), raw or b""),
+    ),
+    "transition": ("cxl-events", encode_transition(TRANSITION), decode_transition),
+    "pool": ("cxl-pools", encode_pool(POOL), lambda raw: decode_pool(pool_key(POOL.pool_id), raw or b"")),
+    "pooled": (
+        "cxl-block",
+        encode_block(POOLED),
+        lambda raw: decode_block(block_key(BlockKey(SequenceHash(5), RANK, "pool")), raw or b""),
+    ),
+    "owner": ("cxl-owner", encode_owner(OWNER), lambda raw: decode_owner(owner_key(RANK), raw or b"")),
+    "parked": (
+        "cxl-parked",
+        encode_parked(ParkedRow(4, 5, b"as it came")),
+        lambda raw: decode_parked(parked_key(ParkedKey(RANK, 1)), raw or b""),
     ),
 }
 every_kind = pytest.mark.parametrize("kind", list(GOOD))

@@ -22,11 +22,11 @@ from tests.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Fleet, rank_of, served
 @pytest.mark.parametrize(
     ("changes", "read"),
     [
-        ({}, {"index", "workers", "metrics", "loads"}),
+        ({}, {"index", "pooled", "workers", "metrics", "loads"}),
         ({"kv_overlap_score_weight": 0.0}, {"workers", "metrics", "loads"}),
         ({"kv_events": False}, {"workers", "metrics", "loads"}),
         ({"router_replica_sync": False}, {"index", "workers", "metrics"}),
-        ({"router_event_threads": 64}, {"index", "workers", "metrics", "loads"}),
+        ({"router_event_threads": 64}, {"index", "pooled", "workers", "metrics", "loads"}),
     ],
 )
 def test_only_what_is_wanted_is_read(changes: dict[str, Any], read: set[str]) -> None:

@@ -343,7 +343,7 @@ def test_a_batch_of_records_is_folded_around_the_bad_ones() -> None:
     ("key", "value", "reason"),
     [
         (b"", encode_worker(WORKER), "bad_key"),
-        (b"pool/1", encode_worker(WORKER), "bad_key"),
+        (b"pool/1", encode_worker(WORKER), "unknown_schema"),
         (b"8", encode_worker(WORKER), "wrong_key"),
         (b" 7", encode_worker(WORKER), "wrong_key"),
         (b"0_7", None, "wrong_key"),

@@ -490,8 +490,10 @@ class TablePartition:
 
     def _load(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
         """Bring every table to its changelog's end, and memory to the tables."""
+        begun_ms = self._wiring.now_ms()  # one for all: the tables of a store are equally old
         for table in self._wiring.tables:
-            self._catch_up(store, table)
+            self._catch_up(store, table, begun_ms)
+        store.flush()
         reducer = self._wiring.make_reducer()
         record: PartitionRecord | None = None
         with self._wiring.turn:
@@ -503,11 +505,10 @@ class TablePartition:
                 reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
         return reducer, record
 
-    def _catch_up(self, store: PartitionStore, table: TableSpec) -> None:
+    def _catch_up(self, store: PartitionStore, table: TableSpec, begun_ms: int) -> None:
         """Bring the store to the end of a changelog."""
         topic_id = self._topic_ids[table.changelog_topic]
         position = store.position(table)
-        begun_ms = self._wiring.now_ms()
         # On the way it is as old as where it began: what was deleted since may lie ahead.
         as_of_ms = begun_ms if position is None else position.as_of_ms
 
@@ -521,7 +522,6 @@ class TablePartition:
         start = None if position is None else position.next_offset
         end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
         store.keep(table, (), ChangelogPosition(topic_id, end, begun_ms))
-        store.flush()
         self._ends[table.changelog_topic] = end
 
     def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer[Any]) -> None:
