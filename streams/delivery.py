@@ -12,16 +12,20 @@ committing: when the event is acknowledged, each of its offsets is.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import AsyncIterator, Coroutine, Generator
 from itertools import pairwise
 from types import coroutine
 from typing import Any
 
 import faust
+from aiokafka.errors import KafkaError
 from faust.transport.drivers import aiokafka
 from faust.types import TP
 from faust.types.tuples import ConsumerMessage
 from mode.services import WaitResults
+
+log = logging.getLogger(__name__)
 
 
 class RecordsMessage(ConsumerMessage):  # type: ignore[misc]  # Faust ships no types that mypy follows
@@ -74,6 +78,17 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
                 # Faust looks for a hole between the offset read last and a message's own.
                 self._read_offset[tp] = records[-1].offset
                 yield tp, _message(self, tp, records)
+
+    async def perform_seek(self) -> None:
+        """As Faust's own, unless partitions are revoked meanwhile; whoever is assigned them is sought anew.
+
+        Faust asks for the committed offsets of what is assigned and then seeks each: in a rebalance the assignment may
+        be gone in between, and the worker ended of it, with all the partitions that had just come to it.
+        """
+        try:
+            await super().perform_seek()
+        except (KafkaError, AssertionError) as exc:  # aiokafka asserts that anything is assigned
+            log.info("not sought to what is committed, the tables say where to begin: %s", exc)
 
     async def _seek(self, partition: TP, offset: int) -> None:
         """On the thread of aiokafka's consumer, where all else is done that touches what it has fetched.

@@ -25,7 +25,7 @@ from tests.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Fleet, rank_of, served
         ({}, {"index", "pooled", "workers", "metrics", "loads"}),
         ({"kv_overlap_score_weight": 0.0}, {"workers", "metrics", "loads"}),
         ({"kv_events": False}, {"workers", "metrics", "loads"}),
-        ({"router_replica_sync": False}, {"index", "workers", "metrics"}),
+        ({"router_replica_sync": False}, {"index", "pooled", "workers", "metrics"}),
         ({"router_event_threads": 64}, {"index", "pooled", "workers", "metrics", "loads"}),
     ],
 )
