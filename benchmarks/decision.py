@@ -23,7 +23,7 @@ from benchmarks.report import OURS, Bar, Report, Samples
 from streams import __version__
 from streams.codec import encode_load
 from streams.core.decision import Chooser, RoutePolicy, booking_of
-from streams.core.hashing import local_hashes, pack_hashes, sequence_hashes
+from streams.core.hashing import pack_hashes, request_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.loads import ActiveLoads, Booking, BookingId, Phase
 from streams.core.run_tree import RunTreeIndex
@@ -54,8 +54,7 @@ class Fleet:
         for rank in self.ranks:
             for number in range(N_HELD):
                 prompt = self.prompt()
-                local = local_hashes(prompt, BLOCK_SIZE)
-                names = sequence_hashes(local)
+                local, names = request_hashes(prompt, BLOCK_SIZE)
                 known: EngineHash | None = None
                 self.index.store(rank, Tier.DEVICE, known, names, local)
                 self.prompts.append(prompt)
@@ -75,8 +74,8 @@ Step = Callable[[], object]
 def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
     """One decision and its booking; ns of each step, and of all."""
     begun = clock()
-    local = local_hashes(prompt, BLOCK_SIZE)
-    sequence = pack_hashes(sequence_hashes(local))
+    local, chain = request_hashes(prompt, BLOCK_SIZE)
+    sequence = pack_hashes(chain)
     hashed = clock()
     scores = fleet.index.find_matches(local)
     matched = clock()

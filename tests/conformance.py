@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from streams.core.cost import TIER_WEIGHTS, TermColumns
+from streams.core.cost import TIER_WEIGHTS, TermColumns, price_terms
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.holdings import plain_holdings
@@ -441,17 +441,16 @@ def _cost(query: Mapping[str, Any], worker: Mapping[str, Any]) -> float:
     if isinstance(overlap, dict):
         overlap = sum(TIER_WEIGHTS[tier_of(tier)] * blocks for tier, blocks in overlap.items())
     block_size = query.get("block_size", 1)
-    columns = TermColumns(
-        [_rank(0)],
-        request_blocks=worker["prefill_blocks"],
-        overlap_blocks=np.array([int(overlap)]),
-        effective_cached_blocks=np.array([overlap * float(query.get("overlap_credit", 1))]),
+    effective = np.array([overlap * float(query.get("overlap_credit", 1))])
+    terms = price_terms(
+        worker["prefill_blocks"],
+        effective,
         active_prefill_tokens=np.array([worker.get("active_prefill_blocks", 0) * block_size]),
         decode_blocks=np.array([worker.get("decode_blocks", 0)]),
         block_size=block_size,
         overlap_score_weight=query.get("prefill_load_scale", 1),
     )
-    return columns.row(0).cost
+    return TermColumns([_rank(0)], np.array([int(overlap)]), effective, terms).row(0).cost
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], None]] = {

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns
+from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns, price_terms
 from streams.core.decision import Chooser, RoutePolicy, booking_of
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
@@ -45,7 +45,8 @@ def terms(**changes: Any) -> RankTerms:
     }
     columns = {"overlap_blocks", "effective_cached_blocks", "active_prefill_tokens", "decode_blocks"}
     given: dict[str, Any] = {name: np.array([value]) if name in columns else value for name, value in known.items()}
-    return TermColumns([rank(1)], **given).row(0)
+    overlap = given.pop("overlap_blocks")
+    return TermColumns([rank(1)], overlap, given["effective_cached_blocks"], price_terms(**given)).row(0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -299,7 +298,7 @@ def test_a_rank_without_bookings_has_no_load_left(forget: Callable[[ActiveLoads]
     """Whatever was booked, moved to another rank or grown, ends at nothing."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r"), booking(A, output=4), 0)
-    loads.add(request("r"), replace(booking(B), prefill_tokens=7), 0)
+    loads.add(request("r"), booking(B)._replace(prefill_tokens=7), 0)
     assert loads.ranks().keys() == {B}
     forget(loads)
     assert loads.ranks() == {}

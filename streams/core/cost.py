@@ -6,7 +6,7 @@ What lives here: the cost formula and its terms, so that an answer can show them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ Float64Array = npt.NDArray[np.float64]
 TIER_WEIGHTS = (1.0, 0.75, 0.25, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class RankTerms:
+class RankTerms(NamedTuple):
     """Every term of one rank's cost, in blocks unless said."""
 
     rank: RankId
@@ -39,54 +38,70 @@ def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
     return max(0, n_tokens - int(cached_blocks * block_size))
 
 
+def price_terms(
+    request_blocks: int,
+    effective_cached_blocks: Float64Array,
+    active_prefill_tokens: Int64Array,
+    decode_blocks: Int64Array,
+    block_size: int,
+    overlap_score_weight: float,
+) -> Float64Array:
+    """Price a request at n ranks; gives float64[4, n]: own prefill, active prefill and decode blocks, and the cost.
+
+    decode_blocks: distinct active blocks of each rank with this request's among them.
+    """
+    own = np.maximum(0.0, request_blocks - effective_cached_blocks)
+    queued = active_prefill_tokens / block_size
+    return np.array([own, queued, decode_blocks, overlap_score_weight * (own + queued) + decode_blocks])
+
+
 class TermColumns:
     """Terms of all candidates, in their order: what a choice reads, without an object for each.
 
-    overlap_blocks, decode_blocks: int64[n]; all others float64[n], in blocks. `cost` is what the choice was made by,
-    lower is better: the formula's, or that of one of core.policies.
+    overlap_blocks: int64[n]; effective_cached_blocks: float64[n]; terms: float64[4, n], as of `price_terms`.
     """
 
-    __slots__ = (
-        "active_prefill_blocks",
-        "cost",
-        "decode_blocks",
-        "effective_cached_blocks",
-        "overlap_blocks",
-        "own_prefill_blocks",
-        "ranks",
-    )
+    __slots__ = ("_terms", "effective_cached_blocks", "overlap_blocks", "ranks")
 
     def __init__(
         self,
         ranks: Sequence[RankId],
-        *,
-        request_blocks: int,
         overlap_blocks: Int64Array,
         effective_cached_blocks: Float64Array,
-        active_prefill_tokens: Int64Array,
-        decode_blocks: Int64Array,
-        block_size: int,
-        overlap_score_weight: float,
+        terms: Float64Array,
     ) -> None:
-        """Price all of them. decode_blocks: distinct active blocks of each rank with this request's among them."""
         self.ranks = ranks
         self.overlap_blocks = overlap_blocks
         self.effective_cached_blocks = effective_cached_blocks
-        self.own_prefill_blocks = own = np.maximum(0.0, request_blocks - effective_cached_blocks)
-        self.active_prefill_blocks = queued = active_prefill_tokens / block_size
-        self.decode_blocks = decode_blocks
-        self.cost: Float64Array = overlap_score_weight * (own + queued) + decode_blocks
+        self._terms = terms
+
+    @property
+    def own_prefill_blocks(self) -> Float64Array:
+        """What each rank would have to compute of the request."""
+        own: Float64Array = self._terms[0]
+        return own
+
+    @property
+    def cost(self) -> Float64Array:
+        """What the choice was made by, lower is better: the formula's, or that of one of core.policies."""
+        cost: Float64Array = self._terms[3]
+        return cost
+
+    @cost.setter
+    def cost(self, costs: Sequence[float]) -> None:
+        self._terms[3] = costs
 
     def row(self, index: int) -> RankTerms:
         """One candidate's terms."""
+        own, queued, decode, cost = self._terms[:, index].tolist()
         return RankTerms(
             self.ranks[index],
             self.overlap_blocks.item(index),
             self.effective_cached_blocks.item(index),
-            self.own_prefill_blocks.item(index),
-            self.active_prefill_blocks.item(index),
-            float(self.decode_blocks.item(index)),
-            self.cost.item(index),
+            own,
+            queued,
+            decode,
+            cost,
         )
 
     def __len__(self) -> int:

@@ -15,9 +15,10 @@ import numpy as np
 from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns, prefill_tokens
 from streams.core.ids import RankId, WorkerId
 from streams.core.index import OverlapScores, RankPlaces
-from streams.core.loads import ActiveLoads, Booking, LoadColumns
+from streams.core.loads import ActiveLoads, Booking
 from streams.core.metrics import WorkerMetrics
 from streams.core.policies import hit_usage_waiting, load_deviation
+from streams.core.pricing import price
 from streams.core.selection import (
     CUDA_TO_CPU_RATIO,
     Rng,
@@ -26,6 +27,7 @@ from streams.core.selection import (
     select_by_cost,
     select_device_aware,
     select_least_loaded,
+    select_lowest,
     select_power_of_two,
     select_random,
 )
@@ -126,41 +128,45 @@ class Chooser:
         partial last one included.
         """
         kept = self._keep(ranks, loads)
-        load = loads.columns(kept.rows, sequence)
         n = len(ranks)
         if policy.reads_index:
             overlap, effective = scores.columns(kept.places, policy.tier_weights)
         else:
             overlap, effective = np.zeros(n, np.int64), np.zeros(n)
-        columns = TermColumns(
+        columns, first, n_lowest = price(
             ranks,
+            loads,
+            kept.rows,
+            sequence=sequence,
             request_blocks=request_blocks,
             overlap_blocks=overlap,
             effective_cached_blocks=effective,
-            active_prefill_tokens=load.prefill_tokens,
-            decode_blocks=load.decode_blocks if policy.track_active_blocks else np.zeros(n, np.int64),
             block_size=block_size,
             overlap_score_weight=policy.overlap_score_weight,
+            track_active_blocks=policy.track_active_blocks,
         )
         rng = self._rng
         preferred = True
         match policy.mode:
-            case RouterMode.KV:
+            case RouterMode.KV if policy.temperature:
                 index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
+            case RouterMode.KV:
+                index = select_lowest(columns.cost, first, n_lowest, rng)
             case RouterMode.ROUND_ROBIN:
                 index = self._turns.select(n)
             case RouterMode.RANDOM:
                 index = select_random(n, rng)
             # Direct: the request has named its worker, and what is left to choose are that worker's ranks.
             case RouterMode.LEAST_LOADED | RouterMode.DIRECT:
-                index = select_least_loaded(load.requests.tolist(), rng)
+                index = select_least_loaded(loads.requests(kept.rows), rng)
             case RouterMode.POWER_OF_TWO:
-                index = select_power_of_two(load.requests.tolist(), rng)
+                index = select_power_of_two(loads.requests(kept.rows), rng)
             case RouterMode.DEVICE_AWARE_WEIGHTED:
                 on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
-                index = select_device_aware(load.requests.tolist(), on_cpu, policy.cuda_to_cpu_ratio, rng)
+                index = select_device_aware(loads.requests(kept.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
             case RouterMode.HIT_USAGE_WAITING | RouterMode.LOAD_DEVIATION:
-                index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, load, fleet)
+                in_flight = loads.requests(kept.rows)
+                index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, in_flight, fleet)
         return Decision(columns, index, preferred)
 
     def _keep(self, ranks: Sequence[RankId], loads: ActiveLoads) -> _Kept:
@@ -176,7 +182,7 @@ class Chooser:
         return kept
 
     def _choose_by_policy(
-        self, mode: RouterMode, columns: TermColumns, request_blocks: int, load: LoadColumns, fleet: FleetState
+        self, mode: RouterMode, columns: TermColumns, request_blocks: int, in_flight: list[int], fleet: FleetState
     ) -> tuple[int, bool]:
         metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
         blocks = max(1, request_blocks)
@@ -187,14 +193,14 @@ class Chooser:
         else:
             costs = load_deviation((columns.own_prefill_blocks / blocks).tolist(), metrics)
             if costs is None:
-                return select_least_loaded(load.requests.tolist(), self._rng), False
+                return select_least_loaded(in_flight, self._rng), False
             if min(costs) == math.inf:
                 raise AllWorkersBusy(
                     f"all {len(costs)} ranks that may serve the request say that they are full",
                     remedy="Try again, or add workers",
                     ranks=len(costs),
                 )
-        columns.cost = np.array(costs)
+        columns.cost = costs
         return select_by_cost(costs, 0.0, self._rng), True
 
 

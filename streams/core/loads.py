@@ -27,9 +27,9 @@ Int64Array = npt.NDArray[np.int64]
 _PREFILL, _DECODE, _REQUESTS, _OUTPUT = range(4)
 _ROWS_FIRST = 64
 
-#: Sets of ranks that share a prefix, of which it is kept who is in them: 20 us to be found out for 64 ranks, and a
-#: system prompt's set changes seldom. Beyond it all are forgotten.
-_SETS_KEPT_MAX = 256
+#: Prefixes in use by sets of ranks, of which it is kept how many blocks each row has of them: a system prompt's set
+#: changes seldom. Beyond it all are forgotten.
+_SHARED_KEPT_MAX = 256
 
 #: Bookings remembered at once; beyond it the oldest is dropped and counted, since a router that runs out of memory
 #: serves nobody. A fleet of 1,000 ranks with 256 running requests each stays below it.
@@ -52,9 +52,8 @@ class Phase(enum.StrEnum):
     FREE = "free"
 
 
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """What a request costs its rank.
+class Booking(NamedTuple):
+    """What a request costs its rank; a tuple, since one is made in every decision.
 
     sequence: the request's sequence hashes from the root, packed u64 as of hashing.pack_hashes, so that shared blocks
     count once.
@@ -132,10 +131,9 @@ class ActiveLoads:
         # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS and, of the blocks, those of _OUTPUT. Row 0 is of
         # all ranks without bookings: nothing is ever counted there.
         self._rows: dict[RankId, int] = {}
-        self._loads = np.zeros((4, _ROWS_FIRST), dtype=np.int64)
+        self._set_table(np.zeros((4, _ROWS_FIRST), dtype=np.int64))
         self._numbering = 0  # changes when a row may have gone to another rank
         self._prefixes = ActivePrefixes()
-        self._masks: dict[int, Int64Array] = {}
         self.expired = 0
         self.dropped = 0
 
@@ -158,7 +156,7 @@ class ActiveLoads:
         state = self._state(booking_id, at_ms, clock)
         if state.live and not state.prefilled:
             assert state.booking is not None
-            self._loads[_PREFILL, self._rows[state.booking.rank]] -= state.counted_prefill
+            self._cells[_PREFILL * self._n_rows + self._rows[state.booking.rank]] -= state.counted_prefill
             state.counted_prefill = 0
         state.prefilled = True
 
@@ -254,19 +252,33 @@ class ActiveLoads:
         """Loads of the ranks at these rows. sequence: that of a request, which may join any of them."""
         prefill, decode, requests, _ = self._loads.take(rows, axis=1)  # a third of what indexing takes
         decode += len(sequence) // 8
+        decode -= self.shared_blocks(sequence).take(rows)
+        return LoadColumns(prefill, decode, requests)
+
+    def requests(self, rows: Int64Array) -> list[int]:
+        """Requests in flight of the ranks at these rows."""
+        in_flight: list[int] = self._loads[_REQUESTS].take(rows).tolist()
+        return in_flight
+
+    @property
+    def table(self) -> Int64Array:
+        """Loads by row: int64[4, n_rows], prefill tokens, decode blocks, requests, and of the blocks those of output.
+
+        It is the state itself: nobody else writes there, and it is another one after the next booking.
+        """
+        return self._loads
+
+    def shared_blocks(self, sequence: bytes) -> Int64Array:
+        """How many leading blocks of a request each rank has in use, by row: int64[n_rows], which nobody may change."""
         shared: Int64Array | None = None
         for bits, n_blocks in self._prefixes.match(sequence):
-            if not bits & (bits - 1):  # one rank's own, as most long matches are
-                if shared is None:
-                    shared = np.zeros(self._loads.shape[1], dtype=np.int64)
+            if bits & (bits - 1):
+                these = self._shared_by(bits, n_blocks)
+                shared = these if shared is None else shared + these
+            else:  # one rank's own, as most long matches are; they are deeper than all that others share
+                shared = (self._shared_by_none if shared is None else shared).copy()
                 shared[bits.bit_length() - 1] += n_blocks
-            elif shared is None:
-                shared = self._mask_of(bits) * n_blocks
-            else:
-                shared += self._mask_of(bits) * n_blocks
-        if shared is not None:
-            decode -= shared.take(rows)
-        return LoadColumns(prefill, decode, requests)
+        return self._shared_by_none if shared is None else shared
 
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
         """Distinct active blocks of the rank if a request with this chain joined it."""
@@ -277,7 +289,7 @@ class ActiveLoads:
     def check(self) -> None:
         """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
         self._prefixes.check()
-        prompt = [0] * self._loads.shape[1]
+        prompt = [0] * self._n_rows
         for run in self._prefixes.runs():
             for row in run.uses:
                 prompt[row] += run.n_blocks
@@ -325,12 +337,11 @@ class ActiveLoads:
         row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
         state.run, n_fresh = self._prefixes.add(row, booking.sequence)
-        self._loads[:, row] += (
-            state.counted_prefill,
-            n_fresh + booking.output_blocks,
-            1,
-            booking.output_blocks,
-        )
+        cells, n_rows = self._cells, self._n_rows
+        cells[_PREFILL * n_rows + row] += state.counted_prefill
+        cells[_DECODE * n_rows + row] += n_fresh + booking.output_blocks
+        cells[_REQUESTS * n_rows + row] += 1
+        cells[_OUTPUT * n_rows + row] += booking.output_blocks
 
     def _uncount(self, state: _State) -> None:
         booking = state.booking
@@ -338,37 +349,45 @@ class ActiveLoads:
         row = self._rows[booking.rank]
         n_ended = self._prefixes.remove(row, state.run)
         state.run = None
-        self._loads[:, row] -= (
-            state.counted_prefill,
-            n_ended + booking.output_blocks,
-            1,
-            booking.output_blocks,
-        )
+        cells, n_rows = self._cells, self._n_rows
+        cells[_PREFILL * n_rows + row] -= state.counted_prefill
+        cells[_DECODE * n_rows + row] -= n_ended + booking.output_blocks
+        cells[_REQUESTS * n_rows + row] -= 1
+        cells[_OUTPUT * n_rows + row] -= booking.output_blocks
 
-    def _mask_of(self, bits: int) -> Int64Array:
-        """1 at the rows whose bit is set, 0 at all others."""
-        mask = self._masks.get(bits)
-        n_rows = self._loads.shape[1]
-        if mask is None or len(mask) != n_rows:
-            if len(self._masks) >= _SETS_KEPT_MAX:
-                self._masks.clear()
-            mask = self._masks[bits] = np.array([bits >> row & 1 for row in range(n_rows)], dtype=np.int64)
-        return mask
+    def _set_table(self, loads: Int64Array) -> None:
+        self._loads = loads
+        # The same numbers in one row: to change one through an array takes five times as long.
+        self._cells: memoryview = loads.reshape(-1).data
+        self._n_rows: int = loads.shape[1]
+        self._shared: dict[tuple[int, int], Int64Array] = {}
+        self._shared_by_none = np.zeros(self._n_rows, dtype=np.int64)
+
+    def _shared_by(self, bits: int, n_blocks: int) -> Int64Array:
+        """n_blocks at the rows whose bit is set, 0 at all others."""
+        shared = self._shared.get((bits, n_blocks))
+        if shared is None:
+            if len(self._shared) >= _SHARED_KEPT_MAX:
+                self._shared.clear()
+            packed = np.frombuffer(bits.to_bytes(self._n_rows // 8, "little"), dtype=np.uint8)
+            shared = np.unpackbits(packed, bitorder="little") * np.int64(n_blocks)
+            self._shared[bits, n_blocks] = shared
+        return shared
 
     def _new_row(self, rank: RankId) -> int:
         """Give a rank a row; when all are taken those of ranks without bookings are given out again."""
         self._numbering += 1  # the rank was at row 0
-        n_rows = self._loads.shape[1]
+        n_rows = self._n_rows
         if len(self._rows) + 1 >= n_rows:
             idle = [each for each, row in self._rows.items() if not self._loads[_REQUESTS, row]]
             for each in idle:
                 del self._rows[each]
             if len(self._rows) * 2 >= n_rows:
-                self._loads = np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1)
+                self._set_table(np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1))
         taken = set(self._rows.values())
         row = len(self._rows) + 1
         if row in taken:
-            row = next(number for number in range(1, self._loads.shape[1]) if number not in taken)
+            row = next(number for number in range(1, self._n_rows) if number not in taken)
         self._rows[rank] = row
         return row
 

@@ -33,6 +33,7 @@ from streams.core.kernels.columns import assign_column, clear_rank, sweep, take_
 from streams.core.kernels.events import SWEEP_BUDGET, apply_events
 from streams.core.kernels.maps import join_segments, split_segments_to
 from streams.core.kernels.match import HASHES, TIERED, TIERED_WORDS, match, match_fresh, match_tiers
+from streams.core.kernels.price import place_scores
 from streams.core.tree_inspection import Column, TreeReader
 from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks, UnknownParent
 
@@ -142,14 +143,14 @@ class TreeScores(OverlapScores):
     def columns(self, places: RankPlaces, tier_weights: tuple[float, ...]) -> tuple[Int64Array, Float64Array]:
         """As of OverlapScores, without a mapping."""
         n = len(places.ranks)
-        position = places.positions(self._rank_ids)[self._found >> 32]
-        overlap = np.zeros(n + 1, dtype=np.int64)  # the last one is that of all who are no candidates
-        overlap[position] = self._found & U32_MAX
-        if self._tiers is None:
-            return overlap[:n], np.multiply(overlap[:n], tier_weights[Tier.DEVICE], dtype=np.float64)
-        effective = np.zeros(n + 1)
-        effective[position] = self._tiers @ np.array(tier_weights)
-        return overlap[:n], effective[:n]
+        overlap, effective = np.empty(n, dtype=np.int64), np.empty(n)
+        positions = places.positions(self._rank_ids)
+        place_scores(self._found, positions, tier_weights[Tier.DEVICE], overlap, effective)
+        if self._tiers is not None:
+            position = positions[self._found >> 32]
+            known = position < n
+            effective[position[known]] = (self._tiers @ np.array(tier_weights))[known]
+        return overlap, effective
 
     @property
     def max_score(self) -> int:
@@ -350,7 +351,7 @@ class RunTree:
             found = match_tiers(self._address, local, out, state)
             if found >= 0 and rank_ids is self._rank_ids:
                 rows = out[: found * TIERED_WORDS].reshape(found, TIERED_WORDS)
-                return TreeScores(rank_ids, rows[:, 0], rows[:, 1:])
+                return TreeScores(rank_ids, rows[:, 0].copy(), rows[:, 1:])
 
     def __len__(self) -> int:
         return int(self._context[layout.N_FACTS])

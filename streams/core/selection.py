@@ -8,6 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 #: Throughput of a worker on another device in those of one on a CPU, NVIDIA Dynamo's default.
 CUDA_TO_CPU_RATIO = 8.0
 
@@ -50,6 +53,15 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
         if point < 0.0:
             return index
     return len(weights) - 1
+
+
+def select_lowest(costs: npt.NDArray[np.float64], first: int, n_lowest: int, rng: Rng) -> int:
+    """As `select_by_cost` at temperature 0, where it is known already which index is the first of the cheapest, and how
+    many cost as much: draws the same, and chooses the same."""
+    if n_lowest == 1:
+        return first
+    ties = np.flatnonzero(costs == costs[first])
+    return int(ties[_uniform(len(ties), rng)])
 
 
 def select_random(n: int, rng: Rng) -> int:

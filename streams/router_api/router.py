@@ -21,7 +21,7 @@ from streams.core.busy import BusyThresholds, idle_ranks
 from streams.core.cost import prefill_tokens
 from streams.core.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
 from streams.core.events import EngineBatch, WorkerRemoved
-from streams.core.hashing import pack_hashes, sequence_hashes
+from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking, Phase
@@ -167,7 +167,7 @@ class Router:
             return standing
         passing = self._eligible(filters, model)
         scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
-        sequence = pack_hashes(sequence_hashes(blocks.local))
+        sequence = pack_hashes(blocks.chain)
         block_size = self.settings.block_size_of(model)
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
@@ -229,9 +229,8 @@ class Router:
         policy = self._policy(asked)
         weighs = policy.overlap_score_weight > 0.0
         scores, predicted = self.view.overlap(blocks.local) if weighs else (_NO_SCORES, _NO_RANKS)
-        sequence = pack_hashes(sequence_hashes(blocks.local))
         with self.loads.locked() as loads:
-            load = loads.columns(loads.rows_of(ranks), sequence)
+            load = loads.columns(loads.rows_of(ranks), pack_hashes(blocks.chain))
         rows = []
         for rank, active_tokens, decode_blocks in zip(
             ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), strict=True
@@ -288,7 +287,7 @@ class Router:
             rank=rank,
             model=worker.model,
             prefill_tokens=prefill_tokens(blocks.n_tokens, overlap, worker.block_size),
-            sequence=pack_hashes(sequence_hashes(blocks.local)),
+            sequence=pack_hashes(blocks.chain),
             overlap_blocks=overlap,
             request_blocks=blocks.request_blocks,
             expected_output_tokens=asked.expected_output_tokens,

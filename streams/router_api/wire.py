@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from streams.core.cost import RankTerms
-from streams.core.hashing import hash_seed, local_hashes, pack_tokens
+from streams.core.hashing import hash_seed, pack_tokens, request_hashes, sequence_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
 from streams.core.loads import Booking
 from streams.core.metrics import MetricsReport
@@ -122,9 +122,11 @@ class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A request's content. local: uint64[n full blocks]; n_tokens and request_blocks count a partial last one too."""
+    """A request's content. local: uint64[n full blocks]; chain: their sequence hashes, uint64[n]; n_tokens and
+    request_blocks count a partial last block too."""
 
     local: HashArray
+    chain: HashArray
     n_tokens: int
     request_blocks: int
 
@@ -241,8 +243,8 @@ def blocks_of(
         if n_tokens == 0:
             raise InvalidRequest("token_ids is empty")
         packed = pack_tokens(token_ids)
-        local = local_hashes(packed, block_size, hash_seed(lora_name, namespace))
-        return Blocks(local, n_tokens, -(-n_tokens // block_size))
+        local, chain = request_hashes(packed, block_size, hash_seed(lora_name, namespace))
+        return Blocks(local, chain, n_tokens, -(-n_tokens // block_size))
     assert block_hashes is not None
     if not block_hashes:
         raise InvalidRequest("block_hashes is empty")
@@ -250,7 +252,8 @@ def blocks_of(
     if n_tokens > tokens_max:
         raise RequestTooLarge(f"{len(block_hashes)} blocks of {block_size} tokens; {tokens_max} tokens is the limit")
     values = [u64(value, f"block_hashes[{index}]") for index, value in enumerate(block_hashes)]
-    return Blocks(np.array(values, dtype=np.uint64), n_tokens, len(block_hashes))
+    local = np.array(values, dtype=np.uint64)
+    return Blocks(local, sequence_hashes(local), n_tokens, len(block_hashes))
 
 
 def u64(value: int | str, name: str) -> int:

@@ -21,6 +21,8 @@ ENTRIES = (
     ("match", "match"),
     ("match", "match_fresh"),
     ("match", "match_tiers"),
+    ("price", "price_ranks"),
+    ("price", "place_scores"),
     ("columns", "take_column"),
     ("columns", "assign_column"),
     ("columns", "sweep"),
