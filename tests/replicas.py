@@ -79,15 +79,18 @@ def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, b
 
 
 def loads_of(records: Iterable[Record]) -> Loads:
-    """Prefill tokens, distinct blocks and requests of each rank, of one process that read every record."""
+    """Prefill tokens, blocks (distinct ones of prompts, and output) and requests of each rank, of one process that read
+    every record."""
     tokens: Counter[RankId] = Counter()
     requests: Counter[RankId] = Counter()
+    output: Counter[RankId] = Counter()
     blocks: dict[RankId, set[int]] = {}
     for booking, computed in live_bookings(records).values():
         tokens[booking.rank] += 0 if computed else booking.prefill_tokens
         requests[booking.rank] += 1
+        output[booking.rank] += booking.output_blocks
         blocks.setdefault(booking.rank, set()).update(unpack_hashes(booking.sequence).tolist())
-    return {rank: (tokens[rank], len(blocks[rank]), requests[rank]) for rank in requests}
+    return {rank: (tokens[rank], len(blocks[rank]) + output[rank], requests[rank]) for rank in requests}
 
 
 @dataclass
@@ -214,6 +217,9 @@ class Replicas:
             self.told.calls["booked at two routers"] += 1
         for _ in range(rng.randrange(3)):
             self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/prefill-complete", "prefill")
+        for _ in range(rng.randrange(3)):  # told to anybody, in any order
+            told = {"output_tokens": rng.randrange(10 * BLOCK_SIZE)}
+            self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/output", "output", told)
         freed = rng.random() < 0.8
         if freed:
             self._free(rng.choice(apis), request_id)
@@ -230,8 +236,8 @@ class Replicas:
     def _free(self, api: Api, request_id: str) -> None:
         self._tell(api, "DELETE", f"/loads/{request_id}", "free")
 
-    def _tell(self, api: Api, method: str, path: str, name: str) -> None:
-        answer = api.call(method, path)
+    def _tell(self, api: Api, method: str, path: str, name: str, body: dict[str, Any] | None = None) -> None:
+        answer = api.call(method, path, body)
         if answer.status not in (200, 202):
             raise Broken(f"{method} {path}: {answer.status} {answer.body!r}")
         self.told.calls[f"{name}, held" if answer.status == 202 else name] += 1

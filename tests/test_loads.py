@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streams.core import loads as loads_module
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.loads import ActiveLoads, Booking, BookingId, Phase, RankLoad
+from streams.core.loads import ActiveLoads, Booking, BookingId, Phase, RankLoad, with_output
 from tests.reference import chain_hashes
 
 TTL_MS = 1000
@@ -166,6 +166,25 @@ def test_blocks_shared_on_a_rank_count_once() -> None:
     loads.free(request("r1"), 0)
     assert loads.load(A) == RankLoad()
     assert loads.ranks().keys() == {B}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(0, 2), (1, 2), (32, 2), (33, 3), (48, 3), (49, 4)], ids=lambda value: str(value)
+)
+def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
+    """A last one that is not full included; a booking never shrinks, and is the same one where it does not grow."""
+    carried = booking(output=2)
+    grown = with_output(carried, tokens, 16)
+    assert grown == carried._replace(output_blocks=blocks)
+    assert (grown is carried) == (blocks == 2)
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r"), carried, 0)
+    loads.add(request("r"), grown, 0)
+    assert loads.booking(request("r")) == grown
+    assert loads.load(A) == RankLoad(48, blocks, 1, 3)
+    loads.free(request("r"), 0)
+    assert loads.booking(request("r")) is None
+    assert loads.booking(request("unknown")) is None
 
 
 def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:

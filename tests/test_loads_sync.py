@@ -22,7 +22,7 @@ from streams.errors import BookingConflict
 from streams.kafka import Record, producer
 from streams.local.stack import free_port
 from streams.router_api import outbox as outbox_module
-from streams.router_api.loads_sync import QUIET_MS, LoadsSync
+from streams.router_api.loads_sync import HELD_CALL_TTL_MS, QUIET_MS, LoadsSync
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -190,6 +190,7 @@ actions = st.lists(
         st.tuples(st.just("book"), routers, requests, st.integers(1, 3), st.integers(0, 4)),
         st.tuples(st.just("prefill"), routers, requests),
         st.tuples(st.just("free"), routers, requests),
+        st.tuples(st.just("output"), routers, requests, st.integers(0, 70)),
         st.tuples(st.just("fold"), routers, st.integers(0, TOPIC.partitions - 1), st.integers(1, 4)),
         st.tuples(st.just("poll"), routers),
         st.tuples(st.just("restart"), routers),
@@ -225,6 +226,8 @@ def play(actions: list[tuple[Any, ...]]) -> None:
                     assert live(world.replicas[router], request_id)
             case "prefill" | "free", (router, request_id):
                 world.replicas[router].sync.tell(request_id, Phase(name))
+            case "output", (router, request_id, output_tokens):
+                world.replicas[router].sync.tell_output(request_id, output_tokens)
             case "fold", (router, partition, n):
                 world.replicas[router].fold(partition, n)
             case "poll", (router,):
@@ -307,6 +310,61 @@ def test_what_another_router_states_anew_is_so_for_its_owner_too() -> None:
     world.settle()
     second.sync.book("r", booking(1, prefill=16))
     assert world.same() == {rank_of(1): (16, 1, 1)}
+
+
+def test_generated_tokens_make_a_booking_grow_for_all() -> None:
+    """Told to any router, in blocks; what was told before, or less, is not even said; stated anew it stays so."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1))
+    world.settle()
+    for replica, tokens, blocks in ((second, 1, 1), (third, 17, 2), (first, 33, 3), (second, 48, 3), (third, 5, 3)):
+        n_written = len(world.log.written)
+        assert replica.sync.tell_output("r", tokens) is True
+        assert replica.loads == {rank_of(1): (16, 1 + blocks, 1)}
+        assert world.same() == replica.loads
+        assert len(world.log.written) - n_written == (tokens in (1, 17, 33))
+    second.sync.book("r", booking(1, prefill=0))
+    assert world.same() == {rank_of(1): (0, 4, 1)}
+    first.sync.tell("r", Phase.FREE)
+    assert third.sync.tell_output("r", 100) is True  # it has not read the free
+    assert world.same() == {}
+    assert first.sync.tell_output("r", 200) is True
+    assert world.same() == {}
+
+
+def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
+    """With what else was told, and of several the most; a booking that had ended by then does not grow."""
+    world = World()
+    first, second, _ = world.replicas
+    for tokens in (33, 20):
+        assert second.sync.tell_output("r", tokens) is False
+    assert second.sync.tell("r", Phase.PREFILL) is False
+    assert second.sync.tell_output("s", 16) is False
+    first.sync.book("r", booking(1))
+    first.sync.book("s", booking(2))
+    first.sync.tell("s", Phase.FREE)
+    assert world.same() == {rank_of(1): (0, 1 + 3, 1)}
+    assert second.sync.unknown_calls == 0
+    assert second.sync.tell_output("t", 1) is False
+    world.pass_time(HELD_CALL_TTL_MS)
+    second.sync.poll()
+    assert second.sync.unknown_calls == 1
+
+
+def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
+    """Its booking is before the free in the log, and behind the one that the free is for. That log is as well one of
+    two routers asked at once; so nobody ends a booking that nobody named, and if it was meant it ends by TTL."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1))
+    first.sync.poll()
+    for partition in range(TOPIC.partitions):
+        third.fold(partition)
+    second.sync.book("r", booking(2))
+    second.sync.poll()
+    third.sync.tell("r", Phase.FREE)
+    assert world.same() == {rank_of(2): (16, 1, 1)}
 
 
 def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> None:

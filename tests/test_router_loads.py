@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -80,6 +81,9 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
     asked = {"model": model, "token_ids": TOKENS}
     booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
     told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
+    unheard = {"request_id": f"{model}-unheard", "output_tokens": 17}
+    answer = fleet.main.call("POST", f"/loads/{model}-unheard/output", {"output_tokens": 17}).given(202)
+    assert answer == {**unheard, "held": True}
     for over in ("prefill", "free"):  # unknown to everybody
         path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
         answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
@@ -98,12 +102,17 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
             answer = each.call("POST", f"/loads/{model}-r/prefill-complete").given()
             assert answer == {"request_id": f"{model}-r", "phase": "prefill", "held": False}
         fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}, "its prompt to be computed")
+        for tokens, each in ((17, fleet.main), (3, fleet.peer), (17, fleet.peer)):
+            answer = each.call("POST", f"/loads/{model}-r/output", {"output_tokens": tokens}).given()
+            assert answer == {"request_id": f"{model}-r", "output_tokens": tokens, "held": False}
+            fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4 + 2, 1)}, "it to grow")
         second = fleet.peer if first is fleet.main else fleet.main
         assert second.call("DELETE", f"/loads/{model}-r").given()["held"] is False
         fleet.same_loads([worker_id], 0)
         for each in (fleet.main, fleet.peer):  # it is over, and known
             for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
                 assert each.call(*call).given()["held"] is False
+            assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["held"] is False
         fleet.same_loads([worker_id], 0)
     assert fleet.main.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
     assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}
@@ -177,6 +186,37 @@ def test_a_booking_lives_through_its_phases(fleet: Fleet) -> None:
     assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}
     fleet.peer.call("DELETE", f"/loads/{model}-a").given()
     assert fleet.same_loads([worker_id], 0) == {(worker_id, 0): (0, 0, 0)}
+
+
+@pytest.mark.parametrize(
+    "body", [None, {}, {"output_tokens": -1}, {"output_tokens": COUNT_MAX + 1}, {"output_tokens": 1.5}, {"tokens": 1}]
+)
+def test_a_wrong_number_of_generated_tokens_is_refused(body: Any, fleet: Fleet) -> None:
+    """It is a whole number that a record has room for, and nothing else is told with it."""
+    fleet.main.call("POST", "/loads/r/output", body).refused(400, "invalid_request")
+
+
+def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
+    """Told to the router that did not book, they make its rank dearer at both, until the request is over."""
+    model = fleet.model()
+    first, second = fleet.register(model, 2)
+    fleet.main.route(model=model, token_ids=TOKENS, worker_id=first, request_id=f"{model}-r")
+    fleet.main.route(model=model, token_ids=TOKENS, worker_id=second, request_id=f"{model}-s")
+    fleet.same_loads([first, second], 2)
+    fleet.peer.call("POST", f"/loads/{model}-r/output", {"output_tokens": COUNT_MAX}).given()
+    most = -(-COUNT_MAX // BLOCK_SIZE)
+    wanted = {(first, 0): (64, 4 + most, 1), (second, 0): (64, 4, 1)}
+    fleet.wait(lambda: fleet.same_loads([first, second], 2) == wanted, "the booking to grow")
+    for api in (fleet.main, fleet.peer):
+        seen = api.look(model=model, token_ids=TOKENS)
+        assert {each["worker_id"]: each["decode_blocks"] for each in seen["candidates"]} == {
+            first: 4 + most,
+            second: 4,
+        }
+        assert seen["worker_id"] == second
+    for name in ("r", "s"):
+        fleet.main.call("DELETE", f"/loads/{model}-{name}").given()
+    fleet.same_loads([first, second], 0)
 
 
 def test_cached_tokens_are_not_charged(fleet: Fleet) -> None:

@@ -70,6 +70,16 @@ class Booking(NamedTuple):
     output_blocks: int = 0
 
 
+def with_output(booking: Booking, output_tokens: int, block_size: int) -> Booking:
+    """A booking with the blocks that so many generated tokens take, a last one that is not full included.
+
+    output_tokens: all so far, so that it may be told again, and late. Gives the same booking where they fill no more
+    blocks than it has.
+    """
+    output_blocks = -(-output_tokens // block_size)
+    return booking if output_blocks <= booking.output_blocks else booking._replace(output_blocks=output_blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class RankLoad:
     """Sum over one rank's live bookings. prompt_blocks: distinct ones."""
@@ -222,6 +232,11 @@ class ActiveLoads:
     def live_ids(self, request_id: str) -> tuple[BookingId, ...]:
         """Every live booking of a request id, the earliest first; there are several where routers booked at once."""
         return tuple(self._live_by_request.get(request_id, ()))
+
+    def booking(self, booking_id: BookingId) -> Booking | None:
+        """What is booked under this id; None where it is over or not known."""
+        state = self._states.get(booking_id)
+        return state.booking if state is not None and state.live else None
 
     def knows(self, request_id: str) -> bool:
         """Whether any booking of this id is remembered, an ended one too."""

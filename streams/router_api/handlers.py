@@ -27,6 +27,7 @@ from streams.router_api.wire import (
     OCTET_STREAM,
     RouteRequest,
     parse_book,
+    parse_output,
     parse_pool,
     parse_route,
     parse_route_query,
@@ -95,6 +96,7 @@ class Handlers:
             web.post("/loads/potential", self.potential),
             web.post(f"/loads/{_ANY_ID}", self.book),
             web.post(f"/loads/{_ANY_ID}/prefill-complete", self.prefill_complete),
+            web.post(f"/loads/{_ANY_ID}/output", self.output),
             web.delete(f"/loads/{_ANY_ID}", self.free),
             web.get("/workers", self.workers),
             web.put("/workers/{worker_id}", self.put_worker),
@@ -134,6 +136,11 @@ class Handlers:
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """The prompt is computed."""
         return _told(self._router.tell(_request_id(request), Phase.PREFILL))
+
+    async def output(self, request: web.Request) -> web.Response:
+        """So many tokens are generated."""
+        told = parse_output(await _body(request))
+        return _told(self._router.tell_output(_request_id(request), told.output_tokens))
 
     async def free(self, request: web.Request) -> web.Response:
         """The request is over."""

@@ -17,11 +17,12 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import decode_load, encode_load, load_key
-from streams.core.loads import ActiveLoads, Booking, BookingId, Phase
+from streams.core.loads import ActiveLoads, Booking, BookingId, Phase, with_output
 from streams.errors import BookingConflict
 from streams.kafka import Record, partition_of_key
 from streams.router_api.outbox import Outbox
@@ -41,6 +42,17 @@ QUIET_MS = 1_000
 TICK_KEY = b"tick"
 
 
+#: What a call may have to wait with for its booking: a phase, or the tokens generated so far, which are none of it.
+_Call = Phase | Literal["output"]
+
+
+class _Held(NamedTuple):
+    """A call that waits for its booking. output_tokens: of one that tells them."""
+
+    since_ms: int
+    output_tokens: int
+
+
 class LoadsSync:
     """Owner of this router's ActiveLoads. Its lock makes a decision and its booking one step."""
 
@@ -48,13 +60,14 @@ class LoadsSync:
         """now_ms: monotonic."""
         self._ttl_ms = int(settings.booking_ttl_s * 1000)
         self._stale_after_ms = settings.stale_after_ms
+        self._block_size_of = settings.block_size_of
         self._topic = topic
         self._kafka = kafka
         self._now_ms = now_ms
         self._shared = settings.router_replica_sync
         self._lock = threading.RLock()
         self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
-        self._held: OrderedDict[tuple[str, Phase], int] = OrderedDict()  # to the time of the call
+        self._held: OrderedDict[tuple[str, _Call], _Held] = OrderedDict()
         self._heard_ms = [now_ms()] * topic.partitions  # when each partition's last record was read
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, since when
         self._counter = 0
@@ -97,7 +110,10 @@ class LoadsSync:
             return not self._shared or oldest_ms <= self._stale_after_ms
 
     def book(self, request_id: str, booking: Booking) -> BookingId:
-        """Book at once here and tell the others; raises BookingConflict where the id is booked on another rank."""
+        """Book at once here and tell the others; raises BookingConflict where the id is booked on another rank.
+
+        A booking that stands is stated anew; the blocks of output that were told of it stay.
+        """
         with self._lock:
             live = self._loads.live(request_id)
             if live is not None and live[1].rank != booking.rank:
@@ -107,6 +123,7 @@ class LoadsSync:
                 )
             if live is not None:
                 booking_id = live[0]
+                booking = booking._replace(output_blocks=max(booking.output_blocks, live[1].output_blocks))
             else:
                 self._counter += 1
                 booking_id = BookingId(request_id, self.router_id, self._counter)
@@ -132,6 +149,22 @@ class LoadsSync:
                 return False
             for booking_id in live:
                 self._say(booking_id, phase)
+            return True
+
+    def tell_output(self, request_id: str, output_tokens: int) -> bool:
+        """State bookings anew with all tokens generated so far; False where the call is held, as by `tell`.
+
+        What fills no more blocks than were told of changes nothing, and is not published.
+        """
+        with self._lock:
+            live = self._loads.live_ids(request_id)
+            if not live:
+                if self._loads.knows(request_id):
+                    return True
+                self._hold(request_id, "output", output_tokens)
+                return False
+            for booking_id in live:
+                self._grow(booking_id, output_tokens)
             return True
 
     def fold(self, record: Record) -> None:
@@ -216,6 +249,15 @@ class LoadsSync:
                 return
         self._publish(booking_id, phase, None)
 
+    def _grow(self, booking_id: BookingId, output_tokens: int) -> None:
+        booking = self._loads.booking(booking_id)
+        if booking is None:
+            return  # a call that was held, and a booking that had ended when it came
+        grown = with_output(booking, output_tokens, self._block_size_of(booking.model))
+        if grown is not booking:
+            self._loads.add(booking_id, grown, self._local_time())
+            self._publish(booking_id, Phase.ADD, grown)
+
     def _apply(self, booking_id: BookingId, phase: Phase, at_ms: int | None, clock: int = 0) -> None:
         if phase is Phase.PREFILL:
             self._loads.prefill_complete(booking_id, at_ms, clock)
@@ -226,14 +268,19 @@ class LoadsSync:
         """The time of a word of our own: the log's, which nobody knows yet; ours where there is no log."""
         return None if self._shared else self._now_ms()
 
-    def _hold(self, request_id: str, phase: Phase) -> None:
-        self._held[request_id, phase] = self._now_ms()
-        self._held.move_to_end((request_id, phase))
+    def _hold(self, request_id: str, call: _Call, output_tokens: int = 0) -> None:
+        before = self._held.pop((request_id, call), None)
+        if before is not None:
+            output_tokens = max(output_tokens, before.output_tokens)
+        self._held[request_id, call] = _Held(self._now_ms(), output_tokens)
         if len(self._held) > HELD_CALLS_MAX:
             self._held.popitem(last=False)
             self.unknown_calls += 1
 
     def _release_held(self, booking_id: BookingId) -> None:
+        output = self._held.pop((booking_id.request_id, "output"), None)
+        if output is not None:
+            self._grow(booking_id, output.output_tokens)
         for phase in (Phase.PREFILL, Phase.FREE):
             if self._held.pop((booking_id.request_id, phase), None) is not None:
                 self._say(booking_id, phase)
@@ -261,7 +308,7 @@ class LoadsSync:
                     self._outbox.discard(load_key(booking_id, phase))
         while self._held:
             oldest = next(iter(self._held))
-            if self._held[oldest] + HELD_CALL_TTL_MS > now_ms:
+            if self._held[oldest].since_ms + HELD_CALL_TTL_MS > now_ms:
                 break
             del self._held[oldest]
             self.unknown_calls += 1

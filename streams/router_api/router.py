@@ -301,6 +301,12 @@ class Router:
         self.check_ready()
         return {"request_id": request_id, "phase": phase.value, "held": not self.loads.tell(request_id, phase)}
 
+    def tell_output(self, request_id: str, output_tokens: int) -> dict[str, Any]:
+        """Tokens generated so far; `held` as by `tell`."""
+        self.check_ready()
+        held = not self.loads.tell_output(request_id, output_tokens)
+        return {"request_id": request_id, "output_tokens": output_tokens, "held": held}
+
     def list_workers(self) -> list[Worker]:
         """The registry, in order of worker id."""
         return [worker for _, worker in sorted(self.view.workers.copy().items())]

@@ -95,6 +95,12 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expected_output_tokens: _Count | None = None
 
 
+class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /loads/{request_id}/output: tokens generated so far, in all."""
+
+    output_tokens: _Count
+
+
 class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /workers/{worker_id}."""
 
@@ -136,6 +142,7 @@ _OVERRIDES = ("overlap_score_weight", "router_temperature", "track_active_blocks
 
 _route_decoder = msgspec.json.Decoder(RouteRequest)
 _book_decoder = msgspec.json.Decoder(BookRequest)
+_output_decoder = msgspec.json.Decoder(OutputBody)
 _worker_decoder = msgspec.json.Decoder(WorkerBody)
 _pool_decoder = msgspec.json.Decoder(PoolBody)
 
@@ -165,6 +172,11 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
 def parse_book(body: bytes) -> BookRequest:
     """Raises InvalidRequest."""
     return _decode(_book_decoder, body)
+
+
+def parse_output(body: bytes) -> OutputBody:
+    """Raises InvalidRequest."""
+    return _decode(_output_decoder, body)
 
 
 def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int) -> Worker:
