@@ -393,6 +393,38 @@ def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> N
     assert first.sync.in_sync and second.sync.in_sync
 
 
+def test_a_router_without_bookings_finds_out_that_kafka_is_away() -> None:
+    """When it is asked, and as long as it is; nobody's asking is nobody's writing."""
+    world = World()
+    first, second, _ = world.replicas
+
+    def pass_time(ms: int) -> bool:
+        """Whether the first is in sync after so long, in which it was asked often, and the second never."""
+        asked = [first.sync.in_sync]
+        for _ in range(ms // 100):
+            world.pass_time(100)
+            for replica in (first, second):
+                replica.sync.poll()
+                for partition in range(TOPIC.partitions):
+                    replica.fold(partition)
+            asked.append(first.sync.in_sync)
+        return asked[-1]
+
+    assert pass_time(5 * QUIET_MS)
+    assert 4 <= len(world.log.written) <= 5
+    world.log.away = True
+    n_written = len(world.log.written)
+    assert pass_time(QUIET_MS)
+    assert not pass_time(KNOBS.stale_after_ms + QUIET_MS)
+    assert second.sync.in_sync  # it was never asked, and asks nobody by itself
+    world.settle()
+    assert first.sync.in_sync
+    for _ in range(5):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    assert len(world.log.written) - n_written <= 3  # the tick that waited, and one of each that was asked at the end
+
+
 def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for three records in flight and four that wait: what is dropped is counted, and makes its router out
     of sync for as long as it lives; what begins and ends meanwhile takes no room."""

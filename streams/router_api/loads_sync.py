@@ -38,6 +38,9 @@ HELD_CALL_TTL_MS = 60_000
 #: A partition without a record for so long is moved on by a tick.
 QUIET_MS = 1_000
 
+#: The partition that is ticked where no bookings are remembered and somebody asks whether Kafka is there.
+_PROBED = 0
+
 #: Key of a tick, whose value is a tombstone: compaction leaves none of them, and it is no booking's key.
 TICK_KEY = b"tick"
 
@@ -68,8 +71,9 @@ class LoadsSync:
         self._lock = threading.RLock()
         self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
         self._held: OrderedDict[tuple[str, _Call], _Held] = OrderedDict()
-        self._heard_ms = [now_ms()] * topic.partitions  # when each partition's last record was read
+        self._heard_ms = [now_ms()] * topic.partitions  # when each partition's last record was read, or our tick taken
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, since when
+        self._asked = False  # whether anybody asked for `in_sync` since a tick last answered that
         self._counter = 0
         self.unknown_calls = 0
         self._begin()
@@ -102,8 +106,12 @@ class LoadsSync:
     @property
     def in_sync(self) -> bool:
         """Whether the log has all that we said until `stale_after_ms` ago, and gave it back; else Kafka is away, and
-        other routers and we do not know of each other's bookings. One that was dropped counts as long as it lives."""
+        other routers and we do not know of each other's bookings. One that was dropped counts as long as it lives.
+
+        Where nobody has said anything for a while, having asked makes the next `poll` find out.
+        """
         with self._lock:
+            self._asked = True
             now_ms = self._now_ms()
             since = [next(iter(each.values())) for each in (self._unlogged, self._ticking) if each]
             oldest_ms = max(self._outbox.oldest_ms(), now_ms - min(since, default=now_ms))
@@ -314,15 +322,25 @@ class LoadsSync:
             self.unknown_calls += 1
 
     def _tick(self) -> None:
-        """Move on the time of partitions where bookings are remembered and nobody writes."""
+        """Move on the time of partitions where bookings are remembered and nobody writes.
+
+        Where there are none, a tick is written as long as somebody asks whether Kafka is there: else a scope that was
+        idle when Kafka went away would call its first answers exact.
+        """
         now_ms = self._now_ms()
-        for partition in self._loads.expiring():
+        quiet = self._loads.expiring()
+        if self._asked and not quiet:
+            quiet = [_PROBED]
+        self._asked = False
+        for partition in quiet:
             if partition in self._ticking or now_ms - self._heard_ms[partition] < QUIET_MS:
                 continue
 
-            def told(error: KafkaError | None, _: Message, partition: int = partition) -> None:  # noqa: ARG001
+            def told(error: KafkaError | None, _: Message, partition: int = partition) -> None:
                 with self._lock:
                     del self._ticking[partition]
+                    if error is None:  # it is there to be read: no need of another one until it was
+                        self._heard_ms[partition] = self._now_ms()
 
             try:
                 self._kafka.produce(self._topic.name, key=TICK_KEY, value=None, partition=partition, on_delivery=told)
