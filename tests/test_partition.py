@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from streams.tables.changelog import read_to_end
 from streams.tables.partition import (
     INIT_TIMEOUT_S,
     PARTITION_RECORD_EVERY_S,
+    TRANSACTIONS_A_SECOND,
     Outgoing,
     PartitionWiring,
     SourceRecord,
@@ -78,6 +79,8 @@ class Opened:
     acknowledged: list[Any] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
     reducers: list[Thirds] = field(default_factory=list)
+    partitions_open: int = 1
+    on_effect: Callable[[int], None] | None = None
 
     def make_reducer(self) -> Thirds:
         self.reducers.append(Thirds(prefix_index_table(self.settings)))
@@ -100,8 +103,9 @@ class Opened:
                 is_ours=lambda _: True,
                 source_end=lambda *_: -1,
                 log_end=lambda *_: 0,
-                on_effect=None,
+                on_effect=self.on_effect,
                 now_ms=lambda: 0,
+                partitions_open=lambda: self.partitions_open,
             ),
         )
         partition.start()
@@ -206,6 +210,63 @@ def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(ope
         assert opened.reducers[-1].loaded == [b"0", b"1", b"2", b"another"]
         assert partition.wanted(topics(opened.settings).kv_events.name) == 3
     finally:
+        partition.stop()
+
+
+def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Opened) -> None:
+    """However long that is; what waited for its end is wanted again, whatever the log lacks behind it."""
+    partition = opened.open()
+    try:
+        source = topics(opened.settings).kv_events.name
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        opened.partitions_open = int(TRANSACTIONS_A_SECOND * VISIBLE_TIMEOUT_S)
+        assert partition.offer(records(opened.settings, 3, 5)) is None
+        partition.skip_to(source, 6, 9, False)
+        assert partition.queued == 3
+        assert partition.suspend()
+        opened.partitions_open = 1
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.wanted(source) == 3
+        assert partition.offer(records(opened.settings, 3, 5)) is None
+        wait_for(lambda: len(opened.acknowledged) == 6, VISIBLE_TIMEOUT_S, "three more")
+    finally:
+        partition.stop()
+    assert opened.acknowledged == list(range(6))
+
+
+def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log_lacks_behind_it(
+    scope: Settings,
+) -> None:
+    """The batch is judged again by itself: a stretch without records behind what waited is not behind the batch."""
+    opened = Opened(replace(scope, batch_records_max=3))
+    ensure_topics(scope, topics(scope).all())
+    reached, go_on = threading.Event(), threading.Event()
+
+    def fail_once(effect: int) -> None:
+        if effect == 4 and not reached.is_set():
+            reached.set()
+            go_on.wait()
+            raise RuntimeError("a test says so")
+
+    opened.on_effect = fail_once
+    partition = opened.open()
+    try:
+        source = topics(scope).kv_events.name
+        opened.ready.clear()
+        assert partition.offer(records(scope, 0, 5)) is None
+        assert reached.wait(VISIBLE_TIMEOUT_S)
+        partition.skip_to(source, 6, 9, False)
+        assert partition.queued == 3
+        go_on.set()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.counts["reopened"] == 1
+        assert partition.wanted(source) == 3
+        assert opened.acknowledged == [0, 1, 2]
+    finally:
+        go_on.set()
         partition.stop()
 
 

@@ -193,7 +193,7 @@ class TablePartition:
         self._queued_bytes = 0
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
-        self._skipped: dict[str, int] = {}  # topic to the last offset of a stretch without records
+        self._skipped: dict[str, tuple[int, int]] = {}  # topic to first and last offset of a stretch without records
         self._marked: dict[str, int] = {}  # source topic to the last record of our own there; its marker lies behind it
         # When the broker was last asked for the sources' ends, and what it said, until we have come so far.
         self._asked: tuple[int, dict[str, int]] | None = None
@@ -302,7 +302,8 @@ class TablePartition:
         with self._lock:
             if self._next is not None and self._next.get(topic, 0) == wanted < offset:
                 self._next[topic] = offset
-                self._skipped[topic] = offset - 1
+                first, last = self._skipped.get(topic, (wanted, wanted - 1))
+                self._skipped[topic] = (first if last + 1 == wanted else wanted, offset - 1)
                 self._lost = self._lost or lost
                 self._lock.notify_all()
 
@@ -435,9 +436,16 @@ class TablePartition:
     def _follows(self, kept: list[SourceRecord]) -> bool:
         """Whether nothing lies between what is applied and these; a table that begins anew is behind them."""
         firsts = {record.topic: record.offset for record in reversed(kept)}
-        return all(
-            first <= max(self._applied[topic], self._skipped.get(topic, -1)) + 1 for topic, first in firsts.items()
-        )
+        return all(first <= self._done_with(topic) + 1 for topic, first in firsts.items())
+
+    def _done_with(self, topic: str) -> int:
+        """Last offset that is applied, or lies in a stretch without records right behind.
+
+        A stretch further on waits: what lies before it may have been taken and dropped again, un-acknowledged.
+        """
+        applied = self._applied[topic]
+        first, last = self._skipped.get(topic, (0, -1))
+        return max(applied, last) if first <= applied + 1 else applied
 
     def _load_or_rebuild(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
         """Load; a store that cannot be gone on with is emptied first, and its changelogs are read from their starts."""
@@ -546,12 +554,12 @@ class TablePartition:
         limit = self._wiring.settings.batch_records_max
         with self._lock:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
-            if not self._queue and not self._stopping and due > 0:
+            if not self._queue and not self._stopping and not self._suspended and due > 0:
                 self._lock.wait(due)
             step = self._wiring.partitions_open() / TRANSACTIONS_A_SECOND
             rest = self._took_at + step - time.monotonic()
             if self._queue and rest > 0:
-                self._lock.wait_for(lambda: self._stopping or len(self._queue) >= limit, rest)
+                self._lock.wait_for(lambda: self._stopping or self._suspended or len(self._queue) >= limit, rest)
             self._took_at = time.monotonic()
             batch: list[SourceRecord] = []
             n_bytes = 0
@@ -587,18 +595,15 @@ class TablePartition:
             if self._reducer.full and record is not batch[-1]:
                 batch, news = self._cut(batch, record), news[:n_applied]
                 break
-        with self._lock:
-            # With nothing queued, all that lies before a stretch without records is in this batch.
-            skipped = {} if self._queue else dict(self._skipped)
         for topic, record in {record.topic: record for record in news}.items():
             self._applied[topic] = record.offset
             self._sources[topic] = replace(
                 self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
             )
-        for topic, offset in skipped.items():
-            if offset > self._applied[topic]:
-                self._applied[topic] = offset
-                self._sources[topic] = replace(self._sources[topic], applied_offset=offset)
+        for topic, applied in self._applied.items():
+            if (done := self._done_with(topic)) > applied:
+                self._applied[topic] = done
+                self._sources[topic] = replace(self._sources[topic], applied_offset=done)
         outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
         dead += self._reducer.take_refused()
         writes = self._reducer.take_changes()
