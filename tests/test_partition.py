@@ -3,10 +3,12 @@ records."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,7 @@ class Opened:
     ready: threading.Event = field(default_factory=threading.Event)
     reducers: list[Thirds] = field(default_factory=list)
     partitions_open: int = 1
+    turn: threading.Lock = field(default_factory=threading.Lock)
     on_effect: Callable[[int], None] | None = None
 
     def make_reducer(self) -> Thirds:
@@ -87,6 +90,11 @@ class Opened:
         return self.reducers[-1]
 
     def open(self) -> TablePartition:
+        partition = self.begin()
+        assert self.ready.wait(VISIBLE_TIMEOUT_S)
+        return partition
+
+    def begin(self) -> TablePartition:
         names, table = topics(self.settings), prefix_index_table(self.settings)
         partition = TablePartition(
             0,
@@ -106,10 +114,10 @@ class Opened:
                 on_effect=self.on_effect,
                 now_ms=lambda: 0,
                 partitions_open=lambda: self.partitions_open,
+                turn=self.turn,
             ),
         )
         partition.start()
-        assert self.ready.wait(VISIBLE_TIMEOUT_S)
         return partition
 
     def transactions(self) -> list[tuple[int, list[bytes]]]:
@@ -268,6 +276,25 @@ def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log
     finally:
         go_on.set()
         partition.stop()
+
+
+def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened: Opened) -> None:
+    """A rebalance that comes meanwhile, as when several workers start, waits for a piece of the log and not for all."""
+    first = opened.open()
+    assert first.offer(records(opened.settings, 0, 2)) is None
+    wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+    first.stop()
+    shutil.rmtree(opened.settings.data_dir)
+    reducers = len(opened.reducers)
+    with opened.turn:  # in which the first piece would be kept
+        second = opened.begin()
+        wait_for(lambda: any(Path(opened.settings.data_dir).rglob("CURRENT")), VISIBLE_TIMEOUT_S, "a RocksDB")
+        ending = threading.Thread(target=second.stop)
+        ending.start()
+        wait_for(lambda: second._stopping, VISIBLE_TIMEOUT_S, "the end to be asked for")
+    ending.join()
+    assert len(opened.reducers) == reducers
+    assert second.counts["reopened"] == 0
 
 
 def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:

@@ -349,6 +349,9 @@ class TablePartition:
                     else:
                         self._step()
             except Exception as exc:  # nothing may end this thread but being stopped
+                if self._stopping:
+                    log.info("partition %d has ended: %s", self.partition, exc, exc_info=not _expected(exc))
+                    return
                 failed = True
                 self.counts["reopened"] += 1
                 log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
@@ -502,9 +505,10 @@ class TablePartition:
         for table in self._wiring.tables:
             self._catch_up(store, table, begun_ms)
         store.flush()
-        reducer = self._wiring.make_reducer()
-        record: PartitionRecord | None = None
         with self._wiring.turn:
+            self._go_on()
+            reducer = self._wiring.make_reducer()
+            record: PartitionRecord | None = None
             for table in self._wiring.tables:
                 held = list(store.items(table))
                 for key, value in held:
@@ -512,6 +516,11 @@ class TablePartition:
                         record = decode_partition(key, value)
                 reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
         return reducer, record
+
+    def _go_on(self) -> None:
+        """Raise TableError where nobody waits any more for what is opened: a rebalance, or a worker's end, does."""
+        if self._stopping:
+            raise TableError(f"partition {self.partition} was stopped while it was opened")
 
     def _catch_up(self, store: PartitionStore, table: TableSpec, begun_ms: int) -> None:
         """Bring the store to the end of a changelog."""
@@ -524,6 +533,7 @@ class TablePartition:
             last = records[-1].offset()
             assert last is not None  # only an error may lack it
             with self._wiring.turn:
+                self._go_on()
                 changes = [(record.key() or b"", record.value()) for record in records]
                 store.keep(table, changes, ChangelogPosition(topic_id, last + 1, as_of_ms))
 
