@@ -15,8 +15,8 @@ import pytest
 
 from streams.errors import BadRecord
 from streams.indexer_agent import prefix_index_table
-from streams.kafka import Record, ensure_topics
-from streams.settings import Settings
+from streams.kafka import Record, delete_topics, ensure_topics
+from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
 from streams.tables.partition import (
     INIT_TIMEOUT_S,
@@ -31,7 +31,7 @@ from streams.tables.partition import (
     table_producer,
 )
 from streams.tables.records import decode_partition, partition_key
-from streams.tables.store import TableSpec, TableWrite
+from streams.tables.store import PartitionStore, TableSpec, TableWrite
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
@@ -295,6 +295,30 @@ def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened:
     ending.join()
     assert len(opened.reducers) == reducers
     assert second.counts["reopened"] == 0
+
+
+def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> None:
+    """The partition says so and tries again; what it has is good for whatever topic comes back."""
+    first = opened.open()
+    assert first.offer(records(opened.settings, 0, 2)) is None
+    wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+    first.stop()
+    delete_topics(opened.settings, [topics(opened.settings).index_changelog])
+    second = opened.begin()
+    try:
+        wait_for(lambda: second.counts["reopened"] >= 2, VISIBLE_TIMEOUT_S, "two attempts")
+    finally:
+        second.stop()
+    (path,) = tables_path(opened.settings).iterdir()
+    store = PartitionStore(path, path.name, opened.settings.rocksdb_cache_mb)
+    try:
+        assert [value for key, value in store.items(prefix_index_table(opened.settings)) if key[:1] == b"K"] == [
+            b"0",
+            b"1",
+            b"2",
+        ]
+    finally:
+        store.close()
 
 
 def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:

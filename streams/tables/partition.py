@@ -400,6 +400,9 @@ class TablePartition:
         scope = scope_of(settings, self.partition)
         self._store = PartitionStore(tables_path(settings) / scope, scope, settings.rocksdb_cache_mb)
         states = describe_topics(settings, (*wiring.sources, *_changelog_specs(wiring)))
+        if gone := sorted(name for name, state in states.items() if state is None):
+            # The copy on disk is kept: what is gone may be back.
+            raise TableError(f"Kafka has no topic {', '.join(gone)}", remedy="`kvstreams topics create` creates it")
         self._topic_ids = {name: state.topic_id for name, state in states.items() if state is not None}
         self._tombstones_kept_ms = {
             name: int(state.config["delete.retention.ms"])
