@@ -221,6 +221,25 @@ def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(ope
         partition.stop()
 
 
+def test_a_hole_within_what_was_fetched_is_passed_over_and_one_before_it_is_asked_about(opened: Opened) -> None:
+    """Each marker of a backlog would else be sought to and asked about by itself, a second and more of nothing."""
+    partition = opened.open()
+    try:
+        source = topics(opened.settings).kv_events.name
+        fetched = [*records(opened.settings, 0, 2), *records(opened.settings, 4, 6), *records(opened.settings, 9, 9)]
+        assert partition.offer(fetched) is None
+        assert partition.wanted(source) == 10
+        assert partition.offer(records(opened.settings, 12, 12)) == 10
+        again = [*records(opened.settings, 6, 6), *records(opened.settings, 9, 9), *records(opened.settings, 11, 12)]
+        assert partition.offer(again) is None
+        assert partition.wanted(source) == 13
+        wait_for(lambda: set(opened.acknowledged) >= {11, 12}, VISIBLE_TIMEOUT_S, "the last two")
+    finally:
+        partition.stop()
+    written = [int(value) for _, values in opened.transactions() for value in values]
+    assert written == [0, 1, 2, 4, 5, 6, 9, 11, 12]
+
+
 def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Opened) -> None:
     """However long that is; what waited for its end is wanted again, whatever the log lacks behind it."""
     partition = opened.open()

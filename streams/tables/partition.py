@@ -256,7 +256,10 @@ class TablePartition:
             self._lock.notify_all()
 
     def offer(self, records: Sequence[SourceRecord]) -> int | None:
-        """Take records of one topic, in order of their offsets, from the next one on.
+        """Take records of one topic, as one fetch gave them, in order of their offsets, from the next one on.
+
+        Between two of them the log has nothing: the marker of a transaction, or what one left that was aborted. Before
+        the first there may be records that were fetched earlier and not taken.
 
         Returns None when all were taken or are known already, else the offset that is wanted instead; what follows is
         then dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is
@@ -271,7 +274,11 @@ class TablePartition:
                 return None
             topic = records[0].topic
             wanted, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
+            before = -1
             for record in records:
+                if 0 <= before < wanted < record.offset:
+                    wanted = record.offset
+                before = record.offset
                 if record.offset == wanted:
                     wanted += 1
                     self._queue.append(record)
