@@ -51,7 +51,22 @@ class _Offset:
         self.acked = False
 
 
+class _ConsumerThread(aiokafka.AIOKafkaConsumerThread):  # type: ignore[misc]
+    def _create_worker_consumer(self, transport: Any) -> Any:
+        """As Faust's own, for committed records only, which Faust asks for with its own transactions alone.
+
+        An agent writes expiries to a source within its transaction: of one that was aborted, as a fenced owner's is,
+        they never happened.
+        """
+        consumer = super()._create_worker_consumer(transport)
+        consumer._isolation_level = "read_committed"  # read when it is started
+        return consumer
+
+
 class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
+    def _new_consumer_thread(self) -> _ConsumerThread:
+        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
+
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, RecordsMessage]]:
         """As Faust's own, a message for each partition that has records."""
         fetched, active = await self._wait_next_records(timeout)

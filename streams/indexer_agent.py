@@ -300,7 +300,7 @@ class Indexer:
         kept = await asyncio.gather(*(asyncio.to_thread(table.suspend) for table in tables))
         closed = [table for table, is_kept in zip(tables, kept, strict=True) if not is_kept]
         for table in closed:
-            del self._partitions[table.partition]
+            self._partitions.pop(table.partition, None)  # `close` may have taken it meanwhile
         await self._stop(closed)
 
     async def close(self) -> None:

@@ -18,14 +18,23 @@ from pathlib import Path
 
 import pytest
 
+from streams.codec import encode_batch
+from streams.core.events import EngineBatch, WorkerRemoved
+from streams.core.ids import Incarnation
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import Record, partition_of
 from streams.local.kafka import LocalKafka, LocalKafkaConfig
 from streams.local.processes import Child, Children
-from streams.local.stack import RouterProcess, Stack
+from streams.local.stack import RouterProcess, Stack, facts
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import IN_TRANSACTION
+from streams.tables.partition import (
+    IN_TRANSACTION,
+    INIT_TIMEOUT_S,
+    commit_until_answered,
+    produce,
+    table_producer,
+)
 from streams.tables.records import decode_partition, partition_key
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -212,3 +221,32 @@ def test_a_broker_that_stands_still_for_longer_than_a_transaction_may_loses_noth
             child.stop()
     finally:
         broker.down()
+
+
+def test_what_an_aborted_transaction_left_in_the_source_never_happened(stack: Stack) -> None:
+    """Only agents write to kv-events in transactions; of a fenced one's, nobody may take the expiries for the truth."""
+    worker = stack.worker()
+    settings = stack.settings
+    engines = Engines(settings, seed=3)
+    engines.publish(100)
+    assert_equal(worker.url, engines.reference)
+    source = topics(settings).kv_events.name
+    zombie = table_producer(replace(settings, topic_prefix=f"{settings.topic_prefix}zombie-"), 0)
+    zombie.init_transactions(INIT_TIMEOUT_S)
+
+    def remove_all() -> None:
+        zombie.begin_transaction()
+        for rank in engines.reference.ranks:
+            gone = EngineBatch(rank, "m", 16, Incarnation(1 << 40), 0, 0, 0, WorkerRemoved("a test says so"))
+            home = partition_of(rank.worker_id, settings.partitions)
+            produce(zombie, source, home, str(rank.worker_id).encode(), encode_batch(gone), None, None)
+        assert zombie.flush(INIT_TIMEOUT_S) == 0
+
+    remove_all()
+    zombie.abort_transaction(INIT_TIMEOUT_S)
+    engines.publish(100)
+    assert_equal(worker.url, engines.reference)
+    assert engines.reference.members()
+    remove_all()
+    commit_until_answered(zombie)
+    wait_for(lambda: not facts(worker.url), VISIBLE_TIMEOUT_S, "what was committed to be applied")

@@ -3,22 +3,25 @@ records."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streams.errors import BadRecord
 from streams.indexer_agent import prefix_index_table
-from streams.kafka import Record, ensure_topics
-from streams.settings import Settings
+from streams.kafka import Record, delete_topics, ensure_topics
+from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
 from streams.tables.partition import (
     INIT_TIMEOUT_S,
     PARTITION_RECORD_EVERY_S,
+    TRANSACTIONS_A_SECOND,
     Outgoing,
     PartitionWiring,
     SourceRecord,
@@ -28,7 +31,7 @@ from streams.tables.partition import (
     table_producer,
 )
 from streams.tables.records import decode_partition, partition_key
-from streams.tables.store import TableSpec, TableWrite
+from streams.tables.store import PartitionStore, TableSpec, TableWrite
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
@@ -78,12 +81,20 @@ class Opened:
     acknowledged: list[Any] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
     reducers: list[Thirds] = field(default_factory=list)
+    partitions_open: int = 1
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    on_effect: Callable[[int], None] | None = None
 
     def make_reducer(self) -> Thirds:
         self.reducers.append(Thirds(prefix_index_table(self.settings)))
         return self.reducers[-1]
 
     def open(self) -> TablePartition:
+        partition = self.begin()
+        assert self.ready.wait(VISIBLE_TIMEOUT_S)
+        return partition
+
+    def begin(self) -> TablePartition:
         names, table = topics(self.settings), prefix_index_table(self.settings)
         partition = TablePartition(
             0,
@@ -100,12 +111,13 @@ class Opened:
                 is_ours=lambda _: True,
                 source_end=lambda *_: -1,
                 log_end=lambda *_: 0,
-                on_effect=None,
+                on_effect=self.on_effect,
                 now_ms=lambda: 0,
+                partitions_open=lambda: self.partitions_open,
+                turn=self.turn,
             ),
         )
         partition.start()
-        assert self.ready.wait(VISIBLE_TIMEOUT_S)
         return partition
 
     def transactions(self) -> list[tuple[int, list[bytes]]]:
@@ -207,6 +219,125 @@ def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(ope
         assert partition.wanted(topics(opened.settings).kv_events.name) == 3
     finally:
         partition.stop()
+
+
+def test_a_hole_within_what_was_fetched_is_passed_over_and_one_before_it_is_asked_about(opened: Opened) -> None:
+    """Each marker of a backlog would else be sought to and asked about by itself, a second and more of nothing."""
+    partition = opened.open()
+    try:
+        source = topics(opened.settings).kv_events.name
+        fetched = [*records(opened.settings, 0, 2), *records(opened.settings, 4, 6), *records(opened.settings, 9, 9)]
+        assert partition.offer(fetched) is None
+        assert partition.wanted(source) == 10
+        assert partition.offer(records(opened.settings, 12, 12)) == 10
+        again = [*records(opened.settings, 6, 6), *records(opened.settings, 9, 9), *records(opened.settings, 11, 12)]
+        assert partition.offer(again) is None
+        assert partition.wanted(source) == 13
+        wait_for(lambda: set(opened.acknowledged) >= {11, 12}, VISIBLE_TIMEOUT_S, "the last two")
+    finally:
+        partition.stop()
+    written = [int(value) for _, values in opened.transactions() for value in values]
+    assert written == [0, 1, 2, 4, 5, 6, 9, 11, 12]
+
+
+def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Opened) -> None:
+    """However long that is; what waited for its end is wanted again, whatever the log lacks behind it."""
+    partition = opened.open()
+    try:
+        source = topics(opened.settings).kv_events.name
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        opened.partitions_open = int(TRANSACTIONS_A_SECOND * VISIBLE_TIMEOUT_S)
+        assert partition.offer(records(opened.settings, 3, 5)) is None
+        partition.skip_to(source, 6, 9, False)
+        assert partition.queued == 3
+        assert partition.suspend()
+        opened.partitions_open = 1
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.wanted(source) == 3
+        assert partition.offer(records(opened.settings, 3, 5)) is None
+        wait_for(lambda: len(opened.acknowledged) == 6, VISIBLE_TIMEOUT_S, "three more")
+    finally:
+        partition.stop()
+    assert opened.acknowledged == list(range(6))
+
+
+def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log_lacks_behind_it(
+    scope: Settings,
+) -> None:
+    """The batch is judged again by itself: a stretch without records behind what waited is not behind the batch."""
+    opened = Opened(replace(scope, batch_records_max=3))
+    ensure_topics(scope, topics(scope).all())
+    reached, go_on = threading.Event(), threading.Event()
+
+    def fail_once(effect: int) -> None:
+        if effect == 4 and not reached.is_set():
+            reached.set()
+            go_on.wait()
+            raise RuntimeError("a test says so")
+
+    opened.on_effect = fail_once
+    partition = opened.open()
+    try:
+        source = topics(scope).kv_events.name
+        opened.ready.clear()
+        assert partition.offer(records(scope, 0, 5)) is None
+        assert reached.wait(VISIBLE_TIMEOUT_S)
+        partition.skip_to(source, 6, 9, False)
+        assert partition.queued == 3
+        go_on.set()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.counts["reopened"] == 1
+        assert partition.wanted(source) == 3
+        assert opened.acknowledged == [0, 1, 2]
+    finally:
+        go_on.set()
+        partition.stop()
+
+
+def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened: Opened) -> None:
+    """A rebalance that comes meanwhile, as when several workers start, waits for a piece of the log and not for all."""
+    first = opened.open()
+    assert first.offer(records(opened.settings, 0, 2)) is None
+    wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+    first.stop()
+    shutil.rmtree(opened.settings.data_dir)
+    reducers = len(opened.reducers)
+    with opened.turn:  # in which the first piece would be kept
+        second = opened.begin()
+        wait_for(lambda: any(Path(opened.settings.data_dir).rglob("CURRENT")), VISIBLE_TIMEOUT_S, "a RocksDB")
+        ending = threading.Thread(target=second.stop)
+        ending.start()
+        wait_for(lambda: second._stopping, VISIBLE_TIMEOUT_S, "the end to be asked for")
+    ending.join()
+    assert len(opened.reducers) == reducers
+    assert second.counts["reopened"] == 0
+
+
+def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> None:
+    """The partition says so and tries again; what it has is good for whatever topic comes back."""
+    first = opened.open()
+    assert first.offer(records(opened.settings, 0, 2)) is None
+    wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+    first.stop()
+    delete_topics(opened.settings, [topics(opened.settings).index_changelog])
+    second = opened.begin()
+    try:
+        wait_for(lambda: second.counts["reopened"] >= 2, VISIBLE_TIMEOUT_S, "two attempts")
+    finally:
+        second.stop()
+    (path,) = tables_path(opened.settings).iterdir()
+    store = PartitionStore(path, path.name, opened.settings.rocksdb_cache_mb)
+    try:
+        assert [value for key, value in store.items(prefix_index_table(opened.settings)) if key[:1] == b"K"] == [
+            b"0",
+            b"1",
+            b"2",
+        ]
+    finally:
+        store.close()
 
 
 def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:

@@ -317,6 +317,22 @@ def test_a_new_owner_asks_anew() -> None:
     assert (request.rank, request.attempt) == (RANK, 1)
 
 
+def test_a_new_owner_waits_for_the_rest_of_a_restatement_that_is_parked() -> None:
+    """And asks where it does not come."""
+    for comes in (True, False):
+        old = Partition()
+        old.step(0, batch(5))
+        first, second = chunks(5, run(0, 1), run(2, 3))
+        old.step(0, first)
+        heir = Partition(old.holdings)
+        assert heir.step().requests == []
+        if comes:
+            heir.step(ASK_AGAIN_MS[0] // 2, second)
+            assert heir.step(ASK_AGAIN_MS[1]).requests == []
+        else:
+            assert [request.attempt for request in heir.step(ASK_AGAIN_MS[0]).requests] == [1]
+
+
 def test_requests_of_a_quiet_trouble_begin_at_the_shortest_wait_again() -> None:
     """Two gaps an hour apart have nothing to do with each other."""
     resyncs = Resyncs()

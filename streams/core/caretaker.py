@@ -81,6 +81,8 @@ class Caretaker:
             if progress.health is Health.DEGRADED:
                 # Whoever owned it before may have asked, but nobody knows whether it was answered.
                 self._resyncs.lost(rank, "its partition was opened")
+                if rank in self._holdings.parking:
+                    self._resyncs.answering(rank, now_ms)  # it was, in part; a large one is not to be told twice
 
     def _note_losses(self, now_ms: int) -> None:
         """See which of the ranks that changed lost something, and which have nothing left to be asked for."""

@@ -193,7 +193,7 @@ class TablePartition:
         self._queued_bytes = 0
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
-        self._skipped: dict[str, int] = {}  # topic to the last offset of a stretch without records
+        self._skipped: dict[str, tuple[int, int]] = {}  # topic to first and last offset of a stretch without records
         self._marked: dict[str, int] = {}  # source topic to the last record of our own there; its marker lies behind it
         # When the broker was last asked for the sources' ends, and what it said, until we have come so far.
         self._asked: tuple[int, dict[str, int]] | None = None
@@ -256,7 +256,10 @@ class TablePartition:
             self._lock.notify_all()
 
     def offer(self, records: Sequence[SourceRecord]) -> int | None:
-        """Take records of one topic, in order of their offsets, from the next one on.
+        """Take records of one topic, as one fetch gave them, in order of their offsets, from the next one on.
+
+        Between two of them the log has nothing: the marker of a transaction, or what one left that was aborted. Before
+        the first there may be records that were fetched earlier and not taken.
 
         Returns None when all were taken or are known already, else the offset that is wanted instead; what follows is
         then dropped un-acknowledged and the source must be sought back. -1: none is wanted yet, the partition is
@@ -271,7 +274,11 @@ class TablePartition:
                 return None
             topic = records[0].topic
             wanted, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
+            before = -1
             for record in records:
+                if 0 <= before < wanted < record.offset:
+                    wanted = record.offset
+                before = record.offset
                 if record.offset == wanted:
                     wanted += 1
                     self._queue.append(record)
@@ -302,7 +309,8 @@ class TablePartition:
         with self._lock:
             if self._next is not None and self._next.get(topic, 0) == wanted < offset:
                 self._next[topic] = offset
-                self._skipped[topic] = offset - 1
+                first, last = self._skipped.get(topic, (wanted, wanted - 1))
+                self._skipped[topic] = (first if last + 1 == wanted else wanted, offset - 1)
                 self._lost = self._lost or lost
                 self._lock.notify_all()
 
@@ -348,6 +356,9 @@ class TablePartition:
                     else:
                         self._step()
             except Exception as exc:  # nothing may end this thread but being stopped
+                if self._stopping:
+                    log.info("partition %d has ended: %s", self.partition, exc, exc_info=not _expected(exc))
+                    return
                 failed = True
                 self.counts["reopened"] += 1
                 log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
@@ -396,6 +407,9 @@ class TablePartition:
         scope = scope_of(settings, self.partition)
         self._store = PartitionStore(tables_path(settings) / scope, scope, settings.rocksdb_cache_mb)
         states = describe_topics(settings, (*wiring.sources, *_changelog_specs(wiring)))
+        if gone := sorted(name for name, state in states.items() if state is None):
+            # The copy on disk is kept: what is gone may be back.
+            raise TableError(f"Kafka has no topic {', '.join(gone)}", remedy="`kvstreams topics create` creates it")
         self._topic_ids = {name: state.topic_id for name, state in states.items() if state is not None}
         self._tombstones_kept_ms = {
             name: int(state.config["delete.retention.ms"])
@@ -435,9 +449,16 @@ class TablePartition:
     def _follows(self, kept: list[SourceRecord]) -> bool:
         """Whether nothing lies between what is applied and these; a table that begins anew is behind them."""
         firsts = {record.topic: record.offset for record in reversed(kept)}
-        return all(
-            first <= max(self._applied[topic], self._skipped.get(topic, -1)) + 1 for topic, first in firsts.items()
-        )
+        return all(first <= self._done_with(topic) + 1 for topic, first in firsts.items())
+
+    def _done_with(self, topic: str) -> int:
+        """Last offset that is applied, or lies in a stretch without records right behind.
+
+        A stretch further on waits: what lies before it may have been taken and dropped again, un-acknowledged.
+        """
+        applied = self._applied[topic]
+        first, last = self._skipped.get(topic, (0, -1))
+        return max(applied, last) if first <= applied + 1 else applied
 
     def _load_or_rebuild(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
         """Load; a store that cannot be gone on with is emptied first, and its changelogs are read from their starts."""
@@ -494,9 +515,10 @@ class TablePartition:
         for table in self._wiring.tables:
             self._catch_up(store, table, begun_ms)
         store.flush()
-        reducer = self._wiring.make_reducer()
-        record: PartitionRecord | None = None
         with self._wiring.turn:
+            self._go_on()
+            reducer = self._wiring.make_reducer()
+            record: PartitionRecord | None = None
             for table in self._wiring.tables:
                 held = list(store.items(table))
                 for key, value in held:
@@ -504,6 +526,11 @@ class TablePartition:
                         record = decode_partition(key, value)
                 reducer.load(table, (item for item in held if not item[0].startswith(PARTITION_PREFIX)))
         return reducer, record
+
+    def _go_on(self) -> None:
+        """Raise TableError where nobody waits any more for what is opened: a rebalance, or a worker's end, does."""
+        if self._stopping:
+            raise TableError(f"partition {self.partition} was stopped while it was opened")
 
     def _catch_up(self, store: PartitionStore, table: TableSpec, begun_ms: int) -> None:
         """Bring the store to the end of a changelog."""
@@ -516,6 +543,7 @@ class TablePartition:
             last = records[-1].offset()
             assert last is not None  # only an error may lack it
             with self._wiring.turn:
+                self._go_on()
                 changes = [(record.key() or b"", record.value()) for record in records]
                 store.keep(table, changes, ChangelogPosition(topic_id, last + 1, as_of_ms))
 
@@ -546,12 +574,12 @@ class TablePartition:
         limit = self._wiring.settings.batch_records_max
         with self._lock:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
-            if not self._queue and not self._stopping and due > 0:
+            if not self._queue and not self._stopping and not self._suspended and due > 0:
                 self._lock.wait(due)
             step = self._wiring.partitions_open() / TRANSACTIONS_A_SECOND
             rest = self._took_at + step - time.monotonic()
             if self._queue and rest > 0:
-                self._lock.wait_for(lambda: self._stopping or len(self._queue) >= limit, rest)
+                self._lock.wait_for(lambda: self._stopping or self._suspended or len(self._queue) >= limit, rest)
             self._took_at = time.monotonic()
             batch: list[SourceRecord] = []
             n_bytes = 0
@@ -587,18 +615,15 @@ class TablePartition:
             if self._reducer.full and record is not batch[-1]:
                 batch, news = self._cut(batch, record), news[:n_applied]
                 break
-        with self._lock:
-            # With nothing queued, all that lies before a stretch without records is in this batch.
-            skipped = {} if self._queue else dict(self._skipped)
         for topic, record in {record.topic: record for record in news}.items():
             self._applied[topic] = record.offset
             self._sources[topic] = replace(
                 self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
             )
-        for topic, offset in skipped.items():
-            if offset > self._applied[topic]:
-                self._applied[topic] = offset
-                self._sources[topic] = replace(self._sources[topic], applied_offset=offset)
+        for topic, applied in self._applied.items():
+            if (done := self._done_with(topic)) > applied:
+                self._applied[topic] = done
+                self._sources[topic] = replace(self._sources[topic], applied_offset=done)
         outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
         dead += self._reducer.take_refused()
         writes = self._reducer.take_changes()
