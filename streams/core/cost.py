@@ -20,13 +20,26 @@ Float64Array = npt.NDArray[np.float64]
 #: PCIe at about a quarter of what computing it costs; external memory is not counted until a pool says who reaches it.
 TIER_WEIGHTS = (1.0, 0.75, 0.25, 0.0)
 
+#: Weight of a block that a rank reaches in a CXL pool: loading one goes over the same PCIe as a host copy does.
+CXL_SCORE_WEIGHT = 0.75
+#: What a cached block counts more where its labels match the request's slice of experts: of two ranks that hold as much
+#: the matching one wins, and one without labels wins where it holds half as much again.
+MOE_SCORE_WEIGHT = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class RankTerms:
-    """Every term of one rank's cost, in blocks unless said."""
+    """Every term of one rank's cost, in blocks unless said.
+
+    effective_cached_blocks: the rank's own, weighted by tier, and the weighted cxl_accessible_blocks and moe_blocks.
+    cached_blocks: the same without the last, which say what a block is worth and not what need not be computed.
+    """
 
     rank: RankId
     overlap_blocks: int
+    cxl_accessible_blocks: int
+    moe_blocks: int
+    cached_blocks: float
     effective_cached_blocks: float
     own_prefill_blocks: float
     active_prefill_blocks: float
@@ -42,15 +55,19 @@ def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
 class TermColumns:
     """Terms of all candidates, in their order: what a choice reads, without an object for each.
 
-    overlap_blocks, decode_blocks: int64[n]; all others float64[n], in blocks. `cost` is what the choice was made by,
+    overlap_blocks, cxl_accessible_blocks, moe_blocks, decode_blocks: int64[n], None for cxl and moe blocks that are all
+    0; all others float64[n], in blocks. `cost` is what the choice was made by,
     lower is better: the formula's, or that of one of core.policies.
     """
 
     __slots__ = (
         "active_prefill_blocks",
+        "cached_blocks",
         "cost",
+        "cxl_accessible_blocks",
         "decode_blocks",
         "effective_cached_blocks",
+        "moe_blocks",
         "overlap_blocks",
         "own_prefill_blocks",
         "ranks",
@@ -67,10 +84,24 @@ class TermColumns:
         decode_blocks: Int64Array,
         block_size: int,
         overlap_score_weight: float,
+        cxl_accessible_blocks: Int64Array | None = None,
+        cxl_score_weight: float = CXL_SCORE_WEIGHT,
+        moe_blocks: Int64Array | None = None,
+        moe_score_weight: float = MOE_SCORE_WEIGHT,
     ) -> None:
-        """Price all of them. decode_blocks: distinct active blocks of each rank with this request's among them."""
+        """Price all of them. decode_blocks: distinct active blocks of each rank with this request's among them.
+
+        effective_cached_blocks: each rank's own, weighted by tier.
+        """
         self.ranks = ranks
         self.overlap_blocks = overlap_blocks
+        self.cxl_accessible_blocks = cxl_accessible_blocks
+        self.moe_blocks = moe_blocks
+        if cxl_accessible_blocks is not None:
+            effective_cached_blocks = effective_cached_blocks + cxl_score_weight * cxl_accessible_blocks
+        self.cached_blocks = effective_cached_blocks
+        if moe_blocks is not None:
+            effective_cached_blocks = effective_cached_blocks + moe_score_weight * moe_blocks
         self.effective_cached_blocks = effective_cached_blocks
         self.own_prefill_blocks = own = np.maximum(0.0, request_blocks - effective_cached_blocks)
         self.active_prefill_blocks = queued = active_prefill_tokens / block_size
@@ -82,6 +113,9 @@ class TermColumns:
         return RankTerms(
             self.ranks[index],
             self.overlap_blocks.item(index),
+            0 if self.cxl_accessible_blocks is None else self.cxl_accessible_blocks.item(index),
+            0 if self.moe_blocks is None else self.moe_blocks.item(index),
+            self.cached_blocks.item(index),
             self.effective_cached_blocks.item(index),
             self.own_prefill_blocks.item(index),
             self.active_prefill_blocks.item(index),

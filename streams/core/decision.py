@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns, prefill_tokens
+from streams.core.beside import Beside
+from streams.core.cost import (
+    CXL_SCORE_WEIGHT,
+    MOE_SCORE_WEIGHT,
+    TIER_WEIGHTS,
+    Int64Array,
+    RankTerms,
+    TermColumns,
+    prefill_tokens,
+)
 from streams.core.ids import RankId, WorkerId
 from streams.core.index import OverlapScores, RankPlaces
 from streams.core.loads import ActiveLoads, Booking, LoadColumns
@@ -39,13 +48,16 @@ _OVERLAP_MODES = frozenset({RouterMode.KV, RouterMode.HIT_USAGE_WAITING, RouterM
 class RoutePolicy:
     """What decides between ranks that may all serve the request.
 
-    track_active_blocks: whether decode blocks are part of the cost. temperature counts in mode kv.
+    track_active_blocks: whether decode blocks are part of the cost. temperature counts in mode kv. cxl_score_weight,
+    moe_score_weight: of a block that a rank reaches in a CXL pool, and of a cached one whose labels match.
     """
 
     mode: RouterMode = RouterMode.KV
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     tier_weights: tuple[float, ...] = TIER_WEIGHTS
+    cxl_score_weight: float = CXL_SCORE_WEIGHT
+    moe_score_weight: float = MOE_SCORE_WEIGHT
     track_active_blocks: bool = True
     cuda_to_cpu_ratio: float = CUDA_TO_CPU_RATIO
 
@@ -118,12 +130,13 @@ class Chooser:
         request_blocks: int,
         block_size: int,
         fleet: FleetState = _NOTHING_KNOWN,
+        beside: Beside | None = None,
     ) -> Decision:
         """Choose one of `ranks`, which must not be empty; a tuple that comes again takes less time. Raises
         AllWorkersBusy.
 
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks, a
-        partial last one included.
+        partial last one included. beside: what is pooled and labelled of it, None for nothing.
         """
         kept = self._keep(ranks, loads)
         load = loads.columns(kept.rows, sequence)
@@ -132,6 +145,11 @@ class Chooser:
             overlap, effective = scores.columns(kept.places, policy.tier_weights)
         else:
             overlap, effective = np.zeros(n, np.int64), np.zeros(n)
+        cxl: Int64Array | None = None
+        moe: Int64Array | None = None
+        if beside is not None and policy.reads_index:
+            cxl = beside.cxl_accessible_blocks(kept.places, overlap)
+            moe = beside.moe_blocks(kept.places, overlap)
         columns = TermColumns(
             ranks,
             request_blocks=request_blocks,
@@ -141,6 +159,10 @@ class Chooser:
             decode_blocks=load.decode_blocks if policy.track_active_blocks else np.zeros(n, np.int64),
             block_size=block_size,
             overlap_score_weight=policy.overlap_score_weight,
+            cxl_accessible_blocks=cxl,
+            cxl_score_weight=policy.cxl_score_weight,
+            moe_blocks=moe,
+            moe_score_weight=policy.moe_score_weight,
         )
         rng = self._rng
         preferred = True
@@ -212,7 +234,7 @@ def booking_of(
     return Booking(
         rank=chosen.rank,
         model=model,
-        prefill_tokens=prefill_tokens(n_tokens, chosen.effective_cached_blocks, block_size),
+        prefill_tokens=prefill_tokens(n_tokens, chosen.cached_blocks, block_size),
         sequence=sequence,
         overlap_blocks=chosen.overlap_blocks,
         request_blocks=request_blocks,
