@@ -6,14 +6,14 @@ What lives here: `Beside`, both of one request. What must not: what they are wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from streams.core.arenas import Int64Array
 from streams.core.block_sets import Held, Path
-from streams.core.ids import HashArray
-from streams.core.index import RankPlaces
+from streams.core.ids import HashArray, RankId
+from streams.core.index import OverlapScores, RankPlaces
 
 #: RunFold.holders_along, while nobody folds.
 HoldersAlong = Callable[[HashArray, int, Int64Array, RankPlaces], Held | None]
@@ -52,14 +52,15 @@ class Beside:
                 blocks, _ = self._pooled.walk(places, overlap, held)
         return blocks
 
+    def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:
+        """Ranks of which any own leading block has labels that match."""
+        if self._labelled is None:
+            return set()
+        places = RankPlaces(ranks)
+        overlap = np.array([scores.scores.get(rank, 0) for rank in ranks], dtype=np.int64)
+        blocks = self._labelled.count_within(places, overlap).tolist()
+        return {rank for rank, n_blocks in zip(ranks, blocks, strict=True) if n_blocks}
+
     def moe_blocks(self, places: RankPlaces, overlap: Int64Array) -> Int64Array | None:
         """Blocks of each candidate's own leading ones whose labels match: int64[n]; None where none does."""
         return None if self._labelled is None else self._labelled.count_within(places, overlap)
-
-
-def no_holders(sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:  # noqa: ARG001
-    """Of an index that is not read."""
-    return None
-
-
-NOTHING_BESIDE = Beside(np.empty(0, dtype=np.uint64), None, None, no_holders)

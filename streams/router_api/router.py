@@ -464,12 +464,7 @@ class Router:
         Exclusions apply last: a rank that the request excludes is looked at too, and where it alone matches none stays.
         """
         everybody = self.view.eligible(replace(wanted, excluded=frozenset())) if wanted.excluded else passing
-        matching: set[RankId] = set()
-        if beside is not None:
-            places = RankPlaces(everybody)
-            blocks = beside.moe_blocks(places, scores.columns(places, self.policy.tier_weights)[0])
-            if blocks is not None:
-                matching = {rank for rank, n_blocks in zip(everybody, blocks.tolist(), strict=True) if n_blocks}
+        matching = set[RankId]() if beside is None else beside.matching(everybody, scores)
         if not matching:
             return passing
         left = [rank for rank in passing if rank in matching]
