@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from streams.core.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
 from streams.core.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
 from streams.faults import FAULT_ENV
@@ -100,6 +101,18 @@ class Settings:
     router_seed: int = _knob(0, "seed of the router's generator; 0 takes one from the system", low=0)
     tier_weights: tuple[float, ...] = _knob(
         (1.0, 0.75, 0.25, 0.0), "worth of a cached block on device, host, disk, external"
+    )
+    cxl_score_weight: float = _knob(
+        CXL_SCORE_WEIGHT,
+        "worth of a block reached in a CXL pool; 0 looks for none",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    moe_score_weight: float = _knob(
+        MOE_SCORE_WEIGHT,
+        "worth of matching a moe_query, beside that of the cached block",
+        low=0.0,
+        high=WEIGHT_MAX,
     )
     booking_ttl_s: float = _knob(600.0, "a booking that nobody frees ends after this", low=1.0, high=30 * 86_400.0)
     request_tokens_max: int = _knob(1_048_576, "tokens of the longest request accepted", low=1)

@@ -11,6 +11,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -20,18 +21,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import xxhash
 
+from streams.codec import encode_worker
 from streams.core.cost import TIER_WEIGHTS, TermColumns, price_terms
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, WorkerRemoved
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.holdings import plain_holdings
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.core.index import OverlapScores, PrefixIndex
+from streams.core.index import OverlapScores, PrefixIndex, RankPlaces
+from streams.core.registry import Wanted, Worker
 from streams.core.selection import select_by_cost
 from streams.errors import UnknownParent
 from streams.router_api.view import View
+from streams.router_api.wire import MoeQuery
 from streams.settings import Settings
 from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, tell
 from tests.test_holdings import batch
@@ -43,7 +48,6 @@ OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
 #: Kinds that ask for something that kvstreams does not have, and what that is.
 NO_SUBJECT = {
     "queue": "no queue of waiting requests is part of this project yet",
-    "moe": "labels of experts are carried with blocks and not scored yet",
 }
 
 #: What engines and routers call the tiers.
@@ -65,6 +69,9 @@ TIERS = {
     "remote": Tier.EXTERNAL,
     "object": Tier.EXTERNAL,
 }
+
+#: Of the workers of labelled blocks.
+MODEL, DP_SIZE = "m", 4
 
 #: Points of the unit interval at which a choice at random is looked at; a thousand tell probabilities to 0.1 %.
 N_DRAWS = 1000
@@ -306,10 +313,15 @@ def event_of(data: Any, tier: Tier) -> KvEvent:
             _u64(block["block_hash"] for block in blocks),
             _u64(block["tokens_hash"] for block in blocks),
             tier,
+            moe=_labels_of(blocks[0].get("moe_metadata")) if blocks else None,
         )
     if "removed" in data:
         return BlocksRemoved(_u64(data["removed"]["block_hashes"]), tier)
     raise Differs(f"this runner knows no event {data!r}")
+
+
+def _labels_of(told: Mapping[str, int] | None) -> MoeLabels | None:
+    return None if told is None else MoeLabels(told.get("layer_id"), told.get("expert_id"), told.get("expert_group"))
 
 
 def tier_of(told: str | int | None) -> Tier:
@@ -333,6 +345,89 @@ def _compare_scores(where: str, answer: OverlapScores, expected: Iterable[Sequen
 
 def _rank(worker_id: int, dp_rank: int = 0) -> RankId:
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+class LabelledPipeline(Pipeline):
+    """The same with workers that are registered, and blocks that are labelled."""
+
+    def __init__(self, make_fold: FoldFactory, restarts: bool, worker_ids: Iterable[int]) -> None:
+        self._worker_ids = sorted(worker_ids)
+        super().__init__(make_fold, restarts)
+
+    def _new_view(self) -> View:
+        view = super()._new_view()
+        for worker_id in self._worker_ids:
+            worker = Worker(WorkerId(worker_id), "http://w", MODEL, 16, dp_size=DP_SIZE)
+            view.fold_worker(str(worker_id).encode(), encode_worker(worker))
+        return view
+
+
+def run_moe(data: Mapping[str, Any]) -> None:
+    """ops in order, then queries of labels, on every pipeline to a router's view. Raises Differs.
+
+    query: `queries`, and one block that is `stored` by `worker_id` before, if there is one. Each query may name its
+    `local_hashes`; without them it is that block's. expect: of each query `scores`, `moe_scores`, and who `stays` where
+    `fallback_to_unlabeled` is false.
+    """
+    query = data["query"]
+    ops = list(data["ops"])
+    if "stored" in query:
+        stored = {"parent_hash": None, "blocks": [query["stored"]]}
+        ops.append({"op": "event", "event": {"worker_id": query["worker_id"], "event": {"data": {"stored": stored}}}})
+    worker_ids = {op["event"]["worker_id"] for op in ops if op["op"] == "event"}
+    for make in FOLDS:
+        for restarts in (False, True):
+            name = f"{'restarting ' * restarts}pipeline to {make.__name__}"
+            subject = LabelledPipeline(make, restarts, worker_ids)
+            for number, op in enumerate(ops):
+                for step in _by_labels(op):
+                    _step(f"{name}, op {number}", subject, step, data)
+                subject.check()
+            _compare("number of expectations", len(data["expect"]), len(query["queries"]))
+            for number, (asked, expected) in enumerate(zip(query["queries"], data["expect"], strict=True)):
+                local = asked.get("local_hashes", [query.get("stored", {}).get("tokens_hash", 0)])
+                _ask_labels(f"{name}, query {number}", subject.view, _u64(local), asked, expected)
+
+
+def _by_labels(op: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A store of blocks with different labels as stores of one kind each: an engine's event has one."""
+    told = op.get("event", {})
+    data = told.get("event", {}).get("data")
+    if not isinstance(data, dict) or "stored" not in data:
+        return [op]
+    ops: list[Mapping[str, Any]] = []
+    parent = data["stored"].get("parent_hash")
+    for _, group in itertools.groupby(data["stored"]["blocks"], lambda block: block.get("moe_metadata")):
+        blocks = list(group)
+        stored = {"parent_hash": parent, "blocks": blocks}
+        ops.append({**op, "event": {**told, "event": {**told["event"], "data": {"stored": stored}}}})
+        parent = blocks[-1]["block_hash"]
+    return ops
+
+
+def _ask_labels(
+    where: str, view: View, local: HashArray, asked: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    known = {name: value for name, value in asked.items() if name != "local_hashes"}
+    query = msgspec.convert(known, MoeQuery)
+    ranks = view.eligible(Wanted(MODEL))
+    scores = view.find_matches(local)
+    beside = view.beside(sequence_hashes(local), MODEL, query.wanted(), pooled=False)
+    places = RankPlaces(ranks)
+    blocks = None if beside is None else beside.moe_blocks(places, scores.columns(places, TIER_WEIGHTS)[0])
+    labelled = {} if blocks is None else {rank: n for rank, n in zip(ranks, blocks.tolist(), strict=True) if n}
+    for name, value in expected.items():
+        match name:
+            case "scores":
+                _compare_scores(where, scores, value)
+            case "moe_scores":
+                _compare(f"{where}: moe_scores", labelled, {_rank(*told): blocks for *told, blocks in value if blocks})
+            case "stays":
+                matching = set[RankId]() if beside is None else beside.matching(ranks, scores)
+                stays = ranks if query.fallback_to_unlabeled or not matching else matching
+                _compare(f"{where}: who stays", sorted(stays), sorted(_rank(*told) for told in value))
+            case _:
+                raise Differs(f"this runner knows no expectation {name!r}")
 
 
 def run_hash(data: Mapping[str, Any]) -> None:
@@ -457,6 +552,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "indexer": run_indexer,
     "hash": run_hash,
     "cost": run_cost,
+    "moe": run_moe,
 }
 
 

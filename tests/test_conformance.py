@@ -62,6 +62,12 @@ def priced(expect: dict[str, Any], **query: Any) -> dict[str, Any]:
     return {"name": "c", "kind": "cost", "query": {"workers": workers, **query}, "expect": expect}
 
 
+def labelled(query: dict[str, Any], expect: dict[str, Any]) -> dict[str, Any]:
+    block = {"block_hash": 42, "tokens_hash": 11, "moe_metadata": {"layer_id": 2, "expert_id": 7}}
+    asked = {"worker_id": 1, "stored": block, "queries": [query]}
+    return {"name": "m", "kind": "moe", "ops": [], "query": asked, "expect": [expect]}
+
+
 TWELVE = list(range(1, 13))
 COSTS = {"1": 3, "2": 1}
 
@@ -95,6 +101,14 @@ COSTS = {"1": 3, "2": 1}
         (priced({"selected": 1}, temperature=1), "selected most often: found 2"),
         (priced({"probabilities": {"1": 0.5}}, temperature=1), "probability of 1"),
         (priced({"winner": 1}), "no expectation 'winner'"),
+        (labelled({"layer_id": 2}, {"scores": []}), "scores: found [[1, 0, 1]], expected []"),
+        (labelled({"layer_id": 2}, {"moe_scores": []}), "query 0: moe_scores: found [[1, 0, 1]], expected []"),
+        (labelled({"layer_id": 3}, {"moe_scores": [[1, 1]]}), "moe_scores: found [], expected [[1, 0, 1]]"),
+        (labelled({"layer_id": 2, "fallback_to_unlabeled": False}, {"stays": [[1, 0], [1, 1]]}), "who stays"),
+        (labelled({"layer_id": 2}, {"stays": [[1, 0]]}), "who stays"),
+        (labelled({"layer_id": 2}, {"winner": 1}), "no expectation 'winner'"),
+        (labelled({"layer": 2}, {"scores": [[1, 1]]}), "ValidationError"),
+        ({**labelled({}, {}), "expect": []}, "number of expectations: found 0, expected 1"),
     ],
 )
 def test_what_differs_is_told(case: dict[str, Any], told: str) -> None:
@@ -115,6 +129,8 @@ def test_what_differs_is_told(case: dict[str, Any], told: str) -> None:
         hashed({"tokens": TWELVE}, 3),
         priced({"costs": COSTS, "selected": 2}),
         priced({"selected": 2}, temperature=1),
+        labelled({}, {}),
+        labelled({"layer_id": 2, "fallback_to_unlabeled": False}, {"moe_scores": [[1, 1]], "stays": [[1, 0]]}),
     ],
 )
 def test_fields_may_be_left_out(case: dict[str, Any]) -> None:
@@ -147,13 +163,13 @@ def test_the_runner_tells_each_failure_each_kind_skipped_and_the_sum(
     wrong = indexer("wrong", stored(1), asked(1, expect=[]))
     right = indexer("right", stored(1), asked(1, expect=[[1, 0, 1]]))
     queued = {"name": "q", "kind": "queue"}
-    one = written(tmp_path / "one.jsonl", right, "", wrong, queued, {"name": "m", "kind": "moe"}, queued)
+    one = written(tmp_path / "one.jsonl", right, "", wrong, queued, {"name": "m", "kind": "memory"}, queued)
     two = written(tmp_path / "two.jsonl", priced({"costs": COSTS}), {"name": "n", "kind": "new"})
     assert main([one, two]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"FAILED wrong ({one}:3): PlainPrefixIndex, op 1: scores: found")
     assert [line.split(":")[0] for line in lines[1:]] == [
-        "SKIPPED 1 of kind moe",
+        "SKIPPED 1 of kind memory",
         "SKIPPED 1 of kind new",
         "SKIPPED 2 of kind queue",
         "2 passed, 1 failed, 4 skipped",

@@ -9,7 +9,7 @@ import pytest
 
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool
-from streams.cxl.pooled_view import PooledView
+from streams.cxl.pooled_view import PooledView, RowChange
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
@@ -90,10 +90,10 @@ def test_the_end_of_a_life_shows_at_once_and_takes_nothing_out_of_a_pool(
     if owner is not None:
         view.fold(owner_key(OWNER), encode_owner(owner))
     row = BlockRow(replace(PLACED, state=TRANSIT), None, 0, EngineHash(9))
-    assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), encode_block(row)) == BLOCK
+    assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), encode_block(row)) == RowChange(BLOCK, None, row.placement)
     assert [block.metadata.state for block in view.blocks()] == [state]
     assert len(view) == 1
-    assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), None) == BLOCK
+    assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), None) == RowChange(BLOCK, row.placement, None)
     assert (len(view), list(view.blocks())) == (0, [])
 
 

@@ -35,6 +35,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_min_initial_workers": (0, 1_000_000),
     "router_session_affinity_ttl_s": (0.0, 31_536_000.0),
     "router_event_threads": (1, 64),
+    "cxl_score_weight": (0.0, WEIGHT_MAX),
+    "moe_score_weight": (0.0, WEIGHT_MAX),
     "booking_ttl_s": (1.0, 30 * 86_400.0),
     "request_tokens_max": (1, NUMBER_MAX),
     "body_bytes_max": (1024, NUMBER_MAX),

@@ -20,12 +20,25 @@ Float64Array = npt.NDArray[np.float64]
 #: PCIe at about a quarter of what computing it costs; external memory is not counted until a pool says who reaches it.
 TIER_WEIGHTS = (1.0, 0.75, 0.25, 0.0)
 
+#: Weight of a block that a rank reaches in a CXL pool: loading one goes over the same PCIe as a host copy does.
+CXL_SCORE_WEIGHT = 0.75
+#: What a cached block counts more where its labels match the request's slice of experts: of two ranks that hold as much
+#: the matching one wins, and one without labels wins where it holds half as much again.
+MOE_SCORE_WEIGHT = 0.5
+
 
 class RankTerms(NamedTuple):
-    """Every term of one rank's cost, in blocks unless said."""
+    """Every term of one rank's cost, in blocks unless said.
+
+    effective_cached_blocks: the rank's own, weighted by tier, and the weighted cxl_accessible_blocks and moe_blocks.
+    cached_blocks: the same without the last, which say what a block is worth and not what need not be computed.
+    """
 
     rank: RankId
     overlap_blocks: int
+    cxl_accessible_blocks: int
+    moe_blocks: int
+    cached_blocks: float
     effective_cached_blocks: float
     own_prefill_blocks: float
     active_prefill_blocks: float
@@ -58,10 +71,19 @@ def price_terms(
 class TermColumns:
     """Terms of all candidates, in their order: what a choice reads, without an object for each.
 
-    overlap_blocks: int64[n]; effective_cached_blocks: float64[n]; terms: float64[4, n], as of `price_terms`.
+    overlap_blocks, cxl_accessible_blocks, moe_blocks: int64[n], None for cxl and moe blocks that are all 0;
+    cached_blocks, effective_cached_blocks: float64[n], as of RankTerms; terms: float64[4, n], as of `price_terms`.
     """
 
-    __slots__ = ("_terms", "effective_cached_blocks", "overlap_blocks", "ranks")
+    __slots__ = (
+        "_terms",
+        "cached_blocks",
+        "cxl_accessible_blocks",
+        "effective_cached_blocks",
+        "moe_blocks",
+        "overlap_blocks",
+        "ranks",
+    )
 
     def __init__(
         self,
@@ -69,9 +91,17 @@ class TermColumns:
         overlap_blocks: Int64Array,
         effective_cached_blocks: Float64Array,
         terms: Float64Array,
+        *,
+        cached_blocks: Float64Array | None = None,
+        cxl_accessible_blocks: Int64Array | None = None,
+        moe_blocks: Int64Array | None = None,
     ) -> None:
+        """cached_blocks: left out, they are the effective ones."""
         self.ranks = ranks
         self.overlap_blocks = overlap_blocks
+        self.cxl_accessible_blocks = cxl_accessible_blocks
+        self.moe_blocks = moe_blocks
+        self.cached_blocks = effective_cached_blocks if cached_blocks is None else cached_blocks
         self.effective_cached_blocks = effective_cached_blocks
         self._terms = terms
 
@@ -97,6 +127,9 @@ class TermColumns:
         return RankTerms(
             self.ranks[index],
             self.overlap_blocks.item(index),
+            0 if self.cxl_accessible_blocks is None else self.cxl_accessible_blocks.item(index),
+            0 if self.moe_blocks is None else self.moe_blocks.item(index),
+            self.cached_blocks.item(index),
             self.effective_cached_blocks.item(index),
             own,
             queued,

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from streams.core.cost import TIER_WEIGHTS, RankTerms, TermColumns, prefill_tokens
+from streams.core.beside import Beside
+from streams.core.cost import (
+    CXL_SCORE_WEIGHT,
+    MOE_SCORE_WEIGHT,
+    TIER_WEIGHTS,
+    RankTerms,
+    TermColumns,
+    prefill_tokens,
+)
 from streams.core.ids import RankId, WorkerId
 from streams.core.index import OverlapScores, RankPlaces
 from streams.core.loads import ActiveLoads, Booking
@@ -41,13 +49,16 @@ _OVERLAP_MODES = frozenset({RouterMode.KV, RouterMode.HIT_USAGE_WAITING, RouterM
 class RoutePolicy:
     """What decides between ranks that may all serve the request.
 
-    track_active_blocks: whether decode blocks are part of the cost. temperature counts in mode kv.
+    track_active_blocks: whether decode blocks are part of the cost. temperature counts in mode kv. cxl_score_weight,
+    moe_score_weight: of a block that a rank reaches in a CXL pool, and of a cached one whose labels match.
     """
 
     mode: RouterMode = RouterMode.KV
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     tier_weights: tuple[float, ...] = TIER_WEIGHTS
+    cxl_score_weight: float = CXL_SCORE_WEIGHT
+    moe_score_weight: float = MOE_SCORE_WEIGHT
     track_active_blocks: bool = True
     cuda_to_cpu_ratio: float = CUDA_TO_CPU_RATIO
 
@@ -120,12 +131,13 @@ class Chooser:
         request_blocks: int,
         block_size: int,
         fleet: FleetState = _NOTHING_KNOWN,
+        beside: Beside | None = None,
     ) -> Decision:
         """Choose one of `ranks`, which must not be empty; a tuple that comes again takes less time. Raises
         AllWorkersBusy.
 
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks, a
-        partial last one included.
+        partial last one included. beside: what is pooled and labelled of it, None for nothing.
         """
         kept = self._keep(ranks, loads)
         n = len(ranks)
@@ -133,6 +145,14 @@ class Chooser:
             overlap, effective = scores.columns(kept.places, policy.tier_weights)
         else:
             overlap, effective = np.zeros(n, np.int64), np.zeros(n)
+        cached, cxl, moe = effective, None, None
+        if beside is not None and policy.reads_index:
+            cxl = beside.cxl_accessible_blocks(kept.places, overlap)
+            moe = beside.moe_blocks(kept.places, overlap)
+            if cxl is not None:
+                cached = effective = effective + policy.cxl_score_weight * cxl
+            if moe is not None:
+                effective = effective + policy.moe_score_weight * moe
         columns, first, n_lowest = price(
             ranks,
             loads,
@@ -144,6 +164,9 @@ class Chooser:
             block_size=block_size,
             overlap_score_weight=policy.overlap_score_weight,
             track_active_blocks=policy.track_active_blocks,
+            cached_blocks=cached,
+            cxl_accessible_blocks=cxl,
+            moe_blocks=moe,
         )
         rng = self._rng
         preferred = True
@@ -218,7 +241,7 @@ def booking_of(
     return Booking(
         rank=chosen.rank,
         model=model,
-        prefill_tokens=prefill_tokens(n_tokens, chosen.effective_cached_blocks, block_size),
+        prefill_tokens=prefill_tokens(n_tokens, chosen.cached_blocks, block_size),
         sequence=sequence,
         overlap_blocks=chosen.overlap_blocks,
         request_blocks=request_blocks,

@@ -10,7 +10,7 @@ different threads, the index says whether it stands that; a plain one's owner ho
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,11 @@ class RankPlaces:
     """Candidates in their order, and where to find each: kept as long as the candidates are the same, so that an answer
     becomes columns without a look at every rank."""
 
-    __slots__ = ("_n_numbered", "_positions", "_rank_ids", "position", "ranks")
+    __slots__ = ("_n_numbered", "_positions", "_rank_ids", "kept", "position", "ranks")
 
     def __init__(self, ranks: Sequence[RankId]) -> None:
         self.ranks = ranks
+        self.kept: dict[str, Any] = {}  # what others worked out for these candidates; they tell when it is void
         self.position = {rank: index for index, rank in enumerate(ranks)}
         self._rank_ids: list[RankId] = []
         self._n_numbered = 0

@@ -80,6 +80,13 @@ class HolderSets:
         """Blocks that a rank holds in a tier."""
         return frozenset(self._held.get((rank, tier), ()))
 
+    def ranks_of(self, block: int) -> list[RankId]:
+        """Ranks that hold a block in any tier."""
+        mask = 0
+        for holders in self._holders:
+            mask |= holders.get(block, 0)
+        return [rank for bit, rank in enumerate(self._rank_at) if rank is not None and mask >> bit & 1]
+
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root."""
         device, *lower = self._holders

@@ -66,11 +66,15 @@ def price(
     block_size: int,
     overlap_score_weight: float,
     track_active_blocks: bool,
+    cached_blocks: Float64Array | None = None,
+    cxl_accessible_blocks: Int64Array | None = None,
+    moe_blocks: Int64Array | None = None,
 ) -> Priced:
     """Price a request at each of `ranks`, which must not be empty.
 
     rows: int64[n], where their loads are (ActiveLoads.rows_of); sequence: the request's, packed; overlap_blocks:
-    int64[n]; effective_cached_blocks: float64[n]. Without track_active_blocks decode blocks are none.
+    int64[n]; effective_cached_blocks: float64[n], of which cached, cxl_accessible and moe blocks are parts, here to be
+    told. Without track_active_blocks decode blocks are none.
     """
     terms = np.empty((4, len(rows)))
     lowest = price_ranks(
@@ -85,5 +89,13 @@ def price(
         track_active_blocks,
         terms,
     )
-    columns = TermColumns(ranks, overlap_blocks, effective_cached_blocks, terms)
+    columns = TermColumns(
+        ranks,
+        overlap_blocks,
+        effective_cached_blocks,
+        terms,
+        cached_blocks=cached_blocks,
+        cxl_accessible_blocks=cxl_accessible_blocks,
+        moe_blocks=moe_blocks,
+    )
     return Priced(columns, lowest >> 32, lowest & _COUNT_MASK)

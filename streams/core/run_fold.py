@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
+from streams.core.arenas import Int64Array
+from streams.core.block_sets import Held
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier
-from streams.core.index import OverlapScores, check_query
+from streams.core.index import OverlapScores, RankPlaces, check_query
 from streams.core.plain_index import HolderSets
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt
@@ -52,6 +55,13 @@ class RunFold(Protocol):
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
+
+    def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+        """Who of the candidates holds a request's blocks from `first` on, whatever lies before; None for nobody.
+
+        sequence: uint64[n]. rows: int64[n]; the search ends at a block that nobody holds and whose row is 0. Not while
+        another thread folds, whatever `concurrent` says.
+        """
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Give every fact held, in no order."""
@@ -124,6 +134,21 @@ class PlainRunFold:
         """Score every rank for a request; see RunFold."""
         check_query(local)
         return self._sets.find_matches(local)
+
+    def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+        """Who holds a request's blocks from `first` on; see RunFold."""
+        words = max(1, -(-len(places.ranks) // 64))
+        held_rows = np.zeros(len(sequence), dtype=np.int64)
+        bitmaps = [0]
+        for at, block in enumerate(sequence[first:].tolist(), first):
+            mask = sum(1 << places.position[rank] for rank in self._sets.ranks_of(block) if rank in places.position)
+            if mask:
+                held_rows[at] = len(bitmaps)
+                bitmaps.append(mask)
+            elif not rows[at]:
+                break
+        packed = b"".join(mask.to_bytes(words * 8, "little") for mask in bitmaps)
+        return (held_rows, np.frombuffer(packed, dtype=np.int64).copy(), words) if len(bitmaps) > 1 else None
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Give every fact held, in no order."""

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from streams.core.arenas import DEFAULT_LIMITS, Int64Array, TreeLimits
+from streams.core.block_sets import Held
 from streams.core.ids import U64_MASK, DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.index import RankPlaces
 from streams.core.kernels import fold as columns_of_fold
 from streams.core.kernels import layout, run_records
 from streams.core.kernels.fold import digest_columns, drop_old_records
 from streams.core.kernels.run_records import KNOWN_WORDS, N_FOLD_COLUMNS, find_known, fold_known
+from streams.core.kernels.trace import trace
 from streams.core.run_tree import N_TIERS, RunTree
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
@@ -31,8 +34,8 @@ class RunColumns:
 
     words: int64, the addresses of all columns (see `fold_runs` and kernels/run_records), then the columns. n_records
     each, all int64, hashes and incarnations as the bit patterns of their u64: first, parent, has_parent, present (0 for
-    a tombstone), offset (one more: begins and ends in local), worker, place, incarnation, generation; and holder, which
-    is the fold's to set. local: up to n_blocks_max.
+    a tombstone), offset (one more: begins and ends in local), worker, place, incarnation, generation; labelled, which
+    only a decoder of bytes sets; and holder, which is the fold's to set. local: up to n_blocks_max.
     """
 
     __slots__ = ("_begins", "_words", "address", "n_records")
@@ -62,6 +65,11 @@ class RunColumns:
     def present(self) -> Int64Array:
         """Presence bits of each record, 0 for a tombstone."""
         return self.column(columns_of_fold.FOLD_PRESENT)
+
+    @property
+    def labelled(self) -> Int64Array:
+        """1 for each record with labels, as a decoder of bytes found it."""
+        return self.column(run_records.FOLD_LABELLED)
 
     @property
     def offset(self) -> Int64Array:
@@ -250,6 +258,17 @@ class TreeRunFold(RunTree):
             known[find_known(self._known_address, n_entries - 1, worker, place)] = row
 
     # -- what is held ---------------------------------------------------------
+
+    def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+        """Who holds a request's blocks from `first` on; see RunFold."""
+        words = max(1, -(-len(places.ranks) // 64))
+        n_blocks = len(sequence)
+        positions = places.positions(self._rank_ids).copy()
+        positions[positions == len(places.ranks)] = words << 6
+        held_rows = np.zeros(n_blocks, dtype=np.int64)
+        held_bits = np.zeros((n_blocks - first + 1) * words, dtype=np.int64)
+        n_rows = trace(self._address, sequence, first, rows, positions, words, held_rows, held_bits)
+        return (held_rows, held_bits, words) if n_rows else None
 
     def ranks(self) -> list[RankId]:
         """Every rank that has an epoch."""

@@ -1,12 +1,12 @@
 """What a reader of the changelog knows of pooled blocks: a plain fold, and who can reach what.
 
 What lives here: `PooledView`. Rows in, in any order that compaction leaves; rows out, with every mask applied. What
-must not: Kafka, bytes' layout (records), scores (whoever routes by it builds an index from the same rows).
+must not: Kafka, bytes' layout (records), scores (pooled_index is built of the same rows).
 
 The interface, for whoever puts a faster index behind or beside it:
 
 - `fold(key, value)`: one record of the table's changelog, `value` None for a tombstone; raises BadRecord and stays as
-  it was. An equal copy changes nothing. Returns the sequence hash whose rows changed, or None.
+  it was. An equal copy changes nothing. Returns the block's row that it was, before and after, or None.
 - `fold_pool(key, value)`: one record of the registry under `pool/<id>`.
 - `blocks()`: every row, each as a `PooledBlock`; `blocks_of(sequence)`: those of one block, one an owner and pool.
 - `reachable(block, registered)`: the workers that score it, of those registered. Empty unless its visible state is
@@ -20,7 +20,8 @@ what it says holds at once for every row. Rows name their model, since equal tok
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
@@ -42,6 +43,9 @@ from streams.cxl.records import (
 from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState, after_life
 from streams.errors import BadRecord
 
+#: Rows of all pooled blocks: some 4 GB of a router's memory, where a stranger's rows must not fill it.
+POOLED_ROWS_MAX = 8_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class PooledBlock:
@@ -58,6 +62,35 @@ class PooledBlock:
     incarnation: Incarnation
 
 
+class RowChange(NamedTuple):
+    """One row of a block: what it said before and says now; None where there was or is none."""
+
+    sequence: SequenceHash
+    before: Placement | None
+    after: Placement | None
+
+
+def reachable_workers(
+    pool_id: str,
+    pool_epoch: int,
+    named: Collection[WorkerId],
+    pools: Mapping[str, CxlPool],
+    registered: Collection[WorkerId],
+) -> frozenset[WorkerId]:
+    """Workers that can read what is pooled there, of those registered: the pool's members, or those that are named.
+
+    pool_epoch: the one in which it was written. A pool that nobody registered has no members: there the workers named
+    are taken at their word.
+    """
+    pool = pools.get(pool_id)
+    if pool is None:
+        return frozenset(named).intersection(registered)
+    if pool.lost or pool_epoch < pool.epoch:
+        return frozenset()
+    members = frozenset(pool.members).intersection(registered)
+    return members.intersection(named) if named else members
+
+
 def is_over(owner: OwnerRow | None, incarnation: Incarnation) -> bool:
     """Whether a life of an owner has ended, as far as its row says."""
     if owner is None:
@@ -72,9 +105,16 @@ def metadata_of(placement: Placement, owner: OwnerRow | None) -> CxlMemoryMetada
 
 
 class PooledView:
-    """The fold. Not thread-safe: its shell has a lock."""
+    """The fold. Not thread-safe: its shell has a lock.
 
-    def __init__(self, schema_ids: Mapping[str, int] | None = None) -> None:
+    rows_max: a block beyond it is refused, and counted in without_room. _last: the placement of the row before, which
+    rows that went together share.
+    """
+
+    def __init__(self, schema_ids: Mapping[str, int] | None = None, rows_max: int = POOLED_ROWS_MAX) -> None:
+        self._rows_max = rows_max
+        self._last: Placement | None = None
+        self.without_room = 0
         self._schema_ids = schema_ids or {}
         self._rows: dict[SequenceHash, dict[tuple[RankId, str], BlockRow]] = {}
         self._owners: dict[RankId, OwnerRow] = {}
@@ -85,12 +125,10 @@ class PooledView:
         """Rows, whatever their state."""
         return self._n_rows
 
-    def fold(self, key: bytes, value: bytes | None) -> SequenceHash | None:
-        """Fold one record of the table's changelog; gives the block whose rows changed."""
+    def fold(self, key: bytes, value: bytes | None) -> RowChange | None:
+        """Fold one record of the table's changelog; gives the block's row that it was. Raises BadRecord."""
         if key.startswith(BLOCK_PREFIX):
-            where = parse_block_key(key)
-            self._put(where, None if value is None else decode_block(key, value)[1])
-            return where.sequence
+            return self._put(parse_block_key(key), None if value is None else decode_block(key, value)[1])
         if key.startswith(OWNER_PREFIX):
             rank = parse_owner_key(key)
             if value is None:
@@ -121,20 +159,11 @@ class PooledView:
         return [self._block(sequence, owner, row) for (owner, _), row in sorted(rows.items(), key=lambda item: item[0])]
 
     def reachable(self, block: PooledBlock, registered: Collection[WorkerId]) -> frozenset[WorkerId]:
-        """Workers that can read a block, of those registered: the pool's members, or those of them that it names.
-
-        A pool that nobody registered has no members: there the workers named are taken at their word.
-        """
+        """Workers that can read a block, of those registered; see reachable_workers."""
         named, pool_id = block.metadata.accessible_workers, block.metadata.pool_id
         if block.metadata.state is not CxlMemoryState.CXL_POOLED or pool_id is None:
             return frozenset()
-        pool = self.pools.get(pool_id)
-        if pool is None:
-            return frozenset(named).intersection(registered)
-        if pool.lost or block.pool_epoch < pool.epoch:
-            return frozenset()
-        members = frozenset(pool.members).intersection(registered)
-        return members.intersection(named) if named else members
+        return reachable_workers(pool_id, block.pool_epoch, named, self.pools, registered)
 
     def _block(self, sequence: SequenceHash, owner: RankId, row: BlockRow) -> PooledBlock:
         placement = row.placement
@@ -150,13 +179,22 @@ class PooledView:
             incarnation=placement.incarnation,
         )
 
-    def _put(self, where: BlockKey, row: BlockRow | None) -> None:
-        rows = self._rows.setdefault(where.sequence, {})
-        before = len(rows)
+    def _put(self, where: BlockKey, row: BlockRow | None) -> RowChange:
+        rows = self._rows.get(where.sequence)
+        known = None if rows is None else rows.get((where.owner, where.pool_id))
+        if row is not None and known is None and self._n_rows >= self._rows_max:
+            self.without_room += 1
+            raise BadRecord("no_room", f"{self._rows_max} rows of pooled blocks are known already")
+        if row is not None and row.placement == self._last:
+            row = replace(row, placement=self._last)
         if row is None:
-            rows.pop((where.owner, where.pool_id), None)
+            if rows is not None and known is not None:
+                del rows[where.owner, where.pool_id]
+                self._n_rows -= 1
+                if not rows:
+                    del self._rows[where.sequence]
         else:
-            rows[where.owner, where.pool_id] = row
-        self._n_rows += len(rows) - before
-        if not rows:
-            del self._rows[where.sequence]
+            self._last = row.placement
+            self._rows.setdefault(where.sequence, {})[where.owner, where.pool_id] = row
+            self._n_rows += known is None
+        return RowChange(where.sequence, known.placement if known else None, row.placement if row else None)

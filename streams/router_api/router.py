@@ -17,13 +17,14 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from streams.codec import encode_batch, encode_worker
+from streams.core.beside import Beside
 from streams.core.busy import BusyThresholds, idle_ranks
 from streams.core.cost import prefill_tokens
 from streams.core.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.hashing import pack_hashes
-from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.index import OverlapScores
+from streams.core.ids import DpRank, HashArray, RankId, WorkerId
+from streams.core.index import OverlapScores, RankPlaces
 from streams.core.loads import ActiveLoads, Booking, Phase
 from streams.core.registry import Wanted, Worker, WorkerState
 from streams.core.selection import RouterMode
@@ -47,6 +48,7 @@ from streams.router_api.view import AnswerMode, View
 from streams.router_api.wire import (
     Blocks,
     BookRequest,
+    MoeQuery,
     PoolBody,
     RouteRequest,
     blocks_of,
@@ -79,6 +81,8 @@ class Router:
             overlap_score_weight=settings.kv_overlap_score_weight,
             temperature=settings.router_temperature,
             tier_weights=settings.tier_weights,
+            cxl_score_weight=settings.cxl_score_weight,
+            moe_score_weight=settings.moe_score_weight,
             track_active_blocks=settings.track_active_blocks,
             cuda_to_cpu_ratio=settings.encoder_cuda_to_cpu_ratio,
         )
@@ -165,9 +169,15 @@ class Router:
             standing = self._standing(request_id, asked, policy, loads)
         if standing is not None:
             return standing
-        passing = self._eligible(filters, model)
-        scores, predicted = self.view.overlap(blocks.local) if policy.reads_index else (_NO_SCORES, _NO_RANKS)
+        passing: Sequence[RankId] = self._eligible(filters, model)
+        query = None if asked.router_config_override is None else asked.router_config_override.moe_query
+        strict = query is not None and not query.fallback_to_unlabeled and self.settings.reads_index
+        reads_index = policy.reads_index or strict
+        scores, predicted = self.view.overlap(blocks.local) if reads_index else (_NO_SCORES, _NO_RANKS)
         sequence = pack_hashes(blocks.chain)
+        beside = self._beside(policy, blocks.chain, model, query) if reads_index else None
+        if strict:
+            passing = self._matching(passing, replace(filters, model=model), scores, beside)
         block_size = self.settings.block_size_of(model)
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
@@ -187,6 +197,7 @@ class Router:
                 request_blocks=blocks.request_blocks,
                 block_size=block_size,
                 fleet=fleet,
+                beside=beside,
             )
             chosen = decision.chosen
             if asked.update_states:
@@ -205,7 +216,7 @@ class Router:
                 self.view.predict(chosen.rank, blocks.local)
                 if session is not None:
                     self._sessions.bind(session, chosen.rank, time.monotonic())
-        mode = self._mode(policy.reads_index, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
+        mode = self._mode(policy, reads_index, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
         self.answers[mode] += 1
         return _answer(request_id, decision, blocks, mode, asked.explain)
 
@@ -216,7 +227,7 @@ class Router:
         live = loads.live(request_id) if asked.update_states else None
         if live is None:
             return None
-        mode = self._mode(policy.reads_index, [live[1].rank])
+        mode = self._mode(policy, policy.reads_index, [live[1].rank])
         return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
 
     def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
@@ -231,11 +242,16 @@ class Router:
         scores, predicted = self.view.overlap(blocks.local) if weighs else (_NO_SCORES, _NO_RANKS)
         with self.loads.locked() as loads:
             load = loads.columns(loads.rows_of(ranks), pack_hashes(blocks.chain))
+        places = RankPlaces(ranks)
+        overlap, effective = scores.columns(places, policy.tier_weights)
+        beside = self._beside(policy, blocks.chain, model, None) if weighs else None
+        reached = None if beside is None else beside.cxl_accessible_blocks(places, overlap)
+        if reached is not None:
+            effective = effective + policy.cxl_score_weight * reached
         rows = []
-        for rank, active_tokens, decode_blocks in zip(
-            ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), strict=True
+        for rank, active_tokens, decode_blocks, cached in zip(
+            ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), effective.tolist(), strict=True
         ):
-            cached = scores.effective_blocks(rank, policy.tier_weights)
             rows.append(
                 {
                     "worker_id": rank.worker_id,
@@ -244,7 +260,7 @@ class Router:
                     "potential_decode_blocks": decode_blocks,
                 }
             )
-        mode = self._mode(weighs, ranks, predicted)
+        mode = self._mode(policy, weighs, ranks, predicted)
         return {"loads": rows, "mode": mode}
 
     def rank_loads(self) -> dict[str, Any]:
@@ -435,13 +451,41 @@ class Router:
             "temperature": override.router_temperature,
             "track_active_blocks": override.track_active_blocks,
             "tier_weights": override.tier_weights,
+            "cxl_score_weight": override.cxl_score_weight,
+            "moe_score_weight": override.moe_score_weight,
         }
         return replace(self.policy, **{name: value for name, value in given.items() if value is not None})
 
-    def _mode(self, reads_index: bool, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS) -> str:
+    def _beside(self, policy: RoutePolicy, chain: HashArray, model: str, query: MoeQuery | None) -> Beside | None:
+        wanted = None if query is None else query.wanted()
+        return self.view.beside(chain, model, wanted, pooled=policy.cxl_score_weight > 0.0)
+
+    def _matching(
+        self, passing: Sequence[RankId], wanted: Wanted, scores: OverlapScores, beside: Beside | None
+    ) -> Sequence[RankId]:
+        """Of the ranks that pass, those that hold a block which matches; all, where nobody does.
+
+        Exclusions apply last: a rank that the request excludes is looked at too, and where it alone matches none stays.
+        """
+        everybody = self.view.eligible(replace(wanted, excluded=frozenset())) if wanted.excluded else passing
+        matching = set[RankId]() if beside is None else beside.matching(everybody, scores)
+        if not matching:
+            return passing
+        left = [rank for rank in passing if rank in matching]
+        if not left:
+            raise NoEligibleWorker(
+                "every rank whose cached blocks match moe_query is excluded",
+                remedy="Set fallback_to_unlabeled, or exclude fewer workers",
+                matching=len(matching),
+            )
+        return left
+
+    def _mode(
+        self, policy: RoutePolicy, reads_index: bool, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS
+    ) -> str:
         if not reads_index:
             return AnswerMode.FALLBACK.value
-        mode = self.view.mode(ranks, predicted)
+        mode = self.view.mode(ranks, predicted, pooled=policy.cxl_score_weight > 0.0)
         # Load is a part of the cost, and of load we know our own share alone.
         worse = mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return (AnswerMode.DEGRADED if worse else mode).value

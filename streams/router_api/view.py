@@ -13,22 +13,29 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_metrics, decode_worker
 from streams.core.approximate_index import ApproximatePrefixIndex
+from streams.core.arenas import Int64Array
+from streams.core.beside import Beside
+from streams.core.block_sets import BlockSets, BlockSetTable, Held, PlainBlockSets, RankNumbers
 from streams.core.decision import FleetState
 from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index import OverlapScores, with_predictions
+from streams.core.index import OverlapScores, RankPlaces, with_predictions
 from streams.core.metrics import MetricsReport, WorkerMetrics, with_registered
+from streams.core.moe_labels import LabelIndex, MoeWanted
 from streams.core.ordering import Health, Progress
 from streams.core.registry import CPU_CLASS, Wanted, Worker, eligible_ranks
 from streams.core.run_fold import PlainRunFold, RunFold
+from streams.core.runs import Run
 from streams.cxl.events import CxlPool
+from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
-from streams.cxl.records import POOL_KEY_PREFIX
+from streams.cxl.records import POOL_KEY_PREFIX, parse_block_key
 from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import partition_of
 from streams.settings import Settings
@@ -131,7 +138,10 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
-        self._pooled_lock = threading.Lock()  # a dump of a million rows must hold up no answer
+        # A dump of a million pooled rows must hold up no answer: these have one lock, and what answers read of them and
+        # of labels another, which is the last to be taken and is held for microseconds.
+        self._pooled_lock = threading.Lock()
+        self._beside_lock = threading.Lock()
         self._predictions: ApproximatePrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
@@ -141,6 +151,13 @@ class View:
     def _reset(self) -> None:
         self.index: RunFold = self._make_fold()
         self._pooled = PooledView(self._settings.schema_ids)
+        self._pooled_index = PooledIndex(self._new_sets())
+        self._labels = LabelIndex(self._new_sets())
+        self._last_numbers: RankNumbers | None = None
+        self._numbers: RankNumbers | None = None  # of the registry's ranks; made anew for the next who asks
+        # Rows of pooled blocks by the partition of their owners, who need not be registered any more.
+        self._pooled_partitions: Counter[int] = Counter()
+        self._owner_partitions: dict[WorkerId, int] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
         # What engines say, with the time after which it is too old; when the first of them will be; and their gauges
@@ -164,6 +181,9 @@ class View:
         if compiled is not None and isinstance(self.index, compiled[0]):
             self._batches = (self.index, compiled[1])
 
+    def _new_sets(self) -> BlockSets:
+        return PlainBlockSets() if _compiled() is None else BlockSetTable()
+
     def reset(self) -> None:
         """Forget everything, to be folded anew."""
         with self._lock:
@@ -182,6 +202,10 @@ class View:
                     self.index.fold([run_id], [run])
                 except IndexFull:
                     self._note_no_room(run_id.rank)
+                if (run is not None and run.moe) or key in self._labels:
+                    self._fold_labels(key, run)
+                if self._labels:
+                    self._end_labels()
         elif key.startswith(PROGRESS_PREFIX):
             rank = parse_progress_key(key)
             progress = None if value is None else decode_progress(key, value)
@@ -210,22 +234,54 @@ class View:
         folded = 0
         for position in alone:
             if columns is not None:
-                self._fold_runs(columns, folded, position)
+                self._fold_runs(columns, folded, position, records)
             folded = position + 1
             try:
                 self.fold_index(*records[position], live)
             except BadRecord as exc:
                 bad.append((position, exc))
         if columns is not None:
-            self._fold_runs(columns, folded, len(records))
+            self._fold_runs(columns, folded, len(records), records)
         return bad
 
-    def _fold_runs(self, columns: RunColumns, first: int, last: int) -> None:
+    def _fold_runs(
+        self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
+    ) -> None:
         for begin in range(first, last, _LOCKED_RECORDS):
+            end = min(begin + _LOCKED_RECORDS, last)
             with self._lock:
                 assert self._batches is not None  # whoever decoded columns has what folds them
-                for record in self._batches[0].fold_records(columns, begin, min(begin + _LOCKED_RECORDS, last)):
+                for record in self._batches[0].fold_records(columns, begin, end):
                     self._note_no_room(columns.place_of(record)[0])
+                if self._labels or columns.labelled[begin:end].any():
+                    self._fold_labels_of(columns, begin, end, records)
+
+    def _fold_labels_of(
+        self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
+    ) -> None:
+        """Labels of records that the index has taken in."""
+        for record in range(first, last):
+            key, value = records[record]
+            if columns.labelled[record] or key in self._labels:
+                self._fold_labels(key, None if value is None else decode_run(key, value))
+        self._end_labels()
+
+    def _fold_labels(self, key: bytes, run: Run | None) -> None:
+        """Labels of one record; of an epoch that the index has left behind none."""
+        with self._beside_lock:
+            if run is None or not run.moe or run.epoch != self.index.epoch_of(run.key.rank):
+                self._labels.end(key)
+            else:
+                held = [(SequenceHash(run.sequence[at]), run.moe[at]) for at in run.held() if at in run.moe]
+                self._labels.fold(key, run.key.rank, run.epoch, held)
+
+    def _end_labels(self) -> None:
+        """Ranks of which the index knows a newer epoch than that of their labels lose these."""
+        with self._beside_lock:
+            self._labels.tidy()
+            for rank, epoch in self._labels.ranks():
+                if self.index.epoch_of(rank) != epoch:
+                    self._labels.forget_rank(rank)
 
     def _note_no_room(self, rank: RankId) -> None:
         self.records_without_room += 1
@@ -243,6 +299,8 @@ class View:
         if key.startswith(POOL_KEY_PREFIX):
             with self._pooled_lock:
                 self._pooled.fold_pool(key, value)
+                with self._beside_lock:
+                    self._pooled_index.forget_answers()
             return
         try:
             worker_id = WorkerId(int(key))
@@ -254,7 +312,7 @@ class View:
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
             self._eligible.clear()
-            self._fleet = self._cpu_workers = None
+            self._fleet = self._cpu_workers = self._numbers = None
             if worker is None:
                 self._forget_worker(worker_id)
             else:
@@ -265,7 +323,23 @@ class View:
     def fold_pooled(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the changelog of pooled blocks; raises BadRecord and stays as it was."""
         with self._pooled_lock:
-            self._pooled.fold(key, value)
+            change = self._pooled.fold(key, value)
+            if change is None:
+                return
+            with self._beside_lock:
+                self._pooled_index.replace(*change)
+            if (change.before is None) != (change.after is None):
+                self._pooled_partitions[self._partition_of_owner(parse_block_key(key).owner.worker_id)] += (
+                    1 if change.before is None else -1
+                )
+
+    def _partition_of_owner(self, owner: WorkerId) -> int:
+        partition = self._owner_partitions.get(owner)
+        if partition is None:
+            if len(self._owner_partitions) >= REPORTS_MAX:
+                self._owner_partitions.clear()
+            partition = self._owner_partitions[owner] = partition_of(owner, self._settings.partitions)
+        return partition
 
     def pools(self) -> dict[str, CxlPool]:
         """The registry's CXL pools by id."""
@@ -284,6 +358,14 @@ class View:
         """Rows of the table of pooled blocks, whatever their state."""
         with self._pooled_lock:
             return len(self._pooled)
+
+    def pooled_without_room(self) -> int:
+        """Rows, or places of theirs, that found no room."""
+        return self._pooled.without_room + self._pooled_index.without_room
+
+    def labelled(self) -> tuple[int, int]:
+        """Run records with labels, and labels that found no room."""
+        return len(self._labels), self._labels.without_room
 
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics; raises BadRecord and stays as it was."""
@@ -362,6 +444,37 @@ class View:
             predicted = self._predictions.find_matches(local)
         return with_predictions(known, predicted)
 
+    def beside(self, sequence: HashArray, model: str, moe: MoeWanted | None, *, pooled: bool) -> Beside | None:
+        """What is pooled of a request, if it is asked for, and labelled as `moe` asks; None where nothing is.
+
+        sequence: uint64[n], the request's sequence hashes, contiguous.
+        """
+        pooled = pooled and len(self._pooled_index) > 0
+        if not pooled and (moe is None or not self._labels):
+            return None
+        numbers = self._rank_numbers()
+        with self._beside_lock:
+            reached = self._pooled_index.path(sequence, model, numbers, self._pooled.pools) if pooled else None
+            labelled = self._labels.path(sequence, moe, numbers) if moe is not None and self._labels else None
+        if reached is None and labelled is None:
+            return None
+        return Beside(sequence, reached, labelled, self._holders_along)
+
+    def _holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+        with self._lock:
+            return self.index.holders_along(sequence, first, rows, places)
+
+    def _rank_numbers(self) -> RankNumbers:
+        numbers = self._numbers
+        if numbers is None:
+            with self._lock:
+                ranks = tuple(rank for _, worker in sorted(self.workers.items()) for rank in worker.ranks())
+                # Most records of the registry renew a lease: the fleet is what it was, and so are all answers.
+                known = self._last_numbers
+                numbers = known if known is not None and known.ranks == ranks else RankNumbers(ranks)
+                self._numbers = self._last_numbers = numbers
+        return numbers
+
     def predict(self, rank: RankId, local: HashArray) -> None:
         """A request of these blocks was sent to the rank, which will hold them. local: uint64[n_blocks]."""
         if self._predictions is not None and local.size:
@@ -409,11 +522,13 @@ class View:
         with self._lock:
             return [progress for rank, progress in self._progress.items() if rank.worker_id == worker_id]
 
-    def mode(self, ranks: Iterable[RankId], predicted: Set[RankId] = _NO_RANKS) -> AnswerMode:
-        """The worst that is true of any of these ranks; predicted: those whose score is a prediction."""
+    def mode(self, ranks: Iterable[RankId], predicted: Set[RankId] = _NO_RANKS, *, pooled: bool = False) -> AnswerMode:
+        """The worst that is true of any of these ranks; predicted: those whose score is a prediction.
+
+        pooled: pooled blocks count too, so that whoever writes any of them must live, be he eligible or long dead.
+        """
         if not self._settings.reads_index:
             return AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK
-        stale_ms, behind_ms = self._settings.stale_after_ms, self._settings.behind_after_ms
         now_ms = self._now_ms()
         worst = AnswerMode.EXACT
         with self._lock:
@@ -425,14 +540,24 @@ class View:
                     return AnswerMode.DEGRADED
                 if self._incomplete and self._lacks_records(rank):
                     return AnswerMode.DEGRADED
-                seen = self._partitions.get(partition_of(rank.worker_id, self._settings.partitions))
-                if seen is None or seen[1] is None or now_ms - seen[1] > stale_ms:
-                    return AnswerMode.DEGRADED
-                if any(source.behind_ms > behind_ms for source in seen[0].sources):
+                if not self._is_fresh(partition_of(rank.worker_id, self._settings.partitions), now_ms):
                     return AnswerMode.DEGRADED
                 if health is Health.APPROXIMATE or rank in predicted:
                     worst = AnswerMode.APPROXIMATE
+            if pooled and self._pooled_partitions:
+                if self.pooled_without_room():
+                    return AnswerMode.DEGRADED
+                for partition, n_rows in self._pooled_partitions.copy().items():
+                    if n_rows and not self._is_fresh(partition, now_ms):
+                        return AnswerMode.DEGRADED
         return worst
+
+    def _is_fresh(self, partition: int, now_ms: int) -> bool:
+        """Whether a partition's owner was heard of lately, and is not behind either of its sources."""
+        record, received_ms = self._partitions.get(partition, (None, None))
+        if record is None or received_ms is None or now_ms - received_ms > self._settings.stale_after_ms:
+            return False
+        return all(source.behind_ms <= self._settings.behind_after_ms for source in record.sources)
 
     def rank_states(self) -> list[RankState]:
         """Every rank that ever told anything, in order."""
@@ -480,11 +605,15 @@ class View:
             self._progress.pop(rank, None)
             self._note_silence(rank, silent=False)
             self.index.forget_rank(rank)
+            if self._labels:
+                self._end_labels()
             return
         known = self._progress.get(rank)
         if known is not None and (progress.epoch, progress.sequence) < (known.epoch, known.sequence):
             return
         self.index.enter_epoch(rank, progress.epoch)
+        if self._labels:
+            self._end_labels()
         self._progress[rank] = progress
         self._note_silence(rank, silent=progress.silent)
 

@@ -14,6 +14,7 @@ from streams.core.hashing import hash_seed, pack_tokens, request_hashes, sequenc
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
 from streams.core.loads import Booking
 from streams.core.metrics import MetricsReport
+from streams.core.moe_labels import MoeWanted
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.cxl.events import POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
@@ -29,6 +30,9 @@ NAME_CHARS_MAX = 512
 ADDRESS_CHARS_MAX = 4096
 TAINTS_MAX = 256
 
+#: Experts that a request names; models have some hundreds in a layer.
+EXPERTS_MAX = 4096
+
 #: Tokens of an output, and requests at once: Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
 
@@ -41,12 +45,17 @@ _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MA
 
 
 class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which expert slices the request will use."""
+    """Which slices of a mixture of experts the request will use. fallback_to_unlabeled: whether ranks that hold no
+    matching block stay where others do."""
 
-    layer_id: int | None = None
-    expert_ids: list[int] = []
-    expert_group: int | None = None
+    layer_id: _Count | None = None
+    expert_ids: Annotated[list[_Count], msgspec.Meta(max_length=EXPERTS_MAX)] = []
+    expert_group: _Count | None = None
     fallback_to_unlabeled: bool = True
+
+    def wanted(self) -> MoeWanted:
+        """The same as the labels are asked."""
+        return MoeWanted(self.layer_id, frozenset(self.expert_ids), self.expert_group)
 
 
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +65,8 @@ class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_temperature: _Weight | None = None
     track_active_blocks: bool | None = None
     tier_weights: tuple[_Weight, _Weight, _Weight, _Weight] | None = None
+    cxl_score_weight: _Weight | None = None
+    moe_score_weight: _Weight | None = None
     moe_query: MoeQuery | None = None
 
 
@@ -138,9 +149,18 @@ class Blocks:
 
 
 #: What of router_config_override may come as a query parameter of its own name.
-_OVERRIDES = ("overlap_score_weight", "router_temperature", "track_active_blocks", "tier_weights")
+_OVERRIDES = (
+    "overlap_score_weight",
+    "router_temperature",
+    "track_active_blocks",
+    "tier_weights",
+    "cxl_score_weight",
+    "moe_score_weight",
+    "moe_query",
+)
 
 _route_decoder = msgspec.json.Decoder(RouteRequest)
+_moe_query_decoder = msgspec.json.Decoder(MoeQuery)
 _book_decoder = msgspec.json.Decoder(BookRequest)
 _output_decoder = msgspec.json.Decoder(OutputBody)
 _worker_decoder = msgspec.json.Decoder(WorkerBody)
@@ -160,6 +180,8 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
             values[name] = [part for part in values[name].split(",") if part]
     if "tier_weights" in values:
         values["tier_weights"] = values["tier_weights"].split(",")
+    if "moe_query" in values:
+        values["moe_query"] = _decode(_moe_query_decoder, values["moe_query"].encode())
     override = {name: values.pop(name) for name in _OVERRIDES if name in values}
     if override:
         values["router_config_override"] = override
@@ -297,6 +319,8 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "worker_id": terms.rank.worker_id,
         "dp_rank": terms.rank.dp_rank,
         "overlap_blocks": terms.overlap_blocks,
+        "cxl_accessible_blocks": terms.cxl_accessible_blocks,
+        "moe_blocks": terms.moe_blocks,
         "effective_cached_blocks": terms.effective_cached_blocks,
         "own_prefill_blocks": terms.own_prefill_blocks,
         "active_prefill_blocks": terms.active_prefill_blocks,

@@ -21,7 +21,14 @@ from streams.core.kernels.fold import (
     FOLD_PRESENT,
 )
 from streams.core.kernels.memory import copy_words, load, shift_right, signed, store, trailing_zeros
-from streams.core.kernels.run_records import FOLD_GENERATION, FOLD_INCARNATION, FOLD_PLACE, FOLD_WORKER, load_byte
+from streams.core.kernels.run_records import (
+    FOLD_GENERATION,
+    FOLD_INCARNATION,
+    FOLD_LABELLED,
+    FOLD_PLACE,
+    FOLD_WORKER,
+    load_byte,
+)
 from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, store_u64, swap_bytes
 from streams.core.run_kernels.changes import adopt_run, next_stale, owe_tombstone, set_labels
 from streams.core.run_kernels.layout import (
@@ -167,10 +174,10 @@ def decode_records(
 
     data: address of keys and values, one behind the other, n_bytes together. lengths: address of two int64 a record,
     its key's and its value's bytes, -1 for a tombstone's. header, header_end: the first eight bytes and the next two
-    of every value. table: of RunColumns; the holder is not set.
+    of every value. table: of RunColumns; the holder is not set, and records that are left are not labelled.
     """
     presents, offsets = load(table + FOLD_PRESENT * 8), load(table + FOLD_OFFSET * 8)
-    locals_ = load(table + FOLD_LOCAL * 8)
+    locals_, labelled = load(table + FOLD_LOCAL * 8), load(table + FOLD_LABELLED * 8)
     key, data_end = data, data + n_bytes
     n_blocks, n_others = 0, 0
     store(offsets, 0)
@@ -180,6 +187,7 @@ def decode_records(
         value = key + n_key
         end = value + max(n_value, 0)
         store(presents + row, OTHER)
+        store(labelled + row, 0)
         taken = False
         if n_key == KEY_BYTES and end <= data_end and load_byte(key) == _PREFIX:
             tier = load_byte(key + 13)
@@ -193,10 +201,12 @@ def decode_records(
                     store(presents + row, 0)
                     taken = True
                 elif _begins_with(value, n_value, header, header_end):
-                    found, incarnation, generation, _, parent, has_parent, present, local, _ = _parse_run(
+                    found, incarnation, generation, _, parent, has_parent, present, local, labels = _parse_run(
                         value + HEADER_BYTES, end, first
                     )
                     if found > 0:
+                        # Labels come last: where there are none, all that is left is the end of an empty array.
+                        store(labelled + row, 1 if labels + 1 != end else 0)
                         copy_words(locals_ + (n_blocks << 3), local, found)
                         store(load(table + FOLD_PARENT * 8) + row, parent)
                         store(load(table + FOLD_HAS_PARENT * 8) + row, has_parent)

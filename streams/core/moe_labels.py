@@ -1,0 +1,168 @@
+"""Which blocks of which rank belong to which slice of a mixture of experts, and who matches what a request asks for.
+
+What lives here: `MoeWanted`, a request's question, and `LabelIndex`, the labels of run records. What must not: bytes,
+who holds a block (the index), what a match is worth (cost). Not thread-safe: its shell has a lock.
+
+Labels follow the index: a record replaces what its key had, and a rank's epoch ends all older ones. What is held is the
+index's to say; here a label of a block that a rank does not hold any more counts for nobody, as only blocks of the
+rank's own leading prefix are counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from streams.core.block_sets import BlockSets, Path, RankNumbers
+from streams.core.events import MoeLabels
+from streams.core.facts import FactNumbers
+from streams.core.ids import Epoch, HashArray, RankId, SequenceHash
+from streams.errors import IndexFull
+
+#: Labels of ended lives taken out behind each record: some 200 us.
+_DROP_BUDGET = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWanted:
+    """Which slices a request will use. What is None, or empty, is not asked for."""
+
+    layer_id: int | None = None
+    expert_ids: frozenset[int] = frozenset()
+    expert_group: int | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is asked for: what asks for nothing matches nothing."""
+        return self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
+
+    def matches(self, labels: MoeLabels) -> bool:
+        """Whether a block is of such a slice: all that is asked for must be in its labels."""
+        return (
+            self.asks
+            and (self.layer_id is None or labels.layer_id == self.layer_id)
+            and (not self.expert_ids or labels.expert_id in self.expert_ids)
+            and (self.expert_group is None or labels.expert_group == self.expert_group)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """A rank's block has these labels. life: of the rank here, so that older ones count for nothing at once."""
+
+    rank: RankId
+    life: int
+    labels: MoeLabels
+
+
+class _RankLabels:
+    """One rank's: the epoch that its labels are of, and the keys of its records."""
+
+    __slots__ = ("epoch", "keys", "life")
+
+    def __init__(self, epoch: Epoch, life: int) -> None:
+        self.epoch = epoch
+        self.life = life
+        self.keys: set[Hashable] = set()
+
+
+class LabelIndex:
+    """Labels by block, rank and record."""
+
+    def __init__(self, sets: BlockSets) -> None:
+        self._sets = sets
+        self._facts: FactNumbers[_Fact] = FactNumbers()
+        self._ranks: dict[RankId, _RankLabels] = {}
+        self._records: dict[Hashable, tuple[RankId, list[tuple[int, int]]]] = {}  # (block, fact) each
+        self._ended: deque[tuple[int, int]] = deque()
+        self._n_lives = 0
+        self.without_room = 0
+
+    def __len__(self) -> int:
+        """Records that have labels."""
+        return len(self._records)
+
+    def __bool__(self) -> bool:
+        """Whether there are any, or any that are still to be taken out."""
+        return bool(self._records or self._ended)
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a record has labels."""
+        return key in self._records
+
+    def ranks(self) -> list[tuple[RankId, Epoch]]:
+        """Ranks that have labels, and the epoch that these are of."""
+        return [(rank, told.epoch) for rank, told in self._ranks.items()]
+
+    def fold(
+        self, key: Hashable, rank: RankId, epoch: Epoch, labelled: Iterable[tuple[SequenceHash, MoeLabels]]
+    ) -> None:
+        """Take in the labels of a record's held blocks; they replace what its key had.
+
+        A record of an older epoch than its rank's changes nothing. Labels for which there is no room are counted.
+        """
+        told = self._ranks.get(rank)
+        if told is not None and epoch < told.epoch:
+            return
+        if told is None or epoch > told.epoch:
+            self.forget_rank(rank)
+            self._n_lives += 1
+            told = self._ranks[rank] = _RankLabels(epoch, self._n_lives)
+        self.end(key)
+        facts = []
+        for block, labels in labelled:
+            fact = self._facts.use(_Fact(rank, told.life, labels))
+            try:
+                self._sets.tell(block, fact)
+            except IndexFull:
+                self._facts.release(fact)
+                self.without_room += 1
+            else:
+                facts.append((int(block), fact))
+        if facts:
+            told.keys.add(key)
+            self._records[key] = (rank, facts)
+
+    def end(self, key: Hashable) -> None:
+        """A record is no more, or has no labels any more."""
+        rank, facts = self._records.pop(key, (None, []))
+        if rank is not None:
+            self._ranks[rank].keys.discard(key)
+        self._take_back(facts)
+
+    def tidy(self) -> None:
+        """Take out some of what ended."""
+        self._take_back([self._ended.popleft() for _ in range(min(_DROP_BUDGET, len(self._ended)))])
+
+    def enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
+        """The index knows a rank's epoch: labels of an older one count for nothing."""
+        told = self._ranks.get(rank)
+        if told is not None and epoch > told.epoch:
+            self.forget_rank(rank)
+
+    def forget_rank(self, rank: RankId) -> None:
+        """A rank's labels count for nothing; they are taken out bit by bit."""
+        told = self._ranks.pop(rank, None)
+        if told is not None:
+            for key in told.keys:
+                self._ended += self._records.pop(key)[1]
+            self._sets.forget_answers()
+
+    def path(self, sequence: HashArray, wanted: MoeWanted, numbers: RankNumbers) -> Path | None:
+        """Look a request up; None where none of its blocks matches. sequence: uint64[n], contiguous."""
+
+        def matching(facts: frozenset[int]) -> int:
+            mask = 0
+            for fact in map(self._facts.facts.__getitem__, facts):
+                told = self._ranks.get(fact.rank)
+                if told is not None and told.life == fact.life and wanted.matches(fact.labels):
+                    mask |= numbers.mask_of(fact.rank)
+            return mask
+
+        return self._sets.path(sequence, wanted, numbers, matching)
+
+    def _take_back(self, facts: Iterable[tuple[int, int]]) -> None:
+        for block, fact in facts:
+            self._sets.take_back(block, fact)
+            self._facts.release(fact)

@@ -1,0 +1,92 @@
+"""Pooled blocks for routing: which workers reach which block, a million of them in some microseconds a request.
+
+What lives here: `PooledIndex`. What must not: records (pooled_view), locks, and what a pooled block is worth (cost).
+
+A block's facts are where it is pooled: pool, epoch, who was named, model. Who reaches it follows from these, from the
+registry's pools and from its workers when it is asked for, and is kept until one of them changes: a pool that is lost,
+or a host that leaves, is one record here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from streams.core.block_sets import BlockSets, Path, RankNumbers
+from streams.core.facts import FactNumbers
+from streams.core.ids import HashArray, SequenceHash, WorkerId
+from streams.cxl.events import CxlPool
+from streams.cxl.pooled_view import reachable_workers
+from streams.cxl.records import Placement
+from streams.cxl.states import CxlMemoryState
+from streams.errors import IndexFull
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where blocks are pooled, as far as it decides who reaches them; whoever owns them."""
+
+    model: str
+    pool_id: str
+    pool_epoch: int
+    accessible_workers: tuple[WorkerId, ...]
+
+
+class PooledIndex:
+    """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: its shell has a lock."""
+
+    def __init__(self, sets: BlockSets) -> None:
+        self._sets = sets
+        self._places: FactNumbers[_Place] = FactNumbers()
+        self.without_room = 0
+
+    def __len__(self) -> int:
+        """Blocks that are pooled anywhere."""
+        return len(self._sets)
+
+    def replace(self, sequence: SequenceHash, before: Placement | None, after: Placement | None) -> None:
+        """A row has changed: what it said before and says now, None for nothing.
+
+        A place for which there is no room is counted, and its blocks count for nobody.
+        """
+        old, new = _counted(before), _counted(after)
+        if old == new:
+            return
+        if new is not None:
+            place = self._places.use(new)
+            try:
+                self._sets.tell(sequence, place)
+            except IndexFull:
+                self._places.release(place)
+                self.without_room += 1
+        if old is not None:
+            number = self._places.number_of(old)
+            if number is not None and number in self._sets.facts_of(sequence):
+                self._sets.take_back(sequence, number)
+                self._places.release(number)
+
+    def forget_answers(self) -> None:
+        """A pool has changed."""
+        self._sets.forget_answers()
+
+    def path(self, sequence: HashArray, model: str, numbers: RankNumbers, pools: Mapping[str, CxlPool]) -> Path | None:
+        """Look a request up; None where nobody reaches any of its blocks. sequence: uint64[n], contiguous."""
+
+        def reached(places: frozenset[int]) -> int:
+            mask = 0
+            for place in map(self._places.facts.__getitem__, places):
+                if place.model == model:
+                    for worker in reachable_workers(
+                        place.pool_id, place.pool_epoch, place.accessible_workers, pools, numbers.workers
+                    ):
+                        mask |= numbers.workers[worker]
+            return mask
+
+        return self._sets.path(sequence, model, numbers, reached)
+
+
+def _counted(placement: Placement | None) -> _Place | None:
+    """What counts of a row; in transit and evicted nobody scores it."""
+    if placement is None or placement.state is not CxlMemoryState.CXL_POOLED:
+        return None
+    return _Place(placement.model, placement.pool_id, placement.pool_epoch, placement.accessible_workers)
