@@ -113,7 +113,7 @@ class History:
         now = self.epochs.get(of, FIRST)
         epoch = Epoch(Incarnation(1), max(0, now.generation + rng.choices([0, 1, -1], [20, 1, 1])[0]))
         local = rng.choice(self.chains)
-        first = rng.randrange(len(local))
+        first = rng.choice([0, rng.randrange(len(local))])
         last = rng.randrange(first, len(local)) + 1
         present = rng.getrandbits(last - first) | 1 << rng.randrange(last - first) if rng.random() < 0.4 else -1
         moe = {at: rng.choice(LABELS) for at in range(last - first) if rng.random() < 0.7}

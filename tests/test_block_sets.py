@@ -95,7 +95,8 @@ def test_walks_and_counts_are_those_of_a_walk_of_every_block(make: type[BlockSet
         if found is None:
             continue
         for held in (None, held_of(holding, len(candidates))):
-            blocks, ends = found.walk(places, starts, held)
+            blocks, ends, first = found.walk(places, starts, held)
+            assert first == min([end for end, count in zip(ends, blocks, strict=True) if count], default=n_blocks)
             for position, candidate in enumerate(candidates):
                 at, count = int(starts[position]), 0
                 while at < n_blocks:

@@ -44,12 +44,11 @@ class Beside:
         """
         if self._pooled is None:
             return None
-        blocks, ends = self._pooled.walk(places, overlap)
-        behind = ends[(blocks > 0) & (ends < len(self._sequence))]
-        if behind.size:  # behind the pooled blocks may be some of its own, and then pooled ones again
-            held = self._holders_along(self._sequence, int(behind.min()), self._pooled.rows(), places)
+        blocks, _, first = self._pooled.walk(places, overlap)
+        if first < len(self._sequence):  # behind the pooled blocks may be some of its own, and then pooled ones again
+            held = self._holders_along(self._sequence, first, self._pooled.rows(), places)
             if held is not None:
-                blocks, _ = self._pooled.walk(places, overlap, held)
+                blocks, _, _ = self._pooled.walk(places, overlap, held)
         return blocks
 
     def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:

@@ -125,11 +125,14 @@ class Path:
         """The row of each block, 0 where nobody may count it: int64[n]."""
         return self.found[: len(self.found) // 2]
 
-    def walk(self, places: RankPlaces, starts: Int64Array, held: Held | None = None) -> tuple[Int64Array, Int64Array]:
+    def walk(
+        self, places: RankPlaces, starts: Int64Array, held: Held | None = None
+    ) -> tuple[Int64Array, Int64Array, int]:
         """Go on from where each candidate's own blocks end, over what it may count and what it holds.
 
         starts: int64[m]. held: rows int64[n], bitmaps over the candidates' positions, words of one. Gives the blocks
-        that each may count, and where its prefix ends, int64[m] each.
+        that each may count, and where its prefix ends, int64[m] each; and the first block at which a candidate that
+        counts any ends, n where there is none.
         """
         return self._sets.walk(self.found, self._bits, self._words, self._numbers.of(places), starts, held)
 
@@ -277,7 +280,7 @@ class BlockSets:
         numbers: Int64Array,
         starts: Int64Array,
         held: Held | None,
-    ) -> tuple[Int64Array, Int64Array]:
+    ) -> tuple[Int64Array, Int64Array, int]:
         """See Path.walk and kernels.block_sets.walk."""
 
     @abstractmethod
@@ -323,7 +326,7 @@ class PlainBlockSets(BlockSets):
         numbers: Int64Array,
         starts: Int64Array,
         held: Held | None,
-    ) -> tuple[Int64Array, Int64Array]:
+    ) -> tuple[Int64Array, Int64Array, int]:
         """See Path.walk."""
         rows = found[: len(found) // 2].tolist()
         counts, ends = np.zeros(len(starts), dtype=np.int64), starts.copy()
@@ -334,7 +337,7 @@ class PlainBlockSets(BlockSets):
                 elif held is None or not _is_set(held[1], held[2], int(held[0][at]), candidate):
                     break
                 ends[candidate] = at + 1
-        return counts, ends
+        return counts, ends, min(ends[counts > 0].tolist(), default=len(rows))
 
     def count_within(
         self, found: Int64Array, bits: Int64Array, words: int, numbers: Int64Array, limits: Int64Array
@@ -397,13 +400,13 @@ class BlockSetTable(BlockSets):
         numbers: Int64Array,
         starts: Int64Array,
         held: Held | None,
-    ) -> tuple[Int64Array, Int64Array]:
+    ) -> tuple[Int64Array, Int64Array, int]:
         """See Path.walk."""
         n = len(numbers)
         out = np.empty(2 * n, dtype=np.int64)
         held_rows, held_bits, held_words = (_NOTHING, _NOTHING, 1) if held is None else held
-        self._kernels.walk(found, bits, words, numbers, starts, held_rows, held_bits, held_words, out)
-        return out[:n], out[n:]
+        first = self._kernels.walk(found, bits, words, numbers, starts, held_rows, held_bits, held_words, out)
+        return out[:n], out[n:], first
 
     def count_within(
         self, found: Int64Array, bits: Int64Array, words: int, numbers: Int64Array, limits: Int64Array

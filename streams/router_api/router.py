@@ -454,7 +454,8 @@ class Router:
             "cxl_score_weight": override.cxl_score_weight,
             "moe_score_weight": override.moe_score_weight,
         }
-        return replace(self.policy, **{name: value for name, value in given.items() if value is not None})
+        changes = {name: value for name, value in given.items() if value is not None}
+        return replace(self.policy, **changes) if changes else self.policy  # a moe_query alone changes nothing here
 
     def _beside(self, policy: RoutePolicy, chain: HashArray, model: str, query: MoeQuery | None) -> Beside | None:
         wanted = None if query is None else query.wanted()

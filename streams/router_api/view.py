@@ -267,11 +267,11 @@ class View:
         self._end_labels()
 
     def _fold_labels(self, key: bytes, run: Run | None) -> None:
-        """Labels of one record; of an epoch that the index has left behind none."""
+        """Labels of one record; one of an epoch that the index has left behind changes nothing here either."""
         with self._beside_lock:
-            if run is None or not run.moe or run.epoch != self.index.epoch_of(run.key.rank):
+            if run is None:
                 self._labels.end(key)
-            else:
+            elif run.epoch == self.index.epoch_of(run.key.rank):
                 held = [(SequenceHash(run.sequence[at]), run.moe[at]) for at in run.held() if at in run.moe]
                 self._labels.fold(key, run.key.rank, run.epoch, held)
 

@@ -163,13 +163,13 @@ def walk(
     found: of find_rows. bits: bitmaps of `words` int64 a row, a bit for each number. numbers: int64[m], of each
     candidate, -1 for one that has none. starts: int64[m], its own leading blocks. held_rows: int64[n], or none: of each
     block the row of held_bits, whose bits are positions of candidates. out: int64[2 * m]: how many blocks each may
-    count, and where its prefix ends. Gives how many candidates count any.
+    count, and where its prefix ends. Gives the first block at which a candidate that counts any ends, n for none.
     """
     n_blocks, n_candidates = found.size >> 1, numbers.size
     rows, bitmap = address_of(found), address_of(bits)
     held, held_bitmap, target = address_of(held_rows), address_of(held_bits), address_of(out)
     any_held = held_rows.size != 0
-    n_counting = 0
+    first_end = n_blocks
     for candidate in range(n_candidates):
         number, at, count = load(address_of(numbers) + (candidate << 3)), load(address_of(starts) + (candidate << 3)), 0
         while at < n_blocks:
@@ -184,8 +184,9 @@ def walk(
                 break
         store(target + (candidate << 3), count)
         store(target + ((n_candidates + candidate) << 3), at)
-        n_counting += count != 0
-    return n_counting
+        if count != 0 and at < first_end:
+            first_end = at
+    return first_end
 
 
 @kernel(int64(_WORDS, _WORDS, int64, _WORDS, _WORDS, _WORDS), nogil=False)

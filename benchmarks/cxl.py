@@ -1,0 +1,240 @@
+"""`python -m benchmarks.cxl`: what pooled blocks and labels of experts add to one routing decision.
+
+What lives here: a router's own calls, over a view that was folded from records, with a million rows of pooled blocks
+and labels on everything that is held, beside the same fleet without either. What must not: HTTP and Kafka. Exits 1
+where a choice is not the one that the formula has, or the terms are not those that were planted.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from benchmarks.ours import clock
+from benchmarks.report import OURS, Bar, Report, Samples, ratio_bar, select
+from streams import __version__
+from streams.codec import encode_worker
+from streams.core.events import MoeLabels
+from streams.core.hashing import local_hashes, sequence_hashes
+from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.registry import Worker
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.cxl.events import CxlPool
+from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.cxl.states import CxlMemoryState
+from streams.router_api.router import Router
+from streams.router_api.wire import RouteRequest
+from streams.settings import Settings
+from streams.tables.records import encode_run, run_key
+
+SEED = 7
+BLOCK_SIZE = 16
+N_TOKENS = 2048
+N_BLOCKS = N_TOKENS // BLOCK_SIZE
+#: Of each prompt: blocks that all prompts begin with, and blocks that a rank holds before the pooled ones.
+N_SHARED = N_BLOCKS // 4
+N_OWN = N_BLOCKS // 2
+#: Prompts that each rank holds the first half of.
+N_HELD = 64
+N_POOLS = 8
+#: Bars of the issue that asked for pooled blocks.
+WITH_MAX, WITHOUT_MAX = 1.5, 1.05
+
+LABELS = MoeLabels(2, 7, 3)
+QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens as they come over HTTP; who holds its first half, None for nobody; the pool that has the rest."""
+
+    tokens: bytes
+    sequence: HashArray
+    local: HashArray
+    holder: int | None
+    pool: int | None
+
+
+class Fleet:
+    """Prompts, and what is known of each."""
+
+    def __init__(self, n_ranks: int, n_pooled: int) -> None:
+        self.rng = np.random.default_rng(SEED)
+        self.n_ranks = n_ranks
+        self._shared = self.rng.integers(0, 128_000, N_SHARED * BLOCK_SIZE, dtype=np.uint32)
+        self.prompts = [
+            self.prompt(holder, int(self.rng.integers(N_POOLS)))
+            for holder in range(1, n_ranks + 1)
+            for _ in range(N_HELD)
+        ]
+        self.n_rows = (N_BLOCKS - N_OWN) * len(self.prompts)
+        while self.n_rows < n_pooled:
+            self.prompts.append(self.prompt(None, int(self.rng.integers(N_POOLS))))
+            self.n_rows += N_BLOCKS - N_SHARED
+
+    def prompt(self, holder: int | None, pool: int | None) -> Prompt:
+        own = self.rng.integers(0, 128_000, N_TOKENS - len(self._shared), dtype=np.uint32)
+        tokens = np.concatenate([self._shared, own]).astype("<u4").tobytes()
+        local = local_hashes(tokens, BLOCK_SIZE)
+        return Prompt(tokens, sequence_hashes(local), local, holder, pool)
+
+    def members(self, pool: int) -> tuple[WorkerId, ...]:
+        """Every eighth worker, and its neighbour."""
+        first = range(pool, pool + self.n_ranks, 8)
+        return tuple(WorkerId(1 + (each + next_to) % self.n_ranks) for each in first for next_to in (0, 1))
+
+    def router(self, *, pooled: bool, labelled: bool) -> Router:
+        """A router that has read everything."""
+        router = Router(Settings(router_replica_sync=False, router_seed=SEED))
+        router.feeds.pending = dict  # type: ignore[method-assign]  # as if all were read
+        for number in range(1, self.n_ranks + 1):
+            worker = Worker(WorkerId(number), "http://w", "m", BLOCK_SIZE)
+            router.view.fold_worker(str(number).encode(), encode_worker(worker))
+        for prompt in self.prompts:
+            if prompt.holder is not None:
+                router.view.fold_index_batch(list(self._runs(prompt, prompt.holder, labelled=labelled)))
+        if pooled:
+            for pool in range(N_POOLS):
+                told = CxlPool(f"pool{pool}", members=self.members(pool))
+                router.view.fold_worker(pool_key(told.pool_id), encode_pool(told))
+            for prompt in self.prompts:
+                for key, value in self._rows(prompt):
+                    router.view.fold_pooled(key, value)
+        return router
+
+    def _runs(self, prompt: Prompt, holder: int, *, labelled: bool) -> Iterator[tuple[bytes, bytes]]:
+        local, sequence = prompt.local.tolist(), prompt.sequence.tolist()
+        for first in range(0, N_OWN, RUN_BLOCKS_MAX):
+            last = min(first + RUN_BLOCKS_MAX, N_OWN)
+            run = Run(
+                key=RunKey(RankId(WorkerId(holder), DpRank(0)), Tier.DEVICE, SequenceHash(sequence[first])),
+                epoch=Epoch(Incarnation(1), 0),
+                start=first,
+                parent=SequenceHash(sequence[first - 1]) if first else None,
+                local=local[first:last],
+                engine=sequence[first:last],
+                sequence=sequence[first:last],
+                present=(1 << (last - first)) - 1,
+                moe=dict.fromkeys(range(last - first), LABELS) if labelled else {},
+            )
+            yield run_key(run.key), encode_run(run)
+
+    def _rows(self, prompt: Prompt) -> Iterator[tuple[bytes, bytes]]:
+        placement = Placement(CxlMemoryState.CXL_POOLED, f"pool{prompt.pool}", 0, (), "m", Incarnation(1), 0)
+        owner = RankId(WorkerId(prompt.holder or 1), DpRank(0))
+        sequence = prompt.sequence.tolist()
+        for at in range(N_SHARED if prompt.holder is None else N_OWN, N_BLOCKS):
+            row = BlockRow(placement, SequenceHash(sequence[at - 1]), at, EngineHash(at))
+            yield block_key(BlockKey(SequenceHash(sequence[at]), owner, placement.pool_id)), encode_block(row)
+
+
+def request(*, moe: bool, explain: bool = False) -> RouteRequest:
+    asked: dict[str, Any] = {"update_states": False, "explain": explain}
+    if moe:
+        asked["router_config_override"] = {"moe_query": QUERY}
+    return msgspec.convert(asked, RouteRequest)
+
+
+def check(fleet: Fleet, router: Router, prompt: Prompt, asked: RouteRequest, *, beside: bool) -> None:
+    """The terms are those that were planted, and the cheapest rank was chosen."""
+    answer = router.route(asked, prompt.tokens)
+    members = set() if prompt.pool is None else set(fleet.members(prompt.pool))
+    for each in answer["candidates"]:
+        own = N_OWN if each["worker_id"] == prompt.holder else N_SHARED
+        reached = N_BLOCKS - own if each["worker_id"] in members and (prompt.holder is None or own == N_OWN) else 0
+        wanted = (own, reached if beside else 0, own if beside else 0)
+        found = (each["overlap_blocks"], each["cxl_accessible_blocks"], each["moe_blocks"])
+        if found != wanted:
+            raise SystemExit(f"worker {each['worker_id']}: {found}, and {wanted} were planted")
+    if answer["cost"] != min(each["cost"] for each in answer["candidates"]):
+        raise SystemExit(f"worker {answer['worker_id']} was chosen at {answer['cost']}")
+
+
+def measure(router: Router, prompts: list[Prompt], asked: RouteRequest) -> tuple[float, float]:
+    """Median and mean us of one decision."""
+    taken = []
+    for prompt in prompts:
+        begun = clock()
+        router.route(asked, prompt.tokens)
+        taken.append(clock() - begun)
+    return statistics.median(taken) / 1000, statistics.fmean(taken) / 1000
+
+
+@click.command(help=__doc__)
+@click.option("--ranks", default=64, show_default=True)
+@click.option("--pooled", default=1_000_000, show_default=True, help="rows of pooled blocks")
+@click.option("--decisions", default=600, show_default=True, help="of one repetition")
+@click.option("--repeats", default=15, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), default=None)
+def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path | None) -> None:
+    samples = Samples()
+    fleet = Fleet(ranks, pooled)
+    plain = fleet.router(pooled=False, labelled=False)
+    unasked = fleet.router(pooled=False, labelled=False)  # as plain, and the question what is beside is left out
+    unasked._beside = lambda *_: None  # type: ignore[method-assign]
+    begun = time.monotonic()
+    full = fleet.router(pooled=True, labelled=True)
+    case = f"{ranks} ranks, {N_TOKENS} tokens, {full.view.n_pooled()} rows, {full.view.labelled()[0]} labelled records"
+    samples.add(case, "records to a view", "s", OURS, time.monotonic() - begun)
+    # A third is held and pooled, a third is pooled only, a third is new but for what all begin with.
+    rng = random.Random(SEED)
+    held = [prompt for prompt in fleet.prompts if prompt.holder is not None]
+    gone = [prompt for prompt in fleet.prompts if prompt.holder is None] or held
+    kinds = [held, gone, [fleet.prompt(None, None) for _ in range(decisions // 3)]]
+    prompts = [rng.choice(kind) for _, kind in zip(range(decisions), itertools.cycle(kinds), strict=False)]
+    series = (
+        ("with pools and labels", full, request(moe=True)),
+        ("without any, asked", plain, request(moe=False)),
+        ("without any", unasked, request(moe=False)),
+    )
+    for name, router, _ in series:
+        beside = name == series[0][0]
+        for prompt in prompts[:: max(1, decisions // 100)]:
+            check(fleet, router, prompt, request(moe=beside, explain=True), beside=beside)
+        measure(router, prompts, request(moe=beside))  # caches are filled
+    gc.collect()
+    gc.freeze()
+    found: dict[str, tuple[float, float]] = {}
+    for repeat in range(repeats):
+        order = series if repeat % 2 else series[::-1]
+        for name, router, asked in order:
+            found[name] = measure(router, prompts, asked)
+        for name, than in ((series[0][0], "without any, asked"), ("without any, asked", "without any")):
+            for metric, which in (("decision p50", 0), ("decision mean", 1)):
+                samples.add(name, metric, "us", OURS, found[name][which])
+                samples.add(name, metric, "us", than, found[than][which])
+    rows = samples.rows()
+    p50 = select(rows, "decision p50")
+    bars: list[Bar] = [
+        ratio_bar(
+            f"pools and labels cost at most {WITH_MAX:g} of a plain decision",
+            [row for row in p50 if row.case == series[0][0]],
+            WITH_MAX,
+        ),
+        ratio_bar(
+            f"without any the question costs at most {WITHOUT_MAX:g}",
+            [row for row in p50 if row.case == series[1][0]],
+            WITHOUT_MAX,
+        ),
+    ]
+    report = Report("cxl", {"kvstreams": __version__}, rows, bars)
+    report.print(Console(width=None if sys.stdout.isatty() else 140))
+    if json_file is not None:
+        report.write(json_file)
+
+
+if __name__ == "__main__":
+    main()
