@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from streams.codec import encode_batch
-from streams.core.events import CxlMetadata
+from streams.core.events import CxlMetadata, MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, SequenceHash, WorkerId
 from streams.cxl.agent import partition_plan
@@ -264,6 +264,69 @@ def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_it
             {21: ("evicted", []), 12: ("cxl_pooled", []), 13: ("evicted", []), 31: ("cxl_pooled", [2, 3])},
         )
     assert get_json(f"{late.url}/pools") == get_json(f"{worker.url}/pools")
+
+
+def look(router: RouterProcess, tokens: list[int], **query: Any) -> dict[str, Any]:
+    """Ask without booking, with every candidate's terms."""
+    asked = {"token_ids": tokens, "update_states": False, "explain": True}
+    if query:
+        asked["router_config_override"] = {"moe_query": query}
+    answer: dict[str, Any] = call(router, "POST", "/route", asked)
+    return answer
+
+
+def beside(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
+    """Own, pooled and matching blocks by worker."""
+    names = ("overlap_blocks", "cxl_accessible_blocks", "moe_blocks")
+    return {each["worker_id"]: tuple(each[name] for name in names) for each in answer["candidates"]}
+
+
+def await_beside(
+    router: RouterProcess, wanted: dict[int, tuple[int, int, int]], tokens: list[int], **query: Any
+) -> int:
+    """Wait until a choice is made by these terms; gives the worker chosen."""
+    try:
+        wait_for(lambda: beside(look(router, tokens, **query)) == wanted, VISIBLE_TIMEOUT_S, "the terms of a choice")
+    finally:
+        answer = look(router, tokens, **query)
+        assert beside(answer) == wanted
+    chosen: int = answer["worker_id"]
+    return chosen
+
+
+def test_a_request_goes_where_a_dead_owners_pooled_prefix_is_reached_and_labels_match(stack: Stack) -> None:
+    """On every router, across blocks partly on the GPU; and elsewhere once the pool is lost."""
+    worker = stack.worker()
+    for worker_id in (1, 2, 3):
+        put_worker(worker, worker_id)
+    call(worker, "PUT", f"/pools/{POOL}", {"members": [1, 2]})
+    tokens = list(range(80))
+    with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
+        publisher.stored([11, 12, 13, 14], tokens[:64])
+        publisher.publish_cxl_state_transition(1, [11, 12, 13, 14], "in_transit", POOL)
+        publisher.publish_cxl_state_transition(2, [11, 12, 13, 14], "cxl_pooled")
+        publisher.removed([11, 12, 13, 14])
+    with KvEventPublisher(stack.settings, worker_id=3, model="m") as publisher:
+        publisher.stored([31], tokens[:16], moe=MoeLabels(2, 7, 3))
+        publisher.stored([32], tokens[16:32], parent=31)
+    assert await_beside(worker, {1: (0, 4, 0), 2: (0, 4, 0), 3: (2, 0, 0)}, tokens) in (1, 2)
+    call(worker, "DELETE", "/workers/1")
+    late = stack.router("late")
+    for router in (worker, late):
+        assert await_beside(router, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
+        assert await_beside(router, {2: (0, 4, 0), 3: (2, 0, 1)}, tokens, layer_id=2, expert_ids=[7]) == 2
+        strict = {"layer_id": 2, "expert_group": 3, "fallback_to_unlabeled": False}
+        assert await_beside(router, {3: (2, 0, 1)}, tokens, **strict) == 3
+    with KvEventPublisher(stack.settings, worker_id=2, model="m") as publisher:  # a hole that nobody's pool has
+        publisher.stored([21, 22], tokens[:32])
+        publisher.removed([21])
+        publisher.flush()
+        assert await_beside(worker, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
+        publisher.stored([21], tokens[:16])  # two of its own, and then two that are pooled
+        assert await_beside(worker, {2: (2, 2, 0), 3: (2, 0, 0)}, tokens) == 2
+    call(worker, "DELETE", f"/pools/{POOL}")
+    for router in (worker, late):
+        await_beside(router, {2: (2, 0, 0), 3: (2, 0, 0)}, tokens)
 
 
 def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack) -> None:

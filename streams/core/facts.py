@@ -35,6 +35,10 @@ class FactNumbers(Generic[_Fact]):
         self._uses[number] += 1
         return number
 
+    def use_again(self, number: int) -> None:
+        """One more uses a number that somebody uses."""
+        self._uses[number] += 1
+
     def number_of(self, fact: _Fact) -> int | None:
         """Number of a value, None where nobody uses it."""
         return self._numbers.get(fact)

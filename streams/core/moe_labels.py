@@ -57,14 +57,15 @@ class _Fact:
 
 
 class _RankLabels:
-    """One rank's: the epoch that its labels are of, and the keys of its records."""
+    """One rank's: the epoch that its labels are of, the keys of its records, and the numbers of its facts."""
 
-    __slots__ = ("epoch", "keys", "life")
+    __slots__ = ("epoch", "keys", "life", "numbers")
 
     def __init__(self, epoch: Epoch, life: int) -> None:
         self.epoch = epoch
         self.life = life
         self.keys: set[Hashable] = set()
+        self.numbers: dict[MoeLabels, int] = {}  # each used by this too, for as long as the life lasts
 
 
 class LabelIndex:
@@ -74,8 +75,8 @@ class LabelIndex:
         self._sets = sets
         self._facts: FactNumbers[_Fact] = FactNumbers()
         self._ranks: dict[RankId, _RankLabels] = {}
-        self._records: dict[Hashable, tuple[RankId, list[tuple[int, int]]]] = {}  # (block, fact) each
-        self._ended: deque[tuple[int, int]] = deque()
+        self._records: dict[Hashable, tuple[RankId, set[tuple[int, int]]]] = {}  # (block, fact) each
+        self._ended: deque[tuple[int | None, int]] = deque()  # None: the rank's own use of a fact
         self._n_lives = 0
         self.without_room = 0
 
@@ -100,7 +101,8 @@ class LabelIndex:
     ) -> None:
         """Take in the labels of a record's held blocks; they replace what its key had.
 
-        A record of an older epoch than its rank's changes nothing. Labels for which there is no room are counted.
+        A record of an older epoch than its rank's changes nothing. Labels for which there is no room are counted. A
+        record that is written again for one more block is compared with what it had: only what differs is told.
         """
         told = self._ranks.get(rank)
         if told is not None and epoch < told.epoch:
@@ -109,24 +111,31 @@ class LabelIndex:
             self.forget_rank(rank)
             self._n_lives += 1
             told = self._ranks[rank] = _RankLabels(epoch, self._n_lives)
-        self.end(key)
-        facts = []
+        now: set[tuple[int, int]] = set()
         for block, labels in labelled:
-            fact = self._facts.use(_Fact(rank, told.life, labels))
+            number = told.numbers.get(labels)
+            if number is None:
+                number = told.numbers[labels] = self._facts.use(_Fact(rank, told.life, labels))
+            now.add((block, number))
+        before = self._records.pop(key, (rank, set[tuple[int, int]]()))[1]
+        for each, fact in now - before:
             try:
-                self._sets.tell(block, fact)
+                self._sets.tell(each, fact)
             except IndexFull:
-                self._facts.release(fact)
+                now.discard((each, fact))
                 self.without_room += 1
             else:
-                facts.append((int(block), fact))
-        if facts:
+                self._facts.use_again(fact)
+        self._take_back(before - now)
+        if now:
             told.keys.add(key)
-            self._records[key] = (rank, facts)
+            self._records[key] = (rank, now)
+        else:
+            told.keys.discard(key)
 
     def end(self, key: Hashable) -> None:
         """A record is no more, or has no labels any more."""
-        rank, facts = self._records.pop(key, (None, []))
+        rank, facts = self._records.pop(key, (None, set[tuple[int, int]]()))
         if rank is not None:
             self._ranks[rank].keys.discard(key)
         self._take_back(facts)
@@ -147,6 +156,7 @@ class LabelIndex:
         if told is not None:
             for key in told.keys:
                 self._ended += self._records.pop(key)[1]
+            self._ended += [(None, number) for number in told.numbers.values()]
             self._sets.forget_answers()
 
     def path(self, sequence: HashArray, wanted: MoeWanted, numbers: RankNumbers) -> Path | None:
@@ -162,7 +172,8 @@ class LabelIndex:
 
         return self._sets.path(sequence, wanted, numbers, matching)
 
-    def _take_back(self, facts: Iterable[tuple[int, int]]) -> None:
+    def _take_back(self, facts: Iterable[tuple[int | None, int]]) -> None:
         for block, fact in facts:
-            self._sets.take_back(block, fact)
+            if block is not None:
+                self._sets.take_back(block, fact)
             self._facts.release(fact)
