@@ -323,7 +323,9 @@ class Indexer:
                     self._resume(partition)  # it drained between being found full and being paused
                 for tp in self._topic_partitions(partition):
                     wanted = table.wanted(tp.topic)
-                    if wanted is None or table.queued or self._source_end(tp.topic, partition) <= wanted:
+                    # What waits is of any source; one that nothing reaches is sought however busy the others are.
+                    paused = partition in self._paused or table.is_full
+                    if wanted is None or paused or self._source_end(tp.topic, partition) <= wanted:
                         seen.pop(tp, None)
                         continue
                     last = seen.get(tp)

@@ -559,6 +559,7 @@ class TablePartition:
             source = known.get(spec.name)
             if source is not None and source.topic_id != topic_id:
                 log.warning("%s was recreated: its offsets start anew", spec.name)
+                self._skipped.pop(spec.name, None)
                 reducer.source_lost()
                 source = None
             self._sources[spec.name] = source or SourceProgress(spec.name, topic_id, -1, 0, -1, 0)
