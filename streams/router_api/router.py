@@ -175,7 +175,8 @@ class Router:
         reads_index = policy.reads_index or strict
         scores, predicted = self.view.overlap(blocks.local) if reads_index else (_NO_SCORES, _NO_RANKS)
         sequence = pack_hashes(blocks.chain)
-        beside = self._beside(policy, blocks.chain, model, query) if reads_index else None
+        asks_beside = reads_index and self.view.anything_beside
+        beside = self._beside(policy, blocks.chain, model, query) if asks_beside else None
         if strict:
             passing = self._matching(passing, replace(filters, model=model), scores, beside)
         block_size = self.settings.block_size_of(model)

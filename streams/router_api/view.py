@@ -153,6 +153,8 @@ class View:
         self._pooled = PooledView(self._settings.schema_ids)
         self._pooled_index = PooledIndex(self._new_sets())
         self._labels = LabelIndex(self._new_sets())
+        #: Whether any block is pooled or labelled: where none is, that is all that a choice asks.
+        self.anything_beside = False
         self._last_numbers: RankNumbers | None = None
         self._numbers: RankNumbers | None = None  # of the registry's ranks; made anew for the next who asks
         # Rows of pooled blocks by the partition of their owners, who need not be registered any more.
@@ -278,6 +280,7 @@ class View:
             elif run.epoch == self.index.epoch_of(run.key.rank):
                 held = [(SequenceHash(run.sequence[at]), run.moe[at]) for at in run.held() if at in run.moe]
                 self._labels.fold(key, run.key.rank, run.epoch, held)
+            self._note_beside()
 
     def _end_labels(self) -> None:
         """Ranks of which the index knows a newer epoch than that of their labels lose these."""
@@ -286,6 +289,10 @@ class View:
             for rank, epoch in self._labels.ranks():
                 if self.index.epoch_of(rank) != epoch:
                     self._labels.forget_rank(rank)
+            self._note_beside()
+
+    def _note_beside(self) -> None:
+        self.anything_beside = len(self._pooled_index) > 0 or len(self._labels) > 0
 
     def _note_no_room(self, rank: RankId) -> None:
         self.records_without_room += 1
@@ -332,6 +339,7 @@ class View:
                 return
             with self._beside_lock:
                 self._pooled_index.replace(*change)
+                self._note_beside()
             if (change.before is None) != (change.after is None):
                 self._pooled_partitions[self._partition_of_owner(parse_block_key(key).owner.worker_id)] += (
                     1 if change.before is None else -1
@@ -535,6 +543,7 @@ class View:
             return AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK
         now_ms = self._now_ms()
         worst = AnswerMode.EXACT
+        fresh: set[int] = set()
         with self._lock:
             for rank in ranks:
                 progress = self._progress.get(rank)
@@ -544,8 +553,11 @@ class View:
                     return AnswerMode.DEGRADED
                 if self._incomplete and self._lacks_records(rank):
                     return AnswerMode.DEGRADED
-                if not self._is_fresh(partition_of(rank.worker_id, self._settings.partitions), now_ms):
-                    return AnswerMode.DEGRADED
+                partition = partition_of(rank.worker_id, self._settings.partitions)
+                if partition not in fresh:
+                    if not self._is_fresh(partition, now_ms):
+                        return AnswerMode.DEGRADED
+                    fresh.add(partition)
                 if health is Health.APPROXIMATE or rank in predicted:
                     worst = AnswerMode.APPROXIMATE
             if pooled and self._pooled_partitions:
