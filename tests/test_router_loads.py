@@ -22,6 +22,7 @@ from streams.topics import LOAD_BYTES_MAX, topics
 from streams.waiting import wait_for
 from tests.api import (
     BLOCK_SIZE,
+    LIVE,
     OCTETS,
     PATIENCE_S,
     TOKENS,
@@ -78,6 +79,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
     """The table of docs/http.md, cell by cell, at the router that booked and at another one."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
+    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # that nobody registers
     asked = {"model": model, "token_ids": TOKENS}
     booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
     told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
@@ -97,7 +99,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
             assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
             fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
             each.call("POST", f"/loads/{model}-r", {**booked, "dp_rank": 1}).refused(404, "unknown_id")
-            each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": 0}).refused(404, "unknown_id")
+            each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": stranger}).refused(404, "unknown_id")
         for each in (fleet.main, fleet.peer, fleet.main):
             answer = each.call("POST", f"/loads/{model}-r/prefill-complete").given()
             assert answer == {"request_id": f"{model}-r", "phase": "prefill", "held": False}
