@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from streams.codec import decode_batch, decode_worker, encode_resync
-from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, ResyncRequest
+from streams.core.events import (
+    BEFORE_FIRST,
+    EngineBatch,
+    EngineEvents,
+    Heartbeat,
+    RestatementChunk,
+    ResyncRequest,
+)
 from streams.core.hashing import sequence_hashes
 from streams.core.holdings import plain_holdings
 from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
@@ -324,7 +331,7 @@ def test_a_worker_that_is_deleted_stays_so_while_its_bridge_runs(short: Stack) -
 
 
 def test_a_bridge_says_that_it_is_there(short: Stack) -> None:
-    """A heartbeat each third of a lease, with the last number, as long as the engine answers."""
+    """A heartbeat right behind a life's beginning, and then each third of a lease, while the engine answers."""
     with EngineDouble() as engine:
         engine.store(1)
         bridge_to(short, engine)
@@ -332,7 +339,10 @@ def test_a_bridge_says_that_it_is_there(short: Stack) -> None:
         def beats(told: Told) -> list[EngineBatch]:
             return [batch for batch in told.batches if isinstance(batch.body, Heartbeat)]
 
-        told = await_told(short.settings, lambda told: len(beats(told)) >= 2, "two heartbeats")
+        told = await_told(short.settings, lambda told: len(beats(told)) >= 3, "three heartbeats")
+        # A bridge that dies before its first third is over is missed, too: it has promised to be heard of.
+        begun, promised = told.batches[:2]
+        assert begun.sequence == promised.sequence == BEFORE_FIRST and isinstance(promised.body, Heartbeat)
         last = beats(told)[-1]
         assert isinstance(last.body, Heartbeat)
         assert (last.sequence, last.body.lease_ms) == (0, round(LEASE_S * 1000))

@@ -269,6 +269,8 @@ class RankFeed:
     async def _announce(self) -> None:
         await self._allowed()
         self._writer.write(BEFORE_FIRST, 0, _now_us() // 1000, ())
+        # At once: nobody has promised anything of this life yet, and a bridge that died now would not be missed.
+        self._renew()
         self._begun = True
 
     async def _resume(self, started: Incarnation | None) -> NewLife | None:
@@ -572,9 +574,12 @@ class RankFeed:
             await asyncio.sleep(self._lease_s / 3)
             heard = time.monotonic() - self._heard_at_s < self._lease_s
             if self._begun and heard and self._wiring.tenure.may_publish():
-                lease = self._wiring.tenure.lease
-                self._writer.heartbeat(lease.bridge, round(self._lease_s * 1000), _now_us() // 1000)
-                self.counters.heartbeats += 1
+                self._renew()
+
+    def _renew(self) -> None:
+        lease = self._wiring.tenure.lease
+        self._writer.heartbeat(lease.bridge, round(self._lease_s * 1000), _now_us() // 1000)
+        self.counters.heartbeats += 1
 
     async def _allowed(self) -> None:
         await self._wiring.tenure.allowed(self._wiring.term)
