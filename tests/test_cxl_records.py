@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import codec
-from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ids import U64_MASK, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
     POOL_MEMBERS_MAX,
     POOL_NAME_CHARS_MAX,
@@ -45,7 +45,7 @@ from streams.cxl.records import (
 from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, InvalidRequest
 from streams.topics import CXL_EVENT_BYTES_MAX
-from tests.test_codec import counts, longs, ranks, reason_of, texts, u64s, witnessed
+from tests.test_codec import RANK, TRANSITION, counts, longs, ranks, reason_of, texts, u64s, witnessed
 
 positions = st.integers(0, (1 << 31) - 1)
 pool_ids = st.text(min_size=1, max_size=12)
@@ -87,22 +87,6 @@ pools = st.builds(
     st.integers(0, (1 << 63) - 1),
     st.booleans(),
     longs,
-)
-
-RANK = RankId(WorkerId(U64_MASK), DpRank(3))
-ADDRESS = BlockAddress(SequenceHash(5), SequenceHash(4), 1)
-TOLD = CxlTransition(
-    RANK,
-    "m",
-    Incarnation(2),
-    7,
-    1,
-    CxlMemoryState.IN_TRANSIT,
-    "pool",
-    3,
-    (WorkerId(7),),
-    9,
-    addressed([(ADDRESS, EngineHash(11)), (BlockAddress(SequenceHash(6), SequenceHash(5), 2), EngineHash(12))]),
 )
 
 
@@ -162,7 +146,7 @@ def test_the_largest_transition_fits_a_record() -> None:
     """As many blocks and workers as there may be, and the longest pool's id: it can be parked as it came."""
     block = (BlockAddress(SequenceHash(U64_MASK), SequenceHash(U64_MASK), 1), EngineHash(U64_MASK))
     largest = replace(
-        TOLD,
+        TRANSITION,
         pool_id="\N{GRINNING FACE}" * POOL_NAME_CHARS_MAX,
         accessible_workers=(WorkerId(1 << 63),) * POOL_MEMBERS_MAX,
         blocks=addressed([block] * TRANSITION_BLOCKS_MAX),
@@ -174,7 +158,7 @@ def test_the_largest_transition_fits_a_record() -> None:
 
 def datum(**changed: object) -> bytes:
     """A good record but for some fields."""
-    good = codec("cxl-events").decode(encode_transition(TOLD))
+    good = codec("cxl-events").decode(encode_transition(TRANSITION))
     return codec("cxl-events").encode({**good, **changed})
 
 
@@ -204,9 +188,9 @@ def datum(**changed: object) -> bytes:
         (datum(positions=np.array([0, 1 << 31], dtype="<u4").tobytes()), "bad_hashes"),
         (b"", "not_avro"),
         (b"\x00\x01", "not_avro"),
-        (encode_transition(TOLD)[:-1], "bad_avro"),
-        (encode_transition(TOLD) + b"x", "bad_avro"),
-        (encode_transition(TOLD) + bytes(CXL_EVENT_BYTES_MAX), "too_large"),
+        (encode_transition(TRANSITION)[:-1], "bad_avro"),
+        (encode_transition(TRANSITION) + b"x", "bad_avro"),
+        (encode_transition(TRANSITION) + bytes(CXL_EVENT_BYTES_MAX), "too_large"),
     ],
 )
 def test_what_is_no_transition_is_refused_by_that_name(raw: bytes, reason: str) -> None:
@@ -215,7 +199,7 @@ def test_what_is_no_transition_is_refused_by_that_name(raw: bytes, reason: str) 
 
 
 @pytest.mark.parametrize(
-    "key", [b"", b"B", b"O" + bytes(20), b"K" + bytes(3), block_key(BlockKey(ADDRESS[0], RANK, ""))]
+    "key", [b"", b"B", b"O" + bytes(20), b"K" + bytes(3), block_key(BlockKey(SequenceHash(5), RANK, ""))]
 )
 def test_what_is_no_key_is_refused(key: bytes) -> None:
     """By every reader of the table."""
