@@ -29,7 +29,7 @@ from streams.core.holdings import Holdings
 from streams.core.ordering import Progress, Verdict
 from streams.core.restatement import ChunkKey
 from streams.errors import BadRecord
-from streams.kafka import first_offset, group_members, log_end, partition_of
+from streams.kafka import first_offset, group_members, log_end, partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.index_runs import index_runs
 from streams.tables.partition import Outgoing, PartitionWiring, Reducer, SourceRecord, TablePartition
@@ -195,10 +195,10 @@ class IndexReducer:
         for expiry in care.expiries:
             log.warning("worker %s has been silent for too long and is removed", expiry.rank.worker_id)
         return [
-            Outgoing(names.kv_control.name, _key(request.rank.worker_id), encode_resync(request))
+            Outgoing(names.kv_control.name, worker_key(request.rank.worker_id), encode_resync(request))
             for request in care.requests
         ] + [
-            Outgoing(names.kv_events.name, _key(expiry.rank.worker_id), encode_batch(expiry))
+            Outgoing(names.kv_events.name, worker_key(expiry.rank.worker_id), encode_batch(expiry))
             for expiry in care.expiries
         ]
 
@@ -217,7 +217,7 @@ class IndexReducer:
 
 def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:
     """Raise BadRecord for a record that is not under its worker's key, or not in its worker's partition."""
-    if record.key is not None and record.key != str(worker_id).encode():
+    if record.key is not None and record.key != worker_key(worker_id):
         raise BadRecord("wrong_key", f"key {record.key!r} is not worker {worker_id}")
     home = partition_of(worker_id, settings.partitions)
     if record.partition != home:
@@ -490,7 +490,3 @@ class Indexer:
                 loop.call_soon_threadsafe(action)
             except RuntimeError:
                 pass  # the loop closed in between: the process ends, and what was not acknowledged comes again
-
-
-def _key(worker_id: int) -> bytes:
-    return str(worker_id).encode()

@@ -5,6 +5,7 @@ What lives here: admin calls, producers, consumers, and why they are set as they
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ _FUTURE_SLACK_S = 5.0
 
 #: A reader that no broker tells of its topics' leaders for this long begins without knowing them.
 LEADERS_TIMEOUT_S = 2.0
+
+#: Workers of which it is kept what their partition is: the hash is Python, and every answer asks it of every rank.
+PARTITIONS_KEPT_MAX = 65_536
 
 #: How often a partition without a leader is asked again, and how that looks.
 _LEADER_POLL_S = 0.05
@@ -147,9 +151,15 @@ def consume(consumer: Consumer, n_messages: int, timeout_s: float) -> list[Messa
     return [] if first is None else [first, *consumer.consume(n_messages - 1, 0)]
 
 
+def worker_key(worker_id: int) -> bytes:
+    """Key of a worker's records in every topic that has them."""
+    return str(worker_id).encode()
+
+
+@functools.lru_cache(maxsize=PARTITIONS_KEPT_MAX)
 def partition_of(worker_id: int, n_partitions: int) -> int:
     """Partition of a worker's records: murmur2 of its key, as Faust, Java and our producers hash it."""
-    return partition_of_key(str(worker_id).encode(), n_partitions)
+    return partition_of_key(worker_key(worker_id), n_partitions)
 
 
 def partition_of_key(key: bytes, n_partitions: int) -> int:

@@ -39,7 +39,7 @@ from streams.cxl.records import (
 )
 from streams.errors import BadRecord
 from streams.indexer_agent import IndexReducer, PartitionPlan, check_home, prefix_index_table
-from streams.kafka import partition_of
+from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.partition import Outgoing, SourceRecord
 from streams.tables.store import TableSpec, TableWrite
@@ -183,7 +183,7 @@ class PartitionReducer:
                     partition=partition_of(each.owner.worker_id, self._settings.partitions),
                     offset=each.row.offset,
                     timestamp_ms=each.row.timestamp_ms,
-                    key=str(each.owner.worker_id).encode(),
+                    key=worker_key(each.owner.worker_id),
                     value=each.row.raw,
                     headers=(),
                 ),

@@ -31,6 +31,7 @@ from streams.engines.recollection import RankMemory, recall
 from streams.engines.scraping import Scraper
 from streams.engines.tenure import LeaseLost, Tenure
 from streams.errors import KvStreamsError, SettingsError
+from streams.kafka import worker_key
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -162,7 +163,7 @@ class Bridge:
                 raise KvStreamsError(f"the table cannot be read: {exc.args[0].str()}") from exc
 
     def _tenure(self, worker_id: WorkerId) -> Tenure:
-        topic, key = topics(self._settings).workers.name, str(worker_id).encode()
+        topic, key = topics(self._settings).workers.name, worker_key(worker_id)
 
         def write(worker: Worker | None) -> None:
             try:

@@ -48,7 +48,7 @@ from streams.engines.restating import Restatements
 from streams.engines.tenure import Tenure
 from streams.engines.vllm import COUNTS_COPIES, decode_payload
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import dead_letter_headers, dead_letter_value
+from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -592,7 +592,7 @@ class RankFeed:
         log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
-            key=str(self.rank.worker_id).encode(),
+            key=worker_key(self.rank.worker_id),
             value=dead_letter_value(payload),
             headers=dead_letter_headers(self._events, exc, len(payload)),
         )

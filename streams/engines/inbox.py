@@ -18,7 +18,7 @@ from streams.core.events import ResyncRequest
 from streams.core.ids import WorkerId
 from streams.core.registry import Worker
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import assign, partition_of, reader
+from streams.kafka import assign, partition_of, reader, worker_key
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -49,7 +49,7 @@ class Inbox:
         self._settings = settings
         self._workers, self._control = topics(settings).workers.name, topics(settings).kv_control.name
         self._told = told
-        self._keys = {str(worker_id).encode(): worker_id for worker_id in worker_ids}
+        self._keys = {worker_key(worker_id): worker_id for worker_id in worker_ids}
         self._homes: dict[int, list[WorkerId]] = {}
         for worker_id in worker_ids:
             self._homes.setdefault(partition_of(worker_id, settings.partitions), []).append(worker_id)

@@ -47,7 +47,7 @@ from streams.engines.cxl_names import CxlNames, stored_states
 from streams.engines.ledger import Ledger
 from streams.engines.restating import chunks
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
-from streams.kafka import producer, require_topic
+from streams.kafka import producer, require_topic, worker_key
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 
@@ -195,7 +195,7 @@ class RankWriter:
         self.published += 1
 
     def _produce(self, topic: str, value: bytes) -> None:
-        key = str(self.rank.worker_id).encode()
+        key = worker_key(self.rank.worker_id)
         deadline = time.monotonic() + PUBLISH_TIMEOUT_S
         while True:
             try:

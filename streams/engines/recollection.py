@@ -53,7 +53,7 @@ from streams.engines.continuity import KnownLife
 from streams.engines.cxl_names import CxlNames
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
-from streams.kafka import Record, first_offset, partition_of
+from streams.kafka import Record, first_offset, partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import (
@@ -272,7 +272,7 @@ def _recall_names(settings: Settings, memories: dict[int, RankMemory], partition
 
     def fold(records: list[Record]) -> None:
         for record in records:
-            if record.key == str(worker_id).encode():
+            if record.key == worker_key(worker_id):
                 _fold_transition(memories, record.value, settings)
 
     read_to_end(settings, topics(settings).cxl_changelog.name, partition, None, take)
@@ -329,7 +329,7 @@ def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
 
 
 def _fold_record(memories: dict[int, RankMemory], settings: Settings, worker_id: WorkerId, record: Record) -> None:
-    if record.key != str(worker_id).encode():
+    if record.key != worker_key(worker_id):
         return
     try:
         batch = decode_batch(record.value, settings.schema_ids)

@@ -21,6 +21,7 @@ from streams.core.metrics import METRICS_TTL_MS_MAX, MetricsReport
 from streams.engines.feed import FeedWiring
 from streams.engines.metrics import parse_metrics
 from streams.errors import BadRecord
+from streams.kafka import worker_key
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Scraper:
         try:
             self._wiring.kafka.produce(
                 self._topic,
-                key=str(report.rank.worker_id).encode(),
+                key=worker_key(report.rank.worker_id),
                 value=encode_metrics(report),
                 on_delivery=self._told,
             )

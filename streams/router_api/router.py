@@ -41,7 +41,7 @@ from streams.errors import (
     ProcessError,
     UnknownId,
 )
-from streams.kafka import producer
+from streams.kafka import producer, worker_key
 from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
@@ -336,8 +336,8 @@ class Router:
                 f"worker {worker.worker_id}: blocks of {worker.block_size} tokens; {worker.model} has {expected} here",
                 remedy="Set block_size or model_block_sizes; a model has one block size within a scope",
             )
-        self._publish(self._topics.workers.name, _key(worker.worker_id), encode_worker(worker))
-        self.view.fold_worker(str(worker.worker_id).encode(), encode_worker(worker))
+        self._publish(self._topics.workers.name, worker_key(worker.worker_id), encode_worker(worker))
+        self.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
 
     def cordon(self, worker_id: WorkerId) -> Worker:
         """Take a worker out gently: nothing new comes, what runs goes on."""
@@ -361,9 +361,9 @@ class Router:
                 emitted_at_ms=_now_ms(),
                 body=WorkerRemoved("DELETE /workers"),
             )
-            self._publish(self._topics.kv_events.name, _key(worker_id), encode_batch(removed))
-        self._publish(self._topics.workers.name, _key(worker_id), None)
-        self.view.fold_worker(str(worker_id).encode(), None)
+            self._publish(self._topics.kv_events.name, worker_key(worker_id), encode_batch(removed))
+        self._publish(self._topics.workers.name, worker_key(worker_id), None)
+        self.view.fold_worker(worker_key(worker_id), None)
 
     def put_pool(self, pool_id: str, asked: PoolBody) -> CxlPool:
         """Register a CXL pool, or change it; raises EpochConflict for an epoch that is over.
@@ -550,10 +550,6 @@ def _ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | Non
     if values is None:
         return None
     return frozenset(parse_worker_id(value, f"{name}[{index}]") for index, value in enumerate(values))
-
-
-def _key(worker_id: WorkerId) -> bytes:
-    return str(worker_id).encode()
 
 
 def _fields(worker: Worker) -> dict[str, Any]:

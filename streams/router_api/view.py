@@ -37,7 +37,7 @@ from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import POOL_KEY_PREFIX, parse_block_key
 from streams.errors import BadRecord, IndexFull, UnknownModel
-from streams.kafka import partition_of
+from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.records import (
     PARKED_PREFIX,
@@ -159,7 +159,6 @@ class View:
         self._numbers: RankNumbers | None = None  # of the registry's ranks; made anew for the next who asks
         # Rows of pooled blocks by the partition of their owners, who need not be registered any more.
         self._pooled_partitions: Counter[int] = Counter()
-        self._owner_partitions: dict[WorkerId, int] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self._progress: dict[RankId, Progress] = {}
         # What engines say, with the time after which it is too old; when the first of them will be; and their gauges
@@ -318,7 +317,7 @@ class View:
         except ValueError as exc:
             raise BadRecord("bad_key", f"{key!r} is no worker id") from exc
         worker = None if value is None else decode_worker(value, self._settings.schema_ids)
-        if str(worker_id).encode() != key or (worker is not None and worker.worker_id != worker_id):
+        if worker_key(worker_id) != key or (worker is not None and worker.worker_id != worker_id):
             # Its tombstone would come under another key than its rank's events, and never end it.
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
@@ -341,17 +340,8 @@ class View:
                 self._pooled_index.replace(*change)
                 self._note_beside()
             if (change.before is None) != (change.after is None):
-                self._pooled_partitions[self._partition_of_owner(parse_block_key(key).owner.worker_id)] += (
-                    1 if change.before is None else -1
-                )
-
-    def _partition_of_owner(self, owner: WorkerId) -> int:
-        partition = self._owner_partitions.get(owner)
-        if partition is None:
-            if len(self._owner_partitions) >= REPORTS_MAX:
-                self._owner_partitions.clear()
-            partition = self._owner_partitions[owner] = partition_of(owner, self._settings.partitions)
-        return partition
+                partition = partition_of(parse_block_key(key).owner.worker_id, self._settings.partitions)
+                self._pooled_partitions[partition] += 1 if change.before is None else -1
 
     def pools(self) -> dict[str, CxlPool]:
         """The registry's CXL pools by id."""
@@ -382,7 +372,7 @@ class View:
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics; raises BadRecord and stays as it was."""
         report = decode_metrics(value, self._settings.schema_ids)
-        if str(report.rank.worker_id).encode() != key:
+        if worker_key(report.rank.worker_id) != key:
             raise BadRecord("wrong_key", f"key {key!r} is not worker {report.rank.worker_id}'s")
         now_ms = self._now_ms()
         until_ms = now_ms + report.ttl_ms
