@@ -27,9 +27,9 @@ from streams.core.holdings import Holdings
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
 from streams.kafka import partition_of
 from streams.local.stack import RouterProcess, get_json
-from streams.tables.index_runs import Change, index_runs
+from streams.tables.index_runs import index_runs
 from streams.tables.partition import table_producer
-from streams.tables.records import encode_progress, progress_key
+from streams.tables.records import Change, encode_progress, progress_key
 from streams.topics import topics
 from streams.waiting import wait_for
 

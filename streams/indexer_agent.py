@@ -37,13 +37,14 @@ from streams.tables.records import (
     PARKED_PREFIX,
     PROGRESS_PREFIX,
     RUN_PREFIX,
+    Change,
     decode_progress,
     encode_progress,
     parked_key,
     parse_parked_key,
     progress_key,
 )
-from streams.tables.store import TableSpec, TableWrite
+from streams.tables.store import TableSpec
 from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, TopicSpec, topics
 
 log = logging.getLogger(__name__)
@@ -206,13 +207,13 @@ class IndexReducer:
         """Nothing: what is refused is refused when it is applied."""
         return []
 
-    def take_changes(self) -> list[TableWrite]:
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
         """What changed since the last call; progress first, since readers drop an older epoch's runs by it."""
         changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
-        writes = [TableWrite(self._table, progress_key(p.rank), encode_progress(p)) for p in changes.progress]
-        writes += [TableWrite(self._table, parked_key(key), raw) for key, raw in changes.parked]
-        writes += [TableWrite(self._table, key, value) for key, value in changes.runs]
-        return writes
+        records: list[Change] = [(progress_key(each.rank), encode_progress(each)) for each in changes.progress]
+        records += [(parked_key(key), raw) for key, raw in changes.parked]
+        records += changes.runs
+        return {self._table: records}
 
 
 def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:

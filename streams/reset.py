@@ -165,7 +165,7 @@ def _write_tombstones(kafka: Producer, partition: int, keys: list[tuple[str, byt
     for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
         kafka.begin_transaction()
         for topic, key in keys[first : first + TOMBSTONES_AT_ONCE]:
-            produce(kafka, topic, partition, key, None, None, None)
+            produce(kafka, topic, partition, key, None, None)
         commit_until_answered(kafka)
     return len(keys)
 

@@ -273,16 +273,17 @@ class Agent:
             except BadRecord as exc:
                 dead.append((each, exc))
         dead += self.reducer.take_refused()
-        writes = self.reducer.take_changes()
+        changes = self.reducer.take_changes()
         if not commits:
             self.killed()
             return
-        for write in writes:
-            if write.value is None:
-                self.table.pop((write.table.name, write.key), None)
-            else:
-                self.table[write.table.name, write.key] = write.value
-        self.log += [(write.key, write.value) for write in writes if write.table == TABLES[1]]
+        for table, records in changes.items():
+            for key, value in records:
+                if value is None:
+                    self.table.pop((table.name, key), None)
+                else:
+                    self.table[table.name, key] = value
+        self.log += changes[TABLES[1]]
         self.dead.update(exc.reason for letter, exc in dead if letter.topic == CXL)
         assert all(letter.value == self.logs[CXL][letter.offset].value for letter, _ in dead if letter.topic == CXL)
         self.applied.update({each.topic: each.offset for each in news})

@@ -30,8 +30,8 @@ from streams.tables.partition import (
     produce,
     table_producer,
 )
-from streams.tables.records import decode_partition, partition_key
-from streams.tables.store import PartitionStore, TableSpec, TableWrite
+from streams.tables.records import Change, decode_partition, partition_key
+from streams.tables.store import PartitionStore, TableSpec
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
@@ -68,9 +68,9 @@ class Thirds:
     def look(self, *_: object) -> list[Outgoing]:
         return []
 
-    def take_changes(self) -> list[TableWrite]:
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
         taken, self.applied = self.applied, []
-        return [TableWrite(self.table, b"K" + value, value) for value in taken]
+        return {self.table: [(b"K" + value, value) for value in taken]}
 
 
 @dataclass

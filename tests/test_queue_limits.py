@@ -17,7 +17,8 @@ from streams.local.processes import Children
 from streams.local.stack import Stack
 from streams.settings import Settings
 from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
-from streams.tables.store import TableSpec, TableWrite
+from streams.tables.records import Change
+from streams.tables.store import TableSpec
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
@@ -56,8 +57,8 @@ class Slow:
     def look(self, *_: Any, **__: Any) -> list[Outgoing]:
         return []
 
-    def take_changes(self) -> list[TableWrite]:
-        return []
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
+        return {}
 
 
 @pytest.mark.parametrize(

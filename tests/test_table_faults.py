@@ -23,7 +23,7 @@ from streams.kafka import Record, delete_topics, ensure_topics
 from streams.local.stack import RouterProcess, Stack
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec, TableWrite
+from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S
@@ -99,7 +99,7 @@ def age(settings: Settings, partition: int) -> None:
     position = store.position(table)
     assert position is not None
     old = ChangelogPosition(position.topic_id, position.next_offset, position.as_of_ms - 13 * 3_600_000)
-    store.write([TableWrite(table, b"forgotten", b"long ago")], {table: old})
+    store.write({table: [(b"forgotten", b"long ago")]}, {table: old})
     store.close()
 
 
@@ -168,7 +168,7 @@ def test_a_copy_of_another_scope_in_the_same_folder_is_moved_aside(scope: Settin
     """Under its own name it is left alone; under ours it is not taken for ours."""
     table = prefix_index_table(scope)
     theirs = PartitionStore(tmp_path / "theirs-kvstreams-0", "theirs-kvstreams-0", CACHE_MB)
-    theirs.write([TableWrite(table, b"key", b"value")], {})
+    theirs.write({table: [(b"key", b"value")]}, {})
     theirs.close()
     shutil.copytree(theirs.path, tmp_path / "ours-kvstreams-0")
     ours = PartitionStore(tmp_path / "ours-kvstreams-0", "ours-kvstreams-0", CACHE_MB)
@@ -254,11 +254,11 @@ def test_a_store_that_cannot_be_flushed_says_so_and_keeps_what_it_has(small_disk
     """With room again the same handle goes on, and all of it is there when it is opened again."""
     table = TableSpec("table", 1, "changelog")
     store = PartitionStore(small_disk / "store", "scope", 8)
-    store.write([TableWrite(table, b"first", b"1")], {})
+    store.write({table: [(b"first", b"1")]}, {})
     store.flush()
     ballast = small_disk / "ballast"
     fill(ballast)
-    store.write([TableWrite(table, b"second", bytes(64 * 1024))], {})
+    store.write({table: [(b"second", bytes(64 * 1024))]}, {})
     with pytest.raises(TableError, match="is refused by the system") as refused:
         store.flush()
     assert "Make room there" in refused.value.remedy
@@ -266,7 +266,7 @@ def test_a_store_that_cannot_be_flushed_says_so_and_keeps_what_it_has(small_disk
 
     def goes_on() -> bool:
         try:
-            store.write([TableWrite(table, b"third", b"3")], {})
+            store.write({table: [(b"third", b"3")]}, {})
             store.flush()
         except TableError:
             return False  # RocksDB looks for room by itself, from time to time
@@ -333,7 +333,7 @@ def test_positions_keep_the_time_as_of_which_they_are(tmp_path: Path) -> None:
     """As JSON, whose fields are the position's."""
     table = prefix_index_table(Settings())
     store = PartitionStore(tmp_path / "store", "store", CACHE_MB)
-    store.write([], {table: ChangelogPosition("id", 7, 123)})
+    store.write({}, {table: ChangelogPosition("id", 7, 123)})
     assert store.position(table) == ChangelogPosition("id", 7, 123)
     store.close()
     text = raw(tmp_path / "store")[b"\x00changelog:\x01"]

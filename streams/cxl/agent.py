@@ -42,7 +42,8 @@ from streams.indexer_agent import IndexReducer, PartitionPlan, check_home, prefi
 from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.partition import Outgoing, SourceRecord
-from streams.tables.store import TableSpec, TableWrite
+from streams.tables.records import Change
+from streams.tables.store import TableSpec
 from streams.topics import CXL_BLOCKS, topics
 
 log = logging.getLogger(__name__)
@@ -192,16 +193,10 @@ class PartitionReducer:
             for each in late
         ]
 
-    def take_changes(self) -> list[TableWrite]:
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
         """What changed since the last call, of both tables; owners first, whose lives say what their blocks are."""
         changes = self.pooled.take_changes()
-        table, writes = self._table, self.index.take_changes()
-        writes += [TableWrite(table, owner_key(rank), encode_owner(row)) for rank, row in changes.owners]
-        writes += [
-            TableWrite(table, block_key(key), None if row is None else encode_block(row)) for key, row in changes.blocks
-        ]
-        writes += [
-            TableWrite(table, parked_key(key), None if row is None else encode_parked(row))
-            for key, row in changes.parked
-        ]
-        return writes
+        records: list[Change] = [(owner_key(rank), encode_owner(row)) for rank, row in changes.owners]
+        records += [(block_key(key), None if row is None else encode_block(row)) for key, row in changes.blocks]
+        records += [(parked_key(key), None if row is None else encode_parked(row)) for key, row in changes.parked]
+        return {**self.index.take_changes(), self._table: records}

@@ -52,13 +52,14 @@ _ROWS_MIN = 64
 class EventRows(Sequence[KvEvent]):
     """The events of one batch, as rows of a table; each becomes an event when somebody looks at it.
 
-    rows: int64[n, EVENT_WORDS]. data: the bytes that their addresses point into.
+    rows: int64[n, EVENT_WORDS], contiguous, at `address`. data: the bytes that their addresses point into.
     """
 
-    __slots__ = ("_data", "rows")
+    __slots__ = ("_data", "address", "rows")
 
-    def __init__(self, rows: Int64Array, data: bytes) -> None:
+    def __init__(self, rows: Int64Array, address: int, data: bytes) -> None:
         self.rows = rows
+        self.address = address
         self._data = data
 
     def __len__(self) -> int:
@@ -70,7 +71,8 @@ class EventRows(Sequence[KvEvent]):
     def __getitem__(self, index: slice) -> Sequence[KvEvent]: ...
     def __getitem__(self, index: int | slice) -> KvEvent | Sequence[KvEvent]:
         if isinstance(index, slice):
-            return EventRows(self.rows[index], self._data)
+            rows = np.ascontiguousarray(self.rows[index])
+            return EventRows(rows, rows.ctypes.data, self._data)
         return self._event(self.rows[index].tolist())
 
     def __iter__(self) -> Iterator[KvEvent]:
@@ -96,10 +98,10 @@ class EventRows(Sequence[KvEvent]):
         return np.frombuffer(self._data, dtype="<u8", count=n_hashes, offset=begin)
 
 
-def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, object]:
-    """Rows of events, int64[n, EVENT_WORDS], and what must stay alive while their addresses are used."""
+def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
+    """Rows of events, int64[n, EVENT_WORDS], their address, and what must stay alive while addresses are used."""
     if isinstance(events, EventRows):
-        return events.rows, events
+        return events.rows, events.address, events
     events = list(events)
     rows = np.zeros((len(events), EVENT_WORDS), dtype=np.int64)
     kept: list[HashArray] = []
@@ -123,7 +125,7 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, object]:
             row[EVENT_LABELLED] = 1
             labels = (event.moe.layer_id, event.moe.expert_id, event.moe.expert_group)
             row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS] = [NO_LABEL if each is None else each for each in labels]
-    return rows, kept
+    return rows, rows.ctypes.data, kept
 
 
 def decode_events(
@@ -143,8 +145,9 @@ def decode_events(
         rows.ctypes.data,
         len(rows),
     )
+    address = rows.ctypes.data
     return [
-        _one(value, schema_ids) if head[0] < 0 else _batch(head, data, rows) or _one(value, schema_ids)
+        _one(value, schema_ids) if head[0] < 0 else _batch(head, data, rows, address) or _one(value, schema_ids)
         for value, head in zip(values, heads.tolist(), strict=True)
     ]
 
@@ -156,7 +159,7 @@ def _one(value: bytes | None, schema_ids: Mapping[str, int] | None) -> EngineBat
         return exc
 
 
-def _batch(head: list[int], data: bytes, rows: Int64Array) -> EngineBatch | None:
+def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> EngineBatch | None:
     """The batch of a head; None where its model is no text."""
     (
         n_rows,
@@ -184,7 +187,7 @@ def _batch(head: list[int], data: bytes, rows: Int64Array) -> EngineBatch | None
         sequence,
         digest & U64_MASK,
         emitted_at,
-        EngineEvents(EventRows(rows[first_row : first_row + n_rows], data)),
+        EngineEvents(EventRows(rows[first_row : first_row + n_rows], address + first_row * EVENT_WORDS * 8, data)),
         n_unindexed,
     )
 

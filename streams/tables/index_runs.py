@@ -15,10 +15,7 @@ from streams.core.ids import Epoch, RankId
 from streams.core.run_store import PlainRunStore, RunStore
 from streams.core.runs import Run, RunKey
 from streams.errors import BadRecord
-from streams.tables.records import decode_run, encode_run, run_key
-
-#: Key and value of a changed run record; None is a tombstone.
-Change = tuple[bytes, bytes | None]
+from streams.tables.records import Change, decode_run, encode_run, run_key
 
 #: Decodes values of kv-events, given the registry's ids, each by itself good or bad.
 DecodeEvents = Callable[[Sequence[bytes | None], Mapping[str, int]], Sequence[EngineBatch | BadRecord]]

@@ -38,13 +38,14 @@ from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_messages
 from streams.tables.records import (
     PARTITION_PREFIX,
+    Change,
     PartitionRecord,
     SourceProgress,
     decode_partition,
     encode_partition,
     partition_key,
 )
-from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec, TableWrite
+from streams.tables.store import ChangelogPosition, Changes, PartitionStore, TableSpec
 from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,15 @@ PARTITION_RECORD_EVERY_S = 1.0
 #: that one of four waits for 10 ms. Each costs the broker four requests, be it of one record or of a hundred; at 1,000
 #: records a second it did little else, and what was saved in waiting was lost in its queue.
 TRANSACTIONS_A_SECOND = 400
+
+#: Where more records than this come between two of them, they wait for one another: twice as many, twice as long, at
+#: most so many times. Ranks and runs that change again meanwhile are written once, and at thousands of records a second
+#: it is that which broker and worker have no time for.
+RECORDS_A_TRANSACTION = 4
+WAITS_LONGER_MAX = 5.0
+
+#: How much of what is known of the rate is of the last transaction.
+_RATE_WEIGHT = 0.1
 
 #: Between two flushes of a store: the age of what a killed worker has on disk, which the changelog must still tell of.
 FLUSH_EVERY_S = 600.0
@@ -146,8 +156,8 @@ class Reducer(Protocol[Decoded]):
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
         """Records applied earlier that have become dead letters since, as they came."""
 
-    def take_changes(self) -> list[TableWrite]:
-        """What changed since the last call."""
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
+        """What changed since the last call, by table; a table may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +225,7 @@ class TablePartition:
         self._written_at = 0.0
         self._flushed_at = 0.0
         self._took_at = 0.0
+        self._came = 0.0  # records that come between two transactions, smoothed
         self._breaker: tuple[str, int] | None = None
         self._breaks = 0
         self.counts = {"applied": 0, "dead_letters": 0, "transactions": 0, "reopened": 0}
@@ -506,8 +517,8 @@ class TablePartition:
         for table in self._wiring.tables:
             keys = [key for key, _ in store.items(table) if not key.startswith(PARTITION_PREFIX)]
             for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
-                writes = [TableWrite(table, key, None) for key in keys[first : first + TOMBSTONES_AT_ONCE]]
-                store.write(writes, self._commit(writes, [], []))
+                changes = {table: [(key, None) for key in keys[first : first + TOMBSTONES_AT_ONCE]]}
+                store.write(changes, self._commit(changes, [], []))
 
     def _load(self, store: PartitionStore) -> tuple[Reducer[Any], PartitionRecord | None]:
         """Bring every table to its changelog's end, and memory to the tables."""
@@ -545,11 +556,11 @@ class TablePartition:
             with self._wiring.turn:
                 self._go_on()
                 changes = [(record.key() or b"", record.value()) for record in records]
-                store.keep(table, changes, ChangelogPosition(topic_id, last + 1, as_of_ms))
+                store.write({table: changes}, {table: ChangelogPosition(topic_id, last + 1, as_of_ms)})
 
         start = None if position is None else position.next_offset
         end = read_messages(self._wiring.settings, table.changelog_topic, self.partition, start, keep)
-        store.keep(table, (), ChangelogPosition(topic_id, end, begun_ms))
+        store.write({}, {table: ChangelogPosition(topic_id, end, begun_ms)})
         self._ends[table.changelog_topic] = end
 
     def _adopt_sources(self, record: PartitionRecord | None, reducer: Reducer[Any]) -> None:
@@ -577,11 +588,21 @@ class TablePartition:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
             if not self._queue and not self._stopping and not self._suspended and due > 0:
                 self._lock.wait(due)
-            step = self._wiring.partitions_open() / TRANSACTIONS_A_SECOND
-            rest = self._took_at + step - time.monotonic()
-            if self._queue and rest > 0:
-                self._lock.wait_for(lambda: self._stopping or self._suspended or len(self._queue) >= limit, rest)
-            self._took_at = time.monotonic()
+            usual_s = self._wiring.partitions_open() / TRANSACTIONS_A_SECOND
+            step_s = usual_s * min(max(self._came / RECORDS_A_TRANSACTION, 1.0), WAITS_LONGER_MAX)
+            rest_s = self._took_at + step_s - time.monotonic()
+            if self._queue and rest_s > 0:
+                self._lock.wait_for(
+                    lambda: (
+                        self._stopping
+                        or self._suspended
+                        or len(self._queue) >= limit
+                        or self._queued_bytes >= BATCH_BYTES_MAX
+                    ),
+                    rest_s,
+                )
+            took_at = time.monotonic()
+            since_s, self._took_at = took_at - self._took_at, took_at
             batch: list[SourceRecord] = []
             n_bytes = 0
             while self._queue and len(batch) < limit and n_bytes < BATCH_BYTES_MAX:
@@ -589,6 +610,7 @@ class TablePartition:
                 n_bytes += len(record.value or b"")
                 batch.append(record)
             self._queued_bytes -= n_bytes
+            self._came += (len(batch) * usual_s / max(since_s, usual_s) - self._came) * _RATE_WEIGHT
             drained = bool(batch) and self.has_drained
         if drained:
             self._wiring.drained(self.partition)
@@ -627,15 +649,13 @@ class TablePartition:
                 self._sources[topic] = replace(self._sources[topic], applied_offset=done)
         outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
         dead += self._reducer.take_refused()
-        writes = self._reducer.take_changes()
-        writes.append(
-            TableWrite(
-                self._wiring.tables[0], partition_key(self.partition), encode_partition(self._partition_record())
-            )
+        changes = self._reducer.take_changes()
+        changes.setdefault(self._wiring.tables[0], []).append(
+            (partition_key(self.partition), encode_partition(self._partition_record()))
         )
-        positions = self._commit(writes, outgoing, dead)  # effect 5
+        positions = self._commit(changes, outgoing, dead)  # effect 5
         effect(5)
-        self._store.write(writes, positions)  # effect 6
+        self._store.write(changes, positions)  # effect 6
         effect(6)
         self._batch = []
         if lost:
@@ -716,7 +736,7 @@ class TablePartition:
         return self._applied_until_ms
 
     def _commit(
-        self, writes: list[TableWrite], outgoing: list[Outgoing], dead: list[tuple[SourceRecord, BadRecord]]
+        self, changes: Changes, outgoing: list[Outgoing], dead: list[tuple[SourceRecord, BadRecord]]
     ) -> dict[TableSpec, ChangelogPosition]:
         """Write everything in one transaction; gives where the changelogs stand behind it."""
         kafka = self._producer
@@ -736,14 +756,13 @@ class TablePartition:
         kafka.begin_transaction()
         # Of each changelog only the first and last records' offsets are wanted, and a callback costs more than a record
         # does. One that is not delivered fails the commit by itself.
-        last = {write.table.changelog_topic: position for position, write in enumerate(writes)}
-        first = {write.table.changelog_topic: len(writes) - 1 - n for n, write in enumerate(reversed(writes))}
-        for position, write in enumerate(writes):
-            topic = write.table.changelog_topic
-            told = delivered if position in (first[topic], last[topic]) else None
-            produce(kafka, topic, self.partition, write.key, write.value, None, told)
+        for table, records in changes.items():
+            topic = table.changelog_topic
+            for told, some in ((delivered, records[:1]), (None, records[1:-1]), (delivered, records[1:][-1:])):
+                for key, value in some:
+                    produce(kafka, topic, self.partition, key, value, told)
         for out in outgoing:
-            produce(kafka, out.topic, self.partition, out.key, out.value, None, delivered)
+            produce(kafka, out.topic, self.partition, out.key, out.value, delivered)
         for record, exc in dead:
             log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
             size = len(record.value or b"")
@@ -752,7 +771,7 @@ class TablePartition:
             if sum(len(name) + len(value or b"") for name, value in record.headers) <= HEADER_BYTES_MAX:
                 headers = [*record.headers, *headers]
             value = dead_letter_value(record.value)
-            produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, headers, delivered)
+            produce(kafka, self._wiring.dead_letters.name, self.partition, record.key, value, delivered, headers)
         if self._wiring.on_effect is not None:
             kafka.flush(COMMIT_TIMEOUT_S)  # the commit does that too; only a fault needs it to be over before
             self._wiring.on_effect(IN_TRANSACTION)
@@ -812,16 +831,13 @@ def produce(
     partition: int,
     key: bytes | None,
     value: bytes | None,
-    headers: list[tuple[str, str | bytes | None]] | None,
     on_delivery: Callable[[KafkaError | None, Message], None] | None,
+    headers: list[tuple[str, str | bytes | None]] | None = None,
 ) -> None:
     """Hand a record to the client, waiting while its own queue is full."""
     while True:
         try:
-            if on_delivery is None:
-                kafka.produce(topic, value, key, partition, headers=headers or [])
-            else:
-                kafka.produce(topic, value, key, partition, on_delivery, headers=headers or [])
+            kafka.produce(topic, value, key, partition, on_delivery, headers=headers)
             return
         except BufferError:
             kafka.poll(0.1)  # it empties as the broker answers

@@ -27,6 +27,9 @@ PARTITION_PREFIX = b"Z"
 #: Chunks of a restatement that is not complete. The value is the record of kv-events as it came; views pass it over.
 PARKED_PREFIX = b"C"
 
+#: Key and value of a changed record; None is a tombstone.
+Change = tuple[bytes, bytes | None]
+
 _RUN_KEY = struct.Struct(">cQIBQ")
 _PROGRESS_KEY = struct.Struct(">cQI")
 _PARKED_KEY = struct.Struct(">cQII")

@@ -25,7 +25,6 @@ from streams.core.run_store import Applied
 from streams.core.runs import Run
 from streams.errors import BadRecord, IndexFull
 from streams.tables.event_decoding import rows_of
-from streams.tables.index_runs import Change
 from streams.tables.kernels.runs import (
     KEY_BYTES,
     RECORD_BYTES_MAX,
@@ -34,7 +33,7 @@ from streams.tables.kernels.runs import (
     encode_stale,
     load_records,
 )
-from streams.tables.records import decode_run, encode_run, run_key
+from streams.tables.records import Change, decode_run, encode_run, run_key
 from streams.tables.run_decoding import address_of, frame_header, join
 
 #: Runs of a partition at most, and words of their blocks: 64 million memberships in runs of ten. Address space only,
@@ -108,14 +107,12 @@ class RunTable:
 
     def apply(self, rank: RankId, events: Iterable[KvEvent]) -> Applied:
         """See RunStore. Raises IndexFull, and nothing was changed."""
-        table, kept = rows_of(events)
+        table, address, kept = rows_of(events)
         number = self._number(rank)
-        while (room := apply_rows(self._at, number, table.ctypes.data, len(table))) != 0:
+        while (room := apply_rows(self._at, number, address, len(table))) != 0:
             self._make_room(room, int(table[:, layout.EVENT_BLOCKS].sum()))
         del kept  # until here, since the rows point into it
-        n_clears, n_parents, before_clear, n_removals = self._words[
-            [layout.N_CLEARS, layout.N_UNKNOWN_PARENTS, layout.PARENTS_BEFORE_CLEAR, layout.N_UNKNOWN_REMOVALS]
-        ].tolist()
+        n_parents, before_clear, n_removals, n_clears = self._words[layout.MET : layout.MET_END].tolist()
         if n_clears or n_parents or n_removals:
             return Applied(n_clears, n_parents, n_parents - before_clear, n_removals)
         return _NOTHING_MET

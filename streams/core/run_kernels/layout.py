@@ -34,10 +34,12 @@ SALT = 25
 RUNS_MAX = 26
 SPAN_WORDS_MAX = 27
 STALE_MAX = 28
-N_UNKNOWN_PARENTS = 29  # of one call
+MET = 29  # what one call met: the four words from here on
+N_UNKNOWN_PARENTS = 29
 PARENTS_BEFORE_CLEAR = 30
 N_UNKNOWN_REMOVALS = 31
 N_CLEARS = 32
+MET_END = 33
 CONTEXT_WORDS = 64
 
 # -- a map --------------------------------------------------------------------
