@@ -27,6 +27,8 @@ from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import InvalidEvent
 from streams.kafka import ensure_topics, partition_of, producer
+from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings, as_environ, tables_path
 from streams.tables.partition import scope_of
@@ -167,6 +169,41 @@ def test_rows_outlive_kill_9_a_deleted_disk_and_are_the_same_on_every_router(sta
     told.assert_known(late)
     assert second.child.running
     told.assert_refused()
+
+
+def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -> None:
+    """It comes back on what it had on disk; a worker that lived through it, and one that begins behind it, go on."""
+    # A broker of its own: others would not survive it.
+    broker = LocalKafka(
+        LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
+    )
+    seed = random.randrange(1 << 16)
+    print(f"seed {seed}")
+    try:
+        settings = replace(scope, kafka=broker.up().bootstrap)
+        told = Told(settings, random_history(seed, 300, 400))
+        with Children() as children:
+            stack = Stack(settings, tmp_path / "stack", children)
+            worker = stack.worker()
+            told.publish(0.4)
+            told.assert_known(worker)
+            told.publish(0.6)  # the worker is in the midst of it
+            broker.kill()
+            broker.up()
+            told.publish(0.8)
+            told.assert_known(worker)
+            worker.child.kill()
+            shutil.rmtree(Path(worker.settings.data_dir))
+            broker.kill()
+            broker.up()
+            heir = stack.worker("heir", router=False)
+            told.publish(1.0)
+            late = stack.router("late")
+            told.assert_known(late)
+            assert heir.child.running
+            told.assert_refused()
+    finally:
+        broker.down()
 
 
 # -- what engines, scripts and operators say ---------------------------------------------------------------------------
