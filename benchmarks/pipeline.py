@@ -329,7 +329,7 @@ def _cases(names: tuple[str, ...]) -> Callable[[str], bool]:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(["mixed", "large", "latency"]))
 @click.option("--seconds", default=60.0, show_default=True, help="Of sending, for each case.")
-@click.option("--mixed-rate", default=6000.0, show_default=True, help="Records a second.")
+@click.option("--mixed-rate", default=6300.0, show_default=True, help="Records a second; the drain is in the count.")
 @click.option("--large-rate", default=4000.0, show_default=True, help="Records a second, of 128 blocks each.")
 @click.option("--latency-rate", default=1000.0, show_default=True, help="Records a second beside the probe.")
 @click.option("--engines", default=64, show_default=True)
@@ -369,7 +369,7 @@ def main(
             add(case, "changelog a decoded block", "B", OURS, run.changelog_bytes / told.n_blocks)
             if case == "mixed":
                 report.bars += [
-                    _bar("6,000 records a second, mixed", n / run.all_s, 6000.0 * 0.99),
+                    _bar("6,000 records a second, mixed", n / run.all_s, 6000.0),
                     _bar("at most 400 B a decoded block", -run.changelog_bytes / told.n_blocks, -400.0),
                 ]
             else:
