@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import orjson
@@ -28,6 +28,9 @@ from streams.core.selection import RouterMode
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.settings import ENV_PREFIX, NEEDLESS, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics
+
+if TYPE_CHECKING:
+    from streams.cxl.events import CxlPool
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -292,31 +295,44 @@ def cxl() -> None:
 @cxl.command("pool")
 @with_settings
 @click.argument("pool_id")
-@click.option("--member", "members", type=int, multiple=True, help="worker whose host reaches it; again for each")
-@click.option("--latency-class", default="default", show_default=True, help="name that routing weighs by")
-@click.option("--capacity-blocks", type=int, default=None, help="blocks it has room for")
+@click.option(
+    "--member", "members", type=int, multiple=True, help="worker whose host reaches it; again for each, all of them"
+)
+@click.option("--no-members", is_flag=True, help="no worker's host reaches it")
+@click.option("--latency-class", default=None, help="name that routing weighs by  [new pools: default]")
+@click.option("--capacity-blocks", type=int, default=None, help="blocks it has room for; 0: not known")
 @click.option("--epoch", type=int, default=None, help="greater than before where what it held is lost")
 @click.option("--lost", is_flag=True, help="it is not there any more, with all that it held")
 def cxl_pool(
     resolved: Resolved,
     pool_id: str,
     members: tuple[int, ...],
-    latency_class: str,
+    no_members: bool,
+    latency_class: str | None,
     capacity_blocks: int | None,
     epoch: int | None,
     lost: bool,
 ) -> None:
-    """Register a pool, or change it."""
-    from streams.cxl.directory import lose_pool, put_pool
-    from streams.cxl.events import CxlPool
+    """Register a pool, or change what is named of it; without an option only show it.
 
-    if lost:
-        pool = lose_pool(resolved.settings, pool_id)
-    else:
-        wanted = CxlPool(pool_id, latency_class, capacity_blocks, worker_ids(members), epoch or 0)
-        pool = put_pool(resolved.settings, wanted, same_epoch=epoch is None)
-    state = "lost" if pool.lost else f"{len(pool.members)} members"
-    click.echo(f"pool {pool.pool_id}: epoch {pool.epoch}, {state}, latency class {pool.latency_class}")
+    What is left out stays as it is. A new pool needs --member or --no-members.
+    """
+    from streams.cxl.directory import PoolChange, change_pool, lose_pool
+
+    if members and no_members:
+        raise click.UsageError("--member and --no-members contradict each other")
+    named = worker_ids(tuple(sorted(set(members)))) if members or no_members else None
+    change = PoolChange(named, latency_class, capacity_blocks, epoch)
+    if lost and change != PoolChange():
+        raise click.UsageError("--lost goes with no other change")
+    pool = lose_pool(resolved.settings, pool_id) if lost else change_pool(resolved.settings, pool_id, change)
+    click.echo(_pool_line(pool))
+
+
+def _pool_line(pool: CxlPool) -> str:
+    words = "lost" if pool.lost else f"members {', '.join(map(str, pool.members)) or 'none'}"
+    room = "" if pool.capacity_blocks is None else f", room for {pool.capacity_blocks} blocks"
+    return f"pool {pool.pool_id}: epoch {pool.epoch}, {words}, latency class {pool.latency_class}{room}"
 
 
 @cxl.command("transition")

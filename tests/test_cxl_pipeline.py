@@ -335,7 +335,9 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     for worker_id in (1, 2):
         put_worker(worker, worker_id)
     done = script(stack.settings, "pool", POOL, "--member", "1", "--member", "2", "--latency-class", "far")
-    assert (done.returncode, done.stdout) == (0, f"pool {POOL}: epoch 0, 2 members, latency class far\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"pool {POOL}: epoch 0, members 1, 2, latency class far\n"), (
+        done.stderr
+    )
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
         publisher.stored([11, 12], list(range(32)), cxl=CxlMetadata("cxl_pooled", POOL, (2,)))
         publisher.removed([11, 12])
