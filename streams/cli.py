@@ -31,11 +31,15 @@ from streams.topics import topics as scope_topics
 
 if TYPE_CHECKING:
     from streams.cxl.events import CxlPool
+    from streams.cxl.verdicts import TransitionVerdict
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 KAFKA_DIRECTORY = Path(".kvstreams/kafka")
 DEMO_DIRECTORY = Path(".kvstreams/demo")
+
+#: A verdict is there within a second, or nobody gives one; a script that hangs for longer has lost its terminal.
+WAIT_MAX_S = 3600.0
 
 
 def with_settings(command: _F) -> _F:
@@ -345,6 +349,15 @@ def _pool_line(pool: CxlPool) -> str:
 )
 @click.option("--pool-id", default=None, help="where to; in_transit needs it")
 @click.option("--accessible-worker", "workers", type=int, multiple=True, help="who reaches it; left out, all members")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(0.0, WAIT_MAX_S),
+    default=None,
+    metavar="SECONDS",
+    help="wait so long at most for the agents' verdict, and tell it",
+)
+@click.option("--force", is_flag=True, help="although the registry does not have the pool, or has it as lost")
 @click.argument("hashes", type=int, nargs=-1, required=True)
 def cxl_transition(
     resolved: Resolved,
@@ -354,20 +367,52 @@ def cxl_transition(
     state: str,
     pool_id: str | None,
     workers: tuple[int, ...],
+    wait_s: float | None,
+    force: bool,
     hashes: tuple[int, ...],
 ) -> None:
-    """Tell that blocks, by their engine's own HASHES, enter a state; exit status 1 where some are unknown."""
+    """Tell that blocks, by their engine's own HASHES, enter a state.
+
+    Whether they may is for the agents to judge, behind this. Exit status 1 where hashes are unknown, or where --wait
+    finds that it was refused or not judged in time.
+    """
     from streams.core.ids import DpRank, RankId
     from streams.cxl.events import state_changed
     from streams.engines.scripted import tell_transition
 
     (owner,) = worker_ids((worker_id,))
     changed = state_changed(event_id, hashes, state, pool_id, worker_ids(workers))
-    unknown = tell_transition(resolved.settings, RankId(owner, DpRank(dp_rank)), changed)
-    click.echo(f"{len(hashes) - len(unknown)} blocks of worker {worker_id} rank {dp_rank}: {state}")
-    if unknown:
-        click.echo(f"{len(unknown)} hashes name no block of it: {' '.join(map(str, unknown[:10]))}", err=True)
+    rank = RankId(owner, DpRank(dp_rank))
+    told = tell_transition(resolved.settings, rank, changed, any_pool=force, wait_s=wait_s)
+    n_sent = len(hashes) - len(told.unknown)
+    if n_sent:
+        judged = "" if told.verdict is not None else "; the agents judge it, and --wait tells how"
+        click.echo(f"sent: {n_sent} blocks of worker {worker_id} rank {dp_rank} to {state}{judged}")
+    wrong = _verdict_lines(told.verdict, wait_s or 0.0)
+    if told.unknown:
+        wrong.append(f"{len(told.unknown)} hashes name no block of it: {' '.join(map(str, told.unknown[:10]))}")
+    if told.verdict is not None and told.verdict.applied:
+        click.echo("applied")
+    for line in wrong:
+        click.echo(line, err=True)
+    if wrong:
         raise SystemExit(1)
+
+
+def _verdict_lines(verdict: TransitionVerdict | None, wait_s: float) -> list[str]:
+    """What is wrong with a transition, for people; nothing where it was applied, or nobody waited."""
+    from streams.cxl.verdicts import Judged
+
+    if verdict is None:
+        return []
+    lines = [f"refused: {reason}: {message}" for reason, message in verdict.refused]
+    if verdict.judged is Judged.PARKED:
+        lines.append(
+            f"not judged within {wait_s:g} s: it waits for its batch of kv-events, or behind another that does"
+        )
+    elif verdict.judged is Judged.UNKNOWN:
+        lines.append(f"not judged within {wait_s:g} s: no agent has read it; does a worker run in this scope?")
+    return lines
 
 
 def worker_ids(values: tuple[int, ...]) -> tuple[WorkerId, ...]:
