@@ -314,12 +314,12 @@ class Fleet:
 
 
 def metrics(api: Api) -> dict[str, float]:
-    """Every sample of /metrics by its name, and its mode where it has one."""
+    """Every sample of /metrics by its name, and its labels' values, in order of the labels, where it has any."""
     answer = api.call("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain")
     return {
-        sample.name + (f"/{sample.labels['mode']}" if "mode" in sample.labels else ""): sample.value
+        "/".join([sample.name, *(value for _, value in sorted(sample.labels.items()))]): sample.value
         for family in text_string_to_metric_families(answer.body.decode())
         for sample in family.samples
         if "le" not in sample.labels

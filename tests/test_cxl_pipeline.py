@@ -347,7 +347,7 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     told = ["transition", "--worker-id", "1", "--event-id", "7"]
     slip = script(stack.settings, *told, "--state", "in_transit", "--pool-id", "rack2", "13")
     assert (slip.returncode, slip.stdout) == (1, "")
-    assert "no pool rack2 is registered" in slip.stderr
+    assert f"no pool rack2 is registered; there are: {POOL}" in slip.stderr
     early = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
     assert (early.returncode, early.stdout) == (1, "sent: 1 blocks of worker 1 rank 0 to cxl_pooled\n"), early.stderr
     assert early.stderr.startswith("refused: not_in_transit: ")

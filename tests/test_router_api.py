@@ -562,7 +562,9 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
                 async with http.get("/ready") as response:
-                    left = dict.fromkeys(("index", "pooled", "workers", "metrics", "loads"), scope.partitions)
+                    left = dict.fromkeys(
+                        ("index", "pooled", "workers", "metrics", "dead letters", "loads"), scope.partitions
+                    )
                     told = {"ready": False, "partitions_left": left, "workers_left": 0}
                     assert (response.status, await response.json()) == (503, told)
                 async with http.get("/healthz") as response:

@@ -23,6 +23,9 @@ from streams.kafka import require_topic
 from streams.settings import Settings
 from streams.topics import topics
 
+#: Pools named to whoever mistyped one.
+_NAMED_MAX = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -77,9 +80,8 @@ def check_pool(pools: PoolDirectory, changed: CxlStateChanged) -> None:
     pool = known.get(changed.pool_id)
     if pool is None:
         raise UnknownId(
-            f"no pool {changed.pool_id} is registered",
+            f"no pool {changed.pool_id} is registered; there are: {', '.join(sorted(known)[:_NAMED_MAX]) or 'none'}",
             remedy="`kvstreams cxl pool` registers one; --force tells it all the same",
-            pools=sorted(known),
         )
     if pool.lost and changed.state is CxlMemoryState.IN_TRANSIT:
         raise UnknownId(

@@ -42,6 +42,7 @@ from streams.errors import (
     UnknownId,
 )
 from streams.kafka import producer, worker_key
+from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import AnswerMode, View
@@ -115,6 +116,9 @@ class Router:
                 self._topics.cxl_changelog,
                 one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
             )
+        # From its end, and counted since this router's start: whoever wrote them, agents without an API among them.
+        self.dead_letters = DeadLetterCounts(settings)
+        feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
             feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
         self.feeds = Feeds(settings, feeds, self._restart)
@@ -487,7 +491,7 @@ class Router:
     ) -> str:
         if not reads_index:
             return AnswerMode.FALLBACK.value
-        mode = self.view.mode(ranks, predicted, pooled=policy.cxl_score_weight > 0.0)
+        mode = self.view.trust(ranks, predicted, pooled=policy.cxl_score_weight > 0.0).mode
         # Load is a part of the cost, and of load we know our own share alone.
         worse = mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return (AnswerMode.DEGRADED if worse else mode).value

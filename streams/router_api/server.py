@@ -44,7 +44,7 @@ async def serve(settings: Settings) -> None:
     favour_answers()
     router = Router(settings)
     app = web.Application(middlewares=[error_shape], client_max_size=settings.body_bytes_max)
-    app.add_routes(Handlers(router).routes())
+    Handlers(router).add_to(app)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
