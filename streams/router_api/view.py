@@ -29,7 +29,7 @@ from streams.core.index import OverlapScores, RankPlaces, with_predictions
 from streams.core.metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.moe_labels import LabelIndex, MoeWanted
 from streams.core.ordering import Health, Progress
-from streams.core.registry import CPU_CLASS, Wanted, Worker, WorkerState, eligible_ranks
+from streams.core.registry import CPU_CLASS, Refusal, Wanted, Worker, WorkerState, eligible_ranks, refusals
 from streams.core.run_fold import PlainRunFold, RunFold
 from streams.core.runs import Run
 from streams.cxl.events import CxlPool
@@ -113,6 +113,8 @@ class Trust:
 #: One of each, since every answer has one.
 _TRUSTED = {mode: Trust(mode) for mode in AnswerMode}
 _DOUBTED = {doubt: Trust(AnswerMode.DEGRADED, doubt) for doubt in Doubt}
+FALLBACK = _TRUSTED[AnswerMode.FALLBACK]
+NOT_IN_SYNC = _DOUBTED[Doubt.BOOKINGS_NOT_IN_SYNC]
 _POOLED = {Doubt.OWNER_SILENT: Doubt.POOLED_OWNER_SILENT, Doubt.OWNER_BEHIND: Doubt.POOLED_OWNER_BEHIND}
 
 
@@ -549,6 +551,11 @@ class View:
                 passing = eligible_ranks(self.workers, wanted)
                 ranks = self._eligible[wanted] = tuple(rank for rank in passing if rank not in self._silent)
             return ranks
+
+    def refusals(self, wanted: Wanted) -> dict[Refusal, int]:
+        """How many ranks of the registry each filter takes out, for whoever finds that none passes."""
+        with self._lock:
+            return refusals(self.workers.values(), wanted, self._silent)
 
     def silent_ranks(self, worker_id: WorkerId) -> list[DpRank]:
         """A worker's ranks that no request goes to, since their bridge is silent."""
