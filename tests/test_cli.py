@@ -26,6 +26,7 @@ from streams.log import JsonFormatter
 from streams.settings import ENV_PREFIX, Settings, as_environ
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.api import Api
 
 #: Only a hang is a failure.
 PATIENCE_S = 60.0
@@ -321,6 +322,46 @@ def test_a_router_says_that_its_port_is_taken(scope: Settings, run: Run) -> None
     assert f"cannot listen on 127.0.0.1:{taken}" in assert_one_line(done)
     done = run("router", "--host", "192.0.2.1", "--log-level", "error", env=as_environ(scope))
     assert "cannot listen on 192.0.2.1" in assert_one_line(done)
+
+
+def test_a_router_of_a_scope_without_topics_is_not_ready_and_creates_none(
+    scope: Settings, start: Start, run: Run
+) -> None:
+    """It says why and what to do, changes nothing, and goes on as soon as the topics are there."""
+    api = Api(f"http://127.0.0.1:{free_port()}")
+    process = start("router", "--port", api.url.rpartition(":")[2], env=as_environ(scope))
+    assert process.stderr is not None
+    assert "routing on" in process.stderr.readline()
+    assert "kvstreams topics create" in process.stderr.readline()
+    names = [spec.name for spec in topics(scope).all()]
+    told = api.call("GET", "/ready")
+    assert (told.status, told.json["ready"], told.json["topics_missing"]) == (503, False, names)
+    assert "kvstreams topics create" in told.json["why"]
+    for method, path, body in (
+        ("POST", "/route", {"token_ids": [1]}),
+        ("GET", "/loads", None),
+        ("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": 16}),
+        ("PUT", "/pools/p", {"members": [1]}),
+    ):
+        assert "kvstreams topics create" in api.call(method, path, body).refused(503, "not_ready")
+    assert api.call("GET", "/metrics").status == 200
+    assert set(describe_topics(scope, topics(scope).all()).values()) == {None}
+    assert run("topics", "create", env=as_environ(scope)).returncode == 0
+    wait_for(lambda: api.call("GET", "/ready").status == 200, PATIENCE_S, "the router to be ready")
+    assert api.call("PUT", "/pools/p", {"members": [1]}).given()["members"] == [1]
+
+
+def test_a_router_ends_where_topics_appear_that_are_not_as_they_must_be(
+    scope: Settings, start: Start, run: Run
+) -> None:
+    """With the remedy, as it would have been refused at its start."""
+    process = start("router", "--port", "0", env=as_environ(scope))
+    assert process.stderr is not None
+    assert "routing on" in process.stderr.readline()
+    ensure_topics(scope, topics(replace(scope, partitions=scope.partitions + 1)).all())
+    _, rest = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "take another topic_prefix" in rest.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -550,7 +550,12 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
 def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
     """/healthz and /ready answer for a router that has read its topics, to GET and to HEAD."""
     assert fleet.main.get("/healthz") == {"status": "ok"}
-    assert fleet.main.get("/ready") == {"ready": True, "partitions_left": {}, "workers_left": 0}
+    assert fleet.main.get("/ready") == {
+        "ready": True,
+        "partitions_left": {},
+        "workers_left": 0,
+        "topics_missing": [],
+    }
     for path in ("/healthz", "/ready", "/metrics"):
         answer = fleet.main.call("HEAD", path)
         assert (answer.status, answer.body) == (200, b"")
@@ -572,7 +577,8 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
                     left = dict.fromkeys(
                         ("index", "pooled", "workers", "metrics", "dead letters", "loads"), scope.partitions
                     )
-                    told = {"ready": False, "partitions_left": left, "workers_left": 0}
+                    told = {"ready": False, "partitions_left": left, "workers_left": 0, "topics_missing": []}
+                    told["why"] = "topics are still being read"
                     assert (response.status, await response.json()) == (503, told)
                 async with http.get("/healthz") as response:
                     assert response.status == 200

@@ -23,7 +23,7 @@ from streams.core.ids import WorkerId
 from streams.core.loads import Phase
 from streams.core.registry import Worker
 from streams.cxl.events import check_pool_id
-from streams.errors import InvalidRequest, KvStreamsError, RequestTooLarge
+from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.router import Router
 from streams.router_api.view import Doubt
@@ -283,11 +283,18 @@ class Handlers:
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Whether every topic has been read to its end and as many workers as wanted are registered."""
-        pending, workers_left = self._router.feeds.pending(), self._router.workers_left()
-        ready = not pending and not workers_left
-        told = {"ready": ready, "partitions_left": pending, "workers_left": workers_left}
-        return _json(told, status=200 if ready else 503)
+        """Whether every topic is there and read to its end, and as many workers as wanted are registered."""
+        told: dict[str, Any] = {
+            "ready": True,
+            "partitions_left": self._router.feeds.pending(),
+            "workers_left": self._router.workers_left(),
+            "topics_missing": self._router.topics_missing,
+        }
+        try:
+            self._router.check_ready()
+        except NotReady as exc:
+            return _json({**told, "ready": False, "why": str(exc)}, status=exc.http_status)
+        return _json(told)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""

@@ -123,6 +123,8 @@ class Router:
             feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
+        #: Topics of the scope that nobody has created yet; whoever starts the router knows of them.
+        self.topics_missing: tuple[str, ...] = ()
 
     def start(self) -> None:
         """Begin to read topics."""
@@ -146,8 +148,19 @@ class Router:
             self._had_enough_workers = True
         return 0
 
+    def missing(self) -> NotReady:
+        """Why nothing can be answered while topics are missing."""
+        return NotReady(
+            f"{len(self.topics_missing)} topics of this scope are missing, {self.topics_missing[0]} among them",
+            remedy="`kvstreams topics create` with the same settings creates them, and so does a worker that starts; "
+            "is topic_prefix as it should be?",
+            topics_missing=list(self.topics_missing),
+        )
+
     def check_ready(self) -> None:
-        """Raise NotReady while a topic has not been read to its end, or too few workers have been registered yet."""
+        """Raise NotReady while topics are missing or not read to their ends, or too few workers are registered."""
+        if self.topics_missing:
+            raise self.missing()
         pending = self.feeds.pending()
         if pending:
             raise NotReady("topics are still being read", partitions_left=pending)
@@ -510,6 +523,8 @@ class Router:
 
         Waits for this record only: bookings go on meanwhile, and the queue as a whole may never be empty.
         """
+        if self.topics_missing:
+            raise self.missing()  # else a broker that creates what it is asked for would, with settings of its own
         outcome: list[KafkaError | None] = []
         try:
             self._kafka.produce(topic, key=key, value=value, on_delivery=lambda error, _: outcome.append(error))
