@@ -23,7 +23,7 @@ from streams.core.ids import WorkerId
 from streams.core.loads import Phase
 from streams.core.registry import Worker
 from streams.cxl.events import check_pool_id
-from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge
+from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.router import Router
 from streams.router_api.view import Doubt
@@ -369,9 +369,10 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     try:
         return await handler(request)
     except KvStreamsError as exc:
-        if exc.http_status == 500:
+        told = api_error(exc)
+        if told.http_status == 500:
             log.exception("%s %s failed", request.method, request.path)
-        return _refusal(request, exc.code, str(exc), exc.http_status, exc.detail)
+        return _refusal(request, told.code, str(exc), told.http_status, exc.detail)
     except web.HTTPRequestEntityTooLarge as exc:
         too_large = RequestTooLarge(exc.text or "the body is too large")
         return _refusal(request, too_large.code, str(too_large), too_large.http_status)
