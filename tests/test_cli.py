@@ -235,7 +235,7 @@ def test_no_kafka_is_told_in_one_line_with_the_remedy(start: Start) -> None:
         (("topics", "create"), nobody),
         (("topics", "describe"), nobody),
         (("router", "--port", "0"), nobody),
-        (("bridge", "--engine", "id=1,url=u,events=e"), nobody),
+        (("bridge", "--engine", "id=1,url=http://u,events=tcp://e:1"), nobody),
         (("topics", "describe"), "no-such-host.invalid:9092"),
         (("topics", "describe"), "localhost:port"),
     ]
