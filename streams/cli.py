@@ -42,6 +42,51 @@ DEMO_DIRECTORY = Path(".kvstreams/demo")
 WAIT_MAX_S = 3600.0
 
 
+#: Knobs that most commands need; --help shows them before all others.
+ESSENTIAL = (
+    "kafka",
+    "topic_prefix",
+    "partitions",
+    "replication",
+    "block_size",
+    "host",
+    "port",
+    "router_mode",
+    "data_dir",
+)
+
+_SECTIONS = (
+    "Options",
+    "Settings",
+    f"Other settings; all also by environment, {ENV_PREFIX}..., or file (kvstreams config)",
+)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its own options first, and then the knobs, the essential ones before the others."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in three sections, of which a command without settings has one."""
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                knob = (param.name or "").removeprefix("knob_")
+                essential = knob in ESSENTIAL or knob == "config"
+                rows[_SECTIONS[0 if knob == param.name and not essential else 1 if essential else 2]].append(record)
+        for title, records in rows.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class GroupedGroup(click.Group):
+    """A group whose commands, and those of its groups, are such."""
+
+    command_class = GroupedCommand
+    group_class = type
+
+
 def with_settings(command: _F) -> _F:
     """Give a command every knob as an option; it is called with `resolved`."""
 
@@ -79,7 +124,7 @@ def with_settings(command: _F) -> _F:
     return result
 
 
-@click.group(context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})
+@click.group(cls=GroupedGroup, context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
     """kvstreams: routes LLM requests to the engine that already holds their KV cache, on Kafka."""

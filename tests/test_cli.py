@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from click.testing import CliRunner
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from streams import __version__
-from streams.cli import cli
+from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
 from streams.kafka import admin, describe_topics, ensure_topics
 from streams.local.stack import free_port
@@ -118,6 +119,31 @@ def test_commands_with_settings_take_every_knob(command: tuple[str, ...]) -> Non
     text = CliRunner().invoke(cli, [*command, "--help"]).output
     for knob in fields(Settings):
         assert f"--{knob.name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (("router",), ["--help"]),
+        (("bridge",), ["--engine", "--help"]),
+        (("cxl", "pool"), ["--member", "--no-members", "--lost", "--help"]),
+        (("kafka", "up"), ["--directory", "--help"]),
+    ],
+)
+def test_help_shows_a_commands_own_options_before_the_knobs(command: tuple[str, ...], own: list[str]) -> None:
+    """And of the knobs those first that one cannot do without."""
+    text = CliRunner().invoke(cli, [*command, "--help"]).output
+    first, settings, others = (*re.split(r"^(?:Settings|Other settings)[^\n]*$", text, flags=re.MULTILINE), "", "")[:3]
+    assert all(option in first for option in own)
+    if command == ("kafka", "up"):
+        assert not settings + others
+        return
+    knobs = [f"--{knob.name.replace('_', '-')} " for knob in fields(Settings)]
+    essential = [f"--{name.replace('_', '-')} " for name in ESSENTIAL]
+    assert not any(knob in first for knob in knobs)
+    assert sorted(knob for knob in knobs if knob in settings) == sorted(essential)
+    assert "--config " in settings
+    assert sorted(knob for knob in knobs if knob in others) == sorted(set(knobs) - set(essential))
 
 
 def test_needless_options_of_dynamo_are_taken_with_a_warning() -> None:

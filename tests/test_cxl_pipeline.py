@@ -37,6 +37,7 @@ from tests.engine_double import EngineDouble
 from tests.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
 from tests.test_cxl_interleavings import History, Reference, random_history, reference_of, wanted_blocks
+from tests.test_docs import blocks
 
 #: What a router says of each pooled block: its metadata, its pool's epoch and where it lies on its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]
@@ -377,6 +378,21 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     silence = script(stack.settings, *told, "--state", "evicted", "--wait", "1", "13")
     assert silence.returncode == 1
     assert "no agent has read it" in silence.stderr
+
+
+def test_the_publisher_of_the_page_tells_of_labels_and_pools(stack: Stack) -> None:
+    """The code of docs/cxl.md as it stands, its imports among it."""
+    ((_, code),) = blocks("docs/cxl.md", "python")
+    worker = stack.worker()
+    for worker_id in (7, 8):
+        put_worker(worker, worker_id)
+    environ = {**as_environ(stack.settings), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 0, done.stderr
+    await_reach(worker, dict.fromkeys((11, 12, 13), ("cxl_pooled", [7, 8])))
+    tokens = list(range(48))
+    query = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
+    await_beside(worker, {7: (3, 0, 2), 8: (0, 3, 0)}, tokens, **query)
 
 
 def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_again(

@@ -252,7 +252,7 @@ class RankFeed:
                 evidence = await self._proven(evidence, known)
             decision = begins(known, evidence, _now_us())
             if not isinstance(decision, NotTold):
-                log.info("rank %s: %s, %s", self.rank, decision, evidence)
+                log.info("rank %s: %s: %s", self.rank, decision, evidence)
                 return evidence.started, decision
             await asyncio.sleep(RETRY_S)
 
