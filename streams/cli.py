@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import orjson
@@ -29,10 +29,62 @@ from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.settings import ENV_PREFIX, NEEDLESS, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics
 
+if TYPE_CHECKING:
+    from streams.cxl.events import CxlPool
+    from streams.cxl.verdicts import TransitionVerdict
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 KAFKA_DIRECTORY = Path(".kvstreams/kafka")
 DEMO_DIRECTORY = Path(".kvstreams/demo")
+
+#: A verdict is there within a second, or nobody gives one; a script that hangs for longer has lost its terminal.
+WAIT_MAX_S = 3600.0
+
+
+#: Knobs that most commands need; --help shows them before all others.
+ESSENTIAL = (
+    "kafka",
+    "topic_prefix",
+    "partitions",
+    "replication",
+    "block_size",
+    "host",
+    "port",
+    "router_mode",
+    "data_dir",
+)
+
+_SECTIONS = (
+    "Options",
+    "Settings",
+    f"Other settings; all also by environment, {ENV_PREFIX}..., or file (kvstreams config)",
+)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its own options first, and then the knobs, the essential ones before the others."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in three sections, of which a command without settings has one."""
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                knob = (param.name or "").removeprefix("knob_")
+                essential = knob in ESSENTIAL or knob == "config"
+                rows[_SECTIONS[0 if knob == param.name and not essential else 1 if essential else 2]].append(record)
+        for title, records in rows.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class GroupedGroup(click.Group):
+    """A group whose commands, and those of its groups, are such."""
+
+    command_class = GroupedCommand
+    group_class = type
 
 
 def with_settings(command: _F) -> _F:
@@ -72,7 +124,7 @@ def with_settings(command: _F) -> _F:
     return result
 
 
-@click.group(context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})
+@click.group(cls=GroupedGroup, context_settings={"max_content_width": 120, "help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
     """kvstreams: routes LLM requests to the engine that already holds their KV cache, on Kafka."""
@@ -292,31 +344,44 @@ def cxl() -> None:
 @cxl.command("pool")
 @with_settings
 @click.argument("pool_id")
-@click.option("--member", "members", type=int, multiple=True, help="worker whose host reaches it; again for each")
-@click.option("--latency-class", default="default", show_default=True, help="name that routing weighs by")
-@click.option("--capacity-blocks", type=int, default=None, help="blocks it has room for")
+@click.option(
+    "--member", "members", type=int, multiple=True, help="worker whose host reaches it; again for each, all of them"
+)
+@click.option("--no-members", is_flag=True, help="no worker's host reaches it")
+@click.option("--latency-class", default=None, help="name that routing weighs by  [new pools: default]")
+@click.option("--capacity-blocks", type=int, default=None, help="blocks it has room for; 0: not known")
 @click.option("--epoch", type=int, default=None, help="greater than before where what it held is lost")
 @click.option("--lost", is_flag=True, help="it is not there any more, with all that it held")
 def cxl_pool(
     resolved: Resolved,
     pool_id: str,
     members: tuple[int, ...],
-    latency_class: str,
+    no_members: bool,
+    latency_class: str | None,
     capacity_blocks: int | None,
     epoch: int | None,
     lost: bool,
 ) -> None:
-    """Register a pool, or change it."""
-    from streams.cxl.directory import lose_pool, put_pool
-    from streams.cxl.events import CxlPool
+    """Register a pool, or change what is named of it; without an option only show it.
 
-    if lost:
-        pool = lose_pool(resolved.settings, pool_id)
-    else:
-        wanted = CxlPool(pool_id, latency_class, capacity_blocks, worker_ids(members), epoch or 0)
-        pool = put_pool(resolved.settings, wanted, same_epoch=epoch is None)
-    state = "lost" if pool.lost else f"{len(pool.members)} members"
-    click.echo(f"pool {pool.pool_id}: epoch {pool.epoch}, {state}, latency class {pool.latency_class}")
+    What is left out stays as it is. A new pool needs --member or --no-members.
+    """
+    from streams.cxl.directory import PoolChange, change_pool, lose_pool
+
+    if members and no_members:
+        raise click.UsageError("--member and --no-members contradict each other")
+    named = worker_ids(tuple(sorted(set(members)))) if members or no_members else None
+    change = PoolChange(named, latency_class, capacity_blocks, epoch)
+    if lost and change != PoolChange():
+        raise click.UsageError("--lost goes with no other change")
+    pool = lose_pool(resolved.settings, pool_id) if lost else change_pool(resolved.settings, pool_id, change)
+    click.echo(_pool_line(pool))
+
+
+def _pool_line(pool: CxlPool) -> str:
+    words = "lost" if pool.lost else f"members {', '.join(map(str, pool.members)) or 'none'}"
+    room = "" if pool.capacity_blocks is None else f", room for {pool.capacity_blocks} blocks"
+    return f"pool {pool.pool_id}: epoch {pool.epoch}, {words}, latency class {pool.latency_class}{room}"
 
 
 @cxl.command("transition")
@@ -329,6 +394,15 @@ def cxl_pool(
 )
 @click.option("--pool-id", default=None, help="where to; in_transit needs it")
 @click.option("--accessible-worker", "workers", type=int, multiple=True, help="who reaches it; left out, all members")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(0.0, WAIT_MAX_S),
+    default=None,
+    metavar="SECONDS",
+    help="wait so long at most for the agents' verdict, and tell it",
+)
+@click.option("--force", is_flag=True, help="although the registry does not have the pool, or has it as lost")
 @click.argument("hashes", type=int, nargs=-1, required=True)
 def cxl_transition(
     resolved: Resolved,
@@ -338,20 +412,52 @@ def cxl_transition(
     state: str,
     pool_id: str | None,
     workers: tuple[int, ...],
+    wait_s: float | None,
+    force: bool,
     hashes: tuple[int, ...],
 ) -> None:
-    """Tell that blocks, by their engine's own HASHES, enter a state; exit status 1 where some are unknown."""
+    """Tell that blocks, by their engine's own HASHES, enter a state.
+
+    Whether they may is for the agents to judge, behind this. Exit status 1 where hashes are unknown, or where --wait
+    finds that it was refused or not judged in time.
+    """
     from streams.core.ids import DpRank, RankId
     from streams.cxl.events import state_changed
     from streams.engines.scripted import tell_transition
 
     (owner,) = worker_ids((worker_id,))
     changed = state_changed(event_id, hashes, state, pool_id, worker_ids(workers))
-    unknown = tell_transition(resolved.settings, RankId(owner, DpRank(dp_rank)), changed)
-    click.echo(f"{len(hashes) - len(unknown)} blocks of worker {worker_id} rank {dp_rank}: {state}")
-    if unknown:
-        click.echo(f"{len(unknown)} hashes name no block of it: {' '.join(map(str, unknown[:10]))}", err=True)
+    rank = RankId(owner, DpRank(dp_rank))
+    told = tell_transition(resolved.settings, rank, changed, any_pool=force, wait_s=wait_s)
+    n_sent = len(hashes) - len(told.unknown)
+    if n_sent:
+        judged = "" if told.verdict is not None else "; the agents judge it, and --wait tells how"
+        click.echo(f"sent: {n_sent} blocks of worker {worker_id} rank {dp_rank} to {state}{judged}")
+    wrong = _verdict_lines(told.verdict, wait_s or 0.0)
+    if told.unknown:
+        wrong.append(f"{len(told.unknown)} hashes name no block of it: {' '.join(map(str, told.unknown[:10]))}")
+    if told.verdict is not None and told.verdict.applied:
+        click.echo("applied")
+    for line in wrong:
+        click.echo(line, err=True)
+    if wrong:
         raise SystemExit(1)
+
+
+def _verdict_lines(verdict: TransitionVerdict | None, wait_s: float) -> list[str]:
+    """What is wrong with a transition, for people; nothing where it was applied, or nobody waited."""
+    from streams.cxl.verdicts import Judged
+
+    if verdict is None:
+        return []
+    lines = [f"refused: {reason}: {message}" for reason, message in verdict.refused]
+    if verdict.judged is Judged.PARKED:
+        lines.append(
+            f"not judged within {wait_s:g} s: it waits for its batch of kv-events, or behind another that does"
+        )
+    elif verdict.judged is Judged.UNKNOWN:
+        lines.append(f"not judged within {wait_s:g} s: no agent has read it; does a worker run in this scope?")
+    return lines
 
 
 def worker_ids(values: tuple[int, ...]) -> tuple[WorkerId, ...]:

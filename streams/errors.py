@@ -177,3 +177,25 @@ class ProcessError(KvStreamsError):
     """A child process ended, or did not become ready in time."""
 
     code = "process"
+
+
+#: What the HTTP API answers with, each as docs/http.md tells it. Any other error there is a fault of ours, `internal`,
+#: or one of these by inheritance.
+API_ERRORS: tuple[type[KvStreamsError], ...] = (
+    KvStreamsError,
+    InvalidRequest,
+    BlockSizeMismatch,
+    UnknownModel,
+    UnknownId,
+    EpochConflict,
+    BookingConflict,
+    RequestTooLarge,
+    NoEligibleWorker,
+    AllWorkersBusy,
+    NotReady,
+)
+
+
+def api_error(exc: KvStreamsError) -> type[KvStreamsError]:
+    """The error as which the HTTP API tells of one: its class, or the nearest above it that the API knows."""
+    return next(kind for kind in type(exc).__mro__ if kind in API_ERRORS)

@@ -451,7 +451,8 @@ class Indexer:
             self._call(lambda: self._resume(partition))
 
     def _opened(self, partition: int, wanted: dict[str, int]) -> None:
-        log.info("partition %d is open, wants %s", partition, wanted)
+        where = ", ".join(f"{topic} from {offset}" for topic, offset in wanted.items())
+        log.info("partition %d is open, and wants %s", partition, where)
         self._call(lambda: self._begin(partition))
 
     def _begin(self, partition: int) -> None:

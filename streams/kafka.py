@@ -275,6 +275,20 @@ def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, T
     return ready
 
 
+def missing_topics(settings: Settings, specs: Iterable[TopicSpec]) -> list[str]:
+    """Names of the topics that the broker does not have; those that it has are checked, and none is created.
+
+    Raises as `ensure_topics`.
+    """
+    specs = list(specs)
+    states = describe_topics(settings, specs)
+    for spec in specs:
+        state = states[spec.name]
+        if state is not None:
+            check_topic(spec, state)
+    return [name for name, state in states.items() if state is None]
+
+
 def check_topic(spec: TopicSpec, state: TopicState) -> None:
     """Raise TopicMismatch where a topic is not as its spec says."""
     if state.partitions != spec.partitions:

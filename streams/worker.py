@@ -116,7 +116,7 @@ def create_app(settings: Settings) -> faust.App:
             await asyncio.to_thread(router.stop)
 
     if router is not None:
-        app.web.web_app.add_routes(Handlers(router).routes())
+        Handlers(router).add_to(app.web.web_app)
     return app
 
 

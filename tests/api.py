@@ -24,7 +24,7 @@ from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.kafka import partition_of, producer
+from streams.kafka import ensure_topics, partition_of, producer
 from streams.local.stack import READY_TIMEOUT_S, free_port, is_ready
 from streams.router_api.server import serve
 from streams.settings import Settings
@@ -150,6 +150,7 @@ class Api:
 def served(settings: Settings) -> Iterator[Api]:
     """A router inside this process, on a free port, ready when the block begins and gone when it ends."""
     own = replace(settings, port=free_port())
+    ensure_topics(own, topics(own).all())
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(own))
 
@@ -314,12 +315,12 @@ class Fleet:
 
 
 def metrics(api: Api) -> dict[str, float]:
-    """Every sample of /metrics by its name, and its mode where it has one."""
+    """Every sample of /metrics by its name, and its labels' values, in order of the labels, where it has any."""
     answer = api.call("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain")
     return {
-        sample.name + (f"/{sample.labels['mode']}" if "mode" in sample.labels else ""): sample.value
+        "/".join([sample.name, *(value for _, value in sorted(sample.labels.items()))]): sample.value
         for family in text_string_to_metric_families(answer.body.decode())
         for sample in family.samples
         if "le" not in sample.labels

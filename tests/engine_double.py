@@ -72,6 +72,10 @@ class EngineDouble:
     def restart(self) -> None:
         """Another process on the same ports: nothing cached, nothing kept, numbers from 0."""
         self.stop()
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Behind `stop`: the same as `restart`."""
         self._buffer.clear()
         self.held.clear()
         self.sequence = -1

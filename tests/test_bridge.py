@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import urllib.request
 from collections.abc import Callable
@@ -144,12 +145,34 @@ def test_a_payload_that_is_no_event_ends_in_the_dead_letters_and_degrades_its_ra
         ("id=-1,url=http://x,events=tcp://x:1", "0 to 2^64-1"),
         ("id=1,url=http://x,events=tcp://x:1,dp=0", "dp 1 to"),
         ("id=1,url=http://x,events=tcp://x:1,colour=red", "colour unknown"),
+        ("id=1,url=x:8000,events=tcp://x:1", "url is 'x:8000'. It looks like http://HOST:PORT"),
+        ("id=1,url=x,events=tcp://x:1", "It looks like http://"),
+        ("id=1,url=tcp://x:8000,events=tcp://x:1", "It looks like http://"),
+        ("id=1,url=http://,events=tcp://x:1", "It looks like http://"),
+        ("id=1,url=http://x:port,events=tcp://x:1", "It looks like http://"),
+        ("id=1,url=http://x:99999,events=tcp://x:1", "It looks like http://"),
+        ("id=1,url=http://x,events=x:5557", "events is 'x:5557'. It looks like tcp://HOST:PORT"),
+        ("id=1,url=http://x,events=tcp://x", "It looks like tcp://"),
+        ("id=1,url=http://x,events=tcp://x:1,replay=http://x:1", "replay is 'http://x:1'"),
+        ("id=1,url=http://x,events=tcp://x:1,metrics=x/metrics", "metrics is 'x/metrics'"),
     ],
 )
 def test_an_engine_address_that_cannot_be_used_says_why(text: str, wrong: str) -> None:
     """Each wrong part is named."""
-    with pytest.raises(SettingsError, match=wrong.replace("^", r"\^")):
+    with pytest.raises(SettingsError, match=re.escape(wrong)):
         engine_address(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "id=1,url=https://x,events=tcp://10.0.0.1:5557,replay=tcp://[::1]:5558",
+        "id=1,url=http://[::1]:8000/,events=ipc:///tmp/events,metrics=https://x/metrics",
+    ],
+)
+def test_an_engine_address_may_have_any_form_that_can_be_asked(text: str) -> None:
+    """With or without a port where the scheme has one, by name or number."""
+    assert engine_address(text).worker_id == 1
 
 
 def test_the_page_of_an_engine_is_beside_its_api_unless_told_otherwise() -> None:

@@ -347,3 +347,26 @@ def test_a_bridge_says_that_it_is_there(short: Stack) -> None:
         assert isinstance(last.body, Heartbeat)
         assert (last.sequence, last.body.lease_ms) == (0, round(LEASE_S * 1000))
         assert len(told.numbers()) == 1
+
+
+def test_no_request_goes_to_an_engine_whose_process_is_gone_though_its_lease_is_long(stack: Stack) -> None:
+    """Its bridge says so at once: both its sockets refuse. It is back as soon as it listens again."""
+    stack.settings = replace(stack.settings, bridge_lease_s=600.0)  # nobody would be missed while this test runs
+    worker = stack.worker()
+
+    def silent() -> list[int]:
+        (known,) = get_json(f"{worker.url}/workers")["workers"]
+        ranks: list[int] = known["silent_dp_ranks"]
+        return ranks
+
+    with EngineDouble() as engine:
+        engine.store(1)
+        bridge_to(stack, engine)
+        assert_truth(worker, engine)
+        assert silent() == []
+        engine.stop()
+        wait_for(lambda: silent() == [RANK.dp_rank], VISIBLE_TIMEOUT_S, "the engine to be missed")
+        engine.start_again()
+        wait_for(lambda: silent() == [], VISIBLE_TIMEOUT_S, "the engine to be back")
+        engine.store(5000)
+        assert_truth(worker, engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from click.testing import CliRunner
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from streams import __version__
-from streams.cli import cli
+from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
 from streams.kafka import admin, describe_topics, ensure_topics
 from streams.local.stack import free_port
@@ -26,6 +27,7 @@ from streams.log import JsonFormatter
 from streams.settings import ENV_PREFIX, Settings, as_environ
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.api import Api
 
 #: Only a hang is a failure.
 PATIENCE_S = 60.0
@@ -117,6 +119,31 @@ def test_commands_with_settings_take_every_knob(command: tuple[str, ...]) -> Non
     text = CliRunner().invoke(cli, [*command, "--help"]).output
     for knob in fields(Settings):
         assert f"--{knob.name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (("router",), ["--help"]),
+        (("bridge",), ["--engine", "--help"]),
+        (("cxl", "pool"), ["--member", "--no-members", "--lost", "--help"]),
+        (("kafka", "up"), ["--directory", "--help"]),
+    ],
+)
+def test_help_shows_a_commands_own_options_before_the_knobs(command: tuple[str, ...], own: list[str]) -> None:
+    """And of the knobs those first that one cannot do without."""
+    text = CliRunner().invoke(cli, [*command, "--help"]).output
+    first, settings, others = (*re.split(r"^(?:Settings|Other settings)[^\n]*$", text, flags=re.MULTILINE), "", "")[:3]
+    assert all(option in first for option in own)
+    if command == ("kafka", "up"):
+        assert not settings + others
+        return
+    knobs = [f"--{knob.name.replace('_', '-')} " for knob in fields(Settings)]
+    essential = [f"--{name.replace('_', '-')} " for name in ESSENTIAL]
+    assert not any(knob in first for knob in knobs)
+    assert sorted(knob for knob in knobs if knob in settings) == sorted(essential)
+    assert "--config " in settings
+    assert sorted(knob for knob in knobs if knob in others) == sorted(set(knobs) - set(essential))
 
 
 def test_needless_options_of_dynamo_are_taken_with_a_warning() -> None:
@@ -234,7 +261,7 @@ def test_no_kafka_is_told_in_one_line_with_the_remedy(start: Start) -> None:
         (("topics", "create"), nobody),
         (("topics", "describe"), nobody),
         (("router", "--port", "0"), nobody),
-        (("bridge", "--engine", "id=1,url=u,events=e"), nobody),
+        (("bridge", "--engine", "id=1,url=http://u,events=tcp://e:1"), nobody),
         (("topics", "describe"), "no-such-host.invalid:9092"),
         (("topics", "describe"), "localhost:port"),
     ]
@@ -321,6 +348,46 @@ def test_a_router_says_that_its_port_is_taken(scope: Settings, run: Run) -> None
     assert f"cannot listen on 127.0.0.1:{taken}" in assert_one_line(done)
     done = run("router", "--host", "192.0.2.1", "--log-level", "error", env=as_environ(scope))
     assert "cannot listen on 192.0.2.1" in assert_one_line(done)
+
+
+def test_a_router_of_a_scope_without_topics_is_not_ready_and_creates_none(
+    scope: Settings, start: Start, run: Run
+) -> None:
+    """It says why and what to do, changes nothing, and goes on as soon as the topics are there."""
+    api = Api(f"http://127.0.0.1:{free_port()}")
+    process = start("router", "--port", api.url.rpartition(":")[2], env=as_environ(scope))
+    assert process.stderr is not None
+    assert "routing on" in process.stderr.readline()
+    assert "kvstreams topics create" in process.stderr.readline()
+    names = [spec.name for spec in topics(scope).all()]
+    told = api.call("GET", "/ready")
+    assert (told.status, told.json["ready"], told.json["topics_missing"]) == (503, False, names)
+    assert "kvstreams topics create" in told.json["why"]
+    for method, path, body in (
+        ("POST", "/route", {"token_ids": [1]}),
+        ("GET", "/loads", None),
+        ("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": 16}),
+        ("PUT", "/pools/p", {"members": [1]}),
+    ):
+        assert "kvstreams topics create" in api.call(method, path, body).refused(503, "not_ready")
+    assert api.call("GET", "/metrics").status == 200
+    assert set(describe_topics(scope, topics(scope).all()).values()) == {None}
+    assert run("topics", "create", env=as_environ(scope)).returncode == 0
+    wait_for(lambda: api.call("GET", "/ready").status == 200, PATIENCE_S, "the router to be ready")
+    assert api.call("PUT", "/pools/p", {"members": [1]}).given()["members"] == [1]
+
+
+def test_a_router_ends_where_topics_appear_that_are_not_as_they_must_be(
+    scope: Settings, start: Start, run: Run
+) -> None:
+    """With the remedy, as it would have been refused at its start."""
+    process = start("router", "--port", "0", env=as_environ(scope))
+    assert process.stderr is not None
+    assert "routing on" in process.stderr.readline()
+    ensure_topics(scope, topics(replace(scope, partitions=scope.partitions + 1)).all())
+    _, rest = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "take another topic_prefix" in rest.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

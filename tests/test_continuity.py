@@ -116,3 +116,25 @@ def test_a_new_life_is_always_greater_than_the_last(
         goes_on(known, None, told, now, contradicted=contradicted),
     ):
         assert not isinstance(decision, NewLife) or decision.incarnation > known.incarnation
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (evidence(3_000), "its metrics say that the engine started at 3000 us"),
+        (
+            evidence(None, Proof.UNSENT),
+            "its metrics do not say when the engine started, and the engine has never sent that number",
+        ),
+        (
+            evidence(None, reachable=False),
+            "its metrics do not answer, and the engine did not answer, or there is nothing to compare with",
+        ),
+        (SameLife(), "the life known goes on"),
+        (life(7), "life 7 begins"),
+        (NotTold(), "nobody tells which life it is"),
+    ],
+)
+def test_evidence_and_decisions_are_words_in_a_log(value: Evidence | Decision, words: str) -> None:
+    """And no reprs of ours."""
+    assert str(value) == words

@@ -20,7 +20,7 @@ from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, Booking, BookingId
 from streams.core.plain_index import PlainPrefixIndex
-from streams.core.registry import DP_SIZE_MAX, Role, Wanted, Worker, WorkerState, eligible_ranks
+from streams.core.registry import DP_SIZE_MAX, Role, Wanted, Worker, WorkerState, eligible_ranks, refusals
 from streams.core.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.errors import InvalidRequest
 
@@ -328,7 +328,64 @@ FLEET = {
 )
 def test_filters_leave_the_ranks_that_may_serve(wanted: dict[str, Any], found: list[tuple[int, int]]) -> None:
     """Model, state, worker and rank, allowed, excluded, role and taints, in order of worker and rank."""
-    assert eligible_ranks(FLEET, Wanted(**({"model": "m"} | wanted))) == [rank(*each) for each in found]
+    asked = Wanted(**({"model": "m"} | wanted))
+    assert eligible_ranks(FLEET, asked) == [rank(*each) for each in found]
+    n_ranks = sum(each.dp_size for each in FLEET.values())
+    assert sum(refusals(FLEET.values(), asked, frozenset()).values()) == n_ranks - len(found)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "silent", "counts"),
+    [
+        ({}, [], {"other_model": 1, "cordoned": 1}),
+        ({"model": "nobody's"}, [], {"other_model": 7}),
+        ({}, [(1, 0), (4, 1), (5, 0), (9, 0)], {"other_model": 1, "cordoned": 1, "silent": 2}),
+        ({"worker_id": WorkerId(4)}, [(1, 0)], {"other_model": 1, "cordoned": 1, "other_worker": 3}),
+        ({"dp_rank": 1}, [(4, 1)], {"other_model": 1, "cordoned": 1, "other_dp_rank": 4, "silent": 1}),
+        ({"allowed": frozenset({4}), "excluded": frozenset({4, 1})}, [], {"not_allowed": 3, "excluded": 2}),
+        ({"phase": Role.PREFILL}, [], {"other_role": 1}),
+        ({"required_taints": frozenset({"h100"}), "phase": Role.DECODE}, [], {"other_role": 1, "taints_missing": 2}),
+    ],
+)
+def test_ranks_that_do_not_pass_are_counted_by_the_first_filter(
+    wanted: dict[str, Any], silent: list[tuple[int, int]], counts: dict[str, int]
+) -> None:
+    """Each once, in the order in which filters are looked at; silence comes last."""
+    asked = Wanted(**({"model": "m"} | wanted))
+    found = refusals(FLEET.values(), asked, frozenset(rank(*each) for each in silent))
+    assert found == {**({"other_model": 1, "cordoned": 1} if asked.model == "m" else {}), **counts}
+
+
+@given(
+    workers=st.lists(
+        st.builds(
+            worker,
+            st.integers(0, 3),
+            model=st.sampled_from("mn"),
+            dp_size=st.integers(1, 2),
+            role=st.sampled_from(Role),
+            state=st.sampled_from(WorkerState),
+            taints=st.sampled_from([(), ("a",), ("a", "b")]),
+        ),
+        unique_by=lambda each: each.worker_id,
+    ),
+    wanted=st.builds(
+        Wanted,
+        model=st.sampled_from("mn"),
+        worker_id=st.none() | st.integers(0, 3),
+        dp_rank=st.none() | st.integers(0, 2),
+        allowed=st.none() | st.frozensets(st.integers(0, 3)),
+        excluded=st.frozensets(st.integers(0, 3)),
+        phase=st.none() | st.sampled_from(Role),
+        required_taints=st.sampled_from([frozenset(), frozenset("a"), frozenset("ab")]),
+    ),
+)
+def test_a_rank_either_passes_or_is_counted(workers: list[Worker], wanted: Wanted) -> None:
+    """The filters that choose and those that explain are the same."""
+    for each in workers:
+        passing = eligible_ranks({each.worker_id: each}, wanted)
+        refused = refusals([each], wanted, frozenset())
+        assert len(passing) + sum(refused.values()) == each.dp_size
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from tests.engine_double import EngineDouble
 from tests.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
 from tests.test_cxl_interleavings import History, Reference, random_history, reference_of, wanted_blocks
+from tests.test_docs import blocks
 
 #: What a router says of each pooled block: its metadata, its pool's epoch and where it lies on its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]
@@ -372,7 +373,9 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     for worker_id in (1, 2):
         put_worker(worker, worker_id)
     done = script(stack.settings, "pool", POOL, "--member", "1", "--member", "2", "--latency-class", "far")
-    assert (done.returncode, done.stdout) == (0, f"pool {POOL}: epoch 0, 2 members, latency class far\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"pool {POOL}: epoch 0, members 1, 2, latency class far\n"), (
+        done.stderr
+    )
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
         publisher.stored([11, 12], list(range(32)), cxl=CxlMetadata("cxl_pooled", POOL, (2,)))
         publisher.removed([11, 12])
@@ -380,22 +383,53 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2])})
 
     told = ["transition", "--worker-id", "1", "--event-id", "7"]
+    slip = script(stack.settings, *told, "--state", "in_transit", "--pool-id", "rack2", "13")
+    assert (slip.returncode, slip.stdout) == (1, "")
+    assert f"no pool rack2 is registered; there are: {POOL}" in slip.stderr
+    early = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
+    assert (early.returncode, early.stdout) == (1, "sent: 1 blocks of worker 1 rank 0 to cxl_pooled\n"), early.stderr
+    assert early.stderr.startswith("refused: not_in_transit: ")
     done = script(stack.settings, *told, "--state", "in_transit", "--pool-id", POOL, "13", "14")
-    assert (done.returncode, done.stdout) == (1, "1 blocks of worker 1 rank 0: in_transit\n"), done.stderr
+    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait tells how\n"
+    assert (done.returncode, done.stdout) == (1, sent), done.stderr
     assert "1 hashes name no block of it: 14" in done.stderr
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2]), 13: ("in_transit", [])})
-    assert script(stack.settings, *told, "--state", "cxl_pooled", "13").returncode == 0
+    pooled = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
+    assert (pooled.returncode, pooled.stdout.splitlines()[1:]) == (0, ["applied"]), pooled.stderr
     assert script(stack.settings, *told, "--state", "evicted", "12").returncode == 0  # no ledger has it any more
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("evicted", []), 13: ("cxl_pooled", [1, 2])})
     lost = script(stack.settings, "pool", POOL, "--lost")
     assert lost.stdout == f"pool {POOL}: epoch 1, lost, latency class far\n", lost.stderr
     await_reach(worker, {11: ("cxl_pooled", []), 12: ("evicted", []), 13: ("cxl_pooled", [])})
+    back = [*told, "--state", "in_transit", "--pool-id", POOL]
+    assert f"pool {POOL} is lost" in script(stack.settings, *back, "13").stderr
+    forced = script(stack.settings, *back, "--force", "--wait", "60", "13")
+    assert (forced.returncode, forced.stdout.splitlines()[1:]) == (0, ["applied"]), forced.stderr
     over = script(stack.settings, "pool", POOL, "--epoch", "0")
     assert (over.returncode, over.stdout) == (1, "")
     assert "is in epoch 1 already" in over.stderr
     nobody = script(stack.settings, "transition", "--worker-id", "9", "--state", "evicted", "11")
     assert nobody.returncode == 1
     assert "has told nothing" in nobody.stderr
+    worker.child.kill()
+    silence = script(stack.settings, *told, "--state", "evicted", "--wait", "1", "13")
+    assert silence.returncode == 1
+    assert "no agent has read it" in silence.stderr
+
+
+def test_the_publisher_of_the_page_tells_of_labels_and_pools(stack: Stack) -> None:
+    """The code of docs/cxl.md as it stands, its imports among it."""
+    ((_, code),) = blocks("docs/cxl.md", "python")
+    worker = stack.worker()
+    for worker_id in (7, 8):
+        put_worker(worker, worker_id)
+    environ = {**as_environ(stack.settings), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 0, done.stderr
+    await_reach(worker, dict.fromkeys((11, 12, 13), ("cxl_pooled", [7, 8])))
+    tokens = list(range(48))
+    query = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
+    await_beside(worker, {7: (3, 0, 2), 8: (0, 3, 0)}, tokens, **query)
 
 
 def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_again(

@@ -6,8 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
+from streams.cli import cli
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.cxl.directory import PoolChange, changed_pool
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledView, RowChange
 from streams.cxl.records import (
@@ -23,7 +26,10 @@ from streams.cxl.records import (
     pool_key,
 )
 from streams.cxl.states import CxlMemoryState
-from streams.errors import BadRecord
+from streams.errors import BadRecord, EpochConflict, InvalidRequest, KvStreamsError, UnknownId
+from streams.kafka import ensure_topics
+from streams.settings import Settings, as_environ
+from streams.topics import topics
 from tests.api import Fleet
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
@@ -123,6 +129,71 @@ def test_what_is_no_pool_is_refused_over_http(fleet: Fleet, body: Any) -> None:
     """As any other request that cannot be understood."""
     fleet.main.call("PUT", "/pools/refused", body).refused(400, "invalid_request")
     assert "refused" not in {pool["pool_id"] for pool in fleet.main.get("/pools")["pools"]}
+
+
+KNOWN = CxlPool("p", "near", 5, (WorkerId(1), WorkerId(2)), epoch=3, registered_at_ms=9)
+
+
+@pytest.mark.parametrize(
+    ("known", "change", "wanted"),
+    [
+        (KNOWN, PoolChange(), KNOWN),
+        (KNOWN, PoolChange(members=(WorkerId(4),)), replace(KNOWN, members=(WorkerId(4),))),
+        (KNOWN, PoolChange(members=()), replace(KNOWN, members=())),
+        (KNOWN, PoolChange(latency_class="far"), replace(KNOWN, latency_class="far")),
+        (KNOWN, PoolChange(capacity_blocks=7), replace(KNOWN, capacity_blocks=7)),
+        (KNOWN, PoolChange(capacity_blocks=0), replace(KNOWN, capacity_blocks=None)),
+        (KNOWN, PoolChange(epoch=3), KNOWN),
+        (KNOWN, PoolChange(epoch=4), replace(KNOWN, epoch=4)),
+        (replace(KNOWN, lost=True), PoolChange(), replace(KNOWN, lost=True)),
+        (replace(KNOWN, lost=True), PoolChange(latency_class="near"), KNOWN),
+        (None, PoolChange(members=()), CxlPool("p")),
+        (None, PoolChange((WorkerId(1),), "near", 5, 2), CxlPool("p", "near", 5, (WorkerId(1),), 2)),
+    ],
+)
+def test_a_change_of_a_pool_leaves_what_it_does_not_name(
+    known: CxlPool | None, change: PoolChange, wanted: CxlPool
+) -> None:
+    """Nothing named is nothing changed, and what is changed of a pool that was lost brings it back."""
+    assert changed_pool("p", known, change) == wanted
+
+
+@pytest.mark.parametrize(
+    ("known", "change", "refused"),
+    [
+        (None, PoolChange(), UnknownId),
+        (None, PoolChange(latency_class="near"), UnknownId),
+        (KNOWN, PoolChange(epoch=2), EpochConflict),
+        (KNOWN, PoolChange(capacity_blocks=-1), InvalidRequest),
+        (KNOWN, PoolChange(latency_class=""), InvalidRequest),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(
+    known: CxlPool | None, change: PoolChange, refused: type[KvStreamsError]
+) -> None:
+    """A new pool without a word about its members is a slip in a name."""
+    with pytest.raises(refused):
+        changed_pool("p", known, change)
+
+
+def test_the_command_changes_what_its_options_name(scope: Settings) -> None:
+    """And without one shows the pool, which a command that was typed too soon used to empty."""
+    ensure_topics(scope, topics(scope).all())
+
+    def command(*arguments: str) -> Result:
+        return CliRunner().invoke(cli, ["cxl", "pool", "p", *arguments], env=as_environ(scope))
+
+    slip = command("--latency-class", "near")
+    assert isinstance(slip.exception, UnknownId)
+    assert command("--member", "2", "--member", "1", "--latency-class", "near", "--capacity-blocks", "9").exit_code == 0
+    told = "pool p: epoch 0, members 1, 2, latency class near, room for 9 blocks\n"
+    assert command().output == told
+    assert command("--epoch", "1").output == told.replace("epoch 0", "epoch 1")
+    assert command("--no-members").output == told.replace("epoch 0, members 1, 2", "epoch 1, members none")
+    assert command("--member", "1", "--no-members").exit_code == 2
+    assert command("--lost", "--epoch", "9").exit_code == 2
+    assert command("--lost").output == "pool p: epoch 2, lost, latency class near, room for 9 blocks\n"
+    assert command().output == "pool p: epoch 2, lost, latency class near, room for 9 blocks\n"
 
 
 def test_pools_are_known_to_every_router_and_their_epochs_never_go_back(fleet: Fleet) -> None:

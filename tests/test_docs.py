@@ -20,7 +20,19 @@ import click
 import pytest
 
 from streams.cli import cli
+from streams.errors import (
+    API_ERRORS,
+    AllWorkersBusy,
+    BadRecord,
+    EpochConflict,
+    IndexFull,
+    InvalidEvent,
+    InvalidRequest,
+    KvStreamsError,
+    api_error,
+)
 from streams.local.stack import free_port
+from streams.router_api.handlers import HTTP_CODES, HTTP_ERROR
 from streams.settings import ENV_PREFIX
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +99,33 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
                     command = command.commands[word]
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_table_of_errors_has_every_code_of_the_api_and_no_other() -> None:
+    """With its status; the server's own refusals among them, of which some have no code of their own."""
+    page = (ROOT / "docs/http.md").read_text()
+    rows = re.findall(r"^\| (\d\d\d|4xx) \| ([^|]+) \|", page, re.MULTILINE)
+    told = [(code, status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)]
+    wanted = [(error.code, str(error.http_status)) for error in API_ERRORS]
+    wanted += [(code, str(status)) for status, code in HTTP_CODES.items()]
+    assert sorted(told) == sorted([*wanted, (HTTP_ERROR, "4xx")])
+
+
+@pytest.mark.parametrize(
+    ("exc", "told"),
+    [
+        (EpochConflict("x"), EpochConflict),
+        (AllWorkersBusy("x"), AllWorkersBusy),
+        (InvalidEvent("x"), InvalidRequest),
+        (IndexFull("x"), KvStreamsError),
+        (BadRecord("reason", "x"), KvStreamsError),
+    ],
+)
+def test_an_error_that_the_api_does_not_know_is_told_as_one_that_it_does(
+    exc: KvStreamsError, told: type[KvStreamsError]
+) -> None:
+    """So that no answer has a code which the page lacks."""
+    assert api_error(exc) is told
 
 
 def test_the_publisher_of_the_readme_says_within_ten_seconds_that_no_kafka_answers(tmp_path: Path) -> None:

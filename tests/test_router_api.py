@@ -289,41 +289,43 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
 
     def mode(*worker_ids: int) -> str:
         asked = {"model": model, "token_ids": TOKENS, "allowed_worker_ids": worker_ids}
-        found: str = fleet.main.look(**asked)["mode"]
+        found = fleet.main.look(**asked)
         potential = fleet.main.call("POST", "/loads/potential", asked).given()
         assert {row["worker_id"] for row in potential["loads"]} == set(worker_ids)
-        return found
+        assert ("degraded_because" in found) == (found["mode"] == "degraded")
+        return f"{found['mode']}: {found['degraded_because']}" if "degraded_because" in found else str(found["mode"])
 
     def becomes(wanted: str, *worker_ids: int) -> None:
         fleet.wait(lambda: mode(*worker_ids) == wanted, f"mode {wanted}")
 
-    assert mode(live) == "degraded"  # a rank that nobody ever told of is not known to be empty
+    assert mode(live) == "degraded: nothing_told"  # a rank that nobody ever told of is not known to be empty
     for worker_id in (live, gap, silent, behind):
         fleet.agents.progress(rank_of(worker_id))
     becomes("exact", live)
     fleet.agents.progress(rank_of(hybrid), Health.APPROXIMATE)
     becomes("approximate", hybrid)
     fleet.agents.progress(rank_of(gap), Health.DEGRADED)
-    becomes("degraded", gap)
+    becomes("degraded: events_lost", gap)
     becomes("exact", live)
     becomes("approximate", live, hybrid)
-    becomes("degraded", live, hybrid, gap)
+    becomes("degraded: events_lost", live, hybrid, gap)
     fleet.agents.progress(rank_of(gap), Health.EXACT, generation=1)
     becomes("exact", gap)
     fleet.agents.progress(rank_of(gap), Health.REMOVED, generation=2)
-    becomes("degraded", gap)
-    becomes("degraded", never)  # no owner has ever been heard of
+    becomes("degraded: removed", gap)
+    fleet.agents.progress(rank_of(never))
+    becomes("degraded: owner_silent", never)  # no owner has ever been heard of
     fleet.agents.state_partition(SILENT)
     becomes("exact", silent)
-    becomes("degraded", silent)  # nothing more is heard of this one
+    becomes("degraded: owner_silent", silent)  # nothing more is heard of this one
     becomes("exact", live)
-    becomes("degraded", live, silent)
+    becomes("degraded: owner_silent", live, silent)
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms + 1)
     fleet.wait(lambda: fleet.main.get("/state")["applied_offsets"].get(str(BEHIND)) == 7, "the owner's record")
-    assert mode(behind) == "degraded"
+    assert mode(behind) == "degraded: owner_behind"
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms)
     becomes("exact", behind)
-    assert mode(live, silent, never, gap, hybrid, behind) == "degraded"
+    assert mode(live, silent, never, gap, hybrid, behind) == "degraded: removed"
 
 
 # --- who may be chosen -------------------------------------------------------------------------------------------
@@ -362,20 +364,25 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
     assert ranks(required_taints=["gpu-b"]) == [(decode, 0), (tainted, 0)]
     assert ranks(required_taints=["gpu-b", "gpu-a"]) == [(tainted, 0)]
     assert ranks(required_taints=[]) == everyone
-    nobodies: list[dict[str, Any]] = [
-        {"allowed_worker_ids": []},
-        {"allowed_worker_ids": [5]},
-        {"worker_id": 5},
-        {"worker_id": prefill, "phase": "decode"},
-        {"dp_rank": 2},
-        {"required_taints": ["gpu-c"]},
-        {"excluded_worker_ids": [both, prefill, decode, tainted]},
-        {"worker_id": both, "excluded_worker_ids": [both]},
+    nobodies: list[tuple[dict[str, Any], dict[str, int]]] = [
+        ({"allowed_worker_ids": []}, {"not_allowed": 5}),
+        ({"allowed_worker_ids": [5]}, {"not_allowed": 5}),
+        ({"worker_id": 5}, {"other_worker": 5}),
+        ({"worker_id": prefill, "phase": "decode"}, {"other_worker": 4, "other_role": 1}),
+        ({"dp_rank": 2}, {"other_dp_rank": 5}),
+        ({"required_taints": ["gpu-c"]}, {"taints_missing": 5}),
+        ({"excluded_worker_ids": [both, prefill, decode, tainted]}, {"excluded": 5}),
+        ({"worker_id": both, "excluded_worker_ids": [both]}, {"other_worker": 3, "excluded": 2}),
     ]
-    for nobody in nobodies:
+    for nobody, refused in nobodies:
         for path in ("/route", "/loads/potential"):
             asked = {"model": model, "token_ids": TOKENS, **nobody}
-            fleet.main.call("POST", path, asked).refused(503, "no_eligible_worker")
+            answer = fleet.main.call("POST", path, asked)
+            words = ", ".join(f"{reason} {n}" for reason, n in refused.items())
+            assert f"({words})" in answer.refused(503, "no_eligible_worker")
+            detail = answer.json["error"]["detail"]
+            detail["refused_ranks"].pop("other_model", None)  # other tests' workers
+            assert detail == {"workers": 4, "refused_ranks": refused}
 
 
 def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
@@ -543,7 +550,12 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
 def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
     """/healthz and /ready answer for a router that has read its topics, to GET and to HEAD."""
     assert fleet.main.get("/healthz") == {"status": "ok"}
-    assert fleet.main.get("/ready") == {"ready": True, "partitions_left": {}, "workers_left": 0}
+    assert fleet.main.get("/ready") == {
+        "ready": True,
+        "partitions_left": {},
+        "workers_left": 0,
+        "topics_missing": [],
+    }
     for path in ("/healthz", "/ready", "/metrics"):
         answer = fleet.main.call("HEAD", path)
         assert (answer.status, answer.body) == (200, b"")
@@ -562,8 +574,11 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
                 async with http.get("/ready") as response:
-                    left = dict.fromkeys(("index", "pooled", "workers", "metrics", "loads"), scope.partitions)
-                    told = {"ready": False, "partitions_left": left, "workers_left": 0}
+                    left = dict.fromkeys(
+                        ("index", "pooled", "workers", "metrics", "dead letters", "loads"), scope.partitions
+                    )
+                    told = {"ready": False, "partitions_left": left, "workers_left": 0, "topics_missing": []}
+                    told["why"] = "topics are still being read"
                     assert (response.status, await response.json()) == (503, told)
                 async with http.get("/healthz") as response:
                     assert response.status == 200

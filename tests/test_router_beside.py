@@ -211,12 +211,12 @@ def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
     key = block_key(BlockKey(CHAIN[0], rank(other), "p"))
     assert look(router)["mode"] == "exact"
     router.view.fold_pooled(key, encode_block(row))
-    assert look(router)["mode"] == "degraded"
+    assert (look(router)["mode"], look(router)["degraded_because"]) == ("degraded", "pooled_owner_silent")
     assert look(router, {"cxl_score_weight": 0.0})["mode"] == "exact"
     alive(router, other)
     assert look(router)["mode"] == "exact"
     alive(router, other, behind_ms=5000)
-    assert look(router)["mode"] == "degraded"
+    assert look(router)["degraded_because"] == "pooled_owner_behind"
     router.view.fold_pooled(key, None)
     assert look(router)["mode"] == "exact"
 
@@ -232,7 +232,7 @@ def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytes
     assert look(router)["mode"] == "exact"
     with pytest.raises(BadRecord, match="2 rows"):
         put(router, 2)
-    assert (router.view.n_pooled(), look(router)["mode"]) == (2, "degraded")
+    assert (router.view.n_pooled(), look(router)["degraded_because"]) == (2, "pooled_no_room")
     router.view.fold_pooled(block_key(BlockKey(CHAIN[0], rank(DEAD), "p")), None)
     put(router, 2)
     assert router.view.n_pooled() == 2

@@ -416,10 +416,10 @@ def test_a_rank_that_the_index_has_no_room_for_is_degraded_until_its_next_epoch(
     assert view.fold_index_batch([*map(partition, range(Settings().partitions)), *records]) == []
     assert view.records_without_room > 100
     assert len([record for record in caplog.records if "no room" in record.message]) == 1
-    assert view.mode([well]) is AnswerMode.EXACT
-    assert view.mode([well, full]) is AnswerMode.DEGRADED
+    assert view.trust([well]).mode is AnswerMode.EXACT
+    assert view.trust([well, full]).mode is AnswerMode.DEGRADED
     view.fold_index(*progress(full, 2))
-    assert view.mode([well, full]) is AnswerMode.EXACT
+    assert view.trust([well, full]).mode is AnswerMode.EXACT
     view.reset()
     assert view.records_without_room == 0
 

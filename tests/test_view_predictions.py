@@ -99,7 +99,7 @@ def test_without_events_own_decisions_are_what_is_known(clock: Clock) -> None:
     scores, predicted = view.overlap(LOCAL)
     assert dict(scores.scores) == {rank(1): 3}
     assert predicted == {rank(1)}
-    assert view.mode([rank(1)], predicted) is AnswerMode.APPROXIMATE
+    assert view.trust([rank(1)], predicted).mode is AnswerMode.APPROXIMATE
     clock.now_ms += 119_999
     assert view.overlap(LOCAL)[0].scores == {rank(1): 3}
     clock.now_ms += 1
@@ -113,7 +113,7 @@ def test_without_weight_nothing_is_known_or_predicted(kv_events: bool, clock: Cl
     hold(view, rank(2), LOCAL)
     view.predict(rank(1), LOCAL)
     assert view.overlap(LOCAL)[0].scores == {}
-    assert view.mode([rank(1), rank(2)]) is AnswerMode.FALLBACK
+    assert view.trust([rank(1), rank(2)]).mode is AnswerMode.FALLBACK
 
 
 def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
@@ -126,13 +126,13 @@ def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
     scores, predicted = view.overlap(LOCAL)
     assert dict(scores.scores) == {rank(1): 4, rank(2): 2}
     assert predicted == {rank(1)}
-    assert view.mode([rank(1), rank(2)], predicted) is AnswerMode.APPROXIMATE
-    assert view.mode([rank(2)], predicted) is AnswerMode.EXACT
+    assert view.trust([rank(1), rank(2)], predicted).mode is AnswerMode.APPROXIMATE
+    assert view.trust([rank(2)], predicted).mode is AnswerMode.EXACT
     assert dict(off.overlap(LOCAL)[0].scores) == {rank(1): 2, rank(2): 2}
     hold(view, rank(1), LOCAL)
     scores, predicted = view.overlap(LOCAL)
     assert (dict(scores.scores), predicted) == ({rank(1): 4, rank(2): 2}, frozenset())
-    assert view.mode([rank(1), rank(2)], predicted) is AnswerMode.EXACT
+    assert view.trust([rank(1), rank(2)], predicted).mode is AnswerMode.EXACT
     clock.now_ms += 2_000
     assert dict(view.overlap(np.concatenate([LOCAL, LOCAL]))[0].scores) == {rank(1): 4, rank(2): 2}
 

@@ -6,7 +6,8 @@ What lives here: the worker's record and the filters that come before cost. What
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from streams.core.ids import DpRank, RankId, WorkerId
@@ -111,3 +112,51 @@ def eligible_ranks(workers: dict[WorkerId, Worker], wanted: Wanted) -> list[Rank
             continue
         ranks.extend(rank for rank in worker.ranks() if wanted.dp_rank is None or rank.dp_rank == wanted.dp_rank)
     return ranks
+
+
+class Refusal(enum.StrEnum):
+    """The first filter that a rank does not pass; in the order in which they are looked at."""
+
+    OTHER_MODEL = "other_model"
+    CORDONED = "cordoned"
+    OTHER_WORKER = "other_worker"  # the request names another one
+    NOT_ALLOWED = "not_allowed"
+    EXCLUDED = "excluded"
+    OTHER_ROLE = "other_role"
+    TAINTS_MISSING = "taints_missing"
+    OTHER_DP_RANK = "other_dp_rank"  # the request names another one
+    SILENT = "silent"  # its bridge was not heard of for longer than it promised
+
+
+def refusals(workers: Iterable[Worker], wanted: Wanted, silent: Set[RankId]) -> dict[Refusal, int]:
+    """Count the ranks that do not pass, each by the first filter that takes it out; for whoever finds that none passes.
+
+    The filters are those of `eligible_ranks`, which every request goes through and which says of none why.
+    """
+    counts: Counter[Refusal] = Counter()
+    for worker in workers:
+        refusal = _refusal_of(worker, wanted)
+        for rank in worker.ranks():
+            if refusal is not None:
+                counts[refusal] += 1
+            elif wanted.dp_rank is not None and rank.dp_rank != wanted.dp_rank:
+                counts[Refusal.OTHER_DP_RANK] += 1
+            elif rank in silent:
+                counts[Refusal.SILENT] += 1
+    return {refusal: counts[refusal] for refusal in Refusal if counts[refusal]}
+
+
+def _refusal_of(worker: Worker, wanted: Wanted) -> Refusal | None:
+    if worker.model != wanted.model:
+        return Refusal.OTHER_MODEL
+    if worker.state is not WorkerState.ACTIVE:
+        return Refusal.CORDONED
+    if wanted.worker_id is not None and worker.worker_id != wanted.worker_id:
+        return Refusal.OTHER_WORKER
+    if wanted.allowed is not None and worker.worker_id not in wanted.allowed:
+        return Refusal.NOT_ALLOWED
+    if worker.worker_id in wanted.excluded:
+        return Refusal.EXCLUDED
+    if wanted.phase is not None and worker.role not in (Role.BOTH, wanted.phase):
+        return Refusal.OTHER_ROLE
+    return None if wanted.required_taints.issubset(worker.taints) else Refusal.TAINTS_MISSING

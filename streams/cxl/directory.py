@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
+from streams.core.ids import WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
 from streams.errors import BadRecord, EpochConflict, KvStreamsError, UnknownId
@@ -90,16 +91,54 @@ class PoolDirectory:
         return len(messages)
 
 
-def put_pool(settings: Settings, pool: CxlPool, *, same_epoch: bool) -> CxlPool:
-    """Register a pool, or change it, and wait until Kafka has it; gives it as it was written.
+@dataclass(frozen=True, slots=True)
+class PoolChange:
+    """What is to be changed of a pool; None leaves as it is.
 
-    same_epoch: in the one that it is in. Raises EpochConflict for one that is over, and KvStreamsError.
+    members: all of them from now on. capacity_blocks: 0 forgets it. epoch: not below the one that the pool is in.
     """
-    known = _known(settings, pool.pool_id)
-    epoch = 0 if known is None else known.epoch
-    if not same_epoch and pool.epoch < epoch:
-        raise EpochConflict(f"pool {pool.pool_id} is in epoch {epoch} already", epoch=epoch)
-    return _write(settings, replace(pool, epoch=epoch) if same_epoch else pool)
+
+    members: tuple[WorkerId, ...] | None = None
+    latency_class: str | None = None
+    capacity_blocks: int | None = None
+    epoch: int | None = None
+
+
+def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> CxlPool:
+    """Apply a change to what the registry has of a pool, None for nothing; one that was lost is back then.
+
+    A change that names nothing changes nothing. Raises UnknownId for a new pool of which not even the members are said,
+    EpochConflict for an epoch that is over, InvalidRequest for values out of range.
+    """
+    if change == PoolChange() and known is not None:
+        return known
+    if known is None and change.members is None:
+        raise UnknownId(
+            f"no pool {pool_id} is registered",
+            remedy="To register it, say who its members are, or that it has none",
+        )
+    base = known or CxlPool(pool_id)
+    if change.epoch is not None and change.epoch < base.epoch:
+        raise EpochConflict(f"pool {pool_id} is in epoch {base.epoch} already", epoch=base.epoch)
+    capacity = base.capacity_blocks if change.capacity_blocks is None else change.capacity_blocks or None
+    return replace(
+        base,
+        members=base.members if change.members is None else change.members,
+        latency_class=base.latency_class if change.latency_class is None else change.latency_class,
+        capacity_blocks=capacity,
+        epoch=base.epoch if change.epoch is None else change.epoch,
+        lost=False,
+    )
+
+
+def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool:
+    """Register a pool, or change what is named of it, and wait until Kafka has it; gives it as it is now.
+
+    Nothing is written where nothing is named. Raises as `changed_pool`, and KvStreamsError.
+    """
+    known = _known(settings, pool_id)
+    pool = changed_pool(pool_id, known, change)
+    return pool if pool is known else _write(settings, pool)
 
 
 def lose_pool(settings: Settings, pool_id: str) -> CxlPool:

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 import aiohttp
 import zmq
@@ -45,6 +46,14 @@ RECALLS_AT_ONCE = 2
 
 #: Leases are looked at this often within one: a claim comes this much late at most.
 _TICKS_PER_LEASE = 30
+
+#: What each address of an engine may begin with, and what one looks like.
+_SCHEMES = {
+    "url": (("http", "https"), "http://HOST:PORT"),
+    "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
+    "events": (("tcp", "ipc"), "tcp://HOST:PORT"),
+    "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
+}
 
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -210,6 +219,7 @@ def engine_address(text: str) -> EngineAddress:
         raise SettingsError(f"--engine {text!r}: id and dp are whole numbers") from exc
     if not 0 <= worker_id <= U64_MASK or not 1 <= dp_size <= DP_SIZE_MAX:
         raise SettingsError(f"--engine {text!r}: id is 0 to 2^64-1, dp 1 to {DP_SIZE_MAX}")
+    _check_urls(text, parts)
     return EngineAddress(
         worker_id=WorkerId(worker_id),
         url=parts["url"].rstrip("/"),
@@ -219,3 +229,20 @@ def engine_address(text: str) -> EngineAddress:
         model=parts.get("model") or None,
         metrics=parts.get("metrics") or None,
     )
+
+
+def _check_urls(text: str, parts: dict[str, str]) -> None:
+    """Raise SettingsError for an address that no client could use: each would try it for ever, and say so each time."""
+    for name, (schemes, example) in _SCHEMES.items():
+        value = parts.get(name)
+        if not value:
+            continue
+        try:
+            url = urlsplit(value)
+            fits = url.scheme in schemes and (url.scheme == "ipc" or bool(url.hostname))
+            # ZMQ has no port of its own for a scheme; asking for one that is no number raises.
+            fits = fits and (url.port is not None or url.scheme != "tcp")
+        except ValueError:
+            fits = False
+        if not fits:
+            raise SettingsError(f"--engine {text!r}: {name} is {value!r}", remedy=f"It looks like {example}")

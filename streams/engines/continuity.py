@@ -47,10 +47,19 @@ class Evidence:
     started: Incarnation | None
     proof: Proof = Proof.SILENT
 
+    def __str__(self) -> str:
+        if self.started is not None:
+            return f"its metrics say that the engine started at {self.started} us"
+        told = "its metrics do not say when the engine started" if self.reachable else "its metrics do not answer"
+        return f"{told}, and {self.proof.value}"
+
 
 @dataclass(frozen=True, slots=True)
 class SameLife:
     """The rank goes on as it is known."""
+
+    def __str__(self) -> str:
+        return "the life known goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +68,16 @@ class NewLife:
 
     incarnation: Incarnation
 
+    def __str__(self) -> str:
+        return f"life {self.incarnation} begins"
+
 
 @dataclass(frozen=True, slots=True)
 class NotTold:
     """Nobody answered at all: to begin anything would be a guess, so one asks again."""
+
+    def __str__(self) -> str:
+        return "nobody tells which life it is"
 
 
 Decision = SameLife | NewLife | NotTold

@@ -11,6 +11,7 @@ the engine has forgotten, or does not give in time, stays missing, and the agent
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 import time
@@ -75,6 +76,9 @@ RECONNECT_PROOF_S = 10.0
 
 #: Requests waiting for the loop; a partition's owner asks one at a time, and again.
 REQUESTS_MAX = 4
+
+#: What a bridge promises of a rank whose engine is gone: the next owner's look finds it silent.
+GONE_LEASE_MS = 1
 
 #: How long the loop waits for a batch before it looks at everything else.
 IDLE_S = 0.25
@@ -203,6 +207,8 @@ class RankFeed:
         self._heard_at_s = time.monotonic()
         self._checked_at_s = 0.0
         self._begun = False
+        self._gone_at_s = float("-inf")  # when we last said that the engine is gone
+        self._break_checked_at_s = 0.0
         self._lease_s = wiring.settings.bridge_lease_s
         self.counters = FeedCounters()
 
@@ -252,7 +258,7 @@ class RankFeed:
                 evidence = await self._proven(evidence, known)
             decision = begins(known, evidence, _now_us())
             if not isinstance(decision, NotTold):
-                log.info("rank %s: %s, %s", self.rank, decision, evidence)
+                log.info("rank %s: %s: %s", self.rank, decision, evidence)
                 return evidence.started, decision
             await asyncio.sleep(RETRY_S)
 
@@ -381,6 +387,8 @@ class RankFeed:
                 if await monitor.poll(0):
                     begun = await self._reconnected(monitor)
                 begun = begun or await self._received(frames)
+            elif await monitor.poll(0):
+                await self._attend_break()
             begun = begun or await self._attend_gap()
             now_s = time.monotonic()
             if begun is None and now_s - quiet_since_s >= LIFE_CHECK_S:
@@ -408,6 +416,36 @@ class RankFeed:
             if evidence.reachable or time.monotonic() > until_s:
                 return await self._judge()
             await asyncio.sleep(RETRY_S)
+
+    async def _attend_break(self) -> None:
+        """The connection broke and nothing has come since: where nobody listens at the engine's metrics either, its
+        process is gone, and no request need go there until the lease is over. Whoever listens again is fed again.
+
+        A host that is gone refuses nothing, and a proxy answers for a dead engine: for these there is the lease.
+        """
+        now_s = time.monotonic()
+        if now_s - self._break_checked_at_s < RETRY_S:
+            return
+        self._break_checked_at_s = now_s
+        try:
+            await engine_start(self._wiring.http, self._wiring.engine.metrics_url)
+        except aiohttp.ClientConnectorError as exc:
+            if exc.os_error.errno == errno.ECONNREFUSED and not self._gone and self._wiring.tenure.may_publish():
+                log.warning("rank %s: the engine is gone: its connection broke, and %s", self.rank, exc)
+                self._gone_at_s = now_s
+                self._promise(GONE_LEASE_MS)
+        except (aiohttp.ClientError, TimeoutError):
+            pass  # it may be busy
+        else:
+            was_gone = self._gone
+            self._heard()
+            if was_gone and self._wiring.tenure.may_publish():
+                self._renew()
+
+    @property
+    def _gone(self) -> bool:
+        """Whether we said that the engine is gone, and have not heard of it since."""
+        return self._gone_at_s >= self._heard_at_s
 
     async def _received(self, frames: list[bytes]) -> NewLife | None:
         """Take one message of the live socket."""
@@ -573,12 +611,14 @@ class RankFeed:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             heard = time.monotonic() - self._heard_at_s < self._lease_s
-            if self._begun and heard and self._wiring.tenure.may_publish():
+            if self._begun and heard and not self._gone and self._wiring.tenure.may_publish():
                 self._renew()
 
     def _renew(self) -> None:
-        lease = self._wiring.tenure.lease
-        self._writer.heartbeat(lease.bridge, round(self._lease_s * 1000), _now_us() // 1000)
+        self._promise(round(self._lease_s * 1000))
+
+    def _promise(self, lease_ms: int) -> None:
+        self._writer.heartbeat(self._wiring.tenure.lease.bridge, lease_ms, _now_us() // 1000)
         self.counters.heartbeats += 1
 
     async def _allowed(self) -> None:

@@ -102,6 +102,8 @@ class RankWriter:
         self.published = 0
         self.delivered = 0
         self.failed: list[str] = []
+        #: Where a list is put here, it gets the offsets in `cxl-events` of what was told of blocks' states since.
+        self.transitions_at: list[int] | None = None
 
     def write(
         self,
@@ -219,9 +221,11 @@ class RankWriter:
         self.unindexed = 0
         self.failed.clear()
 
-    def _told(self, error: KafkaError | None, message: Message) -> None:  # noqa: ARG002 - the client's signature
+    def _told(self, error: KafkaError | None, message: Message) -> None:
         if error is None:
             self.delivered += 1
+            if self.transitions_at is not None and message.topic() == self._cxl_topic:
+                self.transitions_at.append(message.offset() or 0)
         else:
             self.failed.append(error.str())
 

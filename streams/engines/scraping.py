@@ -48,6 +48,9 @@ class ScrapeCounters:
     published: int = 0
     unpublished: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.scrapes} scrapes, {self.failed} failed; {self.published} published, {self.unpublished} not taken"
+
 
 class Scraper:
     """Reads one engine's page while this bridge holds its lease."""

@@ -1,16 +1,21 @@
 """A CXL transition told by a script, for a rank whose publisher or bridge is another process.
 
-What lives here: resolving engine hashes by what Kafka has of the rank, as a bridge that starts does, and writing the
-transition behind the rank's last batch. What must not: deciding whether it is legal (the agents do).
+What lives here: resolving engine hashes by what Kafka has of the rank, as a bridge that starts does, writing the
+transition behind the rank's last batch, and waiting for what the agents make of it. What must not: deciding whether it
+is legal (the agents do).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from dataclasses import dataclass
 
 from streams.core.ids import RankId
 from streams.cxl.directory import PoolDirectory
 from streams.cxl.events import CxlStateChanged
+from streams.cxl.states import CxlMemoryState
+from streams.cxl.verdicts import TransitionVerdict, VerdictWatch
 from streams.engines.publisher import PUBLISH_TIMEOUT_S, RankWriter, event_producer
 from streams.engines.recollection import recall
 from streams.errors import KvStreamsError, UnknownId
@@ -18,24 +23,68 @@ from streams.kafka import require_topic
 from streams.settings import Settings
 from streams.topics import topics
 
+#: Pools named to whoever mistyped one.
+_NAMED_MAX = 20
 
-def tell_transition(settings: Settings, rank: RankId, changed: CxlStateChanged) -> list[int]:
-    """Tell that blocks of a rank enter a state; gives the hashes that name no block of it, of which nothing is told.
 
-    Raises UnknownId for a rank that Kafka knows nothing of, KvStreamsError where Kafka does not take it.
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What became of a script's word.
+
+    unknown: hashes that name no block of the rank, of which nothing was told. verdict: None where nobody waited, or
+    nothing was told.
+    """
+
+    unknown: list[int]
+    verdict: TransitionVerdict | None
+
+
+def tell_transition(
+    settings: Settings, rank: RankId, changed: CxlStateChanged, *, any_pool: bool = False, wait_s: float | None = None
+) -> Told:
+    """Tell that blocks of a rank enter a state.
+
+    any_pool: though the registry does not have the pool, as where it is registered later. wait_s: how long to wait for
+    the agents' verdict, None for not at all. Raises UnknownId for a rank that Kafka knows nothing of, or a pool that
+    the registry does not have or that is lost, KvStreamsError where Kafka does not take it.
     """
     require_topic(settings, topics(settings).cxl_events.name)
-    memory = recall(settings, rank.worker_id).get(rank.dp_rank)
-    if memory is None or memory.gone:
-        raise UnknownId(f"rank {rank} has told nothing, or was removed", remedy="GET /state names the ranks")
-    kafka, pools = event_producer(settings), PoolDirectory(settings)
-    try:
+    with contextlib.ExitStack() as opened:
+        pools = PoolDirectory(settings)
+        opened.callback(pools.close)
+        if not any_pool:
+            check_pool(pools, changed)
+        memory = recall(settings, rank.worker_id).get(rank.dp_rank)
+        if memory is None or memory.gone:
+            raise UnknownId(f"rank {rank} has told nothing, or was removed", remedy="GET /state names the ranks")
+        watch = None if wait_s is None else opened.enter_context(VerdictWatch(settings, rank.worker_id))
+        kafka = event_producer(settings)
         model = memory.progress.model
         writer = RankWriter(settings, kafka, rank, model, memory.incarnation, False, pools.epoch_of)
         writer.resume(memory.sequence, memory.digest, memory.ledger, memory.names)
+        sent_at: list[int] = []
+        writer.transitions_at = sent_at
         unknown = writer.change_state(changed, time.time_ns() // 1_000_000)
         if kafka.flush(PUBLISH_TIMEOUT_S) or writer.failed:
             raise KvStreamsError(f"Kafka did not take it: {writer.failed[0] if writer.failed else 'no answer'}")
-        return unknown
-    finally:
-        pools.close()
+        if watch is None or wait_s is None or not sent_at:
+            return Told(unknown, None)
+        return Told(unknown, watch.verdict(sent_at, wait_s))
+
+
+def check_pool(pools: PoolDirectory, changed: CxlStateChanged) -> None:
+    """Raise UnknownId for a pool that the registry does not have, and for one that is lost and to be filled."""
+    if changed.pool_id is None:
+        return
+    known = pools.pools()
+    pool = known.get(changed.pool_id)
+    if pool is None:
+        raise UnknownId(
+            f"no pool {changed.pool_id} is registered; there are: {', '.join(sorted(known)[:_NAMED_MAX]) or 'none'}",
+            remedy="`kvstreams cxl pool` registers one; --force tells it all the same",
+        )
+    if pool.lost and changed.state is CxlMemoryState.IN_TRANSIT:
+        raise UnknownId(
+            f"pool {changed.pool_id} is lost",
+            remedy="`kvstreams cxl pool` brings it back; --force tells it all the same",
+        )

@@ -18,9 +18,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from streams.kafka import ensure_topics
 from streams.local.processes import Child, Children
 from streams.settings import Settings, as_environ
 from streams.sim.model import EngineConfig
+from streams.topics import topics
 from streams.waiting import wait_for
 
 #: A process that imports everything, meets Kafka and reads its topics is there within seconds; two cores share ten.
@@ -137,6 +139,7 @@ class Stack:
     def router(self, name: str, wait: bool = True, **changes: Any) -> RouterProcess:
         """Start a router alone, with other settings than the scope's where `changes` says so."""
         settings = replace(self.settings, port=free_port(), **changes)
+        ensure_topics(settings, topics(settings).all())  # no worker need have come before
         child = self._start(name, ["-m", "streams.cli", "router"], as_environ(settings))
         process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
         if wait:

@@ -9,19 +9,24 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from streams.core.ids import WorkerId
 from streams.core.loads import Phase
 from streams.core.registry import Worker
 from streams.cxl.events import check_pool_id
-from streams.errors import InvalidRequest, KvStreamsError, RequestTooLarge
+from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
+from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.router import Router
+from streams.router_api.view import Doubt
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
@@ -49,6 +54,23 @@ FACT = struct.Struct("<QIBQ")
 
 #: A request id in a path; aiohttp's own pattern leaves out ids with braces, which /route takes.
 _ANY_ID = "{request_id:[^/]+}"
+
+#: Codes of what no class of ours is about: the server's own refusals.
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+HTTP_ERROR = "http_error"
+
+#: Errors of an application by their code; only its own loop writes it.
+_ERRORS = web.AppKey("errors", Counter)
+
+#: Doubts that a rank is the reason of.
+RANK_DOUBTS = (
+    Doubt.NOTHING_TOLD,
+    Doubt.EVENTS_LOST,
+    Doubt.REMOVED,
+    Doubt.NO_ROOM,
+    Doubt.OWNER_SILENT,
+    Doubt.OWNER_BEHIND,
+)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -93,6 +115,17 @@ class Handlers:
             )
         }
         self._answers = Gauge("kvstreams_answers", "Answers of POST /route by mode", ["mode"], registry=self._registry)
+        self._ranks = Gauge(
+            "kvstreams_ranks",
+            "Ranks of registered workers by state; one may be in several, and is in registered",
+            ["state"],
+            registry=self._registry,
+        )
+        self._doubts = Gauge(
+            "kvstreams_degraded_ranks", "Ranks that make answers degraded, by why", ["reason"], registry=self._registry
+        )
+        self._errors: Counter[str] = Counter()
+        self._registry.register(_Totals(self._errors, router.dead_letters))
 
     def routes(self) -> list[web.RouteDef]:
         """Every path."""
@@ -118,6 +151,11 @@ class Handlers:
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
         ]
+
+    def add_to(self, app: web.Application) -> None:
+        """Bind every path to an application whose middleware is `error_shape`, and count its errors."""
+        app.add_routes(self.routes())
+        app[_ERRORS] = self._errors
 
     async def route(self, request: web.Request) -> web.Response:
         """Choose a rank and book it."""
@@ -245,11 +283,18 @@ class Handlers:
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Whether every topic has been read to its end and as many workers as wanted are registered."""
-        pending, workers_left = self._router.feeds.pending(), self._router.workers_left()
-        ready = not pending and not workers_left
-        told = {"ready": ready, "partitions_left": pending, "workers_left": workers_left}
-        return _json(told, status=200 if ready else 503)
+        """Whether every topic is there and read to its end, and as many workers as wanted are registered."""
+        told: dict[str, Any] = {
+            "ready": True,
+            "partitions_left": self._router.feeds.pending(),
+            "workers_left": self._router.workers_left(),
+            "topics_missing": self._router.topics_missing,
+        }
+        try:
+            self._router.check_ready()
+        except NotReady as exc:
+            return _json({**told, "ready": False, "why": str(exc)}, status=exc.http_status)
+        return _json(told)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""
@@ -278,37 +323,85 @@ class Handlers:
             self._gauges[name].set(value)
         for mode, count in router.answers.items():
             self._answers.labels(mode).set(count)
+        ranks = router.view.rank_counts()
+        for state, count in (
+            ("registered", ranks.registered),
+            ("cordoned", ranks.cordoned),
+            ("silent", ranks.silent),
+            ("degraded", ranks.degraded.total()),
+            ("approximate", ranks.approximate),
+        ):
+            self._ranks.labels(state).set(count)
+        for doubt in RANK_DOUBTS:
+            self._doubts.labels(doubt.value).set(ranks.degraded[doubt])
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Totals(Collector):
+    """What is counted elsewhere, as counters."""
+
+    def __init__(self, errors: Counter[str], dead_letters: DeadLetterCounts) -> None:
+        self._counted = errors
+        self._dead_letters = dead_letters
+
+    def collect(self) -> Iterator[Metric]:
+        """Both, as they are now."""
+        errors = CounterMetricFamily("kvstreams_errors", "Calls answered with an error, by its code", labels=["code"])
+        for code, count in sorted(self._counted.items()):
+            errors.add_metric([code], count)
+        yield errors
+        letters = CounterMetricFamily(
+            "kvstreams_dead_letters",
+            "Dead letters of the scope since this router started, whoever wrote them; every router counts all",
+            labels=["source", "reason"],
+        )
+        for (source, reason), count in sorted(self._dead_letters.counts().items()):
+            letters.add_metric([source, reason], count)
+        yield letters
 
 
 @web.middleware
 async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Give every error the one shape; what nobody foresaw is a 500 with its trace in the log, never in the answer."""
+    """Give every error the one shape, and count it.
+
+    What nobody foresaw is a 500 with its trace in the log, never in the answer.
+    """
     try:
         return await handler(request)
     except KvStreamsError as exc:
-        if exc.http_status == 500:
+        told = api_error(exc)
+        if told.http_status == 500:
             log.exception("%s %s failed", request.method, request.path)
-        return error_response(exc)
+        return _refusal(request, told.code, str(exc), told.http_status, exc.detail)
     except web.HTTPRequestEntityTooLarge as exc:
-        return error_response(RequestTooLarge(exc.text or "the body is too large"))
+        too_large = RequestTooLarge(exc.text or "the body is too large")
+        return _refusal(request, too_large.code, str(too_large), too_large.http_status)
     except web.HTTPException as exc:
         if exc.status < 400:
             raise
-        code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status, "http_error")
-        body = {"error": {"code": code, "message": f"{request.method} {request.path}: {exc.reason}", "detail": {}}}
-        headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else None
-        return _json(body, status=exc.status, headers=headers)
+        headers = {"Allow": exc.headers["Allow"]} if "Allow" in exc.headers else {}
+        code = HTTP_CODES.get(exc.status, HTTP_ERROR)
+        return _refusal(request, code, f"{request.method} {request.path}: {exc.reason}", exc.status, None, headers)
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return _json({"error": {"code": "internal", "message": "a fault of the router", "detail": {}}}, status=500)
+        return _refusal(request, KvStreamsError.code, "a fault of the router", 500)
 
 
-def error_response(exc: KvStreamsError) -> web.Response:
-    """The one shape of errors."""
-    headers = {"Retry-After": RETRY_AFTER_S} if exc.http_status == 503 else {}
-    body = {"error": {"code": exc.code, "message": str(exc), "detail": exc.detail}}
-    return _json(body, status=exc.http_status, headers=headers)
+def _refusal(
+    request: web.Request,
+    code: str,
+    message: str,
+    status: int,
+    detail: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> web.Response:
+    """The one shape of errors, counted."""
+    errors = request.app.get(_ERRORS)
+    if errors is not None:
+        errors[code] += 1
+    retry = {"Retry-After": RETRY_AFTER_S} if status == 503 else {}
+    body = {"error": {"code": code, "message": message, "detail": detail or {}}}
+    return _json(body, status=status, headers={**(headers or {}), **retry})
 
 
 async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:

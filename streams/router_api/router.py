@@ -26,7 +26,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.index import OverlapScores, RankPlaces
 from streams.core.loads import ActiveLoads, Booking, Phase
-from streams.core.registry import Wanted, Worker, WorkerState
+from streams.core.registry import Refusal, Wanted, Worker, WorkerState
 from streams.core.selection import RouterMode
 from streams.core.sessions import SessionAffinity
 from streams.cxl.events import CxlPool
@@ -42,9 +42,10 @@ from streams.errors import (
     UnknownId,
 )
 from streams.kafka import producer, worker_key
+from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
-from streams.router_api.view import AnswerMode, View
+from streams.router_api.view import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust, View
 from streams.router_api.wire import (
     Blocks,
     BookRequest,
@@ -115,10 +116,15 @@ class Router:
                 self._topics.cxl_changelog,
                 one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
             )
+        # From its end, and counted since this router's start: whoever wrote them, agents without an API among them.
+        self.dead_letters = DeadLetterCounts(settings)
+        feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
             feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
+        #: Topics of the scope that nobody has created yet; whoever starts the router knows of them.
+        self.topics_missing: tuple[str, ...] = ()
 
     def start(self) -> None:
         """Begin to read topics."""
@@ -142,8 +148,19 @@ class Router:
             self._had_enough_workers = True
         return 0
 
+    def missing(self) -> NotReady:
+        """Why nothing can be answered while topics are missing."""
+        return NotReady(
+            f"{len(self.topics_missing)} topics of this scope are missing, {self.topics_missing[0]} among them",
+            remedy="`kvstreams topics create` with the same settings creates them, and so does a worker that starts; "
+            "is topic_prefix as it should be?",
+            topics_missing=list(self.topics_missing),
+        )
+
     def check_ready(self) -> None:
-        """Raise NotReady while a topic has not been read to its end, or too few workers have been registered yet."""
+        """Raise NotReady while topics are missing or not read to their ends, or too few workers are registered."""
+        if self.topics_missing:
+            raise self.missing()
         pending = self.feeds.pending()
         if pending:
             raise NotReady("topics are still being read", partitions_left=pending)
@@ -217,9 +234,9 @@ class Router:
                 self.view.predict(chosen.rank, blocks.local)
                 if session is not None:
                     self._sessions.bind(session, chosen.rank, time.monotonic())
-        mode = self._mode(policy, reads_index, passing, predicted) if decision.preferred else AnswerMode.FALLBACK.value
-        self.answers[mode] += 1
-        return _answer(request_id, decision, blocks, mode, asked.explain)
+        trust = self._trust(policy, reads_index, passing, predicted) if decision.preferred else FALLBACK
+        self.answers[trust.mode.value] += 1
+        return _answer(request_id, decision, blocks, trust, asked.explain)
 
     def _standing(
         self, request_id: str, asked: RouteRequest, policy: RoutePolicy, loads: ActiveLoads
@@ -228,8 +245,8 @@ class Router:
         live = loads.live(request_id) if asked.update_states else None
         if live is None:
             return None
-        mode = self._mode(policy, policy.reads_index, [live[1].rank])
-        return {**booking_json(request_id, live[1]), "cost": None, "mode": mode}
+        trust = self._trust(policy, policy.reads_index, [live[1].rank])
+        return {**booking_json(request_id, live[1]), "cost": None, **_mode(trust)}
 
     def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """What each eligible rank's load would be with this request."""
@@ -261,8 +278,7 @@ class Router:
                     "potential_decode_blocks": decode_blocks,
                 }
             )
-        mode = self._mode(policy, weighs, ranks, predicted)
-        return {"loads": rows, "mode": mode}
+        return {"loads": rows, **_mode(self._trust(policy, weighs, ranks, predicted))}
 
     def rank_loads(self) -> dict[str, Any]:
         """Every registered rank's active load, and what its engine says of itself."""
@@ -418,18 +434,22 @@ class Router:
         if not ranks:
             serving = sum(worker.model == model for worker in self.list_workers())
             if serving:
-                silent = sum(len(self.view.silent_ranks(w.worker_id)) for w in self.list_workers() if w.model == model)
+                refused = self.view.refusals(wanted)
+                words = ", ".join(
+                    f"{refusal} {n}" for refusal, n in refused.items() if refusal is not Refusal.OTHER_MODEL
+                )
                 raise NoEligibleWorker(
-                    f"{serving} workers serve {model!r}, and none passes the request's filters or takes new requests",
+                    f"{serving} workers serve {model!r}, and no rank of theirs passes ({words})",
                     remedy="See worker_id, dp_rank, allowed_, excluded_worker_ids, required_taints, phase; cordons; "
                     "and silent_dp_ranks of GET /workers",
                     workers=serving,
-                    silent_ranks=silent,
+                    refused_ranks=refused,
                 )
             raise NoEligibleWorker(
                 "no worker is registered",
                 remedy="`kvstreams bridge` or PUT /workers/{id} registers one",
                 workers=0,
+                refused_ranks={},
             )
         return ranks
 
@@ -482,15 +502,15 @@ class Router:
             )
         return left
 
-    def _mode(
+    def _trust(
         self, policy: RoutePolicy, reads_index: bool, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS
-    ) -> str:
+    ) -> Trust:
         if not reads_index:
-            return AnswerMode.FALLBACK.value
-        mode = self.view.mode(ranks, predicted, pooled=policy.cxl_score_weight > 0.0)
+            return FALLBACK
+        trust = self.view.trust(ranks, predicted, pooled=policy.cxl_score_weight > 0.0)
         # Load is a part of the cost, and of load we know our own share alone.
-        worse = mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
-        return (AnswerMode.DEGRADED if worse else mode).value
+        worse = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
+        return NOT_IN_SYNC if worse else trust
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.view.workers.get(worker_id)
@@ -503,6 +523,8 @@ class Router:
 
         Waits for this record only: bookings go on meanwhile, and the queue as a whole may never be empty.
         """
+        if self.topics_missing:
+            raise self.missing()  # else a broker that creates what it is asked for would, with settings of its own
         outcome: list[KafkaError | None] = []
         try:
             self._kafka.produce(topic, key=key, value=value, on_delivery=lambda error, _: outcome.append(error))
@@ -517,7 +539,14 @@ class Router:
         self.loads.reset()
 
 
-def _answer(request_id: str, decision: Decision, blocks: Blocks, mode: str, explain: bool) -> dict[str, Any]:
+def _mode(trust: Trust) -> dict[str, Any]:
+    """How far an answer can be trusted, and where that is less than it might be, why."""
+    if trust.doubt is None:
+        return {"mode": trust.mode.value}
+    return {"mode": trust.mode.value, "degraded_because": trust.doubt.value}
+
+
+def _answer(request_id: str, decision: Decision, blocks: Blocks, trust: Trust, explain: bool) -> dict[str, Any]:
     chosen = decision.chosen
     answer: dict[str, Any] = {
         "request_id": request_id,
@@ -526,8 +555,10 @@ def _answer(request_id: str, decision: Decision, blocks: Blocks, mode: str, expl
         "overlap_blocks": chosen.overlap_blocks,
         "request_blocks": blocks.request_blocks,
         "cost": chosen.cost,
-        "mode": mode,
+        "mode": trust.mode.value,
     }
+    if trust.doubt is not None:
+        answer["degraded_because"] = trust.doubt.value
     if explain:
         answer["candidates"] = [terms_json(terms) for terms in decision.candidates]
     return answer

@@ -29,7 +29,7 @@ from streams.core.index import OverlapScores, RankPlaces, with_predictions
 from streams.core.metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.moe_labels import LabelIndex, MoeWanted
 from streams.core.ordering import Health, Progress
-from streams.core.registry import CPU_CLASS, Wanted, Worker, eligible_ranks
+from streams.core.registry import CPU_CLASS, Refusal, Wanted, Worker, WorkerState, eligible_ranks, refusals
 from streams.core.run_fold import PlainRunFold, RunFold
 from streams.core.runs import Run
 from streams.cxl.events import CxlPool
@@ -85,6 +85,49 @@ class AnswerMode(enum.StrEnum):
     DEGRADED = "degraded"
     APPROXIMATE = "approximate"
     FALLBACK = "fallback"
+
+
+class Doubt(enum.StrEnum):
+    """Why an answer is `degraded`: the first reason found, of a rank that was eligible or of all."""
+
+    NOTHING_TOLD = "nothing_told"  # nobody ever told of the rank: it is not known to be empty
+    EVENTS_LOST = "events_lost"  # a batch was lost, or a store's parent was never seen
+    REMOVED = "removed"  # the rank was removed, and its worker is still, or again, registered
+    NO_ROOM = "no_room"  # this router's index had no room for a record of the rank
+    OWNER_SILENT = "owner_silent"  # nobody was heard of who indexes its partition, for stale_after_ms
+    OWNER_BEHIND = "owner_behind"  # who indexes its partition is behind its source by behind_after_ms
+    POOLED_NO_ROOM = "pooled_no_room"  # rows of pooled blocks found no room
+    POOLED_OWNER_SILENT = "pooled_owner_silent"
+    POOLED_OWNER_BEHIND = "pooled_owner_behind"
+    BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is away, and routers do not hear of each other's bookings
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How far an answer can be trusted. doubt: why no further; of `degraded` ones only."""
+
+    mode: AnswerMode
+    doubt: Doubt | None = None
+
+
+#: One of each, since every answer has one.
+_TRUSTED = {mode: Trust(mode) for mode in AnswerMode}
+_DOUBTED = {doubt: Trust(AnswerMode.DEGRADED, doubt) for doubt in Doubt}
+FALLBACK = _TRUSTED[AnswerMode.FALLBACK]
+NOT_IN_SYNC = _DOUBTED[Doubt.BOOKINGS_NOT_IN_SYNC]
+_POOLED = {Doubt.OWNER_SILENT: Doubt.POOLED_OWNER_SILENT, Doubt.OWNER_BEHIND: Doubt.POOLED_OWNER_BEHIND}
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """Ranks of registered workers, how many are in each state of which one may be in several, and the degraded ones by
+    the first reason."""
+
+    registered: int
+    cordoned: int
+    silent: int
+    approximate: int
+    degraded: Counter[Doubt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,6 +552,11 @@ class View:
                 ranks = self._eligible[wanted] = tuple(rank for rank in passing if rank not in self._silent)
             return ranks
 
+    def refusals(self, wanted: Wanted) -> dict[Refusal, int]:
+        """How many ranks of the registry each filter takes out, for whoever finds that none passes."""
+        with self._lock:
+            return refusals(self.workers.values(), wanted, self._silent)
+
     def silent_ranks(self, worker_id: WorkerId) -> list[DpRank]:
         """A worker's ranks that no request goes to, since their bridge is silent."""
         with self._lock:
@@ -524,46 +572,69 @@ class View:
         with self._lock:
             return [progress for rank, progress in self._progress.items() if rank.worker_id == worker_id]
 
-    def mode(self, ranks: Iterable[RankId], predicted: Set[RankId] = _NO_RANKS, *, pooled: bool = False) -> AnswerMode:
+    def trust(self, ranks: Iterable[RankId], predicted: Set[RankId] = _NO_RANKS, *, pooled: bool = False) -> Trust:
         """The worst that is true of any of these ranks; predicted: those whose score is a prediction.
 
         pooled: pooled blocks count too, so that whoever writes any of them must live, be he eligible or long dead.
         """
-        if not self._settings.reads_index:
-            return AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK
         now_ms = self._now_ms()
+        with self._lock:
+            return self._trust(ranks, predicted, now_ms, pooled)
+
+    def _trust(self, ranks: Iterable[RankId], predicted: Set[RankId], now_ms: int, pooled: bool) -> Trust:
+        if not self._settings.reads_index:
+            return _TRUSTED[AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK]
         worst = AnswerMode.EXACT
         fresh: set[int] = set()
-        with self._lock:
-            for rank in ranks:
-                progress = self._progress.get(rank)
-                # A rank that nobody ever told of is not known to be empty.
-                health = progress.health if progress else Health.DEGRADED
-                if health is Health.DEGRADED or health is Health.REMOVED:
-                    return AnswerMode.DEGRADED
-                if self._incomplete and self._lacks_records(rank):
-                    return AnswerMode.DEGRADED
-                partition = partition_of(rank.worker_id, self._settings.partitions)
-                if partition not in fresh:
-                    if not self._is_fresh(partition, now_ms):
-                        return AnswerMode.DEGRADED
-                    fresh.add(partition)
-                if health is Health.APPROXIMATE or rank in predicted:
-                    worst = AnswerMode.APPROXIMATE
-            if pooled and self._pooled_partitions:
-                if self.pooled_without_room():
-                    return AnswerMode.DEGRADED
-                for partition, n_rows in self._pooled_partitions.copy().items():
-                    if n_rows and not self._is_fresh(partition, now_ms):
-                        return AnswerMode.DEGRADED
-        return worst
+        for rank in ranks:
+            progress = self._progress.get(rank)
+            if progress is None:
+                return _DOUBTED[Doubt.NOTHING_TOLD]
+            health = progress.health
+            if health is Health.DEGRADED or health is Health.REMOVED:
+                return _DOUBTED[Doubt.EVENTS_LOST if health is Health.DEGRADED else Doubt.REMOVED]
+            if self._incomplete and self._lacks_records(rank):
+                return _DOUBTED[Doubt.NO_ROOM]
+            partition = partition_of(rank.worker_id, self._settings.partitions)
+            if partition not in fresh:
+                doubt = self._doubt_owner(partition, now_ms)
+                if doubt is not None:
+                    return _DOUBTED[doubt]
+                fresh.add(partition)
+            if health is Health.APPROXIMATE or rank in predicted:
+                worst = AnswerMode.APPROXIMATE
+        if pooled and self._pooled_partitions:
+            if self.pooled_without_room():
+                return _DOUBTED[Doubt.POOLED_NO_ROOM]
+            for partition, n_rows in self._pooled_partitions.copy().items():
+                doubt = self._doubt_owner(partition, now_ms) if n_rows else None
+                if doubt is not None:
+                    return _DOUBTED[_POOLED[doubt]]
+        return _TRUSTED[worst]
 
-    def _is_fresh(self, partition: int, now_ms: int) -> bool:
-        """Whether a partition's owner was heard of lately, and is not behind either of its sources."""
+    def _doubt_owner(self, partition: int, now_ms: int) -> Doubt | None:
+        """Whether a partition's owner was not heard of lately, or is behind either of its sources."""
         record, received_ms = self._partitions.get(partition, (None, None))
         if record is None or received_ms is None or now_ms - received_ms > self._settings.stale_after_ms:
-            return False
-        return all(source.behind_ms <= self._settings.behind_after_ms for source in record.sources)
+            return Doubt.OWNER_SILENT
+        if all(source.behind_ms <= self._settings.behind_after_ms for source in record.sources):
+            return None
+        return Doubt.OWNER_BEHIND
+
+    def rank_counts(self) -> RankCounts:
+        """Count the registered ranks by state; a millisecond for a thousand."""
+        now_ms = self._now_ms()
+        with self._lock:
+            workers = list(self.workers.values())
+            ranks = [rank for worker in workers for rank in worker.ranks()]
+            trusts = [self._trust((rank,), _NO_RANKS, now_ms, pooled=False) for rank in ranks]
+            return RankCounts(
+                registered=len(ranks),
+                cordoned=sum(worker.dp_size for worker in workers if worker.state is WorkerState.CORDONED),
+                silent=sum(rank in self._silent for rank in ranks),
+                approximate=sum(trust.mode is AnswerMode.APPROXIMATE for trust in trusts),
+                degraded=Counter(trust.doubt for trust in trusts if trust.doubt is not None),
+            )
 
     def rank_states(self) -> list[RankState]:
         """Every rank that ever told anything, in order."""

@@ -1,0 +1,157 @@
+"""What the agents make of a transition that was just sent, read from what they write, for whoever waits for it.
+
+What lives here: watching a partition's dead letters, partition record and parked rows for offsets of `cxl-events`. What
+must not: judging (pooled_blocks). An agent writes all three in the transaction that takes the transition, so that
+they agree; they lie in several topics, so that each is read up to where it ended when the first of them was seen.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Self
+
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
+
+from streams.core.ids import WorkerId
+from streams.cxl.records import PARKED_PREFIX, decode_parked
+from streams.errors import BadRecord, KvStreamsError
+from streams.kafka import assign, consume, log_end, partition_of, reader
+from streams.settings import Settings
+from streams.tables.records import decode_partition, partition_key
+from streams.topics import topics
+
+log = logging.getLogger(__name__)
+
+_READ_RECORDS = 500
+_POLL_S = 0.1
+
+
+class Judged(enum.Enum):
+    """How far the agents have come with a transition."""
+
+    TAKEN = enum.auto()  # and refused of what `refused` says, of nothing where that is empty
+    PARKED = enum.auto()  # it waits for its batch of kv-events, or behind another one that does
+    UNKNOWN = enum.auto()  # no agent has read it yet
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionVerdict:
+    """What became of the records of one transition. refused: reason and words of each that is a dead letter."""
+
+    judged: Judged
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def applied(self) -> bool:
+        """Whether all of its blocks have entered the state."""
+        return self.judged is Judged.TAKEN and not self.refused
+
+
+class VerdictWatch:
+    """Reads what a worker's partition says from now on; made before the transition is sent. Not thread-safe."""
+
+    def __init__(self, settings: Settings, worker_id: WorkerId) -> None:
+        """Raises KvStreamsError where no broker answers."""
+        names = topics(settings)
+        self._settings = settings
+        self._source = names.cxl_events.name
+        self._letters, self._table = names.dead_letters.name, names.cxl_changelog.name
+        self._partition = partition_of(worker_id, settings.partitions)
+        self._applied = -1
+        self._refused: dict[int, tuple[str, str]] = {}  # by offset in cxl-events
+        self._parked: dict[bytes, int] = {}  # key of the parked row to the same
+        self._read: dict[str, int] = {}  # topic to the offset behind what was read
+        watched = (self._letters, self._table, names.index_changelog.name)
+        try:
+            starts = {topic: log_end(settings, topic, self._partition) for topic in watched}
+        except KafkaException as exc:
+            raise KvStreamsError(f"the agents' verdicts cannot be read: {exc.args[0].str()}") from exc
+        self._consumer = reader(settings)
+        assign(self._consumer, [TopicPartition(topic, self._partition, start) for topic, start in starts.items()])
+
+    def verdict(self, offsets: Collection[int], timeout_s: float) -> TransitionVerdict:
+        """Wait until these offsets of `cxl-events` are judged, at most so long; gives what is known by then.
+
+        Raises KvStreamsError where the topics cannot be read.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = frozenset(offsets)
+        ends: dict[str, int] | None = None
+        while time.monotonic() < deadline:
+            for message in consume(self._consumer, _READ_RECORDS, _POLL_S):
+                self._take(message)
+            if self._standing(wanted) is not Judged.TAKEN:
+                ends = None
+            elif ends is None:
+                try:
+                    ends = {t: log_end(self._settings, t, self._partition) for t in (self._letters, self._table)}
+                except KafkaException as exc:
+                    raise KvStreamsError(f"the agents' verdicts cannot be read: {exc.args[0].str()}") from exc
+            elif all(self._read.get(topic, -1) >= end for topic, end in ends.items()):
+                return self._told(Judged.TAKEN, wanted)
+        standing = self._standing(wanted)
+        # Taken, as it seems, but not read up to where a refusal may lie: nobody may be told that there is none.
+        return self._told(Judged.UNKNOWN if standing is Judged.TAKEN else standing, wanted)
+
+    def close(self) -> None:
+        """End the reading."""
+        self._consumer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _standing(self, wanted: frozenset[int]) -> Judged:
+        if self._applied < max(wanted):
+            return Judged.UNKNOWN
+        return Judged.PARKED if wanted.intersection(self._parked.values()) else Judged.TAKEN
+
+    def _told(self, judged: Judged, wanted: frozenset[int]) -> TransitionVerdict:
+        return TransitionVerdict(judged, tuple(why for at, why in sorted(self._refused.items()) if at in wanted))
+
+    def _take(self, message: Message) -> None:
+        topic, offset, error = message.topic() or "", message.offset() or 0, message.error()
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                self._read[topic] = offset
+            elif error.fatal() or not (error.retriable() or error.code() == KafkaError._TRANSPORT):
+                raise KvStreamsError(f"the agents' verdicts cannot be read: {error.str()}")
+            return
+        self._read[topic] = offset + 1
+        try:
+            if topic == self._letters:
+                self._take_letter(message)
+            elif topic == self._table:
+                self._take_row(message.key() or b"", message.value())
+            elif message.key() == partition_key(self._partition):
+                self._take_partition(message.key() or b"", message.value() or b"")
+        except (BadRecord, ValueError) as exc:  # a stranger's, of which nothing is to be learned
+            log.warning("%s [%d] at %d is passed over: %s", topic, self._partition, offset, exc)
+
+    def _take_letter(self, message: Message) -> None:
+        pairs: Any = message.headers() or []
+        headers = {name: value.decode() for name, value in pairs if isinstance(value, bytes)}
+        if headers.get("kvstreams.topic") == self._source and headers.get("kvstreams.partition") == str(
+            self._partition
+        ):
+            why = headers.get("kvstreams.reason", ""), headers.get("kvstreams.message", "")
+            self._refused[int(headers["kvstreams.offset"])] = why
+
+    def _take_row(self, key: bytes, value: bytes | None) -> None:
+        if not key.startswith(PARKED_PREFIX):
+            return
+        if value is None:
+            self._parked.pop(key, None)
+        else:
+            self._parked[key] = decode_parked(key, value)[1].offset
+
+    def _take_partition(self, key: bytes, value: bytes) -> None:
+        for source in decode_partition(key, value).sources:
+            if source.topic == self._source:
+                self._applied = max(self._applied, source.applied_offset)
