@@ -246,9 +246,9 @@ class Router:
         places = RankPlaces(ranks)
         overlap, effective = scores.columns(places, policy.tier_weights)
         beside = self._beside(policy, blocks.chain, model, None) if weighs else None
-        reached = None if beside is None else beside.cxl_accessible_blocks(places, overlap)
-        if reached is not None:
-            effective = effective + policy.cxl_score_weight * reached
+        if beside is not None:
+            weighed = beside.weigh(places, overlap, effective, policy.cxl_score_weight, 0.0)
+            effective = effective if weighed is None else weighed.with_pooled
         rows = []
         for rank, active_tokens, decode_blocks, cached in zip(
             ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), effective.tolist(), strict=True

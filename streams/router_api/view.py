@@ -151,7 +151,7 @@ class View:
     def _reset(self) -> None:
         self.index: RunFold = self._make_fold()
         self._pooled = PooledView(self._settings.schema_ids)
-        self._pooled_index = PooledIndex(self._new_sets())
+        self._pooled_index = PooledIndex(self._new_sets(), self._pooled.pools)
         self._labels = LabelIndex(self._new_sets())
         #: Whether any block is pooled or labelled: where none is, that is all that a choice asks.
         self.anything_beside = False
@@ -456,11 +456,9 @@ class View:
             return None
         numbers = self._rank_numbers()
         with self._beside_lock:
-            reached = self._pooled_index.path(sequence, model, numbers, self._pooled.pools) if pooled else None
-            labelled = self._labels.path(sequence, moe, numbers) if moe is not None and self._labels else None
-        if reached is None and labelled is None:
-            return None
-        return Beside(sequence, reached, labelled, self._holders_along)
+            reached = self._pooled_index.question(model, numbers) if pooled else None
+            labelled = self._labels.question(moe, numbers) if moe is not None and self._labels else None
+        return Beside(sequence, reached, labelled, self._holders_along, self._beside_lock)
 
     def _holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
         with self._lock:
