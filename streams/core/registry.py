@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.errors import InvalidRequest
@@ -80,8 +81,7 @@ class Worker:
         return (RankId(self.worker_id, DpRank(rank)) for rank in range(self.dp_size))
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a request asks of the workers it may go to; None asks nothing."""
 
     model: str

@@ -167,6 +167,7 @@ class View:
         self._reports_end_ms = _NEVER_MS
         self._metrics: dict[RankId, WorkerMetrics] = {}
         self._cpu_workers: frozenset[WorkerId] | None = None
+        self._models: frozenset[str] | None = None  # of the registry's workers; made anew for the next who asks
         self._eligible: dict[Wanted, tuple[RankId, ...]] = {}
         self._fleet: FleetState | None = None
         self._silent: set[RankId] = set()  # ranks whose bridge was not heard of for longer than it promised
@@ -322,7 +323,7 @@ class View:
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
             self._eligible.clear()
-            self._fleet = self._cpu_workers = self._numbers = None
+            self._fleet = self._cpu_workers = self._numbers = self._models = None
             if worker is None:
                 self._forget_worker(worker_id)
             else:
@@ -483,8 +484,10 @@ class View:
 
     def model_of(self, model: str | None) -> str:
         """Give the model asked for, or the only one there is; raises UnknownModel."""
-        with self._lock:
-            models = {worker.model for worker in self.workers.values()}
+        models = self._models
+        if models is None:
+            with self._lock:
+                models = self._models = frozenset(worker.model for worker in self.workers.values())
         if model is None and len(models) == 1:
             return next(iter(models))
         if model is None and models:
