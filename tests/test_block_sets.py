@@ -153,6 +153,8 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets
             assert (weighed.labelled is None) == (not any(labelled))
             assert weighed.labelled is None or weighed.labelled.tolist() == labelled
             assert weighed.first_end == min(ends)
+            for end in ends[1:]:
+                assert end == n_blocks or (weighed.rows[end] == 0) == (not told[0][1][end])
             with_pooled = effective + 0.7 * np.array(pooled)
             assert weighed.with_pooled.tolist() == with_pooled.tolist()
             assert weighed.with_both.tolist() == (with_pooled + 0.3 * np.array(labelled)).tolist()

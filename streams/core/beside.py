@@ -71,22 +71,25 @@ class Beside:
             )
         if weighed.first_end < len(sequence):
             # Behind the pooled blocks may be some of its own, and then pooled ones again.
-            reached = self._reached_over_own(places, overlap, weighed.first_end)
+            reached = self._reached_over_own(places, overlap, weighed)
             if reached is not None:
                 with_pooled = effective + cxl_weight * reached
                 with_both = with_pooled
                 if weighed.labelled is not None:
                     with_both = with_pooled + moe_weight * weighed.labelled
-                return Weighed(reached, weighed.labelled, with_pooled, with_both, weighed.first_end)
+                return weighed._replace(pooled=reached, with_pooled=with_pooled, with_both=with_both)
         return weighed
 
-    def _reached_over_own(self, places: RankPlaces, overlap: Int64Array, first: int) -> Int64Array | None:
+    def _reached_over_own(self, places: RankPlaces, overlap: Int64Array, weighed: Weighed) -> Int64Array | None:
         """The pooled blocks again, where anybody holds blocks behind the first end; None where nobody does."""
         assert self._pooled is not None  # nobody counts pooled blocks otherwise
+        held = self._holders_along(self._sequence, weighed.first_end, weighed.rows, places)
+        if held is None:
+            return None
+        # What was told meanwhile is in the path, and counts as far as what is held goes.
         with self._while_nobody_tells:
             path = self._pooled.path(self._sequence)
-        held = None if path is None else self._holders_along(self._sequence, first, path.rows(), places)
-        return None if path is None or held is None else path.walk(places, overlap, held)
+        return None if path is None else path.walk(places, overlap, held)
 
     def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:
         """Ranks of which any own leading block has labels that match."""

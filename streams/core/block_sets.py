@@ -200,7 +200,8 @@ class Weighed(NamedTuple):
 
     pooled, labelled: int64[m], pooled blocks right behind its own leading ones that it may count, and its own leading
     ones whose labels match; None where nobody has any. with_pooled, with_both: float64[m]. first_end: the first block
-    at which a candidate that counts pooled ones ends, n where none does.
+    at which a candidate that counts pooled ones ends, n where none does. rows: int64[n], for each block before which
+    any of these ends whether a pool has it, 0 for no; what is said of others is void.
     """
 
     pooled: Int64Array | None
@@ -208,6 +209,7 @@ class Weighed(NamedTuple):
     with_pooled: Float64Array
     with_both: Float64Array
     first_end: int
+    rows: Int64Array
 
 
 class BlockSets:
@@ -438,16 +440,21 @@ class PlainBlockSets(BlockSets):
             with_pooled,
             with_pooled + moe_weight * n_labelled,
             min((overlap + n_pooled)[n_pooled > 0].tolist(), default=len(blocks)),
+            np.array([0 if pooled is None else _row_of(pooled, block) for block in blocks], dtype=np.int64),
         )
 
 
 def _counts(answers: Answers, block: int, number: int) -> bool:
     """Whether the rank of this number may count a block."""
+    row = _row_of(answers, block)  # first: where it is worked out there may be another array of bits
+    return number >= 0 and _is_set(answers.bits, answers.words, row, number)
+
+
+def _row_of(answers: Answers, block: int) -> int:
     known = answers.sets._get(block)
     if known and answers.row_of[known] == _UNKNOWN:
         answers.sets._learn(answers, known)
-    row = int(answers.row_of[known]) if known else 0
-    return number >= 0 and _is_set(answers.bits, answers.words, row, number)
+    return int(answers.row_of[known]) if known else 0
 
 
 def _is_set(bits: Int64Array, words: int, row: int, number: int) -> bool:
@@ -509,7 +516,7 @@ class BlockSetTable(BlockSets):
     ) -> Weighed:
         """See BlockSets.weigh and kernels.block_sets.weigh."""
         kernels, m = self._kernels, len(numbers)
-        counts = np.empty(2 * (m + len(sequence)), dtype=np.int64)
+        counts = np.empty(2 * m + 3 * len(sequence), dtype=np.int64)
         weighed = np.empty(2 * m)
         while True:
             found = kernels.weigh(
@@ -531,6 +538,7 @@ class BlockSetTable(BlockSets):
                     weighed[:m],
                     weighed[m:],
                     found & _BLOCKS_MASK,
+                    counts[2 * m :],
                 )
             if found < -kernels.LABELLED_SET:
                 assert labelled is not None  # the kernel has read its map

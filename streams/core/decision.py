@@ -149,7 +149,7 @@ class Chooser:
         if beside is not None and policy.reads_index:
             weighed = beside.weigh(kept.places, overlap, effective, policy.cxl_score_weight, policy.moe_score_weight)
             if weighed is not None:
-                cxl, moe, cached, effective, _ = weighed
+                cxl, moe, cached, effective = weighed[:4]
         columns, first, n_lowest = price(
             ranks,
             loads,

@@ -36,7 +36,7 @@ DIRECTORY_WORDS = 3
 POOLED_ANY, LABELLED_ANY = 1 << 32, 1 << 33
 LABELLED_SET = 1 << 32
 #: A row that was not asked for yet.
-_UNREAD = -1
+UNREAD = -1
 
 
 @njit(inline="always")
@@ -198,7 +198,7 @@ def walk(
 def _row_at(answers: int, blocks: int, rows: int, at: int) -> int:
     """Row of a request's block, looked up when it is first asked for; -number of a set of which no row is known yet."""
     row = load(rows + (at << 3))
-    if row == _UNREAD:
+    if row == UNREAD:
         row = 0
         number = _find(load(answers), load(blocks + (at << 3)))
         if number != 0:
@@ -231,7 +231,7 @@ def _end_of(answers: int, blocks: int, rows: int, ends: int, at: int, stop: int)
 @inlined
 def _forget_rows(rows: int, ends: int, n_blocks: int) -> None:
     for index in range(n_blocks):
-        store(rows + (index << 3), _UNREAD)
+        store(rows + (index << 3), UNREAD)
         store(ends + (index << 3), 0)
 
 
@@ -253,11 +253,12 @@ def weigh(
 ) -> int:
     """Count both kinds for each candidate and weigh them, looking up no block that counts for nobody.
 
-    pooled, labelled: addresses of `Answers.words_of`, 0 for none. query: uint64[n], sequence hashes. numbers: int64[m],
+    pooled, labelled: `Answers.address`, 0 for none. query: uint64[n], sequence hashes. numbers: int64[m],
     of each candidate, -1 for one that has none. overlap: int64[m], its own leading blocks; effective: float64[m], what
-    they count. counts: int64[2 * m + 2 * n], to be written: of each candidate the pooled blocks right behind its own
-    ones that it may count, and the blocks among its own ones whose labels match; the rest is scratch. weighed:
-    float64[2 * m], to be written: effective blocks with the pooled ones, and with both.
+    they count. counts: int64[2 * m + 3 * n], to be written: of each candidate the pooled blocks right behind its own
+    ones that it may count, and the blocks among its own ones whose labels match; then of each block its row of pooled
+    ones, UNREAD where nobody came; the rest is scratch. weighed: float64[2 * m], to be written: effective blocks with
+    the pooled ones, and with both.
 
     Gives the first block at which a candidate that counts pooled ones ends, n for none, with bit POOLED_ANY and
     LABELLED_ANY set where anybody counts any; or -number of a set of pooled blocks of which no row is known yet, or
@@ -289,6 +290,7 @@ def weigh(
     else:
         counts[:n_candidates] = 0
     if labelled != 0:
+        rows = ends + (n_blocks << 3)
         _forget_rows(rows, ends, n_blocks)
         bits, words = load(labelled + 16), load(labelled + 24)
         stop = 0
