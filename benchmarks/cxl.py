@@ -47,11 +47,15 @@ N_BLOCKS = N_TOKENS // BLOCK_SIZE
 #: Of each prompt: blocks that all prompts begin with, and blocks that a rank holds before the pooled ones.
 N_SHARED = N_BLOCKS // 4
 N_OWN = N_BLOCKS // 2
+#: Blocks at the end of a prompt that goes on otherwise than the one that is known.
+N_NEW = N_BLOCKS // 8
 #: Prompts that each rank holds the first half of.
 N_HELD = 64
 N_POOLS = 8
 #: Bars of the issue that asked for pooled blocks.
 WITH_MAX, WITHOUT_MAX = 1.5, 1.05
+
+BOTH, PLAIN, UNASKED = "with pools and labels", "without any, asked", "without any"
 
 LABELS = MoeLabels(2, 7, 3)
 QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
@@ -59,13 +63,15 @@ QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens as they come over HTTP; who holds its first half, None for nobody; the pool that has the rest."""
+    """Tokens as they come over HTTP; who holds its first half, None for nobody; the pool that has the rest, up to
+    n_known blocks."""
 
     tokens: bytes
     sequence: HashArray
     local: HashArray
     holder: int | None
     pool: int | None
+    n_known: int = N_BLOCKS
 
 
 class Fleet:
@@ -90,6 +96,13 @@ class Fleet:
         tokens = np.concatenate([self._shared, own]).astype("<u4").tobytes()
         local = local_hashes(tokens, BLOCK_SIZE)
         return Prompt(tokens, sequence_hashes(local), local, holder, pool)
+
+    def with_new_end(self, prompt: Prompt) -> Prompt:
+        """The same, and its last eighth is another: nobody has it."""
+        end = self.rng.integers(0, 128_000, N_NEW * BLOCK_SIZE, dtype=np.uint32).astype("<u4").tobytes()
+        tokens = prompt.tokens[: -len(end)] + end
+        local = local_hashes(tokens, BLOCK_SIZE)
+        return Prompt(tokens, sequence_hashes(local), local, prompt.holder, prompt.pool, N_BLOCKS - N_NEW)
 
     def members(self, pool: int) -> tuple[WorkerId, ...]:
         """Every eighth worker, and its neighbour."""
@@ -154,7 +167,9 @@ def check(fleet: Fleet, router: Router, prompt: Prompt, asked: RouteRequest, *, 
     members = set() if prompt.pool is None else set(fleet.members(prompt.pool))
     for each in answer["candidates"]:
         own = N_OWN if each["worker_id"] == prompt.holder else N_SHARED
-        reached = N_BLOCKS - own if each["worker_id"] in members and (prompt.holder is None or own == N_OWN) else 0
+        reached = (
+            prompt.n_known - own if each["worker_id"] in members and (prompt.holder is None or own == N_OWN) else 0
+        )
         wanted = (own, reached if beside else 0, own if beside else 0)
         found = (each["overlap_blocks"], each["cxl_accessible_blocks"], each["moe_blocks"])
         if found != wanted:
@@ -195,24 +210,26 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     gone = [prompt for prompt in fleet.prompts if prompt.holder is None] or held
     kinds = [held, gone, [fleet.prompt(None, None) for _ in range(decisions // 3)]]
     prompts = [rng.choice(kind) for _, kind in zip(range(decisions), itertools.cycle(kinds), strict=False)]
+    new_ends = [fleet.with_new_end(prompt) for prompt in prompts]
     series = (
-        ("with pools and labels", full, request(moe=True)),
-        ("without any, asked", plain, request(moe=False)),
-        ("without any", unasked, request(moe=False)),
+        (BOTH, full, request(moe=True), prompts),
+        (PLAIN, plain, request(moe=False), prompts),
+        (UNASKED, unasked, request(moe=False), prompts),
+        (f"{BOTH}, new ends", full, request(moe=True), new_ends),
+        (f"{PLAIN}, new ends", plain, request(moe=False), new_ends),
     )
-    for name, router, _ in series:
-        beside = name == series[0][0]
-        for prompt in prompts[:: max(1, decisions // 100)]:
+    for _, router, asked, these in series:
+        beside = router is full
+        for prompt in these[:: max(1, decisions // 100)]:
             check(fleet, router, prompt, request(moe=beside, explain=True), beside=beside)
-        measure(router, prompts, request(moe=beside))  # caches are filled
+        measure(router, these, asked)  # caches are filled
     gc.collect()
     gc.freeze()
     found: dict[str, tuple[float, float]] = {}
     for repeat in range(repeats):
-        order = series if repeat % 2 else series[::-1]
-        for name, router, asked in order:
-            found[name] = measure(router, prompts, asked)
-        for name, than in ((series[0][0], "without any, asked"), ("without any, asked", "without any")):
+        for name, router, asked, these in series if repeat % 2 else series[::-1]:
+            found[name] = measure(router, these, asked)
+        for name, than in ((BOTH, PLAIN), (f"{BOTH}, new ends", f"{PLAIN}, new ends"), (PLAIN, UNASKED)):
             for metric, which in (("decision p50", 0), ("decision mean", 1)):
                 samples.add(name, metric, "us", OURS, found[name][which])
                 samples.add(name, metric, "us", than, found[than][which])
@@ -221,12 +238,12 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     bars: list[Bar] = [
         ratio_bar(
             f"pools and labels cost at most {WITH_MAX:g} of a plain decision",
-            [row for row in p50 if row.case == series[0][0]],
+            [row for row in p50 if row.case.startswith(BOTH)],
             WITH_MAX,
         ),
         ratio_bar(
             f"without any the question costs at most {WITHOUT_MAX:g}",
-            [row for row in p50 if row.case == series[1][0]],
+            [row for row in p50 if row.case == PLAIN],
             WITHOUT_MAX,
         ),
     ]

@@ -414,7 +414,8 @@ def _ask_labels(
     scores = view.find_matches(local)
     beside = view.beside(sequence_hashes(local), MODEL, query.wanted(), pooled=False)
     places = RankPlaces(ranks)
-    blocks = None if beside is None else beside.moe_blocks(places, scores.columns(places, TIER_WEIGHTS)[0])
+    weighed = None if beside is None else beside.weigh(places, *scores.columns(places, TIER_WEIGHTS), 0.0, 0.0)
+    blocks = None if weighed is None else weighed.labelled
     labelled = {} if blocks is None else {rank: n for rank, n in zip(ranks, blocks.tolist(), strict=True) if n}
     for name, value in expected.items():
         match name:

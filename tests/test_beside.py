@@ -203,10 +203,10 @@ class History:
         candidates = [each for each in view.all_ranks() if rng.random() < 0.8]
         rng.shuffle(candidates)
         places = RankPlaces(candidates)
-        overlap, _ = view.find_matches(local).columns(places, (1.0, 1.0, 1.0, 1.0))
+        overlap, effective = view.find_matches(local).columns(places, (0.9, 0.9, 0.9, 0.9))
         beside = view.beside(sequence, model, wanted, pooled=True)
-        reached = None if beside is None else beside.cxl_accessible_blocks(places, overlap)
-        matched = None if beside is None else beside.moe_blocks(places, overlap)
+        weighed = None if beside is None else beside.weigh(places, overlap, effective, 0.7, 0.3)
+        reached, matched = (None, None) if weighed is None else (weighed.pooled, weighed.labelled)
         blocks = [SequenceHash(block) for block in sequence.tolist()]
         held = {(each, block) for each, _, block in view.members()}
         pooled: set[tuple[WorkerId, SequenceHash]] = set()
@@ -231,6 +231,10 @@ class History:
             n_matched = sum((each, block) in labelled for block in blocks[:n_own])
             assert (0 if reached is None else reached[position]) == n_reached
             assert (0 if matched is None else matched[position]) == n_matched
+            if weighed is not None:
+                with_pooled = effective[position] + 0.7 * n_reached
+                assert weighed.with_pooled[position] == with_pooled
+                assert weighed.with_both[position] == with_pooled + 0.3 * n_matched
             self.found["pooled"] += n_reached
             self.found["labelled"] += n_matched
 
@@ -283,9 +287,10 @@ def put(view: View, *positions: int, owner: int = 9, placement: Placement = PLAC
 
 def reached(view: View, *workers: int) -> list[int]:
     places = RankPlaces([rank(worker) for worker in workers])
-    overlap, _ = view.find_matches(CHAIN).columns(places, (1.0, 1.0, 1.0, 1.0))
+    overlap, effective = view.find_matches(CHAIN).columns(places, (1.0, 1.0, 1.0, 1.0))
     beside = view.beside(sequence_hashes(CHAIN), "m", None, pooled=True)
-    blocks = None if beside is None else beside.cxl_accessible_blocks(places, overlap)
+    weighed = None if beside is None else beside.weigh(places, overlap, effective, 1.0, 0.0)
+    blocks = None if weighed is None else weighed.pooled
     return [0] * len(workers) if blocks is None else blocks.tolist()
 
 

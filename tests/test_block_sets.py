@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from streams.core import block_sets
-from streams.core.block_sets import BlockSets, BlockSetTable, Held, Path, PlainBlockSets, RankNumbers
+from streams.core.block_sets import BlockSets, BlockSetTable, Float64Array, Held, PlainBlockSets, Question, RankNumbers
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.index import RankPlaces
 from streams.errors import IndexFull
@@ -29,9 +30,9 @@ def numbers_of(n: int) -> RankNumbers:
     return RankNumbers(tuple(rank(number) for number in range(n)))
 
 
-def path(sets: BlockSets, sequence: HashArray, numbers: RankNumbers, question: str = "q") -> Path | None:
+def asked(sets: BlockSets, numbers: RankNumbers) -> Question:
     """Fact f may be counted by the rank numbered f."""
-    return sets.path(sequence, question, numbers, lambda facts: sum(1 << fact for fact in facts))
+    return Question(sets, "q", numbers, lambda facts: sum(1 << fact for fact in facts))
 
 
 def held_of(told: list[set[int]], n_candidates: int) -> Held:
@@ -69,77 +70,125 @@ def test_what_is_told_again_goes_with_the_last(make: type[BlockSets], seed: int)
     assert not any(sets.facts_of(block) for block in blocks)
 
 
+def tell_chain(rng: random.Random, sets: BlockSets, sequence: list[int], n_ranks: int) -> list[set[int]]:
+    """Facts of each block of a chain, stretches of which have the same, and some none."""
+    facts: list[set[int]] = []
+    for block in sequence:
+        fresh = {rng.randrange(n_ranks) for _ in range(rng.randrange(2 * n_ranks))} if rng.random() < 0.9 else set()
+        facts.append(facts[-1] if facts and rng.random() < 0.6 else fresh)
+        for fact in facts[-1]:
+            sets.tell(block, fact)
+    return facts
+
+
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_walks_and_counts_are_those_of_a_walk_of_every_block(make: type[BlockSets], n_ranks: int) -> None:
-    """On over what a candidate may count and what it holds, to the first block that is neither."""
+def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: type[BlockSets], n_ranks: int) -> None:
+    """To the first block that is neither; compared with a look at every block."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
     for _ in range(60):
         n_blocks = rng.randrange(1, 40)
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
         sets = make()
-        facts: list[set[int]] = []
-        for block in sequence:
-            fresh = {rng.randrange(n_ranks) for _ in range(rng.randrange(2 * n_ranks))} if rng.random() < 0.9 else set()
-            facts.append(facts[-1] if facts and rng.random() < 0.6 else fresh)
-            for fact in facts[-1]:
-                sets.tell(block, fact)
+        facts = tell_chain(rng, sets, sequence, n_ranks)
         # Candidates in an order of their own, one of them nobody that is registered.
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
         places = RankPlaces(candidates)
         starts = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
         holding = [{n for n in range(len(candidates)) if rng.random() < 0.3} for _ in range(n_blocks)]
-        found = path(sets, chain(*sequence), numbers)
+        found = asked(sets, numbers).path(chain(*sequence))
         assert (found is None) == (not any(facts))
         if found is None:
             continue
-        for held in (None, held_of(holding, len(candidates))):
-            blocks, ends, first = found.walk(places, starts, held)
-            assert first == min([end for end, count in zip(ends, blocks, strict=True) if count], default=n_blocks)
-            for position, candidate in enumerate(candidates):
-                at, count = int(starts[position]), 0
-                while at < n_blocks:
-                    if candidate.worker_id in facts[at]:
-                        count += 1
-                    elif held is None or position not in holding[at]:
-                        break
-                    at += 1
-                assert (blocks[position], ends[position]) == (count, at)
-        within = found.count_within(places, starts)
-        assert within.tolist() == [
-            sum(candidate.worker_id in facts[at] for at in range(starts[position]))
-            for position, candidate in enumerate(candidates)
-        ]
+        assert [row != 0 for row in found.rows()] == [bool(told) for told in facts]
+        counted = []
+        for position, candidate in enumerate(candidates):
+            at, count = int(starts[position]), 0
+            while at < n_blocks and (candidate.worker_id in facts[at] or position in holding[at]):
+                count += candidate.worker_id in facts[at]
+                at += 1
+            counted.append(count)
+        blocks = found.walk(places, starts, held_of(holding, len(candidates)))
+        assert (blocks is None) == (not any(counted))
+        assert blocks is None or blocks.tolist() == counted
+
+
+@pytest.mark.parametrize("make", SETS)
+@pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
+def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets], n_ranks: int) -> None:
+    """Either or both told of, asked again with answers known and, after some were taken back, unknown; to the bit."""
+    rng = random.Random(n_ranks)
+    numbers = numbers_of(n_ranks)
+    n_counted = 0
+    for _ in range(60):
+        n_blocks = rng.randrange(1, 40)
+        sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
+        told = [(sets := make(), tell_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
+        kinds = [(asked(sets, numbers), facts) if rng.random() < 0.8 else None for sets, facts in told]
+        candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
+        overlap = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
+        effective: Float64Array = np.multiply(overlap, rng.random(), dtype=np.float64)
+        for again in range(3):
+            if again == 2:
+                for sets, facts in told:
+                    at = rng.randrange(n_blocks)
+                    for fact in facts[at]:
+                        sets.take_back(sequence[at], fact)
+                    facts[at] = set()
+            answers = [None if kind is None else kind[0].answers() for kind in kinds]
+            places = numbers.of(RankPlaces(candidates))
+            weighed = told[0][0].weigh(answers[0], answers[1], chain(*sequence), places, overlap, effective, 0.7, 0.3)
+            pooled, labelled, ends = [], [], [n_blocks]
+            for candidate, n_own in zip(candidates, overlap.tolist(), strict=True):
+                reaches, matches = (
+                    [] if kind is None else [candidate.worker_id in each for each in kind[1]] for kind in kinds
+                )
+                pooled.append(sum(1 for _ in itertools.takewhile(bool, reaches[n_own:])))
+                labelled.append(sum(matches[:n_own]))
+                if pooled[-1]:
+                    ends.append(n_own + pooled[-1])
+            assert (weighed.pooled is None) == (not any(pooled))
+            assert weighed.pooled is None or weighed.pooled.tolist() == pooled
+            assert (weighed.labelled is None) == (not any(labelled))
+            assert weighed.labelled is None or weighed.labelled.tolist() == labelled
+            assert weighed.first_end == min(ends)
+            for end in ends[1:]:
+                assert end == n_blocks or (weighed.rows[end] == 0) == (not told[0][1][end])
+            with_pooled = effective + 0.7 * np.array(pooled)
+            assert weighed.with_pooled.tolist() == with_pooled.tolist()
+            assert weighed.with_both.tolist() == (with_pooled + 0.3 * np.array(labelled)).tolist()
+            n_counted += sum(pooled) + sum(labelled)
+    assert n_counted > 500
 
 
 @pytest.mark.parametrize("make", SETS)
 def test_an_answer_is_kept_until_the_fleet_changes(make: type[BlockSets]) -> None:
     """And a set's number that becomes another set's is asked anew."""
-    sets, asked = make(), list[frozenset[int]]()
+    sets, made = make(), list[frozenset[int]]()
 
     def answer(facts: frozenset[int]) -> int:
-        asked.append(facts)
+        made.append(facts)
         return 1
 
     def look(numbers: RankNumbers) -> bool:
-        return sets.path(chain(5), "q", numbers, answer) is not None
+        return Question(sets, "q", numbers, answer).path(chain(5)) is not None
 
     sets.tell(5, 1)
     one, other = numbers_of(1), numbers_of(1)
     assert look(one)
     assert look(one)
-    assert len(asked) == 1
+    assert len(made) == 1
     assert look(other)
-    assert len(asked) == 2
+    assert len(made) == 2
     sets.forget_answers()
     assert look(other)
-    assert len(asked) == 3
+    assert len(made) == 3
     sets.take_back(5, 1)
     assert not look(other)
     sets.tell(5, 2)
     assert look(other)
-    assert asked == [{1}, {1}, {1}, {2}]
+    assert made == [{1}, {1}, {1}, {2}]
 
 
 @pytest.mark.parametrize("make", SETS)

@@ -147,12 +147,9 @@ class Chooser:
             overlap, effective = np.zeros(n, np.int64), np.zeros(n)
         cached, cxl, moe = effective, None, None
         if beside is not None and policy.reads_index:
-            cxl = beside.cxl_accessible_blocks(kept.places, overlap)
-            moe = beside.moe_blocks(kept.places, overlap)
-            if cxl is not None:
-                cached = effective = effective + policy.cxl_score_weight * cxl
-            if moe is not None:
-                effective = effective + policy.moe_score_weight * moe
+            weighed = beside.weigh(kept.places, overlap, effective, policy.cxl_score_weight, policy.moe_score_weight)
+            if weighed is not None:
+                cxl, moe, cached, effective = weighed[:4]
         columns, first, n_lowest = price(
             ranks,
             loads,

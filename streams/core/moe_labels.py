@@ -13,19 +13,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from streams.core.block_sets import BlockSets, Path, RankNumbers
+from streams.core.block_sets import BlockSets, Question, Questions, RankNumbers
 from streams.core.events import MoeLabels
 from streams.core.facts import FactNumbers
-from streams.core.ids import Epoch, HashArray, RankId, SequenceHash
+from streams.core.ids import Epoch, RankId, SequenceHash
 from streams.errors import IndexFull
 
 #: Labels of ended lives taken out behind each record: some 200 us.
 _DROP_BUDGET = 128
 
 
-@dataclass(frozen=True, slots=True)
-class MoeWanted:
+class MoeWanted(NamedTuple):
     """Which slices a request will use. What is None, or empty, is not asked for."""
 
     layer_id: int | None = None
@@ -77,6 +78,7 @@ class LabelIndex:
         self._ranks: dict[RankId, _RankLabels] = {}
         self._records: dict[Hashable, tuple[RankId, set[tuple[int, int]]]] = {}  # (block, fact) each
         self._ended: deque[tuple[int | None, int]] = deque()  # None: the rank's own use of a fact
+        self._questions = Questions()
         self._n_lives = 0
         self.without_room = 0
 
@@ -159,18 +161,21 @@ class LabelIndex:
             self._ended += [(None, number) for number in told.numbers.values()]
             self._sets.forget_answers()
 
-    def path(self, sequence: HashArray, wanted: MoeWanted, numbers: RankNumbers) -> Path | None:
-        """Look a request up; None where none of its blocks matches. sequence: uint64[n], contiguous."""
+    def question(self, wanted: MoeWanted, numbers: RankNumbers) -> Question:
+        """Who of these has blocks of the slices that are wanted; the same object for the same question."""
+        known = self._questions.get(wanted, numbers)
+        if known is not None:
+            return known
+        matching = partial(self._matching, wanted, numbers)
+        return self._questions.put(wanted, Question(self._sets, wanted, numbers, matching))
 
-        def matching(facts: frozenset[int]) -> int:
-            mask = 0
-            for fact in map(self._facts.facts.__getitem__, facts):
-                told = self._ranks.get(fact.rank)
-                if told is not None and told.life == fact.life and wanted.matches(fact.labels):
-                    mask |= numbers.mask_of(fact.rank)
-            return mask
-
-        return self._sets.path(sequence, wanted, numbers, matching)
+    def _matching(self, wanted: MoeWanted, numbers: RankNumbers, facts: frozenset[int]) -> int:
+        mask = 0
+        for fact in map(self._facts.facts.__getitem__, facts):
+            told = self._ranks.get(fact.rank)
+            if told is not None and told.life == fact.life and wanted.matches(fact.labels):
+                mask |= numbers.mask_of(fact.rank)
+        return mask
 
     def _take_back(self, facts: Iterable[tuple[int | None, int]]) -> None:
         for block, fact in facts:

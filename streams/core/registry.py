@@ -9,6 +9,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.errors import InvalidRequest
@@ -81,8 +82,7 @@ class Worker:
         return (RankId(self.worker_id, DpRank(rank)) for rank in range(self.dp_size))
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a request asks of the workers it may go to; None asks nothing."""
 
     model: str

@@ -59,8 +59,8 @@ class RunFold(Protocol):
     def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
         """Who of the candidates holds a request's blocks from `first` on, whatever lies before; None for nobody.
 
-        sequence: uint64[n]. rows: int64[n]; the search ends at a block that nobody holds and whose row is 0. Not while
-        another thread folds, whatever `concurrent` says.
+        sequence: uint64[n]. rows: int64[n] or longer; the search ends at a block that nobody holds and whose row is 0.
+        Not while another thread folds, whatever `concurrent` says.
         """
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:

@@ -261,13 +261,12 @@ class TreeRunFold(RunTree):
 
     def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
         """Who holds a request's blocks from `first` on; see RunFold."""
-        words = max(1, -(-len(places.ranks) // 64))
-        n_blocks = len(sequence)
-        positions = places.positions(self._rank_ids).copy()
-        positions[positions == len(places.ranks)] = words << 6
+        n_blocks, n_candidates = len(sequence), len(places.ranks)
+        words = max(1, -(-n_candidates // 64))
         held_rows = np.zeros(n_blocks, dtype=np.int64)
         held_bits = np.zeros((n_blocks - first + 1) * words, dtype=np.int64)
-        n_rows = trace(self._address, sequence, first, rows, positions, words, held_rows, held_bits)
+        positions = places.positions(self._rank_ids)
+        n_rows = trace(self._address, sequence, first, rows, positions, n_candidates, held_rows, held_bits)
         return (held_rows, held_bits, words) if n_rows else None
 
     def ranks(self) -> list[RankId]:

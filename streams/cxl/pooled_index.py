@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from streams.core.block_sets import BlockSets, Path, RankNumbers
+from streams.core.block_sets import BlockSets, Question, Questions, RankNumbers
 from streams.core.facts import FactNumbers
-from streams.core.ids import HashArray, SequenceHash, WorkerId
+from streams.core.ids import SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import reachable_workers
 from streams.cxl.records import Placement
@@ -33,10 +34,15 @@ class _Place:
 
 
 class PooledIndex:
-    """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: its shell has a lock."""
+    """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: its shell has a lock.
 
-    def __init__(self, sets: BlockSets) -> None:
+    pools: of the registry, which its shell changes; it says so by forget_answers.
+    """
+
+    def __init__(self, sets: BlockSets, pools: Mapping[str, CxlPool]) -> None:
         self._sets = sets
+        self._pools = pools
+        self._questions = Questions()
         self._places: FactNumbers[_Place] = FactNumbers()
         self.without_room = 0
 
@@ -69,20 +75,22 @@ class PooledIndex:
         """A pool has changed."""
         self._sets.forget_answers()
 
-    def path(self, sequence: HashArray, model: str, numbers: RankNumbers, pools: Mapping[str, CxlPool]) -> Path | None:
-        """Look a request up; None where nobody reaches any of its blocks. sequence: uint64[n], contiguous."""
+    def question(self, model: str, numbers: RankNumbers) -> Question:
+        """Who of these reaches a model's blocks; the same object for the same question."""
+        known = self._questions.get(model, numbers)
+        if known is not None:
+            return known
+        return self._questions.put(model, Question(self._sets, model, numbers, partial(self._reached, model, numbers)))
 
-        def reached(places: frozenset[int]) -> int:
-            mask = 0
-            for place in map(self._places.facts.__getitem__, places):
-                if place.model == model:
-                    for worker in reachable_workers(
-                        place.pool_id, place.pool_epoch, place.accessible_workers, pools, numbers.workers
-                    ):
-                        mask |= numbers.workers[worker]
-            return mask
-
-        return self._sets.path(sequence, model, numbers, reached)
+    def _reached(self, model: str, numbers: RankNumbers, places: frozenset[int]) -> int:
+        mask = 0
+        for place in map(self._places.facts.__getitem__, places):
+            if place.model == model:
+                for worker in reachable_workers(
+                    place.pool_id, place.pool_epoch, place.accessible_workers, self._pools, numbers.workers
+                ):
+                    mask |= numbers.workers[worker]
+        return mask
 
 
 def _counted(placement: Placement | None) -> _Place | None:

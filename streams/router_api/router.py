@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -67,6 +68,24 @@ log = logging.getLogger(__name__)
 
 #: How long a call that changes the registry waits for Kafka to take it.
 PUBLISH_TIMEOUT_S = 10.0
+
+#: What a request may change of the policy, as its override and as the policy name it.
+_OVERRIDES = attrgetter(
+    "overlap_score_weight",
+    "router_temperature",
+    "track_active_blocks",
+    "tier_weights",
+    "cxl_score_weight",
+    "moe_score_weight",
+)
+_POLICY_FIELDS = (
+    "overlap_score_weight",
+    "temperature",
+    "track_active_blocks",
+    "tier_weights",
+    "cxl_score_weight",
+    "moe_score_weight",
+)
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -195,7 +214,7 @@ class Router:
         asks_beside = reads_index and self.view.anything_beside
         beside = self._beside(policy, blocks.chain, model, query) if asks_beside else None
         if strict:
-            passing = self._matching(passing, replace(filters, model=model), scores, beside)
+            passing = self._matching(passing, filters._replace(model=model), scores, beside)
         block_size = self.settings.block_size_of(model)
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
@@ -263,9 +282,9 @@ class Router:
         places = RankPlaces(ranks)
         overlap, effective = scores.columns(places, policy.tier_weights)
         beside = self._beside(policy, blocks.chain, model, None) if weighs else None
-        reached = None if beside is None else beside.cxl_accessible_blocks(places, overlap)
-        if reached is not None:
-            effective = effective + policy.cxl_score_weight * reached
+        if beside is not None:
+            weighed = beside.weigh(places, overlap, effective, policy.cxl_score_weight, 0.0)
+            effective = effective if weighed is None else weighed.with_pooled
         rows = []
         for rank, active_tokens, decode_blocks, cached in zip(
             ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), effective.tolist(), strict=True
@@ -429,7 +448,7 @@ class Router:
     def _eligible(self, filters: Wanted, model: str) -> tuple[RankId, ...]:
         if self.policy.mode is RouterMode.DIRECT and filters.worker_id is None:
             raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
-        wanted = replace(filters, model=model)
+        wanted = filters._replace(model=model)
         ranks = self.view.eligible(wanted)
         if not ranks:
             serving = sum(worker.model == model for worker in self.list_workers())
@@ -467,15 +486,8 @@ class Router:
         override = asked.router_config_override
         if override is None:
             return self.policy
-        given: dict[str, Any] = {
-            "overlap_score_weight": override.overlap_score_weight,
-            "temperature": override.router_temperature,
-            "track_active_blocks": override.track_active_blocks,
-            "tier_weights": override.tier_weights,
-            "cxl_score_weight": override.cxl_score_weight,
-            "moe_score_weight": override.moe_score_weight,
-        }
-        changes = {name: value for name, value in given.items() if value is not None}
+        given = zip(_POLICY_FIELDS, _OVERRIDES(override), strict=True)
+        changes = {name: value for name, value in given if value is not None}
         return replace(self.policy, **changes) if changes else self.policy  # a moe_query alone changes nothing here
 
     def _beside(self, policy: RoutePolicy, chain: HashArray, model: str, query: MoeQuery | None) -> Beside | None:
@@ -489,7 +501,7 @@ class Router:
 
         Exclusions apply last: a rank that the request excludes is looked at too, and where it alone matches none stays.
         """
-        everybody = self.view.eligible(replace(wanted, excluded=frozenset())) if wanted.excluded else passing
+        everybody = self.view.eligible(wanted._replace(excluded=frozenset())) if wanted.excluded else passing
         matching = set[RankId]() if beside is None else beside.matching(everybody, scores)
         if not matching:
             return passing

@@ -194,7 +194,7 @@ class View:
     def _reset(self) -> None:
         self.index: RunFold = self._make_fold()
         self._pooled = PooledView(self._settings.schema_ids)
-        self._pooled_index = PooledIndex(self._new_sets())
+        self._pooled_index = PooledIndex(self._new_sets(), self._pooled.pools)
         self._labels = LabelIndex(self._new_sets())
         #: Whether any block is pooled or labelled: where none is, that is all that a choice asks.
         self.anything_beside = False
@@ -210,6 +210,7 @@ class View:
         self._reports_end_ms = _NEVER_MS
         self._metrics: dict[RankId, WorkerMetrics] = {}
         self._cpu_workers: frozenset[WorkerId] | None = None
+        self._models: frozenset[str] | None = None  # of the registry's workers; made anew for the next who asks
         self._eligible: dict[Wanted, tuple[RankId, ...]] = {}
         self._fleet: FleetState | None = None
         self._silent: set[RankId] = set()  # ranks whose bridge was not heard of for longer than it promised
@@ -365,7 +366,7 @@ class View:
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
             self._eligible.clear()
-            self._fleet = self._cpu_workers = self._numbers = None
+            self._fleet = self._cpu_workers = self._numbers = self._models = None
             if worker is None:
                 self._forget_worker(worker_id)
             else:
@@ -499,11 +500,9 @@ class View:
             return None
         numbers = self._rank_numbers()
         with self._beside_lock:
-            reached = self._pooled_index.path(sequence, model, numbers, self._pooled.pools) if pooled else None
-            labelled = self._labels.path(sequence, moe, numbers) if moe is not None and self._labels else None
-        if reached is None and labelled is None:
-            return None
-        return Beside(sequence, reached, labelled, self._holders_along)
+            reached = self._pooled_index.question(model, numbers) if pooled else None
+            labelled = self._labels.question(moe, numbers) if moe is not None and self._labels else None
+        return Beside(sequence, reached, labelled, self._holders_along, self._beside_lock)
 
     def _holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
         with self._lock:
@@ -528,8 +527,10 @@ class View:
 
     def model_of(self, model: str | None) -> str:
         """Give the model asked for, or the only one there is; raises UnknownModel."""
-        with self._lock:
-            models = {worker.model for worker in self.workers.values()}
+        models = self._models
+        if models is None:
+            with self._lock:
+                models = self._models = frozenset(worker.model for worker in self.workers.values())
         if model is None and len(models) == 1:
             return next(iter(models))
         if model is None and models:

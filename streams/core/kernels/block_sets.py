@@ -15,20 +15,28 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, njit, types
+from numba import float64, int64, njit, types
 
 from streams.core.ids import HashArray
-from streams.core.kernels.compiling import kernel
+from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.match import HASHES
 from streams.core.kernels.memory import address_of, load, store
 
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 _WORDS = types.Array(types.int64, 1, "C")
+_FLOATS = types.Array(types.float64, 1, "C")
 
 #: A million blocks are 4,000 a segment, which move in some 40 us.
 SEGMENTS = 256
 _SEGMENT_SHIFT = 56
 DIRECTORY_WORDS = 3
+
+#: What `weigh` gives, beside a number of blocks.
+POOLED_ANY, LABELLED_ANY = 1 << 32, 1 << 33
+LABELLED_SET = 1 << 32
+#: A row that was not asked for yet.
+UNREAD = -1
 
 
 @njit(inline="always")
@@ -161,55 +169,155 @@ def walk(
     """Go on, for each candidate, from where its own blocks end, as long as it may count the next block or holds it.
 
     found: of find_rows. bits: bitmaps of `words` int64 a row, a bit for each number. numbers: int64[m], of each
-    candidate, -1 for one that has none. starts: int64[m], its own leading blocks. held_rows: int64[n], or none: of each
-    block the row of held_bits, whose bits are positions of candidates. out: int64[2 * m]: how many blocks each may
-    count, and where its prefix ends. Gives the first block at which a candidate that counts any ends, n for none.
+    candidate, -1 for one that has none. starts: int64[m], its own leading blocks. held_rows: int64[n], of each block
+    the row of held_bits, whose bits are positions of candidates. out: int64[m]: how many blocks each may count. Gives
+    how many candidates count any.
     """
     n_blocks, n_candidates = found.size >> 1, numbers.size
     rows, bitmap = address_of(found), address_of(bits)
-    held, held_bitmap, target = address_of(held_rows), address_of(held_bits), address_of(out)
-    any_held = held_rows.size != 0
-    first_end = n_blocks
+    held, held_bitmap = address_of(held_rows), address_of(held_bits)
+    n_counting = 0
     for candidate in range(n_candidates):
-        number, at, count = load(address_of(numbers) + (candidate << 3)), load(address_of(starts) + (candidate << 3)), 0
+        number, at, count = numbers[candidate], starts[candidate], 0
         while at < n_blocks:
             row = load(rows + (at << 3))
             if row != 0 and number >= 0 and _is_set(bitmap, words, row, number):
                 end = load(rows + ((n_blocks + at) << 3))
                 count += end - at
                 at = end
-            elif any_held and _is_set(held_bitmap, held_words, load(held + (at << 3)), candidate):
+            elif _is_set(held_bitmap, held_words, load(held + (at << 3)), candidate):
                 at += 1
             else:
                 break
-        store(target + (candidate << 3), count)
-        store(target + ((n_candidates + candidate) << 3), at)
-        if count != 0 and at < first_end:
-            first_end = at
-    return first_end
-
-
-@kernel(int64(_WORDS, _WORDS, int64, _WORDS, _WORDS, _WORDS), nogil=False)
-def count_within(
-    found: Int64Array, bits: Int64Array, words: int, numbers: Int64Array, limits: Int64Array, out: Int64Array
-) -> int:
-    """Count, for each candidate, the blocks before its limit that it may count; gives how many candidates count any.
-
-    As of `walk`; limits: int64[m]. out: int64[m].
-    """
-    n_blocks = found.size >> 1
-    rows, bitmap, target = address_of(found), address_of(bits), address_of(out)
-    n_counting = 0
-    for candidate in range(numbers.size):
-        number = load(address_of(numbers) + (candidate << 3))
-        limit = min(load(address_of(limits) + (candidate << 3)), n_blocks)
-        at, count = 0, 0
-        while number >= 0 and at < limit:
-            end = min(load(rows + ((n_blocks + at) << 3)), limit)
-            row = load(rows + (at << 3))
-            if row != 0 and _is_set(bitmap, words, row, number):
-                count += end - at
-            at = end
-        store(target + (candidate << 3), count)
+        out[candidate] = count
         n_counting += count != 0
     return n_counting
+
+
+@inlined
+def _row_at(answers: int, blocks: int, rows: int, at: int) -> int:
+    """Row of a request's block, looked up when it is first asked for; -number of a set of which no row is known yet."""
+    row = load(rows + (at << 3))
+    if row == UNREAD:
+        row = 0
+        number = _find(load(answers), load(blocks + (at << 3)))
+        if number != 0:
+            row = load(load(answers + 8) + (number << 3))
+            if row < 0:
+                return -number
+        store(rows + (at << 3), row)
+    return row
+
+
+@inlined
+def _end_of(answers: int, blocks: int, rows: int, ends: int, at: int, stop: int) -> int:
+    """End of the stretch of blocks that have the row of the one at `at`; -number as `_row_at`."""
+    end = load(ends + (at << 3))
+    if end == 0:
+        row = load(rows + (at << 3))
+        end = at + 1
+        while end < stop:
+            following = _row_at(answers, blocks, rows, end)
+            if following < 0:
+                return following
+            if following != row:
+                break
+            end += 1
+        for index in range(at, end):
+            store(ends + (index << 3), end)
+    return end
+
+
+@inlined
+def _forget_rows(rows: int, ends: int, n_blocks: int) -> None:
+    for index in range(n_blocks):
+        store(rows + (index << 3), UNREAD)
+        store(ends + (index << 3), 0)
+
+
+@kernel(
+    int64(int64, int64, HASHES, _WORDS, _WORDS, _FLOATS, float64, float64, _WORDS, _FLOATS),
+    nogil=False,
+)
+def weigh(
+    pooled: int,
+    labelled: int,
+    query: HashArray,
+    numbers: Int64Array,
+    overlap: Int64Array,
+    effective: Float64Array,
+    cxl_weight: float,
+    moe_weight: float,
+    counts: Int64Array,
+    weighed: Float64Array,
+) -> int:
+    """Count both kinds for each candidate and weigh them, looking up no block that counts for nobody.
+
+    pooled, labelled: `Answers.address`, 0 for none. query: uint64[n], sequence hashes. numbers: int64[m],
+    of each candidate, -1 for one that has none. overlap: int64[m], its own leading blocks; effective: float64[m], what
+    they count. counts: int64[2 * m + 3 * n], to be written: of each candidate the pooled blocks right behind its own
+    ones that it may count, and the blocks among its own ones whose labels match; then of each block its row of pooled
+    ones, UNREAD where nobody came; the rest is scratch. weighed: float64[2 * m], to be written: effective blocks with
+    the pooled ones, and with both.
+
+    Gives the first block at which a candidate that counts pooled ones ends, n for none, with bit POOLED_ANY and
+    LABELLED_ANY set where anybody counts any; or -number of a set of pooled blocks of which no row is known yet, or
+    -(number + LABELLED_SET) of one of labels.
+    """
+    n_blocks, n_candidates, blocks = query.size, numbers.size, address_of(query)
+    rows = address_of(counts) + (n_candidates << 4)
+    ends = rows + (n_blocks << 3)
+    first_end, found = n_blocks, 0
+    if pooled != 0:
+        _forget_rows(rows, ends, n_blocks)
+        bits, words = load(pooled + 16), load(pooled + 24)
+        for candidate in range(n_candidates):
+            number, start = numbers[candidate], overlap[candidate]
+            at = start
+            while number >= 0 and at < n_blocks:
+                row = _row_at(pooled, blocks, rows, at)
+                if row < 0:
+                    return row
+                if row == 0 or not _is_set(bits, words, row, number):
+                    break
+                at = _end_of(pooled, blocks, rows, ends, at, n_blocks)
+                if at < 0:
+                    return at
+            counts[candidate] = at - start
+            if at != start:
+                found |= POOLED_ANY
+                first_end = min(first_end, at)
+    else:
+        counts[:n_candidates] = 0
+    if labelled != 0:
+        rows = ends + (n_blocks << 3)
+        _forget_rows(rows, ends, n_blocks)
+        bits, words = load(labelled + 16), load(labelled + 24)
+        stop = 0
+        for candidate in range(n_candidates):
+            stop = max(stop, overlap[candidate])
+        stop = min(stop, n_blocks)
+        for candidate in range(n_candidates):
+            number, limit = numbers[candidate], min(overlap[candidate], n_blocks)
+            at, count = 0, 0
+            while number >= 0 and at < limit:
+                row = _row_at(labelled, blocks, rows, at)
+                if row < 0:
+                    return row - LABELLED_SET
+                end = _end_of(labelled, blocks, rows, ends, at, stop)
+                if end < 0:
+                    return end - LABELLED_SET
+                end = min(end, limit)
+                if row != 0 and _is_set(bits, words, row, number):
+                    count += end - at
+                at = end
+            counts[n_candidates + candidate] = count
+            if count != 0:
+                found |= LABELLED_ANY
+    else:
+        counts[n_candidates : 2 * n_candidates] = 0
+    for candidate in range(n_candidates):
+        cached = effective[candidate] + cxl_weight * counts[candidate]
+        weighed[candidate] = cached
+        weighed[n_candidates + candidate] = cached + moe_weight * counts[n_candidates + candidate]
+    return first_end | found

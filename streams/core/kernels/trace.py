@@ -30,19 +30,20 @@ def trace(
     first: int,
     rows: Int64Array,
     positions: Int64Array,
-    words: int,
+    n_candidates: int,
     held_rows: Int64Array,
     held_bits: Int64Array,
 ) -> int:
     """Find who holds the blocks from `first` on, up to one that nobody holds and that has no row; gives the rows used.
 
     query: uint64[n] of sequence hashes, which are the tree's names. rows: int64[>= n], as of block_sets.find_rows.
-    positions: int64 for each number of a rank: its bit, or beyond words * 64 where it is no candidate. held_rows:
-    int64[n], zeros; held_bits: int64[(n - first + 1) * words], zeros; row 0 is nobody's.
+    positions: int64 for each number of a rank: its bit, n_candidates where it is no candidate. held_rows: int64[n],
+    zeros; held_bits: zeros, (n - first + 1) rows of n_candidates bits, in whole int64 and one at least; row 0 is
+    nobody's.
     """
     sequence, n_blocks = address_of(query), query.size
     live, ranks, n_words = get(context, LIVE), get(context, RANK_OF), get(context, N_WORDS)
-    bits, limit = address_of(held_bits), words << 6
+    bits, words = address_of(held_bits), max(1, (n_candidates + 63) >> 6)
     last_run, row, n_rows = -1, 0, 0
     for index in range(first, n_blocks):
         block = find_name(context, load(sequence + (index << 3)))
@@ -55,8 +56,8 @@ def trace(
                     while columns:
                         rank = load32(ranks + (((word << 6) + trailing_zeros(columns)) << 2))
                         columns &= columns - 1
-                        position = load(address_of(positions) + (rank << 3)) if rank < positions.size else limit
-                        if position < limit:
+                        position = load(address_of(positions) + (rank << 3)) if rank < positions.size else n_candidates
+                        if position < n_candidates:
                             if row == 0:
                                 n_rows += 1
                                 row = n_rows

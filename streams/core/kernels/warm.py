@@ -30,7 +30,7 @@ ENTRIES = (
     ("block_sets", "move_segment"),
     ("block_sets", "find_rows"),
     ("block_sets", "walk"),
-    ("block_sets", "count_within"),
+    ("block_sets", "weigh"),
     ("columns", "take_column"),
     ("columns", "assign_column"),
     ("columns", "sweep"),
