@@ -478,6 +478,12 @@ def worker_ids(values: tuple[int, ...]) -> tuple[WorkerId, ...]:
 @click.option("--block-size", default=16, show_default=True, help="tokens a block")
 @click.option("--blocks", default=16384, show_default=True, help="blocks of the cache")
 @click.option("--time-scale", default=1.0, show_default=True, help="model seconds a second")
+@click.option(
+    "--pool", default=None, metavar="URL", help="shared pool that it offloads to and loads from: kvstreams sim-pool"
+)
+@click.option("--moe-layer", type=int, default=None, help="layer that its blocks are labelled with")
+@click.option("--moe-expert", type=int, default=None, help="expert that its blocks are labelled with")
+@click.option("--moe-group", type=int, default=None, help="group of experts that its blocks are labelled with")
 @click.option("--info", type=click.Path(path_type=Path), default=None, help="file to write the addresses to, as JSON")
 def sim(
     worker_name: str,
@@ -489,13 +495,20 @@ def sim(
     block_size: int,
     blocks: int,
     time_scale: float,
+    pool: str | None,
+    moe_layer: int | None,
+    moe_expert: int | None,
+    moe_group: int | None,
     info: Path | None,
 ) -> None:
     """Run a simulated engine that a router cannot tell from vLLM."""
+    from streams.core.events import MoeLabels
     from streams.sim.model import EngineConfig
-    from streams.sim.server import SimServer, SimServerConfig, run
+    from streams.sim.server import SimServerConfig, run
 
     log.configure(Settings())
+    labels = (moe_layer, moe_expert, moe_group)
+    moe = None if labels == (None, None, None) else MoeLabels(*labels)
     sim_config = SimServerConfig(
         host=host,
         port=port,
@@ -505,18 +518,74 @@ def sim(
         model=model,
         engine=EngineConfig(block_size=block_size, n_blocks=blocks),
         time_scale=time_scale,
+        pool=pool,
+        moe=moe,
+        event_dialect="array" if moe is None else "map",  # events that are arrays have no room for labels
+    )
+    run(sim_config, lambda server: _tell_addresses(server.info(), info))
+
+
+@cli.command("sim-pool")
+@click.option("--pool-id", default="pool", show_default=True, help="its name, as it is registered")
+@click.option("--model", default="demo-model", show_default=True, help="of the engines that share it")
+@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for all")
+@click.option("--port", default=8200, show_default=True, help="HTTP; 0 takes a free one")
+@click.option("--block-size", default=16, show_default=True, help="tokens a block, as the engines have it")
+@click.option("--bytes-per-token", default=131072, show_default=True, help="of KV cache")
+@click.option("--capacity-blocks", default=65536, show_default=True, help="blocks that it has room for")
+@click.option(
+    "--offload-gb-per-s", default=25.0, show_default=True, help="bandwidth towards it, of all engines together"
+)
+@click.option("--load-gb-per-s", default=25.0, show_default=True, help="bandwidth from it, of all engines together")
+@click.option("--latency-us", default=20.0, show_default=True, help="of each transfer, beside its bytes")
+@click.option("--latency-class", default="default", show_default=True, help="told at /pool/info, to be registered")
+@click.option("--time-scale", default=1.0, show_default=True, help="model seconds a second, as the engines have it")
+@click.option("--info", type=click.Path(path_type=Path), default=None, help="file to write the address to, as JSON")
+def sim_pool(
+    pool_id: str,
+    model: str,
+    host: str,
+    port: int,
+    block_size: int,
+    bytes_per_token: int,
+    capacity_blocks: int,
+    offload_gb_per_s: float,
+    load_gb_per_s: float,
+    latency_us: float,
+    latency_class: str,
+    time_scale: float,
+    info: Path | None,
+) -> None:
+    """Run a CXL pool that simulated engines share."""
+    from streams.sim.pool import PoolConfig
+    from streams.sim.pool_server import PoolServerConfig, run
+
+    log.configure(Settings())
+    pool = PoolConfig(
+        pool_id=pool_id,
+        block_size=block_size,
+        bytes_per_token=bytes_per_token,
+        capacity_blocks=capacity_blocks,
+        offload_gb_per_s=offload_gb_per_s,
+        load_gb_per_s=load_gb_per_s,
+        latency_us=latency_us,
+        latency_class=latency_class,
+    )
+    run(
+        PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale),
+        lambda server: _tell_addresses(server.info(), info),
     )
 
-    def started(server: SimServer) -> None:
-        text = orjson.dumps(server.info()).decode()
-        click.echo(text)
-        if info is not None:
-            # In one step: whoever waits for the file must never read half of it.
-            half = info.with_suffix(".half")
-            half.write_text(text)
-            half.replace(info)
 
-    run(sim_config, started)
+def _tell_addresses(addresses: dict[str, str], path: Path | None) -> None:
+    """Print where a process listens, and write it to a file where one is named."""
+    text = orjson.dumps(addresses).decode()
+    click.echo(text)
+    if path is not None:
+        # In one step: whoever waits for the file must never read half of it.
+        half = path.with_suffix(".half")
+        half.write_text(text)
+        half.replace(path)
 
 
 @cli.command()

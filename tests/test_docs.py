@@ -1,7 +1,7 @@
 """What the documentation shows runs, and answers what is shown.
 
-A block of Python in docs/index.md is run as it stands, all of them in order in one namespace. `# -> X` behind an
-expression says what it gives; an expression without it gives None.
+A block of Python in docs/index.md or docs/sim.md is run as it stands, all of a page in order in one namespace. `# -> X`
+behind an expression says what it gives; an expression without it gives None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ from streams.errors import (
 from streams.local.stack import free_port
 from streams.router_api.handlers import HTTP_CODES, HTTP_ERROR
 from streams.settings import ENV_PREFIX
+from streams.sim.pool_server import PoolServer, PoolServerConfig
+from streams.sim.server import SimServer, SimServerConfig
 
 ROOT = Path(__file__).parent.parent
 SHOWN = "# -> "
@@ -60,9 +63,21 @@ def statements(page: str) -> Iterator[tuple[str, ast.stmt, str]]:
 
 def test_the_index_page_runs_and_answers_what_it_shows() -> None:
     """Every block, in order; what is shown is what comes."""
+    namespace, n_shown = run_page("docs/index.md")
+    assert n_shown > 15
+    namespace["index"].check()
+
+
+def test_the_page_of_simulations_runs_and_answers_what_it_shows() -> None:
+    """A trace with a pool and without computes as many tokens as are told."""
+    assert run_page("docs/sim.md")[1] == 3
+
+
+def run_page(page: str) -> tuple[dict[str, Any], int]:
+    """Run a page's Python; gives its names, and how many answers it shows."""
     namespace: dict[str, Any] = {}
     n_shown = 0
-    for where, statement, shown in statements("docs/index.md"):
+    for where, statement, shown in statements(page):
         if isinstance(statement, ast.Expr):
             value = eval(compile(ast.Expression(statement.value), where, "eval"), namespace)
             told = shown or "None"
@@ -72,8 +87,44 @@ def test_the_index_page_runs_and_answers_what_it_shows() -> None:
         else:
             assert not shown, f"{where} shows an answer of what is no expression"
             exec(compile(ast.Module([statement], []), where, "exec"), namespace)
-    assert n_shown > 15
-    namespace["index"].check()
+    return namespace, n_shown
+
+
+@pytest.mark.parametrize("name", ["sim", "sim-pool"])
+def test_the_page_of_simulations_has_every_option_and_its_default(name: str) -> None:
+    """And none that is not there."""
+    options_of = (ROOT / "docs/sim.md").read_text().partition("## Options")[2].partition("\n## ")[0]
+    section = options_of.partition(f"\n`kvstreams {name}`")[2].partition("\n\n`kvstreams")[0]
+    shown: dict[str, str] = {}
+    for options, default in re.findall(r"^\| (`--.*?`) \| (\S+) \|", section, re.MULTILINE):
+        shown.update(dict.fromkeys(re.findall(r"`(--[a-z-]+)`", options), default))
+    params = [param for param in cli.commands[name].params if isinstance(param, click.Option)]
+    assert shown == {param.opts[0]: "none" if param.default is None else str(param.default) for param in params}
+
+
+def test_the_page_of_simulations_has_every_call() -> None:
+    """Of an engine and of a pool, and none that nobody serves."""
+    engine, pool = (ROOT / "docs/sim.md").read_text().partition("## Calls")[2].split("\nA pool's")
+    for section, served in ((engine, SimServer(SimServerConfig())), (pool, PoolServer(PoolServerConfig()))):
+        rows = "".join(re.findall(r"^\| (`(?:GET|POST) .*?) \|", section.partition("\n## ")[0], re.MULTILINE))
+        assert set(re.findall(r"`([A-Z]+ /[^`]+)`", rows)) == {
+            f"{route.method} {route.path}" for route in served.routes()
+        }
+
+
+@pytest.mark.parametrize("page", ["docs/sim.md", "docs/cxl.md"])
+def test_lines_to_be_copied_are_commands_with_options_that_they_take(page: str) -> None:
+    """Each `kvstreams` line of a shell block is parsed as the shell and the command would."""
+    n_lines = 0
+    for _, code in blocks(page, "sh"):
+        for line in re.findall(r"^kvstreams (.*)$", code.replace("\\\n", ""), re.MULTILINE):
+            command: click.Command = cli
+            words = shlex.split(line.removesuffix("&"))
+            while isinstance(command, click.Group):
+                command = command.commands[words.pop(0)]
+            command.make_context(line, words)
+            n_lines += 1
+    assert n_lines > 4
 
 
 def test_every_name_of_the_index_page_is_where_it_says() -> None:
@@ -85,7 +136,9 @@ def test_every_name_of_the_index_page_is_where_it_says() -> None:
         pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/http.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/index.md", "docs/http.md", "docs/architecture.md", "docs/sim.md", "docs/cxl.md"]
+)
 def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
     """`kvstreams X` is a command, and a link within the project leads somewhere."""
     text = (ROOT / page).read_text()

@@ -128,6 +128,7 @@ def test_a_whole_answer_has_openais_shape_and_the_models_figures() -> None:
             "model_latency_ms": 96.4,
             "model_finish_ms": 196.4,
             "cached_tokens": 0,
+            "pooled_tokens": 0,
             "prompt_tokens": 14,
         }
         again = await client.complete(max_tokens=5, kvstreams_arrival_ms=1100)

@@ -45,7 +45,9 @@ def opened(settings: Settings, partition: int) -> PartitionStore:
 
 
 def raw(path: Path) -> Rdict:
-    return Rdict(str(path), Options(raw_mode=True))
+    options = Options(raw_mode=True)
+    options.set_allow_concurrent_memtable_write(False)  # the memtable is as the store was made with
+    return Rdict(str(path), options)
 
 
 def empty_current(settings: Settings, partition: int) -> None:

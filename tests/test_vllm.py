@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import decode_batch, encode_batch
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvents
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvents, MoeLabels
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import CxlStateChanged
@@ -389,6 +389,28 @@ def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) ->
         raw = bytes(good)
     payload = decoded_or_reason(raw)
     assert isinstance(payload, Payload) or payload in REASONS
+
+
+@pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        (None, None),
+        ({"layer_id": 2, "expert_id": 7, "expert_group": 3}, MoeLabels(2, 7, 3)),
+        ({"expert_id": 0}, MoeLabels(None, 0, None)),
+        ({}, MoeLabels(None, None, None)),
+    ],
+)
+def test_labels_of_a_store_are_read(told: dict[str, int] | None, read: MoeLabels | None) -> None:
+    """Whichever of them are there; a store without them has none."""
+    assert only_stored(decode_payload(pack(stored_event(moe=told)), BLOCK)).moe == read
+
+
+@pytest.mark.parametrize(
+    "told", [{"layer_id": -1}, {"expert_id": 1 << 31}, {"expert_group": "3"}, {"layer_id": True}, 7]
+)
+def test_labels_that_are_none_are_a_bad_event(told: Any) -> None:
+    """A number that has no room, or no number at all."""
+    assert decoded_or_reason(pack(stored_event(moe=told))) == "bad_event"
 
 
 @pytest.mark.parametrize("event_dialect", ["array", "map"])

@@ -2,8 +2,8 @@
 
 What lives here: the dialect, as vLLM's ZmqEventPublisher writes it: `[ts, [events], dp_rank]`, each event an array that
 starts with its tag or a map with `type`, the batch itself an array or a map. Engines with CXL memory add an event,
-`CxlStateTransition`, and the field `cxl_metadata` to stores that are maps (docs/cxl.md). What must not: sockets
-(bridge) and copies (ledger).
+`CxlStateTransition`, and to stores that are maps the field `cxl_metadata`; those that label blocks with slices of a
+mixture of experts add `moe` (docs/cxl.md). What must not: sockets (bridge) and copies (ledger).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata, KvEvent
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata, KvEvent, MoeLabels
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_pool_id
@@ -46,6 +46,7 @@ _STORED_FIELDS = (
     "group_idx",
 )
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+_MOE_FIELDS = ("layer_id", "expert_id", "expert_group")
 _CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_workers")
 
 #: Fields by tag, in the order of an event that is an array.
@@ -156,9 +157,20 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
         engine=hashes[:keep],
         local=local[:keep],
         tier=_tier(get("medium")),
+        moe=_moe_labels(get("moe")),
         cxl=_cxl_metadata(get("cxl_metadata")),
     )
     return stored, len(hashes) - keep
+
+
+def _moe_labels(raw: dict[str, Any] | None) -> MoeLabels | None:
+    if raw is None:
+        return None
+    labels = {name: raw.get(name) for name in _MOE_FIELDS}
+    for name, value in labels.items():
+        if value is not None and (type(value) is not int or not 0 <= value <= _I32_MAX):
+            raise BadRecord("bad_event", f"{name} is {value!r}, not a number from 0 to {_I32_MAX}")
+    return MoeLabels(**labels)
 
 
 def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMetadata | None:

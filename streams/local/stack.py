@@ -11,7 +11,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from streams.kafka import ensure_topics
 from streams.local.processes import Child, Children
 from streams.settings import Settings, as_environ
 from streams.sim.model import EngineConfig
+from streams.sim.pool import PoolConfig
 from streams.topics import topics
 from streams.waiting import wait_for
 
@@ -49,6 +50,14 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolProcess:
+    """A pool that simulated engines share: its child, and where it listens."""
+
+    child: Child
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
 class RouterProcess:
     """A process that serves the HTTP API."""
 
@@ -66,20 +75,44 @@ class Stack:
         self.directory = directory
         self._children = children
 
+    def pool(self, config: PoolConfig, model: str, time_scale: float, port: str = "0") -> PoolProcess:
+        """Start a pool that engines share."""
+        path = self._info_path(f"pool-{config.pool_id}")
+        arguments = [
+            *("-m", "streams.cli", "sim-pool", "--model", model, "--time-scale", str(time_scale)),
+            *("--port", port, "--info", str(path)),
+        ]
+        for name, value in asdict(config).items():
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+        path.unlink(missing_ok=True)
+        child = self._start(f"pool-{config.pool_id}", arguments)
+        child.wait_ready(path.exists, READY_TIMEOUT_S)
+        return PoolProcess(child, json.loads(path.read_text())["pool"])
+
     def engines(
-        self, n: int, config: EngineConfig, model: str, time_scale: float, first_worker_id: int = 1
+        self,
+        n: int,
+        config: EngineConfig,
+        model: str,
+        time_scale: float,
+        first_worker_id: int = 1,
+        options: Sequence[str] = (),
     ) -> list[Engine]:
-        """Start n engines, all at once."""
+        """Start n engines, all at once. options: more of `kvstreams sim`, for each of them."""
         ids = range(first_worker_id, first_worker_id + n)
-        started = [(worker_id, self._start_engine(worker_id, config, model, time_scale)) for worker_id in ids]
+        started = [
+            (worker_id, self._start_engine(worker_id, config, model, time_scale, options=options)) for worker_id in ids
+        ]
         return [self._await_engine(worker_id, child) for worker_id, child in started]
 
-    def restart_engine(self, engine: Engine, config: EngineConfig, model: str, time_scale: float) -> Engine:
+    def restart_engine(
+        self, engine: Engine, config: EngineConfig, model: str, time_scale: float, options: Sequence[str] = ()
+    ) -> Engine:
         """Kill an engine and start another on its ports: its cache is lost, its batches count from 0 again."""
         engine.child.kill()
         ports = [str(urlsplit(address).port) for address in (engine.url, engine.events, engine.replay)]
         return self._await_engine(
-            engine.worker_id, self._start_engine(engine.worker_id, config, model, time_scale, ports)
+            engine.worker_id, self._start_engine(engine.worker_id, config, model, time_scale, ports, options)
         )
 
     def _start_engine(
@@ -89,6 +122,7 @@ class Stack:
         model: str,
         time_scale: float,
         ports: Sequence[str] = ("0", "0", "0"),
+        options: Sequence[str] = (),
     ) -> Child:
         http, events, replay = ports
         arguments = [
@@ -97,6 +131,7 @@ class Stack:
             *("--block-size", str(config.block_size), "--blocks", str(config.n_blocks)),
             *("--time-scale", str(time_scale)),
             *("--info", str(self._info_path(worker_id))),
+            *options,
         ]
         self._info_path(worker_id).unlink(missing_ok=True)
         return self._start(f"engine-{worker_id}", arguments)
@@ -150,8 +185,8 @@ class Stack:
         child = Child(name, arguments, self.directory / "logs" / f"{name}.log", env or {})
         return self._children.add(child).start()
 
-    def _info_path(self, worker_id: int) -> Path:
-        path = self.directory / "engines" / f"{worker_id}.json"
+    def _info_path(self, name: int | str) -> Path:
+        path = self.directory / "engines" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 

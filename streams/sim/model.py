@@ -10,6 +10,10 @@ findable until evicted, eviction of the least recently used, release from the ta
 refusal of a cache reset while blocks are in use, and no KV for the last token of an answer. What is simpler: prefills
 are serial and do not slow decodes down; and where vLLM preempts when a decode finds no block, a request here starts
 only when its whole answer is sure to fit, so nothing is ever preempted.
+
+With a shared pool behind it (`use_pool`) a request that starts asks, by an output, how far its prefix goes on there;
+whoever holds the pool answers with `pool_answered`, and the prefill begins with loading. What is offloaded, and told of
+it, is none of the model's business (pool).
 """
 
 from __future__ import annotations
@@ -152,13 +156,17 @@ class KvCleared:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A prefill ended. ttft_ms: since the arrival. cached_tokens: of the prompt, not computed again."""
+    """A prefill ended. ttft_ms: since the arrival. cached_tokens: of the prompt, not computed again.
+
+    pooled_tokens: of the cached ones, those that were loaded from the shared pool.
+    """
 
     request_id: str
     at_ms: float
     ttft_ms: float
     cached_tokens: int
     prompt_tokens: int
+    pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +180,19 @@ class Finished:
     latency_ms: float
     cached_tokens: int
     prompt_tokens: int
+    pooled_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAsked:
+    """A request starts, and waits for `pool_answered`: how many of these blocks can the shared pool give, in order?
+
+    keys: sequence hashes from the first block on that the cache has not; at least one.
+    """
+
+    request_id: str
+    at_ms: float
+    keys: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +206,7 @@ class Rejected:
 
 KvOutput: TypeAlias = KvStored | KvRemoved | KvCleared
 RequestOutput: TypeAlias = FirstToken | Finished | Rejected
-Output: TypeAlias = KvOutput | RequestOutput
+Output: TypeAlias = KvOutput | RequestOutput | PoolAsked
 
 
 class CachedBlocks(NamedTuple):
@@ -201,7 +222,9 @@ class EngineStats:
     """Gauges and counters as vLLM means them.
 
     n_running: prefilling and decoding. n_waiting: submitted, not started. n_blocks_used: held by a running request.
-    n_blocks_cached: findable, held by none. hit_tokens of queried_tokens prompt tokens were found cached, since start.
+    n_blocks_cached: findable, held by none. Since the start: of queried_tokens prompt tokens hit_tokens were found
+    cached, loaded_tokens came from the shared pool, which was asked for pool_queried_tokens, and the others are
+    computed.
     """
 
     n_running: int
@@ -211,6 +234,13 @@ class EngineStats:
     n_blocks_total: int
     hit_tokens: int
     queried_tokens: int
+    loaded_tokens: int = 0
+    pool_queried_tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that a prefill computed, or is computing."""
+        return self.queried_tokens - self.hit_tokens - self.loaded_tokens
 
 
 def answer_tokens(output_seed: int, start: int, count: int) -> bytes:
@@ -271,11 +301,13 @@ class _Job:
         "n_blocks_total",
         "n_hashed",
         "n_hit",
+        "n_loaded",
         "n_prompt",
         "order",
         "request",
         "sequence",
         "sequence_list",
+        "start_ms",
     )
 
     def __init__(self, request: ModelRequest, hashes: PromptHashes, arrival_ms: float, order: int, block_size: int):
@@ -291,9 +323,11 @@ class _Job:
         self.blocks: list[int] = []  # block table: physical ids by position, empty while waiting
         self.n_hashed = 0  # leading entries of `blocks` that are hashed: hits, then what this job announced
         self.n_hit = 0
+        self.n_loaded = 0  # blocks behind the hits that came from the shared pool; stored here like computed ones
         self.engine_tail: EngineHash | None = None  # engine hash of block n_hashed - 1
         self.chain: HashArray = hashes.sequence[:0]  # engine hashes of blocks after the prompt's, in order
         self.answer = b""  # prompt's partial block and the answer that has a place in the cache, u32 LE
+        self.start_ms = float("inf")  # of the prefill, loading included
         self.first_ms = float("inf")  # end of the prefill
         self.blocked_at = _NEVER  # number of releases when it last found too few blocks; the next one tries again
 
@@ -318,6 +352,8 @@ class EngineModel:
         self._live_ids: set[str] = set()  # waiting and running
         self._events: list[tuple[float, _Kind, int, _Job, str]] = []  # heap; at most one entry a running job
         self._prefilling = False
+        self._asked: _Job | None = None  # the job that prefills, while it waits for the pool's answer
+        self._uses_pool = False
         self._gpu_free_ms = float("-inf")  # end of the last prefill
         self._reserved = 0  # blocks promised to running jobs and not taken yet; always <= allocatable
         self._n_releases = 0
@@ -325,6 +361,8 @@ class EngineModel:
         self._order = 0
         self._hit_tokens = 0
         self._queried_tokens = 0
+        self._loaded_tokens = 0
+        self._pool_queried_tokens = 0
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -375,6 +413,28 @@ class EngineModel:
             return []
         self._pool.clear()
         return [KvCleared(now_ms)]
+
+    def use_pool(self, uses: bool) -> None:
+        """Whether requests that start from now on ask for blocks of a shared pool; each `PoolAsked` is answered."""
+        self._uses_pool = uses
+
+    def pool_answered(self, request_id: str, n_blocks: int, wait_ms: float) -> None:
+        """Begin the prefill of the request that asked.
+
+        n_blocks: leading ones of those asked for that the pool gives, 0 for none. wait_ms: from the asking until they
+        are here; they are loaded first, and what is left is computed behind them, as by connectors that load within
+        the step. Raises InvalidRequest where this request does not wait for an answer, or for one that cannot be.
+        """
+        job = self._asked
+        if job is None or job.request.request_id != request_id:
+            raise InvalidRequest("no request of this id waits for the pool", request_id=request_id)
+        n_asked = (job.n_prompt - 1) // self.config.block_size - job.n_hit
+        if not (0 <= n_blocks <= n_asked and 0.0 <= wait_ms < float("inf")):
+            raise InvalidRequest(f"{n_blocks} blocks of {n_asked} in {wait_ms} ms are no answer", request_id=request_id)
+        self._asked = None
+        job.n_loaded = n_blocks
+        self._loaded_tokens += n_blocks * self.config.block_size
+        self._prefill(job.start_ms + (wait_ms if n_blocks else 0.0), job)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -436,6 +496,8 @@ class EngineModel:
             n_blocks_total=self.config.n_blocks,
             hit_tokens=self._hit_tokens,
             queried_tokens=self._queried_tokens,
+            loaded_tokens=self._loaded_tokens,
+            pool_queried_tokens=self._pool_queried_tokens,
         )
 
     def check(self) -> None:
@@ -449,7 +511,8 @@ class EngineModel:
         _require(self._reserved == outstanding, f"{self._reserved} blocks reserved, {outstanding} outstanding")
         _require(self._reserved <= self._pool.n_allocatable, "more blocks reserved than can be had")
         n_rejects = sum(1 for event in self._events if event[1] is _Kind.REJECT)
-        _require(len(self._events) - n_rejects == len(self._running), "each running job has exactly one next event")
+        n_due = len(self._events) - n_rejects + (self._asked is not None)
+        _require(n_due == len(self._running), "each running job has exactly one next event, or waits for the pool")
         _require(
             len(self._live_ids) == len(self._running) + len(self._waiting) + n_rejects, "live ids are not the jobs"
         )
@@ -482,6 +545,7 @@ class EngineModel:
             return
         heapq.heappop(self._waiting)
         self._pool.hold(hits)
+        job.start_ms = at_ms
         n_new_now = -(-job.n_prompt // block_size) - len(hits)
         job.blocks = hits + self._take(n_new_now, at_ms, out)
         self._reserved += n_new_total - n_new_now
@@ -492,6 +556,18 @@ class EngineModel:
         n_cached = len(hits) * block_size
         self._hit_tokens += n_cached
         self._queried_tokens += job.n_prompt
+        n_hits_most = (job.n_prompt - 1) // block_size
+        if self._uses_pool and len(hits) < n_hits_most:
+            keys = tuple(job.sequence_list[len(hits) : n_hits_most])
+            self._pool_queried_tokens += len(keys) * block_size
+            self._asked = job
+            out.append(PoolAsked(job.request.request_id, at_ms, keys))
+            return
+        self._prefill(at_ms, job)
+
+    def _prefill(self, at_ms: float, job: _Job) -> None:
+        """Compute what is neither cached nor loaded, from now on."""
+        n_cached = (job.n_hit + job.n_loaded) * self.config.block_size
         end_ms = at_ms + self.config.prefill_ms(job.n_prompt - n_cached)
         heapq.heappush(self._events, (end_ms, _Kind.PREFILL_END, job.order, job, ""))
 
@@ -520,8 +596,9 @@ class EngineModel:
             _adapter_seed(self.config.engine_seed, request.lora_name),
         )
         self._announce(at_ms, job, n_full - job.n_hit, prompt_new, out)
-        n_cached = job.n_hit * self.config.block_size
-        out.append(FirstToken(request.request_id, at_ms, at_ms - job.arrival_ms, n_cached, job.n_prompt))
+        n_pooled = job.n_loaded * self.config.block_size
+        n_cached = job.n_hit * self.config.block_size + n_pooled
+        out.append(FirstToken(request.request_id, at_ms, at_ms - job.arrival_ms, n_cached, job.n_prompt, n_pooled))
         if len(job.blocks) == n_full and len(job.blocks) < job.n_blocks_total:
             self._grow(at_ms, job, out)  # the prompt ended with its block: the first decode step needs another
         self._schedule(job)
@@ -549,8 +626,9 @@ class EngineModel:
                 n_output_tokens=job.request.n_output_tokens,
                 ttft_ms=job.first_ms - job.arrival_ms,
                 latency_ms=at_ms - job.arrival_ms,
-                cached_tokens=job.n_hit * self.config.block_size,
+                cached_tokens=(job.n_hit + job.n_loaded) * self.config.block_size,
                 prompt_tokens=job.n_prompt,
+                pooled_tokens=job.n_loaded * self.config.block_size,
             )
         )
 

@@ -1,7 +1,7 @@
 """The same engines and the same policy without processes: every engine's event is known to the index at once.
 
-What lives here: the bound that the live pipeline is measured against. What must not: clocks and I/O; it is a pure
-function of trace, engines, policy and generator.
+What lives here: the bound that the live pipeline is measured against, with a shared pool behind the engines or without.
+What must not: clocks and I/O; it is a pure function of trace, engines, pool, policy and generator.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streams.core.beside import Beside
+from streams.core.block_sets import PlainBlockSets, RankNumbers
 from streams.core.decision import Chooser, RoutePolicy, booking_of
 from streams.core.hashing import pack_hashes
-from streams.core.ids import DpRank, RankId, Tier, WorkerId
+from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index import OverlapScores
 from streams.core.loads import ActiveLoads, BookingId
 from streams.core.plain_index import PlainPrefixIndex
 from streams.core.selection import Rng
+from streams.cxl.events import CxlPool
+from streams.cxl.pooled_index import PooledIndex
+from streams.cxl.records import Placement
+from streams.cxl.states import CxlMemoryState
+from streams.errors import SettingsError
 from streams.sim.model import (
     EngineConfig,
     EngineModel,
@@ -29,9 +36,11 @@ from streams.sim.model import (
     KvStored,
     ModelRequest,
     Output,
+    PoolAsked,
     Rejected,
     hash_prompt,
 )
+from streams.sim.pool import PoolConfig, PooledBlocks, PoolNews, SharedPool
 from streams.sim.trace import TraceRequest, tokens_for
 
 #: No booking of a simulation ends by time.
@@ -40,7 +49,10 @@ _NEVER_MS = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. Times are model time; ttft_ms is None for a request that no engine could take."""
+    """What became of one request. Times are model time; ttft_ms is None for a request that no engine could take.
+
+    pooled_tokens: of the cached ones, those that were loaded from the pool.
+    """
 
     request: int
     worker_id: int
@@ -49,13 +61,25 @@ class Outcome:
     output_tokens: int
     ttft_ms: float | None
     latency_ms: float | None
+    pooled_tokens: int = 0
 
 
 def simulate(
-    requests: Sequence[TraceRequest], n_engines: int, config: EngineConfig, policy: RoutePolicy, rng: Rng
+    requests: Sequence[TraceRequest],
+    n_engines: int,
+    config: EngineConfig,
+    policy: RoutePolicy,
+    rng: Rng,
+    pool: PoolConfig | None = None,
 ) -> list[Outcome]:
-    """Route and run a trace; gives one outcome a request, in the trace's order."""
-    fleet = _Fleet(n_engines, config)
+    """Route and run a trace; gives one outcome a request, in the trace's order.
+
+    pool: one that all engines share, whose blocks the policy counts for each of them; None for none. Equal arguments, a
+    generator in an equal state among them, give equal outcomes. Raises SettingsError for a pool of other blocks.
+    """
+    if pool is not None and pool.block_size != config.block_size:
+        raise SettingsError(f"the pool has blocks of {pool.block_size} tokens, the engines of {config.block_size}")
+    fleet = _Fleet(n_engines, config, pool)
     chooser = Chooser(rng)
     for number, request in enumerate(requests):
         fleet.advance(request.timestamp_ms)
@@ -72,6 +96,7 @@ def simulate(
             sequence=sequence,
             request_blocks=request_blocks,
             block_size=config.block_size,
+            beside=fleet.beside(hashes.sequence) if policy.reads_index else None,
         )
         booking = booking_of(
             decision.chosen,
@@ -92,38 +117,62 @@ def simulate(
 
 
 class _Fleet:
-    """Engines, and an index and loads that learn of everything the moment it happens."""
+    """Engines, and an index, loads and pooled blocks that learn of everything the moment it happens."""
 
-    def __init__(self, n_engines: int, config: EngineConfig) -> None:
+    def __init__(self, n_engines: int, config: EngineConfig, pool: PoolConfig | None) -> None:
         self.ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, n_engines + 1))
         self._engines = {rank: EngineModel(config) for rank in self.ranks}
+        self._due: dict[RankId, float] = {}  # when each engine's next event is, of those that have one
         self.index = PlainPrefixIndex()
         self.loads = ActiveLoads(_NEVER_MS)
         self.outcomes: dict[str, Outcome] = {}
         # One engine hash may have several physical copies; the block is held until the last of them is evicted.
         self._copies: dict[RankId, Counter[int]] = {rank: Counter() for rank in self.ranks}
+        self._pool = None if pool is None else _Pool(pool, self.ranks)
+        for engine in self._engines.values():
+            engine.use_pool(pool is not None)
 
     def submit(self, rank: RankId, at_ms: float, request: ModelRequest) -> None:
         """Hand a request to an engine."""
         self._engines[rank].submit(at_ms, request)
-        self._drain(rank, at_ms)
+        self._look(rank)
+        self.advance(at_ms)
 
     def advance(self, to_ms: float) -> None:
-        """Let every engine go on to this moment."""
-        for rank in self.ranks:
-            self._drain(rank, to_ms)
-
-    def _drain(self, rank: RankId, to_ms: float) -> None:
-        engine = self._engines[rank]
-        while (due := engine.next_event_ms()) is not None and due <= to_ms:
-            for output in engine.advance(due):
+        """Let every engine go on to this moment, whoever is due first: they meet in the pool, and it has one time."""
+        while self._due:
+            rank = min(self._due, key=self._due.__getitem__)
+            due_ms = self._due[rank]
+            if due_ms > to_ms:
+                break
+            for output in self._engines[rank].advance(due_ms):
                 self._learn(rank, output)
+            self._look(rank)
+        if self._pool is not None:
+            self._pool.advance(to_ms)
+
+    def beside(self, sequence: HashArray) -> Beside | None:
+        """What of a request is pooled; None where there is no pool. sequence: uint64[n]."""
+        return None if self._pool is None else self._pool.beside(sequence)
+
+    def _look(self, rank: RankId) -> None:
+        due_ms = self._engines[rank].next_event_ms()
+        if due_ms is None:
+            self._due.pop(rank, None)
+        else:
+            self._due[rank] = due_ms
 
     def _learn(self, rank: RankId, output: Output) -> None:
         match output:
             case KvStored():
                 self._copies[rank].update(output.engine.tolist())
                 self.index.store(rank, Tier.DEVICE, output.parent, output.engine, output.local)
+                if self._pool is not None:
+                    self._pool.offload(rank, output)
+            case PoolAsked():
+                assert self._pool is not None  # else nobody asks
+                load = self._pool.shared.load(output.at_ms, output.keys)
+                self._engines[rank].pool_answered(output.request_id, load.n_blocks, load.end_ms - output.at_ms)
             case KvRemoved():
                 copies = self._copies[rank]
                 gone = []
@@ -148,11 +197,63 @@ class _Fleet:
                     output.n_output_tokens,
                     output.ttft_ms,
                     output.latency_ms,
+                    output.pooled_tokens,
                 )
             case Rejected():
                 self.loads.free(_booking_id(output.request_id), 0)
                 number = int(output.request_id)
                 self.outcomes[output.request_id] = Outcome(number, rank.worker_id, 0, 0, 0, None, None)
+
+
+class _Pool:
+    """The shared pool, each engine's own blocks in it, and an index of them, as a router has it."""
+
+    def __init__(self, config: PoolConfig, ranks: tuple[RankId, ...]) -> None:
+        self.shared = SharedPool(config)
+        self._ranks = {_owner(rank): rank for rank in ranks}
+        self._own = {owner: PooledBlocks(config.pool_id) for owner in self._ranks}
+        self._index = PooledIndex(PlainBlockSets())
+        self._numbers = RankNumbers(ranks)
+        members = tuple(rank.worker_id for rank in ranks)
+        self._pools = {config.pool_id: CxlPool(config.pool_id, config.latency_class, config.capacity_blocks, members)}
+        self._placed = Placement(CxlMemoryState.CXL_POOLED, config.pool_id, 0, (), "", Incarnation(0), 0)
+        self._counted: dict[str, set[int]] = {owner: set() for owner in self._ranks}  # what the index has of each
+
+    def offload(self, rank: RankId, stored: KvStored) -> None:
+        """An engine's blocks are full."""
+        owner = _owner(rank)
+        keys, _ = self._own[owner].stored(stored)
+        if keys:
+            self.shared.offload(stored.at_ms, owner, keys)
+            self._take(self.shared.advance(stored.at_ms))
+
+    def advance(self, to_ms: float) -> None:
+        """Let arrive what is due, one write after the other."""
+        while (due_ms := self.shared.next_event_ms()) is not None and due_ms <= to_ms:
+            self._take(self.shared.advance(due_ms))
+
+    def beside(self, sequence: HashArray) -> Beside:
+        """What of a request is pooled: all engines reach it.
+
+        An engine looks a prefix up on its GPU and goes on in the pool, and does not come back to its GPU behind that;
+        so own blocks behind pooled ones are not looked for here either.
+        """
+        path = self._index.path(np.ascontiguousarray(sequence), "", self._numbers, self._pools)
+        return Beside(sequence, path, None, lambda *_: None)
+
+    def _take(self, all_news: list[PoolNews]) -> None:
+        for news in all_news:
+            self._own[news.owner].told(news.state, news.keys)
+            counted = self._counted[news.owner]
+            for key in news.keys:
+                before = self._placed if key in counted else None
+                after = self._placed if news.state is CxlMemoryState.CXL_POOLED else None
+                self._index.replace(SequenceHash(key), before, after)
+                (counted.add if after else counted.discard)(key)
+
+
+def _owner(rank: RankId) -> str:
+    return str(rank.worker_id)
 
 
 def _booking_id(request_id: str) -> BookingId:

@@ -1,9 +1,10 @@
 """The live simulated engine: OpenAI's completions over HTTP, vLLM's KV events over ZMQ, one `EngineModel` behind them.
 
 What lives here: the clock that turns wall time into model time, the HTTP routes, the event publisher and its replay
-socket, and the wire forms. What must not: any rule of the engine (model); this file decodes, advances, and tells.
+socket, and the wire forms. What must not: any rule of the engine (model) or of a shared pool (pool), and how a pool is
+asked (pool_client); this file decodes, advances, and tells.
 
-One asyncio loop owns everything. The model only changes inside `SimServer._step`, which runs to its end without
+One asyncio loop owns everything. The model only goes on inside `SimServer._step`, which runs to its end without
 awaiting, so events leave in the order in which they happened. Text is tokenised by bytes: one token for each byte of
 its UTF-8, ids 0 to 255; answers are printable ASCII, so an answer's text is its tokens.
 """
@@ -13,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import signal
 import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -33,9 +33,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from streams.core.events import MoeLabels
 from streams.core.hashing import pack_tokens
 from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError, UnknownModel
+from streams.sim.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
 from streams.sim.model import (
     BYTES_A_TOKEN,
     EngineConfig,
@@ -47,9 +49,12 @@ from streams.sim.model import (
     KvStored,
     ModelRequest,
     Output,
+    PoolAsked,
     Rejected,
     answer_tokens,
 )
+from streams.sim.pool import CxlChanged
+from streams.sim.pool_client import PoolLink
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +70,6 @@ REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 #: vLLM is served from a ROUTER behind a REQ-like client: identity, empty delimiter, sequence.
 REPLAY_REQUEST_FRAMES = 3
 
-#: Wall time between two steps at least. vLLM steps every 10 to 20 ms; a large `time_scale` would otherwise wake for
-#: every block of every request, 10,000 times a second at 100 model ms per wall ms.
-STEP_WALL_S = 0.002
 #: Wall time between two chunks of one stream; tokens that came in between share a chunk.
 STREAM_CHUNK_WALL_S = 0.02
 #: Requests in the house at once. vLLM queues without end; 1,000s already mean minutes of waiting.
@@ -76,10 +78,10 @@ LIVE_REQUESTS_MAX = 4096
 BODY_BYTES_MAX = 32 << 20
 #: How long open streams may take when the server stops.
 SHUTDOWN_S = 1.0
+#: Labels of experts travel as 32-bit integers.
+LABEL_MAX = (1 << 31) - 1
 #: OpenAI's default for completions.
 MAX_TOKENS_DEFAULT = 16
-#: Slower than this nothing would ever happen, faster than this a step is more than a minute.
-TIME_SCALE_MAX = 100_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class SimServerConfig:
     time_scale: model ms that pass in one wall ms. lora_names: adapters served beside `model`, each addressed as a
     model, as in vLLM. hash_dialect: block hashes as u64, or as 32 bytes that end in it, big-endian. event_dialect:
     `array` tags; `map` for events with names; `map_batch` for the batch too, as vLLM's main branch sends it. Ports are
-    bound as given: the offset that vLLM adds for `dp_rank` is the caller's. Raises SettingsError.
+    bound as given: the offset that vLLM adds for `dp_rank` is the caller's. pool: URL of a shared pool (pool_server).
+    moe: labels of every block that the engine stores, for which only stores with names have room. Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -106,10 +109,11 @@ class SimServerConfig:
     hash_dialect: HashDialect = "int"
     event_dialect: EventDialect = "array"
     lora_names: tuple[str, ...] = ()
+    pool: str | None = None
+    moe: MoeLabels | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.time_scale <= TIME_SCALE_MAX:
-            raise SettingsError(f"time_scale is {self.time_scale}; it must be above 0, at most {TIME_SCALE_MAX}")
+        check_time_scale(self.time_scale)
         if self.replay_buffer_batches < 1:
             raise SettingsError(f"replay_buffer_batches is {self.replay_buffer_batches}; it must be at least 1")
         if self.dp_rank < 0:
@@ -118,6 +122,13 @@ class SimServerConfig:
             raise SettingsError(f"hash_dialect is {self.hash_dialect!r}, not one of {get_args(HashDialect)}")
         if self.event_dialect not in get_args(EventDialect):
             raise SettingsError(f"event_dialect is {self.event_dialect!r}, not one of {get_args(EventDialect)}")
+        if self.moe is not None and self.event_dialect == "array":
+            raise SettingsError("events that are arrays have no room for labels", remedy="Set event_dialect to map")
+        for name, label in () if self.moe is None else asdict(self.moe).items():
+            if label is not None and not 0 <= label <= LABEL_MAX:
+                raise SettingsError(f"{name} is {label}; it must be 0 to {LABEL_MAX}")
+        if self.pool is not None and not self.pool.startswith("http://"):
+            raise SettingsError(f"pool is {self.pool!r}, not http://HOST:PORT")
 
 
 class OverloadedError(KvStreamsError):
@@ -154,40 +165,19 @@ async def serve(config: SimServerConfig) -> SimServer:
 
 def run(config: SimServerConfig, on_started: Callable[[SimServer], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT. on_started: called once it listens, for whoever prints its ports."""
-
-    async def main() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        server = await serve(config)
-        try:
-            if on_started is not None:
-                on_started(server)
-            await stop.wait()
-        finally:
-            await server.stop()
-
-    asyncio.run(main())
+    run_until_signalled(lambda: serve(config), on_started)
 
 
-class _Clock:
-    """Model time from wall time. Owns the anchor of explicit arrivals.
+class _Clock(ScaledClock):
+    """Model time, and the anchor of explicit arrivals, which it owns.
 
     The model's own time starts at 0 and never turns back. Explicit arrivals are of the client's axis, which the first
     of them ties to the model's: that arrival is now. All others, and every time told, are moved by the same amount.
     """
 
     def __init__(self, scale: float) -> None:
-        self._scale = scale
-        self._started_s = time.monotonic()
+        super().__init__(scale)
         self._shift_ms: float | None = None  # model time - client's time; None until an explicit arrival
-
-    def now_ms(self) -> float:
-        return (time.monotonic() - self._started_s) * 1000.0 * self._scale
-
-    def wall_s_until(self, model_ms: float) -> float:
-        return max(0.0, (model_ms - self.now_ms()) / 1000.0 / self._scale)
 
     def arrival_ms(self, explicit_ms: float | None) -> float:
         """Give a request's arrival in model time."""
@@ -300,6 +290,9 @@ class SimServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._generated_tokens = 0
         self._n_finished = 0
+        self._n_transitions = 0
+        self._link: PoolLink | None = None
+        self._asking: asyncio.Task[None] | None = None  # prefills are serial: one at most waits for the pool
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Metrics(self))
 
@@ -309,17 +302,7 @@ class SimServer:
         self.events_endpoint = self._publisher.events_endpoint
         self.replay_endpoint = self._publisher.replay_endpoint
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_openai])
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
-                web.get("/metrics", self._metrics),
-                web.post("/reset_prefix_cache", self._reset_prefix_cache),
-                web.get("/sim/cache", self._sim_cache),
-                web.get("/sim/info", self._sim_info),
-            ]
-        )
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         try:
@@ -332,6 +315,9 @@ class SimServer:
             asyncio.create_task(self._run_engine(), name=f"{self.config.worker}-engine"),
             asyncio.create_task(self._publisher.serve_replays(), name=f"{self.config.worker}-replay"),
         ]
+        if self.config.pool is not None:
+            self._link = PoolLink(self.config.pool, self.config, self._pool_said)
+            self._tasks.append(asyncio.create_task(self._link.run(), name=f"{self.config.worker}-pool"))
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
         log.info("%s: http %s events %s replay %s", self.config.worker, *self.info().values())
@@ -344,13 +330,26 @@ class SimServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        for task in self._tasks:
+        tasks = self._tasks if self._asking is None else [*self._tasks, self._asking]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks, self._asking = [], None
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Give what is served over HTTP."""
+        return [
+            web.post("/v1/completions", self._completions),
+            web.get("/v1/models", self._models),
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
+            web.post("/reset_prefix_cache", self._reset_prefix_cache),
+            web.get("/sim/cache", self._sim_cache),
+            web.get("/sim/info", self._sim_info),
+        ]
 
     def info(self) -> dict[str, str]:
         """Give the three addresses, as `GET /sim/info` does."""
@@ -377,16 +376,47 @@ class SimServer:
         now_ms = self._clock.now_ms()
         outputs = self.model.advance(now_ms)
         cleared = self.model.clear(now_ms) if clear else []
-        events = list(_wire_events([*outputs, *cleared], self.config))
-        if events and self._publisher is not None:
-            self._publisher.publish(events)
+        self._publish(self._with_offloads([*outputs, *cleared]))
         for output in outputs:
             self._tell(output)
         return not clear or bool(cleared)
 
+    def _with_offloads(self, outputs: Sequence[Output]) -> Iterator[Output | CxlChanged]:
+        """Begin to offload what was stored, and say so right behind the store: later its name may be gone."""
+        for output in outputs:
+            yield output
+            changed = self._link.stored(output) if self._link is not None and isinstance(output, KvStored) else None
+            if changed is not None:
+                yield changed
+
+    def _publish(self, outputs: Iterable[Output | CxlChanged]) -> None:
+        """Send what is the wire's business as one batch."""
+        events: list[Any] = []
+        for output in outputs:
+            self._n_transitions += isinstance(output, CxlChanged)
+            events += _wire_events([output], self.config, self._n_transitions)
+        if events and self._publisher is not None:
+            self._publisher.publish(events)
+
+    def _pool_said(self, changed: CxlChanged | None, attached: bool) -> None:
+        """The pool was found, or is gone, or told what became of blocks."""
+        self.model.use_pool(attached)
+        if changed is not None:
+            self._publish([changed])
+
+    async def _ask_pool(self, link: PoolLink, asked: PoolAsked) -> None:
+        """Answer the request that waits for the pool; with nothing where there is no pool any more."""
+        n_blocks, wait_ms = await link.load(asked.keys)
+        self.model.pool_answered(asked.request_id, n_blocks, wait_ms)
+        self._wake.set()
+
     def _tell(self, output: Output) -> None:
         """Hand a request's output to the handler that waits for it."""
-        if isinstance(output, FirstToken):
+        if isinstance(output, PoolAsked):
+            assert self._link is not None  # else nobody asks
+            self._asking = asyncio.create_task(self._ask_pool(self._link, output), name=f"{self.config.worker}-load")
+            self._asking.add_done_callback(self._load_ended)
+        elif isinstance(output, FirstToken):
             if output.request_id in self._calls:
                 self._calls[output.request_id].first.set()
         elif isinstance(output, Finished):
@@ -407,6 +437,11 @@ class SimServer:
         log.error("%s: task %s ended", self.config.worker, task.get_name(), exc_info=task.exception())
         for call in self._calls.values():
             call.fail(StoppingError("the engine failed"))
+
+    def _load_ended(self, task: asyncio.Task[None]) -> None:
+        """A load ends; where it failed, so did the engine: its request would hold the GPU for ever."""
+        if not task.cancelled() and task.exception() is not None:
+            self._task_ended(task)
 
     def _submit(self, body: dict[str, Any]) -> _Call:
         """Check a completion request and queue it. Raises InvalidRequest, UnknownModel, OverloadedError."""
@@ -510,6 +545,7 @@ class SimServer:
             "model_latency_ms": round(finished.latency_ms, 6),
             "model_finish_ms": self._clock.told_ms(finished.at_ms),
             "cached_tokens": finished.cached_tokens,
+            "pooled_tokens": finished.pooled_tokens,
             "prompt_tokens": finished.prompt_tokens,
         }
 
@@ -569,6 +605,9 @@ class SimServer:
             "n_blocks": config.engine.n_blocks,
             "time_scale": config.time_scale,
             "model_ms": self._clock.told_ms(self._clock.now_ms()),
+            "computed_tokens": self.model.stats().computed_tokens,
+            "loaded_tokens": self.model.stats().loaded_tokens,
+            "pool": None if self._link is None else self._link.info(),
         }
         return _json(page)
 
@@ -593,6 +632,8 @@ class _Metrics(Collector):
         for name, text, value in (
             ("vllm:prefix_cache_queries", "Prefix cache queries, in tokens.", stats.queried_tokens),
             ("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", stats.hit_tokens),
+            ("vllm:external_prefix_cache_queries", "Shared pool queries, in tokens.", stats.pool_queried_tokens),
+            ("vllm:external_prefix_cache_hits", "Shared pool hits, in tokens.", stats.loaded_tokens),
             ("vllm:prompt_tokens", "Prefill tokens processed.", stats.queried_tokens),
             ("vllm:generation_tokens", "Generation tokens processed.", self._server._generated_tokens),
             ("vllm:request_success", "Successfully processed requests.", self._server._n_finished),
@@ -629,8 +670,11 @@ def _openai_error(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _wire_events(outputs: Sequence[Output], config: SimServerConfig) -> Iterator[Any]:
-    """Put cache events into vLLM's form, in order; other outputs are none of the wire's business."""
+def _wire_events(outputs: Sequence[Output | CxlChanged], config: SimServerConfig, event_id: int = 0) -> Iterator[Any]:
+    """Put cache events into vLLM's form, in order; other outputs are none of the wire's business.
+
+    event_id: of a transition among them.
+    """
     as_map = config.event_dialect != "array"
     medium = "GPU"
     for output in outputs:
@@ -638,7 +682,7 @@ def _wire_events(outputs: Sequence[Output], config: SimServerConfig) -> Iterator
             hashes = _wire_hashes(output.engine.tolist(), config)
             parent = None if output.parent is None else _wire_hashes([output.parent], config)[0]
             name = output.lora_name
-            stored = {
+            stored: dict[str, Any] = {
                 "block_hashes": hashes,
                 "parent_block_hash": parent,
                 "token_ids": _unpack(output.tokens),
@@ -647,12 +691,22 @@ def _wire_events(outputs: Sequence[Output], config: SimServerConfig) -> Iterator
                 "medium": medium,
                 "lora_name": name,
             }
+            if config.moe is not None:
+                stored["moe"] = asdict(config.moe)
             yield {"type": "BlockStored", **stored} if as_map else ["BlockStored", *stored.values()]
         elif isinstance(output, KvRemoved):
             # One event a block, as vLLM's pool emits them.
             for value in _wire_hashes(output.engine.tolist(), config):
                 removed = {"block_hashes": [value], "medium": medium}
                 yield {"type": "BlockRemoved", **removed} if as_map else ["BlockRemoved", *removed.values()]
+        elif isinstance(output, CxlChanged):
+            moved = {
+                "event_id": event_id,
+                "block_hashes": _wire_hashes(output.engine.tolist(), config),
+                "new_state": output.state.value,
+                "pool_id": output.pool_id,
+            }
+            yield {"type": "CxlStateTransition", **moved} if as_map else ["CxlStateTransition", *moved.values()]
         elif isinstance(output, KvCleared):
             yield {"type": "AllBlocksCleared"} if as_map else ["AllBlocksCleared"]
 
