@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,10 +213,10 @@ class _Pool:
         self.shared = SharedPool(config)
         self._ranks = {_owner(rank): rank for rank in ranks}
         self._own = {owner: PooledBlocks(config.pool_id) for owner in self._ranks}
-        self._index = PooledIndex(PlainBlockSets())
         self._numbers = RankNumbers(ranks)
         members = tuple(rank.worker_id for rank in ranks)
-        self._pools = {config.pool_id: CxlPool(config.pool_id, config.latency_class, config.capacity_blocks, members)}
+        pool = CxlPool(config.pool_id, config.latency_class, config.capacity_blocks, members)
+        self._index = PooledIndex(PlainBlockSets(), {config.pool_id: pool})
         self._placed = Placement(CxlMemoryState.CXL_POOLED, config.pool_id, 0, (), "", Incarnation(0), 0)
         self._counted: dict[str, set[int]] = {owner: set() for owner in self._ranks}  # what the index has of each
 
@@ -238,8 +239,8 @@ class _Pool:
         An engine looks a prefix up on its GPU and goes on in the pool, and does not come back to its GPU behind that;
         so own blocks behind pooled ones are not looked for here either.
         """
-        path = self._index.path(np.ascontiguousarray(sequence), "", self._numbers, self._pools)
-        return Beside(sequence, path, None, lambda *_: None)
+        question = self._index.question("", self._numbers)
+        return Beside(np.ascontiguousarray(sequence), question, None, lambda *_: None, nullcontext())
 
     def _take(self, all_news: list[PoolNews]) -> None:
         for news in all_news:
