@@ -40,7 +40,7 @@ from streams.tables.records import (
     progress_key,
     run_key,
 )
-from streams.tables.run_decoding import decode, decode_runs, join
+from streams.tables.run_decoding import decode, decode_runs, join, labels_of
 from tests.test_holdings import batch, names, stored, u64
 from tests.test_table_properties import Record, commit, compacted, folded, random_log, state_of_view
 
@@ -141,6 +141,16 @@ def agree(records: list[Record]) -> None:
             assert columns.offset[at] == columns.offset[at + 1]
         else:
             same(columns, at, run)
+    n = len(records)
+    for first, last in ((0, n), (n // 2, n), (0, n // 2)):
+        runs = {at: slow(*records[at]) for at in range(first, last)}
+        labelled = {at: labelled_blocks(run) for at, run in runs.items() if run is not None}
+        assert labels_of(columns, first, last) == {at: blocks for at, blocks in labelled.items() if blocks}
+
+
+def labelled_blocks(run: Run) -> list[tuple[int, MoeLabels]]:
+    """Held blocks of a run, with their labels."""
+    return [(run.sequence[at], run.moe[at]) for at in run.held() if at in run.moe]
 
 
 @settings(max_examples=100, deadline=None)

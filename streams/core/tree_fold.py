@@ -35,12 +35,13 @@ class RunColumns:
     words: int64, the addresses of all columns (see `fold_runs` and kernels/run_records), then the columns. n_records
     each, all int64, hashes and incarnations as the bit patterns of their u64: first, parent, has_parent, present (0 for
     a tombstone), offset (one more: begins and ends in local), worker, place, incarnation, generation; labelled, which
-    only a decoder of bytes sets; and holder, which is the fold's to set. local: up to n_blocks_max.
+    only a decoder of bytes sets; and holder, which is the fold's to set. local: up to n_blocks_max. data: the bytes
+    that were decoded.
     """
 
-    __slots__ = ("_begins", "_words", "address", "n_records")
+    __slots__ = ("_begins", "_words", "address", "data", "n_records")
 
-    def __init__(self, n_records: int, n_blocks_max: int) -> None:
+    def __init__(self, n_records: int, n_blocks_max: int, data: bytes = b"") -> None:
         begin = N_FOLD_COLUMNS
         begins = []
         for column in range(N_FOLD_COLUMNS):
@@ -55,6 +56,7 @@ class RunColumns:
         self.address = int(self._words.ctypes.data)
         self._words[:N_FOLD_COLUMNS] = [self.address + begin * 8 for begin in begins]
         self.n_records = n_records
+        self.data = data
 
     def column(self, which: int) -> Int64Array:
         """One column, by its number in a table of records: int64[n_records], a view."""
@@ -68,7 +70,7 @@ class RunColumns:
 
     @property
     def labelled(self) -> Int64Array:
-        """1 for each record with labels, as a decoder of bytes found it."""
+        """Byte of `data` at which a record's labels begin, as a decoder of bytes found it; 0 where it has none."""
         return self.column(run_records.FOLD_LABELLED)
 
     @property

@@ -31,7 +31,6 @@ from streams.core.moe_labels import LabelIndex, MoeWanted
 from streams.core.ordering import Health, Progress
 from streams.core.registry import CPU_CLASS, Refusal, Wanted, Worker, WorkerState, eligible_ranks, refusals
 from streams.core.run_fold import PlainRunFold, RunFold
-from streams.core.runs import Run
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
@@ -54,6 +53,7 @@ from streams.tables.records import (
 
 if TYPE_CHECKING:
     from streams.core.tree_fold import RunColumns, TreeRunFold
+    from streams.tables.run_decoding import LabelledBlock
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,9 @@ REPORTS_MAX = 65_536
 
 #: Decodes many records of the index changelog; see tables.run_decoding.
 DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
+
+#: Gives labels of decoded records; see tables.run_decoding.
+LabelsOf = Callable[["RunColumns", int, int], "dict[int, list[LabelledBlock]]"]
 
 
 #: Later than any clock says.
@@ -158,16 +161,16 @@ def fast_fold() -> RunFold:
     return compiled[0]()
 
 
-def _compiled() -> tuple[type[TreeRunFold], DecodeRuns] | None:
+def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
     """The fold over compiled kernels and what decodes for it; None where numba cannot be imported."""
     try:
         from streams.core.tree_fold import TreeRunFold
-        from streams.tables.run_decoding import decode_runs
+        from streams.tables.run_decoding import decode_runs, labels_of
     except ImportError as exc:
         if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
         return None
-    return TreeRunFold, decode_runs
+    return TreeRunFold, decode_runs, labels_of
 
 
 class View:
@@ -222,9 +225,9 @@ class View:
         self.records_without_room = 0
         compiled = _compiled()
         # The index again and its decoder, where it takes many records in one call.
-        self._batches: tuple[TreeRunFold, DecodeRuns] | None = None
+        self._batches: tuple[TreeRunFold, DecodeRuns, LabelsOf] | None = None
         if compiled is not None and isinstance(self.index, compiled[0]):
-            self._batches = (self.index, compiled[1])
+            self._batches = (self.index, *compiled[1:])
 
     def _new_sets(self) -> BlockSets:
         return PlainBlockSets() if _compiled() is None else BlockSetTable()
@@ -247,8 +250,11 @@ class View:
                     self.index.fold([run_id], [run])
                 except IndexFull:
                     self._note_no_room(run_id.rank)
-                if (run is not None and run.moe) or key in self._labels:
-                    self._fold_labels(key, run)
+                if run is None:
+                    self._fold_labels(key, run_id.rank, None, ())
+                elif run.moe or key in self._labels:
+                    held = [(SequenceHash(run.sequence[at]), run.moe[at]) for at in run.held() if at in run.moe]
+                    self._fold_labels(key, run_id.rank, run.epoch, held)
                 if self._labels:
                     self._end_labels()
         elif key.startswith(PROGRESS_PREFIX):
@@ -303,26 +309,27 @@ class View:
     def _fold_labels_of(
         self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
     ) -> None:
-        """Labels of records that the index has taken in, one at a time: each takes 100 us, most of it for its bytes."""
+        """Labels of records that the index has taken in, one at a time: requests wait for one at most."""
+        assert self._batches is not None  # whoever decoded columns has what reads their labels
         if not self._labels and not columns.labelled[first:last].any():
             return
+        labelled = self._batches[2](columns, first, last)
         for record in range(first, last):
-            key, value = records[record]
-            if columns.labelled[record] or key in self._labels:
-                run = None if value is None else decode_run(key, value)
+            key = records[record][0]
+            if record in labelled or key in self._labels:
+                rank, epoch = columns.place_of(record)[0], columns.epoch_of(record)
                 with self._lock:
-                    self._fold_labels(key, run)
+                    self._fold_labels(key, rank, epoch, labelled.get(record, ()))
         with self._lock:
             self._end_labels()
 
-    def _fold_labels(self, key: bytes, run: Run | None) -> None:
-        """Labels of one record; one of an epoch that the index has left behind changes nothing here either."""
+    def _fold_labels(self, key: bytes, rank: RankId, epoch: Epoch | None, labelled: Iterable[LabelledBlock]) -> None:
+        """Labels of one record, epoch None for a tombstone; of one that the index has left behind they are nobody's."""
         with self._beside_lock:
-            if run is None:
+            if epoch is None:
                 self._labels.end(key)
-            elif run.epoch == self.index.epoch_of(run.key.rank):
-                held = [(SequenceHash(run.sequence[at]), run.moe[at]) for at in run.held() if at in run.moe]
-                self._labels.fold(key, run.key.rank, run.epoch, held)
+            elif epoch == self.index.epoch_of(rank):
+                self._labels.fold(key, rank, epoch, labelled)
             self._note_beside()
 
     def _end_labels(self) -> None:

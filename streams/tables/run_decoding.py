@@ -7,7 +7,7 @@ not: the bytes of a record (kernels.runs), and reasons (records.decode_run).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -15,12 +15,21 @@ import numpy as np
 
 from streams.codec import codec
 from streams.core.arenas import Int64Array
+from streams.core.events import MoeLabels
+from streams.core.ids import U64_MASK, SequenceHash
+from streams.core.run_kernels.layout import NO_LABEL
 from streams.core.tree_fold import RunColumns
 from streams.tables.kernels.avro import HEADER_BYTES
-from streams.tables.kernels.runs import OTHER, decode_records
+from streams.tables.kernels.runs import LABEL_ROW_WORDS, OTHER, decode_labels, decode_records
 
 #: Each block of a record is in it as a local and an engine hash.
 _BYTES_A_BLOCK = 16
+
+#: Labels that are kept as they are: of 64 layers with 256 experts each.
+_KEPT_LABELS = 16_384
+
+#: A block and its labels.
+LabelledBlock = tuple[SequenceHash, MoeLabels]
 
 
 @cache
@@ -49,11 +58,28 @@ def address_of(data: bytes) -> int:
 def decode(data: bytes, lengths: Int64Array) -> tuple[RunColumns, list[int]]:
     """Decode what `join` gave; see `decode_runs`."""
     n_records = len(lengths) // 2
-    columns = RunColumns(n_records, len(data) // _BYTES_A_BLOCK)
+    columns = RunColumns(n_records, len(data) // _BYTES_A_BLOCK, data)
     n_others = decode_records(
         address_of(data), len(data), lengths.ctypes.data, n_records, *frame_header("prefix-index-run"), columns.address
     )
     return columns, np.flatnonzero(columns.present == OTHER).tolist() if n_others else []
+
+
+def labels_of(columns: RunColumns, first: int, last: int) -> dict[int, list[LabelledBlock]]:
+    """Held blocks that have labels, of records first to last of what `decode_runs` gave, by record."""
+    offset = columns.offset
+    rows = np.empty((int(offset[last] - offset[first]), LABEL_ROW_WORDS), dtype=np.int64)
+    n_rows = decode_labels(address_of(columns.data), len(columns.data), columns.address, first, last, rows.ctypes.data)
+    found: dict[int, list[LabelledBlock]] = {}
+    for record, sequence, *labels in rows[:n_rows].tolist():
+        found.setdefault(record, []).append((SequenceHash(sequence & U64_MASK), _labels(*labels)))
+    return found
+
+
+@lru_cache(maxsize=_KEPT_LABELS)
+def _labels(*words: int) -> MoeLabels:
+    """Labels of words; a model has few."""
+    return MoeLabels(*[None if word == NO_LABEL else word for word in words])
 
 
 def decode_runs(records: Sequence[tuple[bytes, bytes | None]]) -> tuple[RunColumns, list[int]]:

@@ -22,8 +22,8 @@ from streams.core.kernels.fold import FOLD_HOLDER, FOLD_LOCAL, FOLD_PRESENT, fol
 from streams.core.kernels.layout import SYNTHETIC_STEP
 from streams.core.kernels.memory import load, store
 
-#: Columns of a table of records behind those of fold_runs: worker id, place, and the epoch, u64 and int64; and whether
-#: any of its blocks is labelled, which the fold does not look at.
+#: Columns of a table of records behind those of fold_runs: worker id, place, and the epoch, u64 and int64; and where
+#: its labels are, 0 for none, which the fold does not look at.
 FOLD_WORKER, FOLD_PLACE, FOLD_INCARNATION, FOLD_GENERATION, FOLD_LABELLED = range(FOLD_LOCAL + 1, FOLD_LOCAL + 6)
 N_FOLD_COLUMNS = FOLD_LABELLED + 1
 

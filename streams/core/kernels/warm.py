@@ -41,6 +41,7 @@ ENTRIES = (
     ("run_records", "find_known"),
     ("run_records", "fold_known"),
     ("streams.tables.kernels.runs", "decode_records"),
+    ("streams.tables.kernels.runs", "decode_labels"),
     ("streams.tables.kernels.runs", "load_records"),
     ("streams.tables.kernels.runs", "encode_dirty"),
     ("streams.tables.kernels.runs", "encode_emptied"),

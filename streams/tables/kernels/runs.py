@@ -72,6 +72,9 @@ _HASHES_BYTES_MAX = RUN_BLOCKS_MAX * 8
 OTHER = -1
 #: Bytes of the longest key and value: the numbers, the hashes, and 32 blocks with all their labels.
 RECORD_BYTES_MAX = 2048
+#: Words of a row of decode_labels.
+LABEL_ROW_WORDS = 2 + LABEL_WORDS
+_LABEL_ROW_BYTES = LABEL_ROW_WORDS * 8
 _SIGN = -(1 << 63)
 
 
@@ -206,7 +209,7 @@ def decode_records(
                     )
                     if found > 0:
                         # Labels come last: where there are none, all that is left is the end of an empty array.
-                        store(labelled + row, 1 if labels + 1 != end else 0)
+                        store(labelled + row, labels - data if labels + 1 != end else 0)
                         copy_words(locals_ + (n_blocks << 3), local, found)
                         store(load(table + FOLD_PARENT * 8) + row, parent)
                         store(load(table + FOLD_HAS_PARENT * 8) + row, has_parent)
@@ -219,6 +222,62 @@ def decode_records(
         store(offsets + row + 8, n_blocks)
         key = end
     return n_others
+
+
+@kernel()
+def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, out: int) -> int:
+    """Labels of the held blocks of records first to last, of those that decode_records took; gives the rows written.
+
+    data, table: as of decode_records. out: address of int64 rows, of LABEL_ROW_WORDS each: record, sequence hash,
+    layer, expert and group, NO_LABEL for none; in order of records, and of blocks in each. Of labels that a block has
+    twice the later ones are its.
+    """
+    presents, offsets = load(table + FOLD_PRESENT * 8), load(table + FOLD_OFFSET * 8)
+    locals_, labelled = load(table + FOLD_LOCAL * 8), load(table + FOLD_LABELLED * 8)
+    end = data + n_bytes
+    n_rows = 0
+    for record in range(first, last):
+        row = record << 3
+        begin = load(labelled + row)
+        if begin == 0:
+            continue
+        block, behind = load(offsets + row), load(offsets + row + 8)
+        # A line for each block, with labels or without, then the lines of those that have some move together.
+        lines = out + n_rows * _LABEL_ROW_BYTES
+        sequence = load(load(table + FOLD_PARENT * 8) + row)
+        has_sequence = load(load(table + FOLD_HAS_PARENT * 8) + row)
+        for offset in range(behind - block):
+            local = load(locals_ + ((block + offset) << 3))
+            sequence = signed(chain_step(sequence, local)) if has_sequence else local
+            has_sequence = 1
+            store(lines + offset * _LABEL_ROW_BYTES, 0)
+            store(lines + offset * _LABEL_ROW_BYTES + 8, sequence)
+        count, at = read_long(data + begin, end)
+        while count != 0:
+            if count < 0:
+                count = -count
+                _, at = read_long(at, end)
+            while count > 0:
+                offset, at = read_long(at, end)
+                line = lines + offset * _LABEL_ROW_BYTES
+                store(line, 1)
+                for word in range(LABEL_WORDS):
+                    branch, at = read_long(at, end)
+                    label = NO_LABEL
+                    if branch == 1 or branch == -1:
+                        label, at = read_long(at, end)
+                    store(line + 16 + (word << 3), label)
+                count -= 1
+            count, at = read_long(at, end)
+        present = load(presents + row)
+        for offset in range(behind - block):
+            line = lines + offset * _LABEL_ROW_BYTES
+            if load(line) and present >> offset & 1:
+                into = out + n_rows * _LABEL_ROW_BYTES
+                copy_words(into, line, LABEL_ROW_WORDS)
+                store(into, record)
+                n_rows += 1
+    return n_rows
 
 
 @kernel()
