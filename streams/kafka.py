@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.partitioner import murmur2
 from confluent_kafka import (
     Consumer,
-    ConsumerGroupState,
     KafkaError,
     KafkaException,
     Message,
@@ -420,24 +420,32 @@ def group_members(settings: Settings) -> list[GroupMember] | None:
 
     Raises KvStreamsError where no broker answers.
     """
-    client = admin(settings)  # held until it has answered: without it nobody does
-    asked = client.describe_consumer_groups([settings.app_id], request_timeout=ANSWER_TIMEOUT_S)
+    # Not `describe_consumer_groups`: where a broker goes away while that is asked, librdkafka aborts the process (issue
+    # 4605 of it, open), and an owner asks just when something went wrong.
     try:
-        group = asked[settings.app_id].result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
+        groups = admin(settings).list_groups(settings.app_id, ANSWER_TIMEOUT_S)
     except KafkaException as exc:
-        if exc.args[0].name() == "GROUP_ID_NOT_FOUND":
-            return []
         raise _refused(settings, exc.args[0], []) from exc
-    if group.state in (ConsumerGroupState.PREPARING_REBALANCING, ConsumerGroupState.COMPLETING_REBALANCING):
-        return None
-    return [
-        GroupMember(
-            member.client_id,
-            member.host,
-            frozenset((each.topic, each.partition) for each in member.assignment.topic_partitions),
-        )
-        for member in group.members
-    ]
+    members: list[GroupMember] = []
+    for group in groups:
+        if group.error is not None:
+            raise _refused(settings, group.error, [])
+        if group.state in _BETWEEN_ASSIGNMENTS:
+            return None
+        members += map(_member, group.members)
+    return members
+
+
+#: States of a group as DescribeGroups names them, in which its members' assignments are of no round.
+_BETWEEN_ASSIGNMENTS = frozenset({"PreparingRebalance", "CompletingRebalance"})
+
+
+def _member(told: Any) -> GroupMember:  # a client's class, whose fields have no types
+    assigned: frozenset[tuple[str, int]] = frozenset()
+    if told.assignment:  # as the consumers' group protocol encodes it
+        partitions = ConsumerProtocolMemberAssignment.decode(told.assignment).partitions()
+        assigned = frozenset((each.topic, each.partition) for each in partitions)
+    return GroupMember(told.client_id, told.client_host, assigned)
 
 
 def delete_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
