@@ -357,3 +357,18 @@ def test_a_lease_renewed_leaves_every_answer_as_it_was(pooled: View, monkeypatch
     monkeypatch.setattr("streams.cxl.pooled_index.reachable_workers", None)
     register(pooled, 1)
     assert reached(pooled, 1) == [2]
+
+
+def test_a_forgotten_rank_that_comes_again_in_a_smaller_epoch_has_its_labels() -> None:
+    """Also where none of its labels was left when it was forgotten."""
+    view = View(Settings(), lambda: 0, FOLDS[0])
+    register(view, 1)
+    first = run_of(CHAIN, rank(1), 0, 1, epoch=Epoch(Incarnation(5), 1), moe={0: LABELS[0]})
+    view.fold_index(run_key(first.key), encode_run(first))
+    view.fold_index(run_key(first.key), None)
+    view.fold_index(progress_key(rank(1)), None)
+    again = replace(first, epoch=FIRST)
+    view.fold_index(run_key(again.key), encode_run(again))
+    scores = view.find_matches(CHAIN)
+    beside = view.beside(sequence_hashes(CHAIN), "m", MoeWanted(2), pooled=False)
+    assert beside is not None and beside.matching([rank(1)], scores) == {rank(1)}

@@ -690,8 +690,9 @@ class View:
             self._progress.pop(rank, None)
             self._note_silence(rank, silent=False)
             self.index.forget_rank(rank)
-            if self._labels:
-                self._end_labels()
+            with self._beside_lock:  # also where it has no labels now: its next epoch may be a smaller one
+                self._labels.forget_rank(rank)
+                self._note_beside()
             return
         known = self._progress.get(rank)
         if known is not None and (progress.epoch, progress.sequence) < (known.epoch, known.sequence):
