@@ -364,7 +364,7 @@ def cxl_pool(
 ) -> None:
     """Register a pool, or change what is named of it; without an option only show it.
 
-    What is left out stays as it is. A new pool needs --member or --no-members.
+    What is left out stays as it is. A new pool, and one that is lost, needs --member or --no-members.
     """
     from streams.cxl.directory import PoolChange, change_pool, lose_pool
 

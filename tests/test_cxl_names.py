@@ -5,17 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
+from confluent_kafka import Producer
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata
+from streams.codec import decode_batch
+from streams.core.events import (
+    BEFORE_FIRST,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineEvents,
+    MoeLabels,
+)
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress, CxlStateChanged
 from streams.cxl.states import CxlMemoryState
 from streams.engines.cxl_names import CxlNames, stored_states
 from streams.engines.ledger import Ledger
+from streams.engines.publisher import KvEventPublisher
 from streams.engines.vllm import decode_payload
 from streams.errors import BadRecord
+from streams.settings import Settings
+from streams.topics import EVENT_BYTES_MAX
 from tests.test_holdings import u64
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
@@ -151,3 +165,52 @@ def test_what_is_no_transition_makes_its_batch_a_dead_letter(event: Any) -> None
     with pytest.raises(BadRecord) as caught:
         decode_payload(payload_of(event), 4)
     assert caught.value.reason == "bad_event"
+
+
+class Told(Producer):
+    """Keeps what a publisher would send: a client that talks to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
+        self.values: list[bytes] = []
+
+    def produce(self, topic: str, *_: Any, **record: Any) -> None:
+        if topic.endswith("kv-events"):
+            self.values.append(record["value"])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"cxl": CxlMetadata("elsewhere", "p", ())},
+        {"cxl": CxlMetadata("in_transit", None, ())},
+        {"cxl": CxlMetadata("in_transit", "", ())},
+        {"moe": MoeLabels(layer_id=-1)},
+        {"moe": MoeLabels(expert_id=True)},
+        {"moe": MoeLabels(expert_group=1 << 31)},
+    ],
+)
+def test_a_batch_that_cannot_be_told_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
+    """Whatever else is in it: nothing of it is in the ledger, and the next batch has its number."""
+    told = Told()
+    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
+    good = BlocksStored(None, u64(11), u64(1))
+    with pytest.raises(BadRecord):
+        publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2), **bad)])
+    assert publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2))]) == 0
+    begun, batch = map(decode_batch, told.values)
+    assert (begun.sequence, batch.sequence) == (BEFORE_FIRST, 0)
+    assert isinstance(batch.body, EngineEvents)
+    assert [each.engine.tolist() for each in batch.body.events if isinstance(each, BlocksStored)] == [[11], [12]]
+
+
+def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
+    """One that is too large is in the ledger: its number must not be another's."""
+    told = Told()
+    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
+    n = EVENT_BYTES_MAX // 16
+    names = np.arange(1, n + 1, dtype=np.uint64)
+    with pytest.raises(BadRecord, match="bytes"):
+        publisher.publish([BlocksStored(None, names, names)])
+    assert publisher.publish([BlocksRemoved(names[:1])]) == 1
+    assert [decode_batch(value).sequence for value in told.values] == [BEFORE_FIRST, 1]

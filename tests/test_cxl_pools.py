@@ -146,7 +146,7 @@ KNOWN = CxlPool("p", "near", 5, (WorkerId(1), WorkerId(2)), epoch=3, registered_
         (KNOWN, PoolChange(epoch=3), KNOWN),
         (KNOWN, PoolChange(epoch=4), replace(KNOWN, epoch=4)),
         (replace(KNOWN, lost=True), PoolChange(), replace(KNOWN, lost=True)),
-        (replace(KNOWN, lost=True), PoolChange(latency_class="near"), KNOWN),
+        (replace(KNOWN, lost=True), PoolChange(members=(WorkerId(4),)), replace(KNOWN, members=(WorkerId(4),))),
         (None, PoolChange(members=()), CxlPool("p")),
         (None, PoolChange((WorkerId(1),), "near", 5, 2), CxlPool("p", "near", 5, (WorkerId(1),), 2)),
     ],
@@ -154,7 +154,7 @@ KNOWN = CxlPool("p", "near", 5, (WorkerId(1), WorkerId(2)), epoch=3, registered_
 def test_a_change_of_a_pool_leaves_what_it_does_not_name(
     known: CxlPool | None, change: PoolChange, wanted: CxlPool
 ) -> None:
-    """Nothing named is nothing changed, and what is changed of a pool that was lost brings it back."""
+    """Nothing named is nothing changed, and members of a pool that was lost bring it back."""
     assert changed_pool("p", known, change) == wanted
 
 
@@ -163,6 +163,7 @@ def test_a_change_of_a_pool_leaves_what_it_does_not_name(
     [
         (None, PoolChange(), UnknownId),
         (None, PoolChange(latency_class="near"), UnknownId),
+        (replace(KNOWN, lost=True), PoolChange(latency_class="near"), UnknownId),
         (KNOWN, PoolChange(epoch=2), EpochConflict),
         (KNOWN, PoolChange(capacity_blocks=-1), InvalidRequest),
         (KNOWN, PoolChange(latency_class=""), InvalidRequest),
@@ -171,7 +172,7 @@ def test_a_change_of_a_pool_leaves_what_it_does_not_name(
 def test_a_change_that_cannot_be_is_refused(
     known: CxlPool | None, change: PoolChange, refused: type[KvStreamsError]
 ) -> None:
-    """A new pool without a word about its members is a slip in a name."""
+    """A new pool without a word about its members is a slip in a name, and by none does one that is lost come back."""
     with pytest.raises(refused):
         changed_pool("p", known, change)
 
@@ -202,7 +203,8 @@ def test_pools_are_known_to_every_router_and_their_epochs_never_go_back(fleet: F
     told = fleet.main.call("PUT", "/pools/epochs", put).given()
     assert (told["members"], told["epoch"], told["lost"]) == ([2, 3], 4, False)
     assert fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()["epoch"] == 4
-    fleet.main.call("PUT", "/pools/epochs", {"epoch": 3}).refused(409, "epoch_conflict")
+    fleet.main.call("PUT", "/pools/epochs", {"members": [2], "epoch": 3}).refused(409, "epoch_conflict")
+    fleet.main.call("PUT", "/pools/epochs", {"latency_class": "far"}).refused(400, "invalid_request")
     lost = fleet.main.call("DELETE", "/pools/epochs").given()
     assert (lost["epoch"], lost["lost"]) == (5, True)
     back = fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()

@@ -9,19 +9,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streams.core.ids import EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier
+from streams.errors import BadRecord
 
 #: Sequence number before the first, since vLLM counts its batches from 0. A batch with this number and no events says
 #: that a life begins: what an older one held is gone, though the new one has told nothing yet.
 BEFORE_FIRST = -1
 
+#: Greatest number of a label.
+LABEL_MAX = (1 << 31) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class MoeLabels:
-    """Which mixture-of-experts slice a stored block belongs to; None is unlabelled in that respect."""
+    """Which mixture-of-experts slice a stored block belongs to; None is unlabelled in that respect.
 
-    layer_id: int | None
-    expert_id: int | None
-    expert_group: int | None
+    Numbers from 0 to LABEL_MAX; `check_labels` says so, and decoders know it.
+    """
+
+    layer_id: int | None = None
+    expert_id: int | None = None
+    expert_group: int | None = None
+
+
+def check_labels(labels: MoeLabels) -> None:
+    """Raise BadRecord for labels that are no numbers, or out of range."""
+    for name in ("layer_id", "expert_id", "expert_group"):
+        value = getattr(labels, name)
+        if value is not None and (type(value) is not int or not 0 <= value <= LABEL_MAX):
+            raise BadRecord("bad_event", f"{name} is {value!r}, not a number from 0 to {LABEL_MAX}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from streams.core.ids import WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
 from streams.errors import BadRecord, EpochConflict, KvStreamsError, UnknownId
-from streams.kafka import ANSWER_TIMEOUT_S, as_record, consume, producer, reader
+from streams.kafka import ANSWER_TIMEOUT_S, as_record, consume, producer, reader, require_topic
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -107,8 +107,8 @@ class PoolChange:
 def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> CxlPool:
     """Apply a change to what the registry has of a pool, None for nothing; one that was lost is back then.
 
-    A change that names nothing changes nothing. Raises UnknownId for a new pool of which not even the members are said,
-    EpochConflict for an epoch that is over, InvalidRequest for values out of range.
+    A change that names nothing changes nothing. Raises UnknownId for a new pool, or one that is lost, of which not even
+    the members are said, EpochConflict for an epoch that is over, InvalidRequest for values out of range.
     """
     if change == PoolChange() and known is not None:
         return known
@@ -116,6 +116,10 @@ def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> Cxl
         raise UnknownId(
             f"no pool {pool_id} is registered",
             remedy="To register it, say who its members are, or that it has none",
+        )
+    if known is not None and known.lost and change.members is None:
+        raise UnknownId(
+            f"pool {pool_id} is lost", remedy="To bring it back, say who its members are, or that it has none"
         )
     base = known or CxlPool(pool_id)
     if change.epoch is not None and change.epoch < base.epoch:
@@ -150,6 +154,7 @@ def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
 
 
 def _known(settings: Settings, pool_id: str) -> CxlPool | None:
+    require_topic(settings, topics(settings).workers.name)  # it says soon, and in words, that there is no Kafka
     directory = PoolDirectory(settings)
     try:
         return directory.pools().get(pool_id)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from streams.core.events import BlocksStored, KvEvent
 from streams.core.ids import EngineHash, HashArray, WorkerId
-from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed
+from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
 from streams.cxl.states import RULES, CxlMemoryState, Place, stored_as
 from streams.engines.ledger import Ledger
-from streams.errors import BadRecord
+from streams.errors import BadRecord, InvalidRequest
 
 #: Names of one rank, 150 bytes each. Beyond it no block goes into a pool as far as routers know: one that is forgotten
 #: instead could never be told to be evicted, and would be routed to for ever.
@@ -71,6 +71,19 @@ class CxlNames:
             elif state is not CxlMemoryState.CXL_POOLED:
                 self._pooled.pop(name, None)
         return addressed(found), unknown
+
+
+def states_told(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
+    """Changes of state that one event tells; raises BadRecord for what is none whatever state a block is in."""
+    told = [event] if isinstance(event, CxlStateChanged) else []
+    if isinstance(event, BlocksStored):
+        told = stored_states(event)
+    try:
+        for changed in told:
+            check_change(changed)
+    except InvalidRequest as exc:
+        raise BadRecord("bad_transition", exc.message) from exc
+    return told
 
 
 def stored_states(event: BlocksStored) -> list[CxlStateChanged]:

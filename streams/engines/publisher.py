@@ -30,6 +30,7 @@ from streams.core.events import (
     KvEvent,
     MoeLabels,
     RestatementChunk,
+    check_labels,
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
@@ -39,11 +40,10 @@ from streams.cxl.events import (
     AddressedBlocks,
     CxlStateChanged,
     CxlTransition,
-    check_change,
     state_changed,
 )
 from streams.cxl.records import encode_transition
-from streams.engines.cxl_names import CxlNames, stored_states
+from streams.engines.cxl_names import CxlNames, states_told
 from streams.engines.ledger import Ledger
 from streams.engines.restating import chunks
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
@@ -115,16 +115,14 @@ class RankWriter:
     ) -> None:
         """Publish one batch. One that changes nothing is published too: its sequence number must not look lost.
 
-        Raises BadRecord for a store whose CXL metadata is none, or a batch that is too large.
+        Raises BadRecord for a store whose CXL metadata is none, having done nothing, or a batch that is too large, of
+        which the ledger knows and the log does not: its number is then missing there.
         """
         news: list[KvEvent] = []
-        for event in events:
-            if isinstance(event, CxlStateChanged):
-                self._change(event, sequence, emitted_at_ms)
-                continue
-            stored = stored_states(event) if isinstance(event, BlocksStored) else []
-            news += self.ledger.apply(event)
-            for changed in stored:
+        for event, states in [(event, states_told(event)) for event in events]:  # all, before the ledger has any
+            if not isinstance(event, CxlStateChanged):
+                news += self.ledger.apply(event)
+            for changed in states:
                 self._change(changed, sequence, emitted_at_ms)
         self.unindexed += n_unindexed
         self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(news)), n_unindexed)
@@ -283,7 +281,7 @@ class KvEventPublisher:
     ) -> None:
         """Blocks are held now. token_ids: those of all blocks, len(engine_hashes) * block_size of them.
 
-        Raises InvalidRequest where the numbers do not fit.
+        Raises InvalidRequest where the numbers do not fit, and as `publish`.
         """
         local = local_hashes(token_ids, self._block_size, hash_seed(lora_name, namespace))
         if len(local) != len(engine_hashes):
@@ -292,10 +290,7 @@ class KvEventPublisher:
             )
         engine = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
         parent_hash = None if parent is None else EngineHash(parent & ((1 << 64) - 1))
-        stored = BlocksStored(parent_hash, engine, local, tier, moe, cxl)
-        for changed in stored_states(stored):  # before anything is told of the store
-            check_change(changed)
-        self.publish([stored])
+        self.publish([BlocksStored(parent_hash, engine, local, tier, moe, cxl)])
 
     def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
         """Blocks are held no more."""
@@ -307,11 +302,19 @@ class KvEventPublisher:
         self.publish([AllBlocksCleared()])
 
     def publish(self, events: Sequence[KvEvent]) -> int:
-        """Publish several events as one batch; gives its sequence number."""
+        """Publish several events as one batch; gives its sequence number.
+
+        Raises BadRecord for CXL metadata or labels that are none: nothing was published then, and the batch may be told
+        again without them. Whatever else is raised, the batch's number is missing in the log: its rank is degraded.
+        """
+        for event in events:
+            states_told(event)
+            if isinstance(event, BlocksStored) and event.moe is not None:
+                check_labels(event.moe)
         sequence = self._sequence
+        self._sequence += 1
         digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
         self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events)
-        self._sequence += 1
         return sequence
 
     def publish_cxl_state_transition(

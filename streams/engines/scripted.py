@@ -86,5 +86,5 @@ def check_pool(pools: PoolDirectory, changed: CxlStateChanged) -> None:
     if pool.lost and changed.state is CxlMemoryState.IN_TRANSIT:
         raise UnknownId(
             f"pool {changed.pool_id} is lost",
-            remedy="`kvstreams cxl pool` brings it back; --force tells it all the same",
+            remedy="`kvstreams cxl pool` with its members brings it back; --force tells it all the same",
         )

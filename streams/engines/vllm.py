@@ -15,7 +15,15 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, CxlMetadata, KvEvent, MoeLabels
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    KvEvent,
+    MoeLabels,
+    check_labels,
+)
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_pool_id
@@ -166,11 +174,9 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
 def _moe_labels(raw: dict[str, Any] | None) -> MoeLabels | None:
     if raw is None:
         return None
-    labels = {name: raw.get(name) for name in _MOE_FIELDS}
-    for name, value in labels.items():
-        if value is not None and (type(value) is not int or not 0 <= value <= _I32_MAX):
-            raise BadRecord("bad_event", f"{name} is {value!r}, not a number from 0 to {_I32_MAX}")
-    return MoeLabels(**labels)
+    labels = MoeLabels(**{name: raw.get(name) for name in _MOE_FIELDS})
+    check_labels(labels)
+    return labels
 
 
 def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMetadata | None:

@@ -131,9 +131,9 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /pools/{pool_id}. members: worker ids. epoch: left out, it stays."""
 
+    members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)]
     latency_class: Annotated[str, msgspec.Meta(min_length=1, max_length=POOL_NAME_CHARS_MAX)] = "default"
     capacity_blocks: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)] | None = None
-    members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)] = []
     epoch: Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)] | None = None
 
 
