@@ -154,10 +154,9 @@ def fast_fold() -> RunFold:
     compiled = _compiled()
     if compiled is None:
         return PlainRunFold()
-    from streams.core.kernels.warm import warm
+    from streams.warming import warm_kernels
 
-    for _ in warm():  # here, before anybody is answered: half a minute once, a tenth of a second from the cache
-        pass
+    warm_kernels()  # here, before anybody is answered: half a minute once, a tenth of a second from the cache
     return compiled[0]()
 
 

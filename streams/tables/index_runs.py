@@ -57,15 +57,14 @@ def index_runs() -> tuple[IndexRuns, DecodeEvents]:
 @cache
 def _compiled() -> tuple[Callable[[], IndexRuns], DecodeEvents] | None:
     try:
-        from streams.core.kernels.warm import warm
         from streams.tables.event_decoding import decode_events
         from streams.tables.run_table import RunTable
+        from streams.warming import warm_kernels
     except ImportError as exc:
         if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
         return None
-    for _ in warm():  # before a partition is opened: no batch waits for a compiler
-        pass
+    warm_kernels()  # before a partition is opened: no batch waits for a compiler
     return RunTable, decode_events
 
 
