@@ -122,7 +122,8 @@ def test_lines_to_be_copied_are_commands_with_options_that_they_take(page: str) 
             words = shlex.split(line.removesuffix("&"))
             while isinstance(command, click.Group):
                 command = command.commands[words.pop(0)]
-            command.make_context(line, words)
+            # As the group's: a command keeps the names of its help from the first context that it is in.
+            command.make_context(line, words, parent=click.Context(cli, **cli.context_settings))
             n_lines += 1
     assert n_lines > 4
 
