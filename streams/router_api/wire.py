@@ -57,6 +57,10 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same as the labels are asked."""
         return MoeWanted(self.layer_id, frozenset(self.expert_ids), self.expert_group)
 
+    def counts(self, moe_score_weight: float) -> bool:
+        """Whether labels can change the choice: they are asked for, and are worth something or filter ranks."""
+        return (moe_score_weight > 0.0 or not self.fallback_to_unlabeled) and self.wanted().asks
+
 
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request changes of the router's policy."""
