@@ -191,6 +191,24 @@ def test_an_answer_is_kept_until_the_fleet_changes(make: type[BlockSets]) -> Non
     assert made == [{1}, {1}, {1}, {2}]
 
 
+def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
+    """And the last of them is asked as the first is; one more is refused."""
+    sets, ranks = BlockSetTable(), numbers_of(2)
+    blocks = [number * 0x9E37_79B9_7F4A_7C15 % 2**64 for number in range(1, block_sets.SETS_MAX + 2)]
+    for fact, block in enumerate(blocks[:-1]):
+        sets.tell(block, fact)
+    with pytest.raises(IndexFull):
+        sets.tell(blocks[-1], block_sets.SETS_MAX)
+    assert len(sets) == block_sets.SETS_MAX == 1_048_576
+    path = Question(sets, "q", ranks, lambda facts: 1 if facts & {0, block_sets.SETS_MAX - 1} else 2).path(
+        chain(blocks[0], blocks[1], *blocks[-2:])
+    )
+    assert path is not None
+    first, second, last, refused = path.rows().tolist()
+    assert first == last != second
+    assert refused == 0
+
+
 @pytest.mark.parametrize("make", SETS)
 def test_beyond_the_limit_a_new_set_is_refused_and_nothing_changes(
     make: type[BlockSets], monkeypatch: pytest.MonkeyPatch

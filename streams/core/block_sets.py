@@ -24,8 +24,10 @@ from streams.core.ids import U64_MASK, HashArray, RankId, WorkerId
 from streams.core.index import RankPlaces
 from streams.errors import IndexFull
 
-#: Sets in use at a time, as many as the run tree has columns; blocks that went together share theirs.
-SETS_MAX = 65_536
+#: Sets in use at a time. Memory alone limits them: some 400 bytes each where four facts are a set, a kilobyte for
+#: sixteen, and 8 for each question that is asked. Pooled blocks that went together share theirs. Labels are of a rank:
+#: where any four of 64 ranks hold a block there are 635,376, which must find room.
+SETS_MAX = 1_048_576
 #: Held rows, see Path.walk: rows of each block, bitmaps over the candidates' positions, and words of one.
 Held = tuple[Int64Array, Int64Array, int]
 
