@@ -25,7 +25,10 @@ from streams.errors import IndexFull
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where blocks are pooled, as far as it decides who reaches them; whoever owns them."""
+    """Where blocks are pooled, as far as it decides who reaches them; whoever owns them.
+
+    accessible_workers: in order and each once, so that owners who name the same ones name one place.
+    """
 
     model: str
     pool_id: str
@@ -97,4 +100,10 @@ def _counted(placement: Placement | None) -> _Place | None:
     """What counts of a row; in transit and evicted nobody scores it."""
     if placement is None or placement.state is not CxlMemoryState.CXL_POOLED:
         return None
-    return _Place(placement.model, placement.pool_id, placement.pool_epoch, placement.accessible_workers)
+    named = placement.accessible_workers
+    return _Place(
+        placement.model,
+        placement.pool_id,
+        placement.pool_epoch,
+        tuple(sorted(set(named))) if len(named) > 1 else named,
+    )
