@@ -36,6 +36,60 @@ def reached(index: PooledIndex, sets: BlockSets, block: SequenceHash = BLOCK) ->
 
 
 @pytest.mark.parametrize("make", SETS)
+def test_a_row_that_found_no_room_takes_no_other_owners_place_back(
+    make: type[BlockSets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is told of a block is told for as long as any row says so, whoever found the room."""
+    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    sets = make()
+    index = PooledIndex(sets, {})
+    full, here, there = SequenceHash(1), placed(1, 2), placed(3)
+    index.replace(full, None, there)  # the only set that there is room for
+    index.replace(BLOCK, None, here)  # owner B
+    assert (reached(index, sets), index.without_room) == (set(), 1)
+    index.replace(full, there, None)
+    index.replace(BLOCK, None, here)  # owner A
+    assert (reached(index, sets), index.without_room) == ({1, 2}, 0)
+    index.replace(BLOCK, here, None)  # owner B
+    assert reached(index, sets) == {1, 2}
+    index.replace(BLOCK, here, there)  # owner A; the room of the one is the other's
+    assert (reached(index, sets), index.without_room) == ({3}, 0)
+    index.replace(BLOCK, there, None)
+    assert (reached(index, sets), len(index), index.without_room) == (set(), 0, 0)
+
+
+@pytest.mark.parametrize("make", SETS)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_come_and_go_in_any_order_with_little_room(
+    make: type[BlockSets], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reaches what no row says; while nothing is without room everybody reaches what any row says."""
+    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (2,))
+    rng, sets = random.Random(seed), make()
+    index = PooledIndex(sets, {})
+    rows: dict[tuple[int, int], Placement] = {}  # by block and owner
+    n_whole = n_lacking = 0
+    for _ in range(3000):
+        key = (rng.randrange(1, 4), rng.randrange(4))
+        before, after = rows.pop(key, None), rng.choice([None, None, placed(1), placed(2), placed(3)])
+        if after is not None:
+            rows[key] = after
+        index.replace(SequenceHash(key[0]), before, after)
+        for block in range(1, 4):
+            told = {worker for (of, _), row in rows.items() if of == block for worker in row.accessible_workers}
+            found = reached(index, sets, SequenceHash(block))
+            assert found <= told
+            if index.without_room == 0:
+                assert found == told
+        n_whole += index.without_room == 0
+        n_lacking += index.without_room > 0
+    assert min(n_whole, n_lacking) > 100
+    for (block, _), row in rows.items():
+        index.replace(SequenceHash(block), row, None)
+    assert (len(index), index.without_room) == (0, 0)
+
+
+@pytest.mark.parametrize("make", SETS)
 def test_who_is_named_in_another_order_or_twice_is_named_all_the_same(
     make: type[BlockSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:

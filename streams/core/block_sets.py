@@ -272,7 +272,7 @@ class BlockSets:
             self._drop(block)
             self._n_blocks -= 1
         else:
-            after = self._number_of(facts - {fact}, sets_max=len(self._sets) + 1)  # what ends must not find no room
+            after = self._number_of(facts - {fact}, sets_max=len(self._numbers) + 1)  # what ends must not find no room
             self._uses[after] += 1
             self._put(block, after)
         self._release(before)
@@ -310,11 +310,11 @@ class BlockSets:
     def _number_of(self, facts: frozenset[int], sets_max: int = SETS_MAX) -> int:
         number = self._numbers.get(facts)
         if number is None:
+            if len(self._numbers) >= sets_max:  # not the free ones: there are more than the limit where much has ended
+                raise IndexFull(f"blocks have {sets_max} different sets of facts", sets_max=sets_max)
             if self._free:
                 number = self._free.pop()
                 self._sets[number] = facts
-            elif len(self._sets) > sets_max:
-                raise IndexFull(f"blocks have {sets_max} different sets of facts", sets_max=sets_max)
             else:
                 number = len(self._sets)
                 self._sets.append(facts)
