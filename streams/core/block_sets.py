@@ -36,6 +36,10 @@ _STEPS_MAX = 65_536
 #: Questions whose answers are kept: models, or slices of experts that requests ask for. Beyond it all are forgotten.
 _ANSWERS_MAX = 64
 
+#: Rows of one question's answers, each another mask of ranks; beyond it they begin anew, at the next request. Sets that
+#: ended leave theirs behind. With 64 ranks these are 10 MB, and to work one out again takes some microseconds.
+ROWS_MAX = 65_536
+
 Float64Array = npt.NDArray[np.float64]
 
 _EMPTY: frozenset[int] = frozenset()
@@ -75,11 +79,12 @@ class RankNumbers:
 class Answers:
     """Who may count a block, by its set, for one question; as many bits as there are numbers of ranks.
 
-    row_of: int64 by number of a set, UNKNOWN where nobody asked yet. Row 0 of bits is nobody's. address: of int64[4],
+    row_of: int64 by number of a set, UNKNOWN where nobody asked yet. Row 0 of bits is nobody's; n_rows: with it, see
+    ROWS_MAX. address: of int64[4],
     where the map, row_of and bits lie, and words of a row, for kernels.
     """
 
-    __slots__ = ("_make", "_n_rows", "_places", "_rows", "address", "bits", "numbers", "row_of", "sets", "words")
+    __slots__ = ("_make", "_places", "_rows", "address", "bits", "n_rows", "numbers", "row_of", "sets", "words")
 
     def __init__(self, sets: BlockSets, numbers: RankNumbers, make: Callable[[frozenset[int]], int]) -> None:
         self.sets = sets
@@ -87,7 +92,7 @@ class Answers:
         self.words = numbers.words
         self._make = make
         self._rows: dict[int, int] = {0: 0}
-        self._n_rows = 1
+        self.n_rows = 1
         self.bits = np.zeros(self.words * 4, dtype=np.int64)
         self.row_of = np.full(16, _UNKNOWN, dtype=np.int64)
         self._places = np.array([sets.map_address, 0, 0, self.words], dtype=np.int64)
@@ -102,9 +107,9 @@ class Answers:
         mask = self._make(facts)
         row = self._rows.get(mask)
         if row is None:
-            row = self._rows[mask] = self._n_rows
-            self._n_rows += 1
-            if self._n_rows * self.words > len(self.bits):
+            row = self._rows[mask] = self.n_rows
+            self.n_rows += 1
+            if self.n_rows * self.words > len(self.bits):
                 # Another array: whoever reads the older one has all the rows that he knows of.
                 self.bits = np.concatenate([self.bits, np.zeros_like(self.bits)])
                 self._note_places()
@@ -288,7 +293,7 @@ class BlockSets:
     def answers(self, question: Hashable, numbers: RankNumbers, make: Callable[[frozenset[int]], int]) -> Answers:
         """What is known of the answers to a question; see Question. Good until anything is told or taken back."""
         answers = self._answers.get(question)
-        if answers is None or answers.numbers is not numbers:
+        if answers is None or answers.numbers is not numbers or answers.n_rows > ROWS_MAX:
             if len(self._answers) >= _ANSWERS_MAX:
                 self._answers.clear()
             answers = self._answers[question] = Answers(self, numbers, make)
