@@ -59,7 +59,8 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def counts(self, moe_score_weight: float) -> bool:
         """Whether labels can change the choice: they are asked for, and are worth something or filter ranks."""
-        return (moe_score_weight > 0.0 or not self.fallback_to_unlabeled) and self.wanted().asks
+        asks = self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
+        return asks and (moe_score_weight > 0.0 or not self.fallback_to_unlabeled)
 
 
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
