@@ -71,9 +71,9 @@ def select_preferred(
     several are worth that."""
     if n_lowest == 1:
         return first
-    ties = np.flatnonzero(costs == costs[first])
-    best = ties[worth[ties] == worth[ties].max()]
-    return int(best[_uniform(len(best), rng)])
+    ties: list[int] = np.flatnonzero(costs == costs[first]).tolist()
+    lacks = [-worth.item(index) for index in ties]  # mostly a few, for which NumPy takes longer
+    return ties[_any_of_the_lowest(lacks, min(lacks), rng)]
 
 
 def select_random(n: int, rng: Rng) -> int:

@@ -611,7 +611,7 @@ class View:
             return _TRUSTED[AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK]
         worst = AnswerMode.EXACT
         fresh: set[int] = set()
-        lacking_labels = self._labels.incomplete if labelled else _NO_RANKS
+        lacking_labels = (self._labels.incomplete or None) if labelled else None
         for rank in ranks:
             progress = self._progress.get(rank)
             if progress is None:
@@ -621,7 +621,7 @@ class View:
                 return _DOUBTED[Doubt.EVENTS_LOST if health is Health.DEGRADED else Doubt.REMOVED]
             if self._incomplete and self._lacks_records(rank):
                 return _DOUBTED[Doubt.NO_ROOM]
-            if lacking_labels and rank in lacking_labels:
+            if lacking_labels is not None and rank in lacking_labels:
                 return _DOUBTED[Doubt.LABELS_NO_ROOM]
             partition = partition_of(rank.worker_id, self._settings.partitions)
             if partition not in fresh:
