@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from streams.core import block_sets
-from streams.core.block_sets import BlockSets, BlockSetTable, Float64Array, Held, PlainBlockSets, Question, RankNumbers
+from streams.core.block_sets import (
+    BlockSets,
+    BlockSetTable,
+    Float64Array,
+    Held,
+    Path,
+    PlainBlockSets,
+    Question,
+    RankNumbers,
+)
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.index import RankPlaces
 from streams.errors import IndexFull
@@ -189,6 +198,64 @@ def test_an_answer_is_kept_until_the_fleet_changes(make: type[BlockSets]) -> Non
     sets.tell(5, 2)
     assert look(other)
     assert made == [{1}, {1}, {1}, {2}]
+
+
+@pytest.mark.parametrize("make", SETS)
+def test_answers_to_sets_that_ended_are_forgotten(make: type[BlockSets], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a limit of rows, of which one request adds no more than it has blocks; what was found stays as it was."""
+    monkeypatch.setattr(block_sets, "ROWS_MAX", 20)
+    rng, sets, numbers = random.Random(1), make(), numbers_of(64)
+    query, n_begun, earlier = chain(5, 6, 7), 0, None
+    question = asked(sets, numbers)
+    candidates = RankPlaces([rank(number) for number in range(64)])
+    nothing = np.zeros(64, dtype=np.int64)
+    holds_nothing = held_of([set()] * 3, 64)
+    kept: list[tuple[Path, list[int]]] = []
+    for _ in range(300):
+        told = [set(rng.sample(range(64), 8)) for _ in range(3)]
+        for block, facts in zip(query.tolist(), told, strict=True):
+            for fact in facts:
+                sets.tell(block, fact)
+        answers = question.answers()
+        n_begun += answers is not earlier
+        earlier = answers
+        expected = [len(list(itertools.takewhile(lambda facts: number in facts, told))) for number in range(64)]  # noqa: B023
+        weighed = sets.weigh(
+            answers, None, query, numbers.of(candidates), nothing, nothing.astype(np.float64), 1.0, 0.0
+        )
+        assert weighed.pooled is not None
+        assert weighed.pooled.tolist() == expected
+        assert answers.n_rows <= 20 + 3
+        path = question.path(query)
+        assert path is not None
+        kept.append((path, expected))
+        for block, facts in zip(query.tolist(), told, strict=True):
+            for fact in facts:
+                sets.take_back(block, fact)
+    assert len(sets) == 0
+    assert n_begun > 10
+    for path, expected in kept:
+        counts = path.walk(candidates, nothing, holds_nothing)
+        assert counts is not None
+        assert counts.tolist() == expected
+
+
+def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
+    """And the last of them is asked as the first is; one more is refused."""
+    sets, ranks = BlockSetTable(), numbers_of(2)
+    blocks = [number * 0x9E37_79B9_7F4A_7C15 % 2**64 for number in range(1, block_sets.SETS_MAX + 2)]
+    for fact, block in enumerate(blocks[:-1]):
+        sets.tell(block, fact)
+    with pytest.raises(IndexFull):
+        sets.tell(blocks[-1], block_sets.SETS_MAX)
+    assert len(sets) == block_sets.SETS_MAX == 1_048_576
+    path = Question(sets, "q", ranks, lambda facts: 1 if facts & {0, block_sets.SETS_MAX - 1} else 2).path(
+        chain(blocks[0], blocks[1], *blocks[-2:])
+    )
+    assert path is not None
+    first, second, last, refused = path.rows().tolist()
+    assert first == last != second
+    assert refused == 0
 
 
 @pytest.mark.parametrize("make", SETS)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from streams.core import block_sets
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
@@ -163,6 +164,19 @@ def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> No
     assert {each[2] for each in terms(look(router, {"moe_query": {}})).values()} == {0}
 
 
+def test_of_ranks_that_hold_the_whole_request_one_that_matches_wins() -> None:
+    """Though all cost the same, by lot between those that match as much; without a query between all three."""
+    router = router_of(4)
+    hold(router.view, rank(1), LOCAL)
+    label(router, 2, 0, 4)
+    label(router, 3, 0, 4)
+    label(router, 4, 0, 3)  # 4.5 blocks' worth of 4
+    found = terms(look(router, {"moe_query": QUERY}))
+    assert [found[worker_id][3:] for worker_id in (1, 2, 3, 4)] == [(4.0, 4.0), (6.0, 4.0), (6.0, 4.0), (4.5, 4.0)]
+    assert {look(router, {"moe_query": QUERY})["worker_id"] for _ in range(40)} == {2, 3}
+    assert {look(router)["worker_id"] for _ in range(60)} == {1, 2, 3}
+
+
 @pytest.mark.parametrize("mode", ["kv", "random", "least-loaded"])
 def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
     """In every mode, since it is a filter; where nobody matches all stay."""
@@ -236,6 +250,71 @@ def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytes
     router.view.fold_pooled(block_key(BlockKey(CHAIN[0], rank(DEAD), "p")), None)
     put(router, 2)
     assert router.view.n_pooled() == 2
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
+    monkeypatch: pytest.MonkeyPatch, in_batches: bool
+) -> None:
+    """Of the rank in question, by who asks for labels that count, until its record finds room or ends."""
+    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    router = router_of(3)
+
+    def tell(worker_id: int, *, labelled: bool = True, ends: bool = False) -> None:
+        moe = dict.fromkeys(range(4), LABELS) if labelled else {}
+        run = run_of(LOCAL, rank(worker_id), 0, 4, moe=moe)
+        record = (run_key(run.key), None if ends else encode_run(run))
+        if in_batches:
+            assert router.view.fold_index_batch([record]) == []
+        else:
+            router.view.fold_index(*record)
+
+    strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
+
+    def strictly() -> tuple[str, set[int]]:
+        answer = look(router, strict)
+        return answer["mode"], set(terms(answer))
+
+    for worker_id in (1, 2, 3):
+        hold(router.view, rank(worker_id), LOCAL[:1])
+    tell(1)
+    assert strictly() == ("exact", {1})
+    tell(2)
+    for override in ({"moe_query": QUERY}, strict, {**strict, "moe_score_weight": 0.0}):
+        assert look(router, override)["degraded_because"] == "labels_no_room"
+    assert terms(look(router, strict)).keys() == {1, 2}
+    assert router.view.labelled() == (2, 4)
+    unasked: list[dict[str, Any] | None] = [None, {"moe_query": {}}, {"moe_query": QUERY, "moe_score_weight": 0.0}]
+    for nothing in unasked:
+        assert look(router, nothing)["mode"] == "exact"
+    assert look(router, {"moe_query": QUERY}, excluded_worker_ids=[2])["mode"] == "exact"
+    booked = {"token_ids": TOKENS, "request_id": "r", "allowed_worker_ids": [2]}
+    for _ in range(2):  # the second finds the booking
+        again = msgspec.convert({**booked, "router_config_override": {"moe_query": QUERY}}, RouteRequest)
+        assert router.route(again)["degraded_because"] == "labels_no_room"
+    # Another rank's leave makes room, which is taken when the record is written again.
+    tell(1, labelled=False)
+    assert look(router, strict)["mode"] == "degraded"
+    tell(2)
+    assert strictly() == ("exact", {2})
+    tell(1)
+    assert terms(look(router, strict)).keys() == {1, 2}
+    tell(1, ends=True)
+    assert strictly() == ("exact", {2})
+
+
+def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What found no room went with its life."""
+    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    router = router_of(2)
+    for worker_id in (1, 2):
+        hold(router.view, rank(worker_id), LOCAL[:1])
+        label(router, worker_id, 0, 1)
+    assert look(router, {"moe_query": QUERY})["degraded_because"] == "labels_no_room"
+    progress = router.view.progress_of(WorkerId(2))[0]
+    later = replace(progress, epoch=progress.epoch._replace(generation=1))
+    router.view.fold_index(progress_key(rank(2)), encode_progress(later))
+    assert look(router, {"moe_query": QUERY})["mode"] == "exact"
 
 
 @pytest.mark.parametrize("query", ['{"layer_id": "x"}', "[1]", "7", "{", '{"layer": 1}', '{"expert_ids": [-1]}'])

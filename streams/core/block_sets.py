@@ -24,8 +24,10 @@ from streams.core.ids import U64_MASK, HashArray, RankId, WorkerId
 from streams.core.index import RankPlaces
 from streams.errors import IndexFull
 
-#: Sets in use at a time, as many as the run tree has columns; blocks that went together share theirs.
-SETS_MAX = 65_536
+#: Sets in use at a time. Memory alone limits them: some 400 bytes each where four facts are a set, a kilobyte for
+#: sixteen, and 8 for each question that is asked. Pooled blocks that went together share theirs. Labels are of a rank:
+#: where any four of 64 ranks hold a block there are 635,376, which must find room.
+SETS_MAX = 1_048_576
 #: Held rows, see Path.walk: rows of each block, bitmaps over the candidates' positions, and words of one.
 Held = tuple[Int64Array, Int64Array, int]
 
@@ -33,6 +35,10 @@ Held = tuple[Int64Array, Int64Array, int]
 _STEPS_MAX = 65_536
 #: Questions whose answers are kept: models, or slices of experts that requests ask for. Beyond it all are forgotten.
 _ANSWERS_MAX = 64
+
+#: Rows of one question's answers, each another mask of ranks; beyond it they begin anew, at the next request. Sets that
+#: ended leave theirs behind. With 64 ranks these are 10 MB, and to work one out again takes some microseconds.
+ROWS_MAX = 65_536
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -73,11 +79,12 @@ class RankNumbers:
 class Answers:
     """Who may count a block, by its set, for one question; as many bits as there are numbers of ranks.
 
-    row_of: int64 by number of a set, UNKNOWN where nobody asked yet. Row 0 of bits is nobody's. address: of int64[4],
+    row_of: int64 by number of a set, UNKNOWN where nobody asked yet. Row 0 of bits is nobody's; n_rows: with it, see
+    ROWS_MAX. address: of int64[4],
     where the map, row_of and bits lie, and words of a row, for kernels.
     """
 
-    __slots__ = ("_make", "_n_rows", "_places", "_rows", "address", "bits", "numbers", "row_of", "sets", "words")
+    __slots__ = ("_make", "_places", "_rows", "address", "bits", "n_rows", "numbers", "row_of", "sets", "words")
 
     def __init__(self, sets: BlockSets, numbers: RankNumbers, make: Callable[[frozenset[int]], int]) -> None:
         self.sets = sets
@@ -85,7 +92,7 @@ class Answers:
         self.words = numbers.words
         self._make = make
         self._rows: dict[int, int] = {0: 0}
-        self._n_rows = 1
+        self.n_rows = 1
         self.bits = np.zeros(self.words * 4, dtype=np.int64)
         self.row_of = np.full(16, _UNKNOWN, dtype=np.int64)
         self._places = np.array([sets.map_address, 0, 0, self.words], dtype=np.int64)
@@ -100,9 +107,9 @@ class Answers:
         mask = self._make(facts)
         row = self._rows.get(mask)
         if row is None:
-            row = self._rows[mask] = self._n_rows
-            self._n_rows += 1
-            if self._n_rows * self.words > len(self.bits):
+            row = self._rows[mask] = self.n_rows
+            self.n_rows += 1
+            if self.n_rows * self.words > len(self.bits):
                 # Another array: whoever reads the older one has all the rows that he knows of.
                 self.bits = np.concatenate([self.bits, np.zeros_like(self.bits)])
                 self._note_places()
@@ -270,7 +277,7 @@ class BlockSets:
             self._drop(block)
             self._n_blocks -= 1
         else:
-            after = self._number_of(facts - {fact}, sets_max=len(self._sets) + 1)  # what ends must not find no room
+            after = self._number_of(facts - {fact}, sets_max=len(self._numbers) + 1)  # what ends must not find no room
             self._uses[after] += 1
             self._put(block, after)
         self._release(before)
@@ -286,7 +293,7 @@ class BlockSets:
     def answers(self, question: Hashable, numbers: RankNumbers, make: Callable[[frozenset[int]], int]) -> Answers:
         """What is known of the answers to a question; see Question. Good until anything is told or taken back."""
         answers = self._answers.get(question)
-        if answers is None or answers.numbers is not numbers:
+        if answers is None or answers.numbers is not numbers or answers.n_rows > ROWS_MAX:
             if len(self._answers) >= _ANSWERS_MAX:
                 self._answers.clear()
             answers = self._answers[question] = Answers(self, numbers, make)
@@ -308,11 +315,11 @@ class BlockSets:
     def _number_of(self, facts: frozenset[int], sets_max: int = SETS_MAX) -> int:
         number = self._numbers.get(facts)
         if number is None:
+            if len(self._numbers) >= sets_max:  # not the free ones: there are more than the limit where much has ended
+                raise IndexFull(f"blocks have {sets_max} different sets of facts", sets_max=sets_max)
             if self._free:
                 number = self._free.pop()
                 self._sets[number] = facts
-            elif len(self._sets) > sets_max:
-                raise IndexFull(f"blocks have {sets_max} different sets of facts", sets_max=sets_max)
             else:
                 number = len(self._sets)
                 self._sets.append(facts)

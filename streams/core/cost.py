@@ -23,7 +23,8 @@ TIER_WEIGHTS = (1.0, 0.75, 0.25, 0.0)
 #: Weight of a block that a rank reaches in a CXL pool: loading one goes over the same PCIe as a host copy does.
 CXL_SCORE_WEIGHT = 0.75
 #: What a cached block counts more where its labels match the request's slice of experts: of two ranks that hold as much
-#: the matching one wins, and one without labels wins where it holds half as much again.
+#: and are as busy the matching one wins, and one without labels wins where it holds more than half as much again. Own
+#: prefill is never below 0, so that where a request is cached as a whole labels may only break a tie.
 MOE_SCORE_WEIGHT = 0.5
 
 

@@ -11,7 +11,7 @@ rank's own leading prefix are counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -78,12 +78,15 @@ class LabelIndex:
         self._ranks: dict[RankId, _RankLabels] = {}
         self._records: dict[Hashable, tuple[RankId, set[tuple[int, int]]]] = {}  # (block, fact) each
         self._ended: deque[tuple[int | None, int]] = deque()  # None: the rank's own use of a fact
+        # Records some of whose labels found no room, by rank, as long as they are the rank's: then it is not known
+        # which of its blocks match.
+        self._incomplete: dict[RankId, set[Hashable]] = {}
         self._questions = Questions()
         self._n_lives = 0
         self.without_room = 0
 
     def __len__(self) -> int:
-        """Records that have labels."""
+        """Records that have labels, also where none of these found room."""
         return len(self._records)
 
     def __bool__(self) -> bool:
@@ -98,13 +101,22 @@ class LabelIndex:
         """Ranks that have labels, and the epoch that these are of."""
         return [(rank, told.epoch) for rank, told in self._ranks.items()]
 
+    @property
+    def incomplete(self) -> Set[RankId]:
+        """Ranks of which labels are lacking that found no room: what is not known to match may match.
+
+        A rank is complete again when the records in question have ended, or have been written again and found room.
+        """
+        return self._incomplete.keys()
+
     def fold(
         self, key: Hashable, rank: RankId, epoch: Epoch, labelled: Iterable[tuple[SequenceHash, MoeLabels]]
     ) -> None:
         """Take in the labels of a record's held blocks; they replace what its key had.
 
-        A record of an older epoch than its rank's changes nothing. Labels for which there is no room are counted. A
-        record that is written again for one more block is compared with what it had: only what differs is told.
+        A record of an older epoch than its rank's changes nothing. Labels for which there is no room are counted, and
+        make their rank incomplete. A record that is written again for one more block is compared with what it had: only
+        what differs is told.
         """
         told = self._ranks.get(rank)
         if told is not None and epoch < told.epoch:
@@ -120,16 +132,19 @@ class LabelIndex:
                 number = told.numbers[labels] = self._facts.use(_Fact(rank, told.life, labels))
             now.add((block, number))
         before = self._records.pop(key, (rank, set[tuple[int, int]]()))[1]
+        self._take_back(before - now)  # first: it may make the room that the others need
+        n_refused = 0
         for each, fact in now - before:
             try:
                 self._sets.tell(each, fact)
             except IndexFull:
                 now.discard((each, fact))
-                self.without_room += 1
+                n_refused += 1
             else:
                 self._facts.use_again(fact)
-        self._take_back(before - now)
-        if now:
+        self.without_room += n_refused
+        self._note_incomplete(rank, key, lacking=n_refused > 0)
+        if now or n_refused:
             told.keys.add(key)
             self._records[key] = (rank, now)
         else:
@@ -140,6 +155,7 @@ class LabelIndex:
         rank, facts = self._records.pop(key, (None, set[tuple[int, int]]()))
         if rank is not None:
             self._ranks[rank].keys.discard(key)
+            self._note_incomplete(rank, key, lacking=False)
         self._take_back(facts)
 
     def tidy(self) -> None:
@@ -155,6 +171,7 @@ class LabelIndex:
     def forget_rank(self, rank: RankId) -> None:
         """A rank's labels count for nothing; they are taken out bit by bit."""
         told = self._ranks.pop(rank, None)
+        self._incomplete.pop(rank, None)
         if told is not None:
             for key in told.keys:
                 self._ended += self._records.pop(key)[1]
@@ -176,6 +193,15 @@ class LabelIndex:
             if told is not None and told.life == fact.life and wanted.matches(fact.labels):
                 mask |= numbers.mask_of(fact.rank)
         return mask
+
+    def _note_incomplete(self, rank: RankId, key: Hashable, *, lacking: bool) -> None:
+        if lacking:
+            self._incomplete.setdefault(rank, set()).add(key)
+        elif rank in self._incomplete:
+            keys = self._incomplete[rank]
+            keys.discard(key)
+            if not keys:
+                del self._incomplete[rank]
 
     def _take_back(self, facts: Iterable[tuple[int | None, int]]) -> None:
         for block, fact in facts:

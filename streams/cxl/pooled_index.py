@@ -9,6 +9,7 @@ or a host that leaves, is one record here too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,10 @@ from streams.errors import IndexFull
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where blocks are pooled, as far as it decides who reaches them; whoever owns them."""
+    """Where blocks are pooled, as far as it decides who reaches them; whoever owns them.
+
+    accessible_workers: in order and each once, so that owners who name the same ones name one place.
+    """
 
     model: str
     pool_id: str
@@ -44,6 +48,9 @@ class PooledIndex:
         self._pools = pools
         self._questions = Questions()
         self._places: FactNumbers[_Place] = FactNumbers()
+        # Rows that found no room, of one block and place each; no more than there are rows. A place is either told of
+        # a block or refused, for all of its owners.
+        self._refused: Counter[tuple[SequenceHash, _Place]] = Counter()
         self.without_room = 0
 
     def __len__(self) -> int:
@@ -53,23 +60,16 @@ class PooledIndex:
     def replace(self, sequence: SequenceHash, before: Placement | None, after: Placement | None) -> None:
         """A row has changed: what it said before and says now, None for nothing.
 
-        A place for which there is no room is counted, and its blocks count for nobody.
+        A place for which there is no room is counted, and its blocks count for nobody, until another row says the same
+        of the block when there is room. without_room: rows of which that is true now.
         """
         old, new = _counted(before), _counted(after)
         if old == new:
             return
+        if old is not None:  # first: it may make the room that the new one needs
+            self._take_back(sequence, old)
         if new is not None:
-            place = self._places.use(new)
-            try:
-                self._sets.tell(sequence, place)
-            except IndexFull:
-                self._places.release(place)
-                self.without_room += 1
-        if old is not None:
-            number = self._places.number_of(old)
-            if number is not None and number in self._sets.facts_of(sequence):
-                self._sets.take_back(sequence, number)
-                self._places.release(number)
+            self._tell(sequence, new)
 
     def forget_answers(self) -> None:
         """A pool has changed."""
@@ -81,6 +81,33 @@ class PooledIndex:
         if known is not None:
             return known
         return self._questions.put(model, Question(self._sets, model, numbers, partial(self._reached, model, numbers)))
+
+    def _tell(self, sequence: SequenceHash, place: _Place) -> None:
+        number = self._places.use(place)
+        try:
+            self._sets.tell(sequence, number)
+        except IndexFull:
+            self._places.release(number)
+            self._refused[sequence, place] += 1
+            self.without_room += 1
+            return
+        if self._refused:
+            n_refused = self._refused.pop((sequence, place), 0)
+            self.without_room -= n_refused
+            for _ in range(n_refused):  # other owners' rows: the place is in the block's set now, and needs no other
+                self._sets.tell(sequence, self._places.use(place))
+
+    def _take_back(self, sequence: SequenceHash, place: _Place) -> None:
+        if (sequence, place) in self._refused:
+            self._refused[sequence, place] -= 1
+            self.without_room -= 1
+            if not self._refused[sequence, place]:
+                del self._refused[sequence, place]
+            return
+        number = self._places.number_of(place)
+        assert number is not None  # a row's place is told or refused
+        self._sets.take_back(sequence, number)
+        self._places.release(number)
 
     def _reached(self, model: str, numbers: RankNumbers, places: frozenset[int]) -> int:
         mask = 0
@@ -97,4 +124,10 @@ def _counted(placement: Placement | None) -> _Place | None:
     """What counts of a row; in transit and evicted nobody scores it."""
     if placement is None or placement.state is not CxlMemoryState.CXL_POOLED:
         return None
-    return _Place(placement.model, placement.pool_id, placement.pool_epoch, placement.accessible_workers)
+    named = placement.accessible_workers
+    return _Place(
+        placement.model,
+        placement.pool_id,
+        placement.pool_epoch,
+        tuple(sorted(set(named))) if len(named) > 1 else named,
+    )

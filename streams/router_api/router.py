@@ -253,7 +253,9 @@ class Router:
                 self.view.predict(chosen.rank, blocks.local)
                 if session is not None:
                     self._sessions.bind(session, chosen.rank, time.monotonic())
-        trust = self._trust(policy, reads_index, passing, predicted) if decision.preferred else FALLBACK
+        trust = FALLBACK
+        if decision.preferred:
+            trust = self._trust(policy, reads_index, passing, predicted, query=query)
         self.answers[trust.mode.value] += 1
         return _answer(request_id, decision, blocks, trust, asked.explain)
 
@@ -264,7 +266,9 @@ class Router:
         live = loads.live(request_id) if asked.update_states else None
         if live is None:
             return None
-        trust = self._trust(policy, policy.reads_index, [live[1].rank])
+        override = asked.router_config_override
+        query = None if override is None else override.moe_query
+        trust = self._trust(policy, policy.reads_index, [live[1].rank], query=query)
         return {**booking_json(request_id, live[1]), "cost": None, **_mode(trust)}
 
     def potential(self, asked: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
@@ -499,12 +503,14 @@ class Router:
     ) -> Sequence[RankId]:
         """Of the ranks that pass, those that hold a block which matches; all, where nobody does.
 
-        Exclusions apply last: a rank that the request excludes is looked at too, and where it alone matches none stays.
+        A rank that holds a block and of which labels found no room may match, and stays. Exclusions apply last: a rank
+        that the request excludes is looked at too, and where it alone matches none stays.
         """
         everybody = self.view.eligible(wanted._replace(excluded=frozenset())) if wanted.excluded else passing
         matching = set[RankId]() if beside is None else beside.matching(everybody, scores)
         if not matching:
             return passing
+        matching |= {rank for rank in self.view.lacking_labels(passing) if scores.scores.get(rank, 0)}
         left = [rank for rank in passing if rank in matching]
         if not left:
             raise NoEligibleWorker(
@@ -515,11 +521,18 @@ class Router:
         return left
 
     def _trust(
-        self, policy: RoutePolicy, reads_index: bool, ranks: Sequence[RankId], predicted: Set[RankId] = _NO_RANKS
+        self,
+        policy: RoutePolicy,
+        reads_index: bool,
+        ranks: Sequence[RankId],
+        predicted: Set[RankId] = _NO_RANKS,
+        *,
+        query: MoeQuery | None = None,
     ) -> Trust:
         if not reads_index:
             return FALLBACK
-        trust = self.view.trust(ranks, predicted, pooled=policy.cxl_score_weight > 0.0)
+        labelled = query is not None and query.counts(policy.moe_score_weight)
+        trust = self.view.trust(ranks, predicted, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
         # Load is a part of the cost, and of load we know our own share alone.
         worse = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if worse else trust

@@ -99,6 +99,7 @@ class Doubt(enum.StrEnum):
     NO_ROOM = "no_room"  # this router's index had no room for a record of the rank
     OWNER_SILENT = "owner_silent"  # nobody was heard of who indexes its partition, for stale_after_ms
     OWNER_BEHIND = "owner_behind"  # who indexes its partition is behind its source by behind_after_ms
+    LABELS_NO_ROOM = "labels_no_room"  # labels were asked for, and some of the rank's found no room
     POOLED_NO_ROOM = "pooled_no_room"  # rows of pooled blocks found no room
     POOLED_OWNER_SILENT = "pooled_owner_silent"
     POOLED_OWNER_BEHIND = "pooled_owner_behind"
@@ -419,6 +420,12 @@ class View:
         """Run records with labels, and labels that found no room."""
         return len(self._labels), self._labels.without_room
 
+    def lacking_labels(self, ranks: Iterable[RankId]) -> set[RankId]:
+        """Of these ranks those of which labels found no room: blocks that are not known to match may match."""
+        with self._lock:  # whoever folds labels has it too
+            incomplete = self._labels.incomplete
+            return {rank for rank in ranks if rank in incomplete} if incomplete else set()
+
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics; raises BadRecord and stays as it was."""
         report = decode_metrics(value, self._settings.schema_ids)
@@ -579,20 +586,31 @@ class View:
         with self._lock:
             return [progress for rank, progress in self._progress.items() if rank.worker_id == worker_id]
 
-    def trust(self, ranks: Iterable[RankId], predicted: Set[RankId] = _NO_RANKS, *, pooled: bool = False) -> Trust:
+    def trust(
+        self,
+        ranks: Iterable[RankId],
+        predicted: Set[RankId] = _NO_RANKS,
+        *,
+        pooled: bool = False,
+        labelled: bool = False,
+    ) -> Trust:
         """The worst that is true of any of these ranks; predicted: those whose score is a prediction.
 
         pooled: pooled blocks count too, so that whoever writes any of them must live, be he eligible or long dead.
+        labelled: labels count too, so that none of these ranks' must be lacking.
         """
         now_ms = self._now_ms()
         with self._lock:
-            return self._trust(ranks, predicted, now_ms, pooled)
+            return self._trust(ranks, predicted, now_ms, pooled=pooled, labelled=labelled)
 
-    def _trust(self, ranks: Iterable[RankId], predicted: Set[RankId], now_ms: int, pooled: bool) -> Trust:
+    def _trust(
+        self, ranks: Iterable[RankId], predicted: Set[RankId], now_ms: int, *, pooled: bool, labelled: bool
+    ) -> Trust:
         if not self._settings.reads_index:
             return _TRUSTED[AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK]
         worst = AnswerMode.EXACT
         fresh: set[int] = set()
+        lacking_labels = (self._labels.incomplete or None) if labelled else None
         for rank in ranks:
             progress = self._progress.get(rank)
             if progress is None:
@@ -602,6 +620,8 @@ class View:
                 return _DOUBTED[Doubt.EVENTS_LOST if health is Health.DEGRADED else Doubt.REMOVED]
             if self._incomplete and self._lacks_records(rank):
                 return _DOUBTED[Doubt.NO_ROOM]
+            if lacking_labels is not None and rank in lacking_labels:
+                return _DOUBTED[Doubt.LABELS_NO_ROOM]
             partition = partition_of(rank.worker_id, self._settings.partitions)
             if partition not in fresh:
                 doubt = self._doubt_owner(partition, now_ms)
@@ -634,7 +654,7 @@ class View:
         with self._lock:
             workers = list(self.workers.values())
             ranks = [rank for worker in workers for rank in worker.ranks()]
-            trusts = [self._trust((rank,), _NO_RANKS, now_ms, pooled=False) for rank in ranks]
+            trusts = [self._trust((rank,), _NO_RANKS, now_ms, pooled=False, labelled=False) for rank in ranks]
             return RankCounts(
                 registered=len(ranks),
                 cordoned=sum(worker.dp_size for worker in workers if worker.state is WorkerState.CORDONED),

@@ -57,6 +57,11 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same as the labels are asked."""
         return MoeWanted(self.layer_id, frozenset(self.expert_ids), self.expert_group)
 
+    def counts(self, moe_score_weight: float) -> bool:
+        """Whether labels can change the choice: they are asked for, and are worth something or filter ranks."""
+        asks = self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
+        return asks and (moe_score_weight > 0.0 or not self.fallback_to_unlabeled)
+
 
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request changes of the router's policy."""
