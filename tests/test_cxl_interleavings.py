@@ -18,12 +18,20 @@ from hypothesis import strategies as st
 
 from streams.codec import encode_batch
 from streams.core.events import BEFORE_FIRST, AllBlocksCleared, EngineBatch, EngineEvents, WorkerRemoved
-from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ordering import Progress
 from streams.cxl.agent import PartitionReducer, partition_plan
 from streams.cxl.events import BlockAddress, CxlTransition, addressed
 from streams.cxl.pooled_blocks import PARKED_MAX, PooledBlocks
 from streams.cxl.pooled_view import PooledBlock, PooledView
-from streams.cxl.records import PARKED_PREFIX, decode_parked, decode_transition, encode_transition
+from streams.cxl.records import (
+    OWNER_PREFIX,
+    PARKED_PREFIX,
+    decode_parked,
+    decode_transition,
+    encode_transition,
+    parse_owner_key,
+)
 from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.errors import BadRecord
 from streams.settings import Settings
@@ -535,7 +543,7 @@ def test_a_block_that_goes_to_another_pool_leaves_the_first() -> None:
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_what_has_no_room_to_wait_is_refused(room: int) -> None:
     """One more than there is room for, and the first ones count all the same."""
-    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=1, parked_ttl_ms=1, parked_max=room)
+    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, parked_max=room)
     for number in range(room):
         pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", number, 0)
     with pytest.raises(BadRecord) as caught:
@@ -559,7 +567,7 @@ def test_evicted_rows_expire_and_nothing_else_does() -> None:
 
 def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     """The oldest first; a pool that turns over faster than rows expire fills no memory."""
-    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=10**9, parked_ttl_ms=1, evicted_max=2)
+    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=1, evicted_max=2)
     rows = ended([batch(0)], [told(TRANSIT, 1, 2, 3, 4, pool="a")], kv_first=True).reducer.pooled
     placed = [(key, row) for key, row in rows.rows()]
     pooled.load(
@@ -570,6 +578,74 @@ def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     )  # fmt: skip
     pooled.expire(0)
     assert sorted(key.sequence for key, _ in pooled.rows()) == [3, 4]
+
+
+def owners_of(agent: Agent) -> list[RankId]:
+    """Of the table, and of what whoever loads it holds."""
+    in_table = [parse_owner_key(key) for key in agent.rows() if key.startswith(OWNER_PREFIX)]
+    agent.killed()
+    assert agent.reducer.pooled.n_owners == len(in_table)
+    return in_table
+
+
+def looked(agent: Agent, now_ms: int) -> None:
+    agent.reducer.look(0, now_ms, lambda: 0)
+    agent.transact([])
+
+
+@both_orders
+def test_an_owners_row_goes_when_no_transition_can_be_unread_that_it_says_anything_of(kv_first: bool) -> None:
+    """Whether the rank never told a thing, or its blocks are pooled: those stay, and count for nobody else's life."""
+    quiet = RankId(WorkerId(1), DpRank(1))
+    kv = [batch(0), batch(0, rank=quiet), batch(0, 2), batch(0, 2, rank=quiet), removal(2)]
+    agent = ended(kv, [told(TRANSIT, 1, pool="a"), told(POOLED, 1)], kv_first)
+    last_ms = BEGUN_MS + len(kv) - 1  # the removal is of both
+    looked(agent, last_ms + SETTINGS.retention_ms - 1)
+    assert owners_of(agent) == [RANK, quiet]
+    looked(agent, last_ms + SETTINGS.retention_ms)
+    assert owners_of(agent) == []
+    assert states_of(agent) == {1: POOLED}
+
+
+def test_an_owners_row_stays_while_it_says_what_became_of_a_block_on_its_way() -> None:
+    """Without it the block would be in transit again."""
+    progress = {RANK: Progress(RANK, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10)
+    pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", 0, 0)
+    before, progress[RANK] = progress[RANK], replace(progress[RANK], epoch=Epoch(Incarnation(2), 0))
+    pooled.kv_moved(RANK, before, progress[RANK], 1)
+    for now_ms, left in ((99, (1, 1)), (101, (0, 1)), (111, (0, 0))):
+        pooled.expire(now_ms)
+        assert (len(pooled), pooled.n_owners) == left
+
+
+def test_a_transition_of_a_life_whose_owners_row_is_gone_is_dropped_and_the_next_life_goes_on() -> None:
+    """As one read behind more restarts than are remembered."""
+    agent = Agent(History([batch(0), batch(0, 2)], [told(TRANSIT, 1, pool="a"), told(TRANSIT, 2, pool="a", life=2)]))
+    agent.transact(agent.logs[KV])
+    looked(agent, BEGUN_MS + 1 + SETTINGS.retention_ms)
+    agent.killed()
+    agent.transact(agent.logs[CXL])
+    assert states_of(agent) == {2: TRANSIT}
+    assert not agent.dead
+
+
+def test_owners_rows_beyond_their_number_go_before_their_time() -> None:
+    """The oldest first, and none that has something on its way."""
+    progress: dict[RankId, Progress] = {}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=10**9, owner_ttl_ms=10**9, owners_max=2)
+    ranks = [RankId(WorkerId(1), DpRank(number)) for number in range(4)]
+    for at_ms, rank in enumerate(ranks):
+        lives = [Progress(rank, Epoch(Incarnation(life), 0), 0, model="m", block_size=16) for life in (1, 2)]
+        progress[rank] = lives[0]
+        if rank == ranks[0]:
+            pooled.apply(told(TRANSIT, 1, pool="a", rank=rank), b"raw", 0, at_ms)
+        progress[rank] = lives[1]
+        pooled.kv_moved(rank, *lives, at_ms)
+    pooled.take_changes()
+    pooled.expire(10)
+    assert pooled.take_changes().owners == [(ranks[1], None), (ranks[2], None)]
+    assert pooled.n_owners == 2
 
 
 def test_what_waits_for_longer_than_events_are_kept_is_a_dead_letter() -> None:

@@ -17,8 +17,10 @@ interleaved. That holds because each log decides a thing of its own.
   life that is over for evicted (pooled_view). So a transition of that life that is read late finds what it would have
   found in time.
 
-Beyond that there are limits, with names: lives remembered of a rank, parked transitions, and how long evicted rows and
-parked transitions stay. Where the topics are further apart than these, what is read late is refused or dropped.
+Beyond that there are limits, with names: lives remembered of a rank, parked transitions, owners' rows, and how long
+evicted rows, parked transitions and owners' rows stay. A restarted rank that never pooled anything needs its owner's
+row all the same: a transition of the life that is over may still be unread. Once `cxl-events` keep none of so old a
+life the row goes. Where the topics are further apart than these, what is read late is refused or dropped.
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ CHANGED_ROWS_FULL = 10_000
 #: Evicted rows of one partition; beyond it the oldest expire before their time, which nobody's answer depends on.
 EVICTED_MAX = 100_000
 
+#: Owners' rows of one partition; beyond it the oldest go before their time, of those that have nothing on its way.
+OWNERS_MAX = 100_000
+
 #: Entries of the heap of expiries that are over, beside as many as there are rows twice over, before it is cleaned.
 _DUE_SLACK = 1024
 
-#: Rows and parked transitions that expire in one transaction.
+#: Rows, owners' rows and parked transitions that expire in one transaction, of each so many.
 EXPIRED_PER_STEP_MAX = 1000
 
 #: Before any batch, and before the one that says that a life begins: nothing is known of it.
@@ -96,7 +101,7 @@ class Changes:
     """What one transaction must write; None is a tombstone."""
 
     blocks: list[tuple[BlockKey, BlockRow | None]] = field(default_factory=list)
-    owners: list[tuple[RankId, OwnerRow]] = field(default_factory=list)
+    owners: list[tuple[RankId, OwnerRow | None]] = field(default_factory=list)
     parked: list[tuple[ParkedKey, ParkedRow | None]] = field(default_factory=list)
 
 
@@ -105,6 +110,7 @@ class PooledBlocks:
 
     _rows: by owner and sequence hash; a block has one place for each owner. _transit: those that are in_transit.
     _parked: by owner, in order of arrival, the first of which waits. _due: a heap of when rows may have expired.
+    _owner_due: when an owner's row may go, _owners_due a heap of that; _undated: those of which the table does not say.
     counts: what happened, by name.
     """
 
@@ -114,17 +120,25 @@ class PooledBlocks:
         *,
         evicted_ttl_ms: int,
         parked_ttl_ms: int,
+        owner_ttl_ms: int,
         parked_max: int = PARKED_MAX,
         lives_max: int = LIVES_MAX,
         evicted_max: int = EVICTED_MAX,
+        owners_max: int = OWNERS_MAX,
     ) -> None:
-        """progress_of: what kv-events have told of a rank by now."""
+        """progress_of: what kv-events have told of a rank by now.
+
+        owner_ttl_ms: how long after a life's end, or a newer life's first transition, an owner's row is needed: as long
+        as `cxl-events` are kept.
+        """
         self._progress_of = progress_of
         self._evicted_ttl_ms = evicted_ttl_ms
         self._parked_ttl_ms = parked_ttl_ms
         self._parked_max = parked_max
         self._lives_max = lives_max
         self._evicted_max = evicted_max
+        self._owner_ttl_ms = owner_ttl_ms
+        self._owners_max = owners_max
         self._rows: dict[RankId, dict[SequenceHash, BlockRow]] = {}
         self._transit: dict[RankId, set[SequenceHash]] = {}
         self._owners: dict[RankId, OwnerRow] = {}
@@ -134,6 +148,9 @@ class PooledBlocks:
         self._n_rows = 0
         self._n_evicted = 0
         self._due: list[tuple[int, RankId, SequenceHash]] = []
+        self._owner_due: dict[RankId, int] = {}
+        self._owners_due: list[tuple[int, RankId]] = []
+        self._undated: list[RankId] = []
         self._changed: dict[BlockKey, None] = {}
         self._changed_owners: dict[RankId, None] = {}
         self._changed_parked: dict[ParkedKey, ParkedRow | None] = {}
@@ -148,6 +165,11 @@ class PooledBlocks:
     ) -> None:
         """Start from what the table holds."""
         self._owners = dict(owners)
+        for rank, owner in self._owners.items():
+            if owner.ended_at_ms:
+                self._expect_end_of_owner(rank, owner.ended_at_ms)
+            else:
+                self._undated.append(rank)
         for key, row in blocks:
             self._hold(key.owner, key.sequence, row)
         for where, waits, told in sorted(parked, key=lambda each: (each[0].owner, each[0].number)):
@@ -165,7 +187,7 @@ class PooledBlocks:
             self.counts["older_life"] += 1
             raise BadRecord("older_life", f"rank {rank} has told of life {owner.told}, this is of {told.incarnation}")
         if told.incarnation > owner.told:
-            self._put_owner(rank, replace(owner, told=told.incarnation))
+            self._put_owner(rank, replace(owner, told=told.incarnation), timestamp_ms)
         waiting = self._parked.get(rank)
         if not waiting:
             standing = self._standing(told)
@@ -209,6 +231,27 @@ class PooledBlocks:
                 self._refuse(parked, why)
                 self._release(rank)
                 left -= 1
+        self._expire_owners(now_ms)
+
+    def _expire_owners(self, now_ms: int) -> None:
+        """Drop owners' rows that say nothing any more to transitions that may still be read, nor of rows in transit."""
+        for rank in self._undated:
+            if rank in self._owners and rank not in self._owner_due:
+                self._expect_end_of_owner(rank, now_ms)
+        self._undated.clear()
+        for _ in range(EXPIRED_PER_STEP_MAX):
+            due = self._owners_due
+            if not due or (due[0][0] > now_ms and len(self._owners) <= self._owners_max):
+                break
+            at_ms, rank = heapq.heappop(due)
+            if self._owner_due.get(rank) != at_ms:
+                continue  # more was told since
+            if rank in self._transit or rank in self._parked:
+                self._expect_end_of_owner(rank, max(now_ms, at_ms))  # they expire themselves, or count again
+                continue
+            del self._owners[rank], self._owner_due[rank]
+            self._changed_owners[rank] = None
+            self.counts["owners_expired"] += 1
 
     @property
     def full(self) -> bool:
@@ -230,11 +273,16 @@ class PooledBlocks:
         """Transitions that wait."""
         return self._n_parked
 
+    @property
+    def n_owners(self) -> int:
+        """Owners' rows."""
+        return len(self._owners)
+
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         changes = Changes(
             [(key, self._row_at(key)) for key in self._changed],
-            [(rank, self._owners[rank]) for rank in self._changed_owners],
+            [(rank, self._owners.get(rank)) for rank in self._changed_owners],
             list(self._changed_parked.items()),
         )
         self._changed.clear()
@@ -278,6 +326,7 @@ class PooledBlocks:
                 ended_at_ms=timestamp_ms,
                 lives=tuple(sorted(lives.items())[-self._lives_max :]),
             ),
+            timestamp_ms,
         )
         self._expect_expiry_of_transit(rank)
 
@@ -375,7 +424,10 @@ class PooledBlocks:
         if not rows:
             del self._rows[rank]
         if row.placement.state is CxlMemoryState.IN_TRANSIT:
-            self._transit[rank].discard(sequence)
+            transit = self._transit[rank]
+            transit.discard(sequence)
+            if not transit:
+                del self._transit[rank]
         self._changed[BlockKey(sequence, rank, row.placement.pool_id)] = None
 
     def _row_at(self, key: BlockKey) -> BlockRow | None:
@@ -387,9 +439,19 @@ class PooledBlocks:
     def _owner(self, rank: RankId) -> OwnerRow:
         return self._owners.get(rank) or OwnerRow()
 
-    def _put_owner(self, rank: RankId, row: OwnerRow) -> None:
+    def _put_owner(self, rank: RankId, row: OwnerRow, timestamp_ms: int) -> None:
         self._owners[rank] = row
         self._changed_owners[rank] = None
+        self._expect_end_of_owner(rank, timestamp_ms)
+
+    def _expect_end_of_owner(self, rank: RankId, since_ms: int) -> None:
+        due_ms = max(since_ms + self._owner_ttl_ms, self._owner_due.get(rank, 0))
+        if self._owner_due.get(rank) != due_ms:
+            self._owner_due[rank] = due_ms
+            heapq.heappush(self._owners_due, (due_ms, rank))
+        if len(self._owners_due) > 2 * len(self._owners) + _DUE_SLACK:
+            self._owners_due = [(at_ms, each) for each, at_ms in self._owner_due.items()]
+            heapq.heapify(self._owners_due)
 
     def _due_ms(self, rank: RankId, row: BlockRow) -> int | None:
         """When a row expires; None for one that does not."""
