@@ -636,12 +636,12 @@ def test_owners_rows_beyond_their_number_go_before_their_time() -> None:
     pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=10**9, owner_ttl_ms=10**9, owners_max=2)
     ranks = [RankId(WorkerId(1), DpRank(number)) for number in range(4)]
     for at_ms, rank in enumerate(ranks):
-        lives = [Progress(rank, Epoch(Incarnation(life), 0), 0, model="m", block_size=16) for life in (1, 2)]
-        progress[rank] = lives[0]
+        before = Progress(rank, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)
+        progress[rank] = before
         if rank == ranks[0]:
             pooled.apply(told(TRANSIT, 1, pool="a", rank=rank), b"raw", 0, at_ms)
-        progress[rank] = lives[1]
-        pooled.kv_moved(rank, *lives, at_ms)
+        progress[rank] = replace(before, epoch=Epoch(Incarnation(2), 0))
+        pooled.kv_moved(rank, before, progress[rank], at_ms)
     pooled.take_changes()
     pooled.expire(10)
     assert pooled.take_changes().owners == [(ranks[1], None), (ranks[2], None)]

@@ -17,6 +17,7 @@ from streams.core.events import BEFORE_FIRST
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
+    POOL_EPOCH_MAX,
     POOL_MEMBERS_MAX,
     TRANSITION_BLOCKS_MAX,
     AddressedBlocks,
@@ -149,7 +150,7 @@ def decode_transition(raw: bytes | None, schema_ids: Mapping[str, int] | None = 
         raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
     if datum["follows"] < BEFORE_FIRST:
         raise BadRecord("bad_sequence", f"it follows batch {datum['follows']}")
-    if datum["pool_epoch"] < 0:
+    if not 0 <= datum["pool_epoch"] <= POOL_EPOCH_MAX:
         raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of pool {datum['pool_id']!r}")
     if len(datum["accessible_workers"]) > POOL_MEMBERS_MAX:
         raise BadRecord("bad_transition", f"{len(datum['accessible_workers'])} workers; at most {POOL_MEMBERS_MAX}")
