@@ -580,6 +580,94 @@ def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     assert sorted(key.sequence for key, _ in pooled.rows()) == [3, 4]
 
 
+def restarted(pooled: PooledBlocks, progress: dict[RankId, Progress], life: int, at_ms: int) -> None:
+    """A rank begins a life."""
+    before = progress.get(RANK)
+    progress[RANK] = Progress(RANK, Epoch(Incarnation(life), 0), 0, model="m", block_size=16)
+    pooled.kv_moved(RANK, before, progress[RANK], at_ms)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_further_restarts_do_not_renew_what_was_in_transit_when_its_own_life_ended(killed: bool) -> None:
+    """A rank that restarts more often than rows expire would keep them for ever."""
+    progress: dict[RankId, Progress] = {}
+
+    def begun() -> PooledBlocks:
+        return PooledBlocks(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10**9)
+
+    pooled = begun()
+    restarted(pooled, progress, 1, 0)
+    pooled.apply(told(TRANSIT, 1, 2, pool="a"), b"raw", 0, 0)
+    restarted(pooled, progress, 2, 10)
+    pooled.apply(told(TRANSIT, 2, pool="a", life=2), b"raw", 1, 20)
+    restarted(pooled, progress, 3, 90)
+    if killed:
+        rows, owners = list(pooled.rows()), pooled.take_changes().owners
+        pooled = begun()
+        pooled.load(rows, [(rank, row) for rank, row in owners if row is not None], ())
+    for now_ms, left in ((109, [1, 2]), (110, [2]), (189, [2]), (190, [])):
+        pooled.expire(now_ms)
+        assert [key.sequence for key, _ in pooled.rows()] == left
+
+
+def test_what_was_in_transit_when_its_life_ended_is_in_the_number_of_evicted_rows() -> None:
+    """And is not any more when it comes back, or its owner does in that life."""
+    progress: dict[RankId, Progress] = {}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=10**9, evicted_max=3)
+    for life in range(1, 8):
+        restarted(pooled, progress, life, life)
+        pooled.apply(told(TRANSIT, life, life + 10, pool="a", life=life), b"raw", 0, life)
+    pooled.apply(told(TRANSIT, 6, pool="a", life=7), b"raw", 0, 9)
+    pooled.expire(9)
+    ended = [row.placement.incarnation for _, row in pooled.rows() if row.placement.incarnation < 7]
+    assert sorted(ended) == [5, 5, 6]
+
+
+@both_orders
+@pytest.mark.parametrize("killed", [False, True])
+def test_rows_of_a_pools_older_epochs_go_some_time_after_a_newer_one_was_told(kv_first: bool, killed: bool) -> None:
+    """Of that pool and no other; what is told of them until then finds them, whichever was read first."""
+    cxl = [
+        told(TRANSIT, 1, 2, pool="a", epoch=1),
+        told(TRANSIT, 3, pool="b", epoch=1),
+        told(POOLED, 1),
+        told(TRANSIT, 4, pool="a", epoch=2),
+        told(POOLED, 2, 4),
+    ]
+    agent = ended([batch(0)], cxl, kv_first)
+    assert not agent.dead
+    newer_ms = BEGUN_MS + 4 + int(SETTINGS.cxl_evicted_ttl_s * 1000)  # block 4 was entered again by the fifth
+    looked(agent, newer_ms - 2)
+    assert states_of(agent).keys() == {1, 2, 3, 4}
+    if killed:
+        agent.killed()
+    looked(agent, newer_ms)
+    assert states_of(agent) == {3: TRANSIT, 4: POOLED}
+
+
+def test_rows_of_an_older_epoch_go_though_no_row_of_the_newer_one_is_left() -> None:
+    """What was told of it was true."""
+    cxl = [told(TRANSIT, 1, pool="a", epoch=1), told(TRANSIT, 2, pool="a", epoch=2), told(LOCAL, 2)]
+    agent = Agent(History([batch(0)], cxl))
+    for topic in (KV, CXL):
+        agent.transact(agent.logs[topic])
+    looked(agent, BEGUN_MS + 1 + int(SETTINGS.cxl_evicted_ttl_s * 1000))
+    assert states_of(agent) == {}
+
+
+def test_a_block_beyond_the_rows_of_a_partition_is_refused_and_what_is_known_goes_on() -> None:
+    """The others of its record enter the state."""
+    progress = {RANK: Progress(RANK, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, rows_max=2)
+    with pytest.raises(BadRecord) as caught:
+        pooled.apply(told(TRANSIT, 1, 2, 3, pool="a"), b"raw", 0, 0)
+    assert caught.value.reason == "table_full"
+    pooled.apply(told(POOLED, 1, 2), b"raw", 1, 0)
+    pooled.apply(told(LOCAL, 1), b"raw", 2, 0)
+    pooled.apply(told(TRANSIT, 3, pool="a"), b"raw", 3, 0)
+    assert sorted(key.sequence for key, _ in pooled.rows()) == [2, 3]
+
+
 def owners_of(agent: Agent) -> list[RankId]:
     """Of the table, and of what whoever loads it holds."""
     in_table = [parse_owner_key(key) for key in agent.rows() if key.startswith(OWNER_PREFIX)]

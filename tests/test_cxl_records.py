@@ -24,6 +24,7 @@ from streams.cxl.events import (
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
+    EndedLife,
     OwnerRow,
     ParkedKey,
     ParkedRow,
@@ -116,9 +117,16 @@ def test_rows_of_blocks_come_back_as_they_were(
 
 
 @settings(max_examples=100, deadline=None)
-@given(owner=ranks, told=lives, life=lives, ended=st.booleans(), at=longs, over=st.lists(st.tuples(lives, sequences)))
+@given(
+    owner=ranks,
+    told=lives,
+    life=lives,
+    ended=st.booleans(),
+    at=longs,
+    over=st.lists(st.builds(EndedLife, lives, sequences, longs)),
+)
 def test_rows_of_owners_come_back_as_they_were(
-    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[tuple[Incarnation, int]]
+    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[EndedLife]
 ) -> None:
     """With every life that is over."""
     row = OwnerRow(told, life, ended, at, tuple(over))

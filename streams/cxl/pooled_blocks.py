@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from streams.core.events import BEFORE_FIRST
@@ -36,8 +36,8 @@ from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
 from streams.core.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.pooled_view import is_over, metadata_of
-from streams.cxl.records import BlockKey, BlockRow, OwnerRow, ParkedKey, ParkedRow, Placement
-from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, Refused, after_life, transition
+from streams.cxl.records import BlockKey, BlockRow, EndedLife, OwnerRow, ParkedKey, ParkedRow, Placement
+from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, RefusalReason, Refused, after_life, transition
 from streams.errors import BadRecord
 
 #: Lives of a rank that are over and remembered: a transition read behind more restarts than that is dropped.
@@ -50,8 +50,13 @@ PARKED_BYTES_MAX = 32 * 1024 * 1024
 #: Rows changed after which a transaction is committed before more is applied: 2 MB of them.
 CHANGED_ROWS_FULL = 10_000
 
-#: Evicted rows of one partition; beyond it the oldest expire before their time, which nobody's answer depends on.
+#: Rows of one partition that are evicted, or count so since their owner's life ended; beyond it the oldest expire
+#: before their time, which nobody's answer depends on.
 EVICTED_MAX = 100_000
+
+#: Rows of one partition, whatever their state: what eight partitions may hold is what a router has room for. A block
+#: beyond it is refused, which agents say once, instead of every router for itself.
+ROWS_MAX = 1_000_000
 
 #: Owners' rows of one partition; beyond it the oldest go before their time, of those that have nothing on its way.
 OWNERS_MAX = 100_000
@@ -111,7 +116,8 @@ class PooledBlocks:
     _rows: by owner and sequence hash; a block has one place for each owner. _transit: those that are in_transit.
     _parked: by owner, in order of arrival, the first of which waits. _due: a heap of when rows may have expired.
     _owner_due: when an owner's row may go, _owners_due a heap of that; _undated: those of which the table does not say.
-    counts: what happened, by name.
+    _epochs: of each pool that has rows, the newest epoch that a row has, and since when; _of_epoch: rows by pool and
+    epoch; _outdated: rows of older epochs that are to go. counts: what happened, by name.
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class PooledBlocks:
         lives_max: int = LIVES_MAX,
         evicted_max: int = EVICTED_MAX,
         owners_max: int = OWNERS_MAX,
+        rows_max: int = ROWS_MAX,
     ) -> None:
         """progress_of: what kv-events have told of a rank by now.
 
@@ -151,6 +158,10 @@ class PooledBlocks:
         self._owner_due: dict[RankId, int] = {}
         self._owners_due: list[tuple[int, RankId]] = []
         self._undated: list[RankId] = []
+        self._rows_max = rows_max
+        self._epochs: dict[str, tuple[int, int]] = {}
+        self._of_epoch: dict[str, Counter[int]] = {}
+        self._outdated: deque[tuple[RankId, SequenceHash]] = deque()
         self._changed: dict[BlockKey, None] = {}
         self._changed_owners: dict[RankId, None] = {}
         self._changed_parked: dict[ParkedKey, ParkedRow | None] = {}
@@ -231,7 +242,29 @@ class PooledBlocks:
                 self._refuse(parked, why)
                 self._release(rank)
                 left -= 1
+        self._expire_epochs(now_ms)
         self._expire_owners(now_ms)
+
+    def _expire_epochs(self, now_ms: int) -> None:
+        """Drop rows of epochs that a pool is no longer in: they count for nobody, and never will again.
+
+        Not as soon as a newer epoch is told, since owners tell of it in no order between them: what one of them told
+        before is to be found by what it tells next, whichever of them was read first.
+        """
+        if not self._outdated:
+            over = {
+                pool_id: epoch
+                for pool_id, (epoch, since_ms) in self._epochs.items()
+                if min(self._of_epoch[pool_id]) < epoch and since_ms + self._evicted_ttl_ms <= now_ms
+            }
+            if over:
+                self._outdated.extend((key.owner, key.sequence) for key, row in self.rows() if _is_older(row, over))
+        for _ in range(min(len(self._outdated), EXPIRED_PER_STEP_MAX)):
+            rank, sequence = self._outdated.popleft()
+            row = self._rows.get(rank, {}).get(sequence)
+            if row is not None and row.placement.pool_epoch < self._epochs[row.placement.pool_id][0]:
+                self._drop(rank, sequence, row)
+                self.counts["outdated"] += 1
 
     def _expire_owners(self, now_ms: int) -> None:
         """Drop owners' rows that say nothing any more to transitions that may still be read, nor of rows in transit."""
@@ -302,7 +335,7 @@ class PooledBlocks:
         progress = self._progress_of(told.rank)
         if progress is None or told.incarnation > progress.epoch.incarnation:
             return _Standing.EARLY
-        reached = dict(self._owner(told.rank).lives).get(told.incarnation, _NOT_BEGUN)
+        reached = self._reached(self._owner(told.rank), told.incarnation)
         lives = told.incarnation == progress.epoch.incarnation
         if lives and progress.health is not Health.REMOVED:
             reached = max(reached, progress.sequence)
@@ -310,13 +343,18 @@ class PooledBlocks:
             return _Standing.REACHED
         return _Standing.EARLY if lives else _Standing.NEVER
 
+    def _reached(self, owner: OwnerRow, incarnation: Incarnation) -> int:
+        """The last batch of a life that is over, or began anew."""
+        return next((life.sequence for life in owner.lives if life.incarnation == incarnation), _NOT_BEGUN)
+
     def _note_life(self, rank: RankId, before: Progress, after: Progress, timestamp_ms: int) -> None:
         """Keep how far a life had come that is over, or counts its batches anew."""
         owner = self._owner(rank)
-        lives = dict(owner.lives)
+        lives = {life.incarnation: life for life in owner.lives}
         if before.health is not Health.REMOVED:  # else that was noted when it was removed
             life = before.epoch.incarnation
-            lives[life] = max(lives.get(life, _NOT_BEGUN), before.sequence)
+            lives[life] = EndedLife(life, max(self._reached(owner, life), before.sequence), timestamp_ms)
+        was_evicted = self._n_lapsed(rank)
         self._put_owner(
             rank,
             OwnerRow(
@@ -324,10 +362,11 @@ class PooledBlocks:
                 incarnation=after.epoch.incarnation,
                 ended=after.health is Health.REMOVED,
                 ended_at_ms=timestamp_ms,
-                lives=tuple(sorted(lives.items())[-self._lives_max :]),
+                lives=tuple(sorted(lives.values())[-self._lives_max :]),
             ),
             timestamp_ms,
         )
+        self._n_evicted += self._n_lapsed(rank) - was_evicted
         self._expect_expiry_of_transit(rank)
 
     def _release(self, rank: RankId) -> None:
@@ -383,6 +422,8 @@ class PooledBlocks:
             elif entered.pool_id is None:
                 if row is not None:
                     self._drop(told.rank, address.sequence, row)
+            elif row is None and self._n_rows >= self._rows_max:
+                refusals.append((address.sequence, Refused(RefusalReason.TABLE_FULL, f"{self._n_rows} rows are known")))
             elif entered != known or told.state is CxlMemoryState.IN_TRANSIT:
                 old = None if told.state is CxlMemoryState.IN_TRANSIT or row is None else row.placement
                 if old not in fresh:
@@ -409,7 +450,12 @@ class PooledBlocks:
     def _hold(self, rank: RankId, sequence: SequenceHash, row: BlockRow) -> None:
         self._rows.setdefault(rank, {})[sequence] = row
         self._n_rows += 1
-        self._n_evicted += row.placement.state is CxlMemoryState.EVICTED
+        self._n_evicted += self._is_evicted(rank, row)
+        pool_id, epoch, at_ms = row.placement.pool_id, row.placement.pool_epoch, row.placement.entered_at_ms
+        self._of_epoch.setdefault(pool_id, Counter())[epoch] += 1
+        newest, since_ms = self._epochs.get(pool_id, (-1, 0))
+        if epoch > newest or (epoch == newest and at_ms < since_ms):
+            self._epochs[pool_id] = (epoch, at_ms)
         if row.placement.state is CxlMemoryState.IN_TRANSIT:
             self._transit.setdefault(rank, set()).add(sequence)
         due_ms = self._due_ms(rank, row)
@@ -420,7 +466,13 @@ class PooledBlocks:
         rows = self._rows[rank]
         del rows[sequence]
         self._n_rows -= 1
-        self._n_evicted -= row.placement.state is CxlMemoryState.EVICTED
+        self._n_evicted -= self._is_evicted(rank, row)
+        pool_id, of_epoch = row.placement.pool_id, self._of_epoch[row.placement.pool_id]
+        of_epoch[row.placement.pool_epoch] -= 1
+        if not of_epoch[row.placement.pool_epoch]:
+            del of_epoch[row.placement.pool_epoch]
+        if not of_epoch:
+            del self._of_epoch[pool_id], self._epochs[pool_id]
         if not rows:
             del self._rows[rank]
         if row.placement.state is CxlMemoryState.IN_TRANSIT:
@@ -460,8 +512,21 @@ class PooledBlocks:
             return None
         since_ms = placement.entered_at_ms
         if placement.state is not CxlMemoryState.EVICTED and owner is not None:
-            since_ms = owner.ended_at_ms
+            # Of its own life: whatever ended later would renew it for as long as the rank restarts.
+            ends = (life.ended_at_ms for life in owner.lives if life.incarnation == placement.incarnation)
+            since_ms = next(ends, owner.ended_at_ms)
         return since_ms + self._evicted_ttl_ms
+
+    def _is_evicted(self, rank: RankId, row: BlockRow) -> bool:
+        state = row.placement.state
+        return state is CxlMemoryState.EVICTED or (
+            state is CxlMemoryState.IN_TRANSIT and is_over(self._owners.get(rank), row.placement.incarnation)
+        )
+
+    def _n_lapsed(self, rank: RankId) -> int:
+        """Rows in transit that count as evicted."""
+        rows = self._rows.get(rank, {})
+        return sum(self._is_evicted(rank, rows[sequence]) for sequence in self._transit.get(rank, ()))
 
     def _expect_expiry_of_transit(self, rank: RankId) -> None:
         """What was in transit when a life ended counts as evicted from then on."""
@@ -483,6 +548,11 @@ def _breaks(before: Progress, after: Progress) -> bool:
         or (before.health is Health.REMOVED) != (after.health is Health.REMOVED)
         or after.sequence < before.sequence
     )
+
+
+def _is_older(row: BlockRow, epochs: Mapping[str, int]) -> bool:
+    epoch = epochs.get(row.placement.pool_id)
+    return epoch is not None and row.placement.pool_epoch < epoch
 
 
 def _found_by(incarnation: Incarnation, placement: Placement) -> CxlMemoryMetadata:
