@@ -138,8 +138,11 @@ def next_epoch(pool_id: str, known: CxlPool | None, asked: int | None) -> int:
     lowest = 0 if known is None else known.epoch + known.lost
     if asked is None:
         return lowest
+    if known is not None and asked < lowest:
+        over = ", in which it was lost" if known.lost else ""
+        raise EpochConflict(f"pool {pool_id} is in epoch {known.epoch} already{over}", epoch=known.epoch)
     if asked < lowest:
-        raise EpochConflict(f"pool {pool_id} is in epoch {lowest} already", epoch=lowest)
+        raise InvalidRequest(f"pool {pool_id}: epoch {asked}")
     if asked > max(lowest, POOL_EPOCH_GIVEN_MAX):
         raise InvalidRequest(f"pool {pool_id}: epoch {asked}; at most {POOL_EPOCH_GIVEN_MAX} can be asked for")
     return asked
