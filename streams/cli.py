@@ -348,8 +348,12 @@ def cxl() -> None:
     "--member", "members", type=int, multiple=True, help="worker whose host reaches it; again for each, all of them"
 )
 @click.option("--no-members", is_flag=True, help="no worker's host reaches it")
-@click.option("--latency-class", default=None, help="name that routing weighs by  [new pools: default]")
-@click.option("--capacity-blocks", type=int, default=None, help="blocks it has room for; 0: not known")
+@click.option(
+    "--latency-class", default=None, help="a name for people to see; routing does not read it  [new pools: default]"
+)
+@click.option(
+    "--capacity-blocks", type=int, default=None, help="blocks it has room for, shown and no more; 0: not known"
+)
 @click.option("--epoch", type=int, default=None, help="greater than before where what it held is lost")
 @click.option("--lost", is_flag=True, help="it is not there any more, with all that it held")
 def cxl_pool(

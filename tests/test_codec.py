@@ -69,6 +69,7 @@ from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
+    EndedLife,
     OwnerRow,
     ParkedKey,
     ParkedRow,
@@ -346,7 +347,7 @@ POOLED = BlockRow(
     1,
     EngineHash(11),
 )
-OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, ((Incarnation(1), 41),))
+OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedLife(Incarnation(1), 41, 8),))
 
 #: One good record of every kind, its schema and its decoder.
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {

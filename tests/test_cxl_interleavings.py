@@ -18,12 +18,20 @@ from hypothesis import strategies as st
 
 from streams.codec import encode_batch
 from streams.core.events import BEFORE_FIRST, AllBlocksCleared, EngineBatch, EngineEvents, WorkerRemoved
-from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ordering import Progress
 from streams.cxl.agent import PartitionReducer, partition_plan
 from streams.cxl.events import BlockAddress, CxlTransition, addressed
 from streams.cxl.pooled_blocks import PARKED_MAX, PooledBlocks
 from streams.cxl.pooled_view import PooledBlock, PooledView
-from streams.cxl.records import PARKED_PREFIX, decode_parked, decode_transition, encode_transition
+from streams.cxl.records import (
+    OWNER_PREFIX,
+    PARKED_PREFIX,
+    decode_parked,
+    decode_transition,
+    encode_transition,
+    parse_owner_key,
+)
 from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.errors import BadRecord
 from streams.settings import Settings
@@ -535,7 +543,7 @@ def test_a_block_that_goes_to_another_pool_leaves_the_first() -> None:
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_what_has_no_room_to_wait_is_refused(room: int) -> None:
     """One more than there is room for, and the first ones count all the same."""
-    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=1, parked_ttl_ms=1, parked_max=room)
+    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, parked_max=room)
     for number in range(room):
         pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", number, 0)
     with pytest.raises(BadRecord) as caught:
@@ -559,7 +567,7 @@ def test_evicted_rows_expire_and_nothing_else_does() -> None:
 
 def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     """The oldest first; a pool that turns over faster than rows expire fills no memory."""
-    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=10**9, parked_ttl_ms=1, evicted_max=2)
+    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=1, evicted_max=2)
     rows = ended([batch(0)], [told(TRANSIT, 1, 2, 3, 4, pool="a")], kv_first=True).reducer.pooled
     placed = [(key, row) for key, row in rows.rows()]
     pooled.load(
@@ -570,6 +578,162 @@ def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     )  # fmt: skip
     pooled.expire(0)
     assert sorted(key.sequence for key, _ in pooled.rows()) == [3, 4]
+
+
+def restarted(pooled: PooledBlocks, progress: dict[RankId, Progress], life: int, at_ms: int) -> None:
+    """A rank begins a life."""
+    before = progress.get(RANK)
+    progress[RANK] = Progress(RANK, Epoch(Incarnation(life), 0), 0, model="m", block_size=16)
+    pooled.kv_moved(RANK, before, progress[RANK], at_ms)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_further_restarts_do_not_renew_what_was_in_transit_when_its_own_life_ended(killed: bool) -> None:
+    """A rank that restarts more often than rows expire would keep them for ever."""
+    progress: dict[RankId, Progress] = {}
+
+    def begun() -> PooledBlocks:
+        return PooledBlocks(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10**9)
+
+    pooled = begun()
+    restarted(pooled, progress, 1, 0)
+    pooled.apply(told(TRANSIT, 1, 2, pool="a"), b"raw", 0, 0)
+    restarted(pooled, progress, 2, 10)
+    pooled.apply(told(TRANSIT, 2, pool="a", life=2), b"raw", 1, 20)
+    restarted(pooled, progress, 3, 90)
+    if killed:
+        rows, owners = list(pooled.rows()), pooled.take_changes().owners
+        pooled = begun()
+        pooled.load(rows, [(rank, row) for rank, row in owners if row is not None], ())
+    for now_ms, left in ((109, [1, 2]), (110, [2]), (189, [2]), (190, [])):
+        pooled.expire(now_ms)
+        assert [key.sequence for key, _ in pooled.rows()] == left
+
+
+def test_what_was_in_transit_when_its_life_ended_is_in_the_number_of_evicted_rows() -> None:
+    """And is not any more when it comes back, or its owner does in that life."""
+    progress: dict[RankId, Progress] = {}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=10**9, evicted_max=3)
+    for life in range(1, 8):
+        restarted(pooled, progress, life, life)
+        pooled.apply(told(TRANSIT, life, life + 10, pool="a", life=life), b"raw", 0, life)
+    pooled.apply(told(TRANSIT, 6, pool="a", life=7), b"raw", 0, 9)
+    pooled.expire(9)
+    ended = [row.placement.incarnation for _, row in pooled.rows() if row.placement.incarnation < 7]
+    assert sorted(ended) == [5, 5, 6]
+
+
+@both_orders
+@pytest.mark.parametrize("killed", [False, True])
+def test_rows_of_a_pools_older_epochs_go_some_time_after_a_newer_one_was_told(kv_first: bool, killed: bool) -> None:
+    """Of that pool and no other; what is told of them until then finds them, whichever was read first."""
+    cxl = [
+        told(TRANSIT, 1, 2, pool="a", epoch=1),
+        told(TRANSIT, 3, pool="b", epoch=1),
+        told(POOLED, 1),
+        told(TRANSIT, 4, pool="a", epoch=2),
+        told(POOLED, 2, 4),
+    ]
+    agent = ended([batch(0)], cxl, kv_first)
+    assert not agent.dead
+    newer_ms = BEGUN_MS + 4 + int(SETTINGS.cxl_evicted_ttl_s * 1000)  # block 4 was entered again by the fifth
+    looked(agent, newer_ms - 2)
+    assert states_of(agent).keys() == {1, 2, 3, 4}
+    if killed:
+        agent.killed()
+    looked(agent, newer_ms)
+    assert states_of(agent) == {3: TRANSIT, 4: POOLED}
+
+
+def test_rows_of_an_older_epoch_go_though_no_row_of_the_newer_one_is_left() -> None:
+    """What was told of it was true."""
+    cxl = [told(TRANSIT, 1, pool="a", epoch=1), told(TRANSIT, 2, pool="a", epoch=2), told(LOCAL, 2)]
+    agent = Agent(History([batch(0)], cxl))
+    for topic in (KV, CXL):
+        agent.transact(agent.logs[topic])
+    looked(agent, BEGUN_MS + 1 + int(SETTINGS.cxl_evicted_ttl_s * 1000))
+    assert states_of(agent) == {}
+
+
+def test_a_block_beyond_the_rows_of_a_partition_is_refused_and_what_is_known_goes_on() -> None:
+    """The others of its record enter the state."""
+    progress = {RANK: Progress(RANK, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, rows_max=2)
+    with pytest.raises(BadRecord) as caught:
+        pooled.apply(told(TRANSIT, 1, 2, 3, pool="a"), b"raw", 0, 0)
+    assert caught.value.reason == "table_full"
+    pooled.apply(told(POOLED, 1, 2), b"raw", 1, 0)
+    pooled.apply(told(LOCAL, 1), b"raw", 2, 0)
+    pooled.apply(told(TRANSIT, 3, pool="a"), b"raw", 3, 0)
+    assert sorted(key.sequence for key, _ in pooled.rows()) == [2, 3]
+
+
+def owners_of(agent: Agent) -> list[RankId]:
+    """Of the table, and of what whoever loads it holds."""
+    in_table = [parse_owner_key(key) for key in agent.rows() if key.startswith(OWNER_PREFIX)]
+    agent.killed()
+    assert agent.reducer.pooled.n_owners == len(in_table)
+    return in_table
+
+
+def looked(agent: Agent, now_ms: int) -> None:
+    agent.reducer.look(0, now_ms, lambda: 0)
+    agent.transact([])
+
+
+@both_orders
+def test_an_owners_row_goes_when_no_transition_can_be_unread_that_it_says_anything_of(kv_first: bool) -> None:
+    """Whether the rank never told a thing, or its blocks are pooled: those stay, and count for nobody else's life."""
+    quiet = RankId(WorkerId(1), DpRank(1))
+    kv = [batch(0), batch(0, rank=quiet), batch(0, 2), batch(0, 2, rank=quiet), removal(2)]
+    agent = ended(kv, [told(TRANSIT, 1, pool="a"), told(POOLED, 1)], kv_first)
+    last_ms = BEGUN_MS + len(kv) - 1  # the removal is of both
+    looked(agent, last_ms + SETTINGS.retention_ms - 1)
+    assert owners_of(agent) == [RANK, quiet]
+    looked(agent, last_ms + SETTINGS.retention_ms)
+    assert owners_of(agent) == []
+    assert states_of(agent) == {1: POOLED}
+
+
+def test_an_owners_row_stays_while_it_says_what_became_of_a_block_on_its_way() -> None:
+    """Without it the block would be in transit again."""
+    progress = {RANK: Progress(RANK, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10)
+    pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", 0, 0)
+    before, progress[RANK] = progress[RANK], replace(progress[RANK], epoch=Epoch(Incarnation(2), 0))
+    pooled.kv_moved(RANK, before, progress[RANK], 1)
+    for now_ms, left in ((99, (1, 1)), (101, (0, 1)), (111, (0, 0))):
+        pooled.expire(now_ms)
+        assert (len(pooled), pooled.n_owners) == left
+
+
+def test_a_transition_of_a_life_whose_owners_row_is_gone_is_dropped_and_the_next_life_goes_on() -> None:
+    """As one read behind more restarts than are remembered."""
+    agent = Agent(History([batch(0), batch(0, 2)], [told(TRANSIT, 1, pool="a"), told(TRANSIT, 2, pool="a", life=2)]))
+    agent.transact(agent.logs[KV])
+    looked(agent, BEGUN_MS + 1 + SETTINGS.retention_ms)
+    agent.killed()
+    agent.transact(agent.logs[CXL])
+    assert states_of(agent) == {2: TRANSIT}
+    assert not agent.dead
+
+
+def test_owners_rows_beyond_their_number_go_before_their_time() -> None:
+    """The oldest first, and none that has something on its way."""
+    progress: dict[RankId, Progress] = {}
+    pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=10**9, owner_ttl_ms=10**9, owners_max=2)
+    ranks = [RankId(WorkerId(1), DpRank(number)) for number in range(4)]
+    for at_ms, rank in enumerate(ranks):
+        before = Progress(rank, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)
+        progress[rank] = before
+        if rank == ranks[0]:
+            pooled.apply(told(TRANSIT, 1, pool="a", rank=rank), b"raw", 0, at_ms)
+        progress[rank] = replace(before, epoch=Epoch(Incarnation(2), 0))
+        pooled.kv_moved(rank, before, progress[rank], at_ms)
+    pooled.take_changes()
+    pooled.expire(10)
+    assert pooled.take_changes().owners == [(ranks[1], None), (ranks[2], None)]
+    assert pooled.n_owners == 2
 
 
 def test_what_waits_for_longer_than_events_are_kept_is_a_dead_letter() -> None:

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from streams.cli import cli
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
-from streams.cxl.directory import PoolChange, changed_pool
-from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool
+from streams.cxl.directory import (
+    PoolChange,
+    change_pool,
+    changed_pool,
+    lose_pool,
+    register_pool,
+    registered_pool,
+    settle,
+)
+from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool, state_changed
 from streams.cxl.pooled_view import PooledView, RowChange
 from streams.cxl.records import (
     BlockKey,
@@ -27,7 +36,7 @@ from streams.cxl.records import (
 )
 from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, EpochConflict, InvalidRequest, KvStreamsError, UnknownId
-from streams.kafka import ensure_topics
+from streams.kafka import consume, ensure_topics, reader
 from streams.settings import Settings, as_environ
 from streams.topics import topics
 from tests.api import Fleet
@@ -146,7 +155,11 @@ KNOWN = CxlPool("p", "near", 5, (WorkerId(1), WorkerId(2)), epoch=3, registered_
         (KNOWN, PoolChange(epoch=3), KNOWN),
         (KNOWN, PoolChange(epoch=4), replace(KNOWN, epoch=4)),
         (replace(KNOWN, lost=True), PoolChange(), replace(KNOWN, lost=True)),
-        (replace(KNOWN, lost=True), PoolChange(members=(WorkerId(4),)), replace(KNOWN, members=(WorkerId(4),))),
+        (
+            replace(KNOWN, lost=True),
+            PoolChange(members=(WorkerId(4),)),
+            replace(KNOWN, members=(WorkerId(4),), epoch=4),
+        ),
         (None, PoolChange(members=()), CxlPool("p")),
         (None, PoolChange((WorkerId(1),), "near", 5, 2), CxlPool("p", "near", 5, (WorkerId(1),), 2)),
     ],
@@ -208,7 +221,96 @@ def test_pools_are_known_to_every_router_and_their_epochs_never_go_back(fleet: F
     lost = fleet.main.call("DELETE", "/pools/epochs").given()
     assert (lost["epoch"], lost["lost"]) == (5, True)
     back = fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()
-    assert (back["epoch"], back["lost"]) == (5, False)
+    assert (back["epoch"], back["lost"]) == (6, False)
+    fleet.main.call("PUT", "/pools/epochs", {"epoch": (1 << 63) - 1}).refused(400, "invalid_request")
+    greatest = (1 << 52) - 1
+    assert fleet.main.call("PUT", "/pools/epochs", {"members": [2], "epoch": greatest}).given()["epoch"] == greatest
+    assert fleet.main.call("DELETE", "/pools/epochs").given()["epoch"] == greatest + 1
+    fleet.main.call("PUT", "/pools/epochs", {"epoch": greatest}).refused(409, "epoch_conflict")
+    assert fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()["epoch"] == greatest + 2
     fleet.wait(lambda: fleet.peer.get("/pools") == fleet.main.get("/pools"), "the peer to know the pools")
     fleet.main.call("DELETE", "/pools/nobody").refused(404, "unknown_id")
-    fleet.main.call("DELETE", "/pools/" + "x" * 129).refused(400, "invalid_request")
+    for name in ("x" * 129, "a%00b", "a%0Ab", "%E2%80%A8"):
+        fleet.main.call("PUT", f"/pools/{name}", {}).refused(400, "invalid_request")
+        fleet.main.call("DELETE", f"/pools/{name}").refused(400, "invalid_request")
+
+
+def test_a_writer_that_has_not_read_of_a_loss_does_not_undo_it(scope: Settings) -> None:
+    """It is told so, and the loss is the last record again: what compaction keeps, and later readers find."""
+    ensure_topics(scope, topics(scope).all())
+    known = change_pool(scope, "raced", PoolChange(members=(WorkerId(2),)))
+    lost = lose_pool(scope, "raced")
+    with pytest.raises(EpochConflict):
+        register_pool(scope, replace(known, members=(WorkerId(3),)))
+    assert registered_pool(scope, "raced") == lost
+    assert last_record(scope, "raced") == encode_pool(lost)
+    back = change_pool(scope, "raced", PoolChange(members=(WorkerId(3),)))
+    assert (back.epoch, back.lost) == (2, False)
+
+
+def last_record(settings: Settings, pool_id: str) -> bytes | None:
+    """Of a pool, in the registry."""
+    spec, found = topics(settings).workers, None
+    left = set(range(spec.partitions))
+    consumer = reader(settings)
+    consumer.assign([TopicPartition(spec.name, number, OFFSET_BEGINNING) for number in left])
+    while left:
+        for message in consume(consumer, 100, 1.0):
+            if message.error() is not None:
+                left.discard(message.partition() or 0)
+            elif message.key() == pool_key(pool_id):
+                found = message.value()
+    consumer.close()
+    return found
+
+
+NEWER = [
+    (replace(POOL, epoch=2, lost=True), replace(POOL, epoch=1)),
+    (replace(POOL, epoch=2), replace(POOL, epoch=1, lost=True)),
+    (replace(POOL, epoch=2, lost=True), replace(POOL, epoch=2)),
+]
+
+
+@pytest.mark.parametrize(("newer", "older"), NEWER)
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_records_of_a_pool_the_newer_counts_in_either_order(
+    newer: CxlPool, older: CxlPool, turned: bool
+) -> None:
+    """A loss that was read is not undone by whoever had not read it."""
+    view = PooledView()
+    for pool in (newer, older) if turned else (older, newer):
+        view.fold_pool(pool_key("p"), encode_pool(pool))
+    assert view.pools == {"p": newer}
+
+
+def test_of_equal_epochs_the_later_record_counts() -> None:
+    """Members come and go within an epoch."""
+    view = PooledView()
+    for members in ((WorkerId(1),), (), (WorkerId(2),)):
+        view.fold_pool(pool_key("p"), encode_pool(replace(POOL, members=members)))
+    assert view.pools["p"].members == (WorkerId(2),)
+
+
+@pytest.mark.parametrize(("newer", "older"), NEWER)
+def test_a_writer_that_came_too_late_publishes_what_it_came_too_late_for(newer: CxlPool, older: CxlPool) -> None:
+    """And one that did not writes nothing more."""
+    published: list[CxlPool] = []
+    with pytest.raises(EpochConflict):
+        settle(older, newer, published.append)
+    settle(newer, newer, published.append)
+    settle(newer, None, published.append)
+    assert published == [newer]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\udcff", "a\0", "..", "", "x" * 129])
+def test_a_name_that_no_pool_can_have_is_refused_wherever_it_is_told(name: str) -> None:
+    """By what scripts, engines and publishers call, before anything is read or written."""
+    nowhere = Settings(kafka="127.0.0.1:1")
+    for refuses in (
+        lambda: CxlPool(name),
+        lambda: change_pool(nowhere, name, PoolChange(members=())),
+        lambda: lose_pool(nowhere, name),
+        lambda: state_changed(1, [2], "in_transit", name, None),
+    ):
+        with pytest.raises(InvalidRequest):
+            refuses()

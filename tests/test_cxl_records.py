@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from streams.codec import codec
 from streams.core.ids import U64_MASK, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
+    POOL_EPOCH_MAX,
     POOL_MEMBERS_MAX,
     POOL_NAME_CHARS_MAX,
     TRANSITION_BLOCKS_MAX,
@@ -23,6 +24,7 @@ from streams.cxl.events import (
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
+    EndedLife,
     OwnerRow,
     ParkedKey,
     ParkedRow,
@@ -48,7 +50,8 @@ from streams.topics import CXL_EVENT_BYTES_MAX
 from tests.test_codec import RANK, TRANSITION, counts, longs, ranks, reason_of, texts, u64s, witnessed
 
 positions = st.integers(0, (1 << 31) - 1)
-pool_ids = st.text(min_size=1, max_size=12)
+pool_ids = st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and name not in (".", ".."))
+epochs = st.integers(0, POOL_EPOCH_MAX)
 workers = st.lists(u64s.map(WorkerId), max_size=3).map(tuple)
 lives = u64s.map(Incarnation)
 sequences = st.integers(-1, (1 << 63) - 1)
@@ -70,7 +73,7 @@ transitions = st.builds(
     u64s,
     st.sampled_from(CxlMemoryState),
     st.one_of(st.none(), pool_ids),
-    st.integers(0, (1 << 63) - 1),
+    epochs,
     workers,
     longs,
     blocks.map(addressed),
@@ -84,7 +87,7 @@ pools = st.builds(
     pool_ids,
     st.one_of(st.none(), st.integers(1, (1 << 63) - 1)),
     workers,
-    st.integers(0, (1 << 63) - 1),
+    epochs,
     st.booleans(),
     longs,
 )
@@ -114,9 +117,16 @@ def test_rows_of_blocks_come_back_as_they_were(
 
 
 @settings(max_examples=100, deadline=None)
-@given(owner=ranks, told=lives, life=lives, ended=st.booleans(), at=longs, over=st.lists(st.tuples(lives, sequences)))
+@given(
+    owner=ranks,
+    told=lives,
+    life=lives,
+    ended=st.booleans(),
+    at=longs,
+    over=st.lists(st.builds(EndedLife, lives, sequences, longs)),
+)
 def test_rows_of_owners_come_back_as_they_were(
-    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[tuple[Incarnation, int]]
+    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[EndedLife]
 ) -> None:
     """With every life that is over."""
     row = OwnerRow(told, life, ended, at, tuple(over))
@@ -210,7 +220,20 @@ def test_what_is_no_key_is_refused(key: bytes) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"pool_id": ""}, {"pool_id": "p" * 129}, {"latency_class": ""}, {"epoch": -1}, {"capacity_blocks": 0}],
+    [
+        {"pool_id": ""},
+        {"pool_id": "p" * 129},
+        {"pool_id": "\ud800"},
+        {"pool_id": "a\nb"},
+        {"pool_id": "a\0"},
+        {"pool_id": "."},
+        {"pool_id": ".."},
+        {"latency_class": ""},
+        {"latency_class": "\ud800"},
+        {"epoch": -1},
+        {"epoch": POOL_EPOCH_MAX + 1},
+        {"capacity_blocks": 0},
+    ],
 )
 def test_what_is_no_pool_is_refused(fields: dict[str, object]) -> None:
     """Before it reaches the registry."""

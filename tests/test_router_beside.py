@@ -164,19 +164,6 @@ def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> No
     assert {each[2] for each in terms(look(router, {"moe_query": {}})).values()} == {0}
 
 
-def test_of_ranks_that_hold_the_whole_request_one_that_matches_wins() -> None:
-    """Though all cost the same, by lot between those that match as much; without a query between all three."""
-    router = router_of(4)
-    hold(router.view, rank(1), LOCAL)
-    label(router, 2, 0, 4)
-    label(router, 3, 0, 4)
-    label(router, 4, 0, 3)  # 4.5 blocks' worth of 4
-    found = terms(look(router, {"moe_query": QUERY}))
-    assert [found[worker_id][3:] for worker_id in (1, 2, 3, 4)] == [(4.0, 4.0), (6.0, 4.0), (6.0, 4.0), (4.5, 4.0)]
-    assert {look(router, {"moe_query": QUERY})["worker_id"] for _ in range(40)} == {2, 3}
-    assert {look(router)["worker_id"] for _ in range(60)} == {1, 2, 3}
-
-
 @pytest.mark.parametrize("mode", ["kv", "random", "least-loaded"])
 def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
     """In every mode, since it is a filter; where nobody matches all stay."""

@@ -24,7 +24,7 @@ TIER_WEIGHTS = (1.0, 0.75, 0.25, 0.0)
 CXL_SCORE_WEIGHT = 0.75
 #: What a cached block counts more where its labels match the request's slice of experts: of two ranks that hold as much
 #: and are as busy the matching one wins, and one without labels wins where it holds more than half as much again. Own
-#: prefill is never below 0, so that where a request is cached as a whole labels may only break a tie.
+#: prefill is never below 0: of ranks that hold the whole request labels prefer none.
 MOE_SCORE_WEIGHT = 0.5
 
 

@@ -37,7 +37,6 @@ from streams.core.selection import (
     select_least_loaded,
     select_lowest,
     select_power_of_two,
-    select_preferred,
     select_random,
 )
 from streams.errors import AllWorkersBusy
@@ -171,9 +170,6 @@ class Chooser:
         match policy.mode:
             case RouterMode.KV if policy.temperature:
                 index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
-            case RouterMode.KV if moe is not None:
-                # Who holds the whole request computes none of it, whatever its labels add: there they break the tie.
-                index = select_preferred(columns.cost, first, n_lowest, effective, rng)
             case RouterMode.KV:
                 index = select_lowest(columns.cost, first, n_lowest, rng)
             case RouterMode.ROUND_ROBIN:

@@ -64,18 +64,6 @@ def select_lowest(costs: npt.NDArray[np.float64], first: int, n_lowest: int, rng
     return int(ties[_uniform(len(ties), rng)])
 
 
-def select_preferred(
-    costs: npt.NDArray[np.float64], first: int, n_lowest: int, worth: npt.NDArray[np.float64], rng: Rng
-) -> int:
-    """As `select_lowest`, but of several that cost as much one whose `worth`, float64[n], is the most; by lot where
-    several are worth that."""
-    if n_lowest == 1:
-        return first
-    ties: list[int] = np.flatnonzero(costs == costs[first]).tolist()
-    lacks = [-worth.item(index) for index in ties]  # mostly a few, for which NumPy takes longer
-    return ties[_any_of_the_lowest(lacks, min(lacks), rng)]
-
-
 def select_random(n: int, rng: Rng) -> int:
     """Choose one of n uniformly."""
     return _uniform(n, rng)

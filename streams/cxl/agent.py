@@ -83,6 +83,8 @@ class PartitionReducer:
             evicted_ttl_ms=int(settings.cxl_evicted_ttl_s * 1000),
             # Whatever a transition waits for is not in kv-events any more by then.
             parked_ttl_ms=settings.retention_ms,
+            # And whatever was told of a life that ended so long ago is not in cxl-events any more.
+            owner_ttl_ms=settings.retention_ms,
         )
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
@@ -194,9 +196,13 @@ class PartitionReducer:
         ]
 
     def take_changes(self) -> dict[TableSpec, list[Change]]:
-        """What changed since the last call, of both tables; owners first, whose lives say what their blocks are."""
+        """What changed since the last call, of both tables; owners first, whose lives say what their blocks are.
+
+        Owners that are no longer needed come last, behind the blocks that went before them.
+        """
         changes = self.pooled.take_changes()
-        records: list[Change] = [(owner_key(rank), encode_owner(row)) for rank, row in changes.owners]
+        records: list[Change] = [(owner_key(rank), encode_owner(row)) for rank, row in changes.owners if row]
         records += [(block_key(key), None if row is None else encode_block(row)) for key, row in changes.blocks]
         records += [(parked_key(key), None if row is None else encode_parked(row)) for key, row in changes.parked]
+        records += [(owner_key(rank), None) for rank, row in changes.owners if row is None]
         return {**self.index.take_changes(), self._table: records}

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
 from streams.core.ids import WorkerId
-from streams.cxl.events import CxlPool
+from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, CxlPool, check_pool_id, newest_pool
 from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
-from streams.errors import BadRecord, EpochConflict, KvStreamsError, UnknownId
+from streams.errors import BadRecord, EpochConflict, InvalidRequest, KvStreamsError, UnknownId
 from streams.kafka import ANSWER_TIMEOUT_S, as_record, consume, producer, reader, require_topic
 from streams.settings import Settings
 from streams.topics import topics
@@ -85,7 +86,7 @@ class PoolDirectory:
                     self._pools.pop(record.key.removeprefix(POOL_KEY_PREFIX).decode(errors="replace"), None)
                 else:
                     pool = decode_pool(record.key, record.value, self._settings.schema_ids)
-                    self._pools[pool.pool_id] = pool
+                    self._pools[pool.pool_id] = newest_pool(self._pools.get(pool.pool_id), pool)
             except BadRecord as exc:
                 log.warning("%s: a record is passed over: %s", record.topic, exc)
         return len(messages)
@@ -95,7 +96,7 @@ class PoolDirectory:
 class PoolChange:
     """What is to be changed of a pool; None leaves as it is.
 
-    members: all of them from now on. capacity_blocks: 0 forgets it. epoch: not below the one that the pool is in.
+    members: all of them from now on. capacity_blocks: 0 forgets it. epoch: as of `next_epoch`.
     """
 
     members: tuple[WorkerId, ...] | None = None
@@ -105,7 +106,7 @@ class PoolChange:
 
 
 def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> CxlPool:
-    """Apply a change to what the registry has of a pool, None for nothing; one that was lost is back then.
+    """Apply a change to what the registry has of a pool, None for nothing; one that was lost is back in the next epoch.
 
     A change that names nothing changes nothing. Raises UnknownId for a new pool, or one that is lost, of which not even
     the members are said, EpochConflict for an epoch that is over, InvalidRequest for values out of range.
@@ -122,38 +123,77 @@ def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> Cxl
             f"pool {pool_id} is lost", remedy="To bring it back, say who its members are, or that it has none"
         )
     base = known or CxlPool(pool_id)
-    if change.epoch is not None and change.epoch < base.epoch:
-        raise EpochConflict(f"pool {pool_id} is in epoch {base.epoch} already", epoch=base.epoch)
     capacity = base.capacity_blocks if change.capacity_blocks is None else change.capacity_blocks or None
     return replace(
         base,
         members=base.members if change.members is None else change.members,
         latency_class=base.latency_class if change.latency_class is None else change.latency_class,
         capacity_blocks=capacity,
-        epoch=base.epoch if change.epoch is None else change.epoch,
+        epoch=next_epoch(pool_id, known, change.epoch),
         lost=False,
     )
+
+
+def next_epoch(pool_id: str, known: CxlPool | None, asked: int | None) -> int:
+    """The epoch that a pool is registered in: the one asked for, else the one it is in, or the next if that was lost.
+
+    Raises EpochConflict for one that is over, InvalidRequest for one above POOL_EPOCH_GIVEN_MAX.
+    """
+    lowest = 0 if known is None else known.epoch + known.lost
+    if asked is None:
+        return lowest
+    if known is not None and asked < lowest:
+        over = ", in which it was lost" if known.lost else ""
+        raise EpochConflict(f"pool {pool_id} is in epoch {known.epoch} already{over}", epoch=known.epoch)
+    if asked < lowest:
+        raise InvalidRequest(f"pool {pool_id}: epoch {asked}")
+    if asked > max(lowest, POOL_EPOCH_GIVEN_MAX):
+        raise InvalidRequest(f"pool {pool_id}: epoch {asked}; at most {POOL_EPOCH_GIVEN_MAX} can be asked for")
+    return asked
+
+
+def settle(pool: CxlPool, log: CxlPool | None, publish: Callable[[CxlPool], None]) -> None:
+    """Look at the registry as it was read behind a write of `pool`; raises EpochConflict if that came too late.
+
+    log: what a reader of the whole registry, up to that write or further, takes for the pool. If that is a loss, or an
+    epoch, that the writer did not know of, it is published once more: else compaction leaves only what came last, and
+    whoever reads later has lost the loss.
+    """
+    if log is not None and (log.epoch, log.lost) > (pool.epoch, pool.lost):
+        publish(log)
+        raise EpochConflict(f"pool {pool.pool_id} is in epoch {log.epoch} by now", epoch=log.epoch)
 
 
 def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool:
     """Register a pool, or change what is named of it, and wait until Kafka has it; gives it as it is now.
 
-    Nothing is written where nothing is named. Raises as `changed_pool`, and KvStreamsError.
+    Nothing is written where nothing is named. Raises as `changed_pool` and `settle`, and KvStreamsError.
     """
-    known = _known(settings, pool_id)
+    check_pool_id(pool_id)
+    known = registered_pool(settings, pool_id)
     pool = changed_pool(pool_id, known, change)
-    return pool if pool is known else _write(settings, pool)
+    return pool if pool is known else register_pool(settings, pool)
 
 
 def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
-    """A pool is lost with all that it held; gives it as it was written. Raises UnknownId and KvStreamsError."""
-    known = _known(settings, pool_id)
+    """A pool is lost with all that it held; gives it as written. Raises UnknownId, as `settle`, and KvStreamsError."""
+    check_pool_id(pool_id)
+    known = registered_pool(settings, pool_id)
     if known is None:
         raise UnknownId(f"no pool {pool_id} is registered")
-    return _write(settings, replace(known, epoch=known.epoch + 1, lost=True))
+    return register_pool(settings, replace(known, epoch=known.epoch + 1, lost=True))
 
 
-def _known(settings: Settings, pool_id: str) -> CxlPool | None:
+def register_pool(settings: Settings, pool: CxlPool) -> CxlPool:
+    """Write a pool, and wait until Kafka has it; gives it as it was written. Raises as `settle`, and KvStreamsError."""
+    pool = replace(pool, registered_at_ms=time.time_ns() // 1_000_000)
+    _write(settings, pool)
+    settle(pool, registered_pool(settings, pool.pool_id), lambda newest: _write(settings, newest))
+    return pool
+
+
+def registered_pool(settings: Settings, pool_id: str) -> CxlPool | None:
+    """A pool as the whole registry has it, None if it has none. Raises KvStreamsError."""
     require_topic(settings, topics(settings).workers.name)  # it says soon, and in words, that there is no Kafka
     directory = PoolDirectory(settings)
     try:
@@ -162,8 +202,7 @@ def _known(settings: Settings, pool_id: str) -> CxlPool | None:
         directory.close()
 
 
-def _write(settings: Settings, pool: CxlPool) -> CxlPool:
-    pool = replace(pool, registered_at_ms=time.time_ns() // 1_000_000)
+def _write(settings: Settings, pool: CxlPool) -> None:
     failed: list[str] = []
     kafka = producer(settings)
     kafka.produce(
@@ -174,4 +213,3 @@ def _write(settings: Settings, pool: CxlPool) -> CxlPool:
     )
     if kafka.flush(ANSWER_TIMEOUT_S) or failed:
         raise KvStreamsError(f"Kafka did not take pool {pool.pool_id}: {failed[0] if failed else 'no answer'}")
-    return pool

@@ -27,6 +27,13 @@ POOL_NAME_CHARS_MAX = 128
 POOL_MEMBERS_MAX = 4096
 
 
+#: The greatest epoch that a pool may be given: exact in every JSON reader, and room above it to be lost as often again.
+POOL_EPOCH_GIVEN_MAX = (1 << 52) - 1
+
+#: The greatest that it can come to by being lost.
+POOL_EPOCH_MAX = (1 << 53) - 1
+
+
 class BlockAddress(NamedTuple):
     """Where a block lies on its chain, in words that are the same on every worker. parent: None at the root."""
 
@@ -150,8 +157,8 @@ class CxlPool:
     """A pool as the registry knows it.
 
     epoch: grows when what the pool held is lost; blocks of older epochs count for nothing. lost: it is not there at
-    all. latency_class: a name that routing weighs by. members: workers whose hosts reach it. capacity_blocks: None
-    where unknown.
+    all. members: workers whose hosts reach it. latency_class, capacity_blocks: for people to see, nothing is decided by
+    them; capacity_blocks is None where unknown.
     """
 
     pool_id: str
@@ -164,15 +171,35 @@ class CxlPool:
 
     def __post_init__(self) -> None:
         check_pool_id(self.pool_id)
-        if not 1 <= len(self.latency_class) <= POOL_NAME_CHARS_MAX:
-            raise InvalidRequest(f"pool {self.pool_id}: latency_class has 1 to {POOL_NAME_CHARS_MAX} characters")
+        if not 1 <= len(self.latency_class) <= POOL_NAME_CHARS_MAX or not self.latency_class.isprintable():
+            raise InvalidRequest(
+                f"pool {self.pool_id}: latency_class has 1 to {POOL_NAME_CHARS_MAX} printable characters"
+            )
         if len(self.members) > POOL_MEMBERS_MAX:
             raise InvalidRequest(f"pool {self.pool_id}: {len(self.members)} members; at most {POOL_MEMBERS_MAX}")
-        if self.epoch < 0 or (self.capacity_blocks is not None and self.capacity_blocks < 1):
+        if not 0 <= self.epoch <= POOL_EPOCH_MAX or (self.capacity_blocks is not None and self.capacity_blocks < 1):
             raise InvalidRequest(f"pool {self.pool_id}: epoch {self.epoch}, {self.capacity_blocks} blocks")
 
 
+def newest_pool(known: CxlPool | None, told: CxlPool) -> CxlPool:
+    """Of two records of a pool, in order of the log, the one that counts: of the greater epoch, of equal ones the lost.
+
+    Whoever wrote the other had not read this one yet, and would bring back what was lost. Of equals the later counts.
+    """
+    if known is not None and (told.epoch, told.lost) < (known.epoch, known.lost):
+        return known
+    return told
+
+
 def check_pool_id(pool_id: str) -> None:
-    """Raise InvalidRequest for what is no pool's id."""
+    """Raise InvalidRequest for what is no pool's id: a name of printable characters that a path of a URL can have.
+
+    What is not printable is a newline, NUL, half of a surrogate pair, or a space other than the plain one. `.` and `..`
+    are taken out of a path before it is sent.
+    """
+    if not isinstance(pool_id, str):  # as an engine's message may have it
+        raise InvalidRequest(f"a pool's id is a text, not {pool_id!r}")
     if not 1 <= len(pool_id) <= POOL_NAME_CHARS_MAX:
         raise InvalidRequest(f"a pool's id has 1 to {POOL_NAME_CHARS_MAX} characters, not {len(pool_id)}")
+    if not pool_id.isprintable() or pool_id in (".", ".."):
+        raise InvalidRequest(f"a pool's id has printable characters, and is neither . nor .., not {pool_id!a}")

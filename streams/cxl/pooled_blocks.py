@@ -17,8 +17,10 @@ interleaved. That holds because each log decides a thing of its own.
   life that is over for evicted (pooled_view). So a transition of that life that is read late finds what it would have
   found in time.
 
-Beyond that there are limits, with names: lives remembered of a rank, parked transitions, and how long evicted rows and
-parked transitions stay. Where the topics are further apart than these, what is read late is refused or dropped.
+Beyond that there are limits, with names: lives remembered of a rank, parked transitions, owners' rows, and how long
+evicted rows, parked transitions and owners' rows stay. A restarted rank that never pooled anything needs its owner's
+row all the same: a transition of the life that is over may still be unread. Once `cxl-events` keep none of so old a
+life the row goes. Where the topics are further apart than these, what is read late is refused or dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from streams.core.events import BEFORE_FIRST
@@ -34,8 +36,8 @@ from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
 from streams.core.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.pooled_view import is_over, metadata_of
-from streams.cxl.records import BlockKey, BlockRow, OwnerRow, ParkedKey, ParkedRow, Placement
-from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, Refused, after_life, transition
+from streams.cxl.records import BlockKey, BlockRow, EndedLife, OwnerRow, ParkedKey, ParkedRow, Placement
+from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, RefusalReason, Refused, after_life, transition
 from streams.errors import BadRecord
 
 #: Lives of a rank that are over and remembered: a transition read behind more restarts than that is dropped.
@@ -48,13 +50,21 @@ PARKED_BYTES_MAX = 32 * 1024 * 1024
 #: Rows changed after which a transaction is committed before more is applied: 2 MB of them.
 CHANGED_ROWS_FULL = 10_000
 
-#: Evicted rows of one partition; beyond it the oldest expire before their time, which nobody's answer depends on.
+#: Rows of one partition that are evicted, or count so since their owner's life ended; beyond it the oldest expire
+#: before their time, which nobody's answer depends on.
 EVICTED_MAX = 100_000
+
+#: Rows of one partition, whatever their state: what eight partitions may hold is what a router has room for. A block
+#: beyond it is refused, which agents say once, instead of every router for itself.
+ROWS_MAX = 1_000_000
+
+#: Owners' rows of one partition; beyond it the oldest go before their time, of those that have nothing on its way.
+OWNERS_MAX = 100_000
 
 #: Entries of the heap of expiries that are over, beside as many as there are rows twice over, before it is cleaned.
 _DUE_SLACK = 1024
 
-#: Rows and parked transitions that expire in one transaction.
+#: Rows, owners' rows and parked transitions that expire in one transaction, of each so many.
 EXPIRED_PER_STEP_MAX = 1000
 
 #: Before any batch, and before the one that says that a life begins: nothing is known of it.
@@ -96,7 +106,7 @@ class Changes:
     """What one transaction must write; None is a tombstone."""
 
     blocks: list[tuple[BlockKey, BlockRow | None]] = field(default_factory=list)
-    owners: list[tuple[RankId, OwnerRow]] = field(default_factory=list)
+    owners: list[tuple[RankId, OwnerRow | None]] = field(default_factory=list)
     parked: list[tuple[ParkedKey, ParkedRow | None]] = field(default_factory=list)
 
 
@@ -105,7 +115,9 @@ class PooledBlocks:
 
     _rows: by owner and sequence hash; a block has one place for each owner. _transit: those that are in_transit.
     _parked: by owner, in order of arrival, the first of which waits. _due: a heap of when rows may have expired.
-    counts: what happened, by name.
+    _owner_due: when an owner's row may go, _owners_due a heap of that; _undated: those of which the table does not say.
+    _epochs: of each pool that has rows, the newest epoch that a row has, and since when; _of_epoch: rows by pool and
+    epoch; _outdated: rows of older epochs that are to go. counts: what happened, by name.
     """
 
     def __init__(
@@ -114,17 +126,26 @@ class PooledBlocks:
         *,
         evicted_ttl_ms: int,
         parked_ttl_ms: int,
+        owner_ttl_ms: int,
         parked_max: int = PARKED_MAX,
         lives_max: int = LIVES_MAX,
         evicted_max: int = EVICTED_MAX,
+        owners_max: int = OWNERS_MAX,
+        rows_max: int = ROWS_MAX,
     ) -> None:
-        """progress_of: what kv-events have told of a rank by now."""
+        """progress_of: what kv-events have told of a rank by now.
+
+        owner_ttl_ms: how long after a life's end, or a newer life's first transition, an owner's row is needed: as long
+        as `cxl-events` are kept.
+        """
         self._progress_of = progress_of
         self._evicted_ttl_ms = evicted_ttl_ms
         self._parked_ttl_ms = parked_ttl_ms
         self._parked_max = parked_max
         self._lives_max = lives_max
         self._evicted_max = evicted_max
+        self._owner_ttl_ms = owner_ttl_ms
+        self._owners_max = owners_max
         self._rows: dict[RankId, dict[SequenceHash, BlockRow]] = {}
         self._transit: dict[RankId, set[SequenceHash]] = {}
         self._owners: dict[RankId, OwnerRow] = {}
@@ -134,6 +155,13 @@ class PooledBlocks:
         self._n_rows = 0
         self._n_evicted = 0
         self._due: list[tuple[int, RankId, SequenceHash]] = []
+        self._owner_due: dict[RankId, int] = {}
+        self._owners_due: list[tuple[int, RankId]] = []
+        self._undated: list[RankId] = []
+        self._rows_max = rows_max
+        self._epochs: dict[str, tuple[int, int]] = {}
+        self._of_epoch: dict[str, Counter[int]] = {}
+        self._outdated: deque[tuple[RankId, SequenceHash]] = deque()
         self._changed: dict[BlockKey, None] = {}
         self._changed_owners: dict[RankId, None] = {}
         self._changed_parked: dict[ParkedKey, ParkedRow | None] = {}
@@ -148,6 +176,11 @@ class PooledBlocks:
     ) -> None:
         """Start from what the table holds."""
         self._owners = dict(owners)
+        for rank, owner in self._owners.items():
+            if owner.ended_at_ms:
+                self._expect_end_of_owner(rank, owner.ended_at_ms)
+            else:
+                self._undated.append(rank)
         for key, row in blocks:
             self._hold(key.owner, key.sequence, row)
         for where, waits, told in sorted(parked, key=lambda each: (each[0].owner, each[0].number)):
@@ -165,7 +198,7 @@ class PooledBlocks:
             self.counts["older_life"] += 1
             raise BadRecord("older_life", f"rank {rank} has told of life {owner.told}, this is of {told.incarnation}")
         if told.incarnation > owner.told:
-            self._put_owner(rank, replace(owner, told=told.incarnation))
+            self._put_owner(rank, replace(owner, told=told.incarnation), timestamp_ms)
         waiting = self._parked.get(rank)
         if not waiting:
             standing = self._standing(told)
@@ -209,6 +242,49 @@ class PooledBlocks:
                 self._refuse(parked, why)
                 self._release(rank)
                 left -= 1
+        self._expire_epochs(now_ms)
+        self._expire_owners(now_ms)
+
+    def _expire_epochs(self, now_ms: int) -> None:
+        """Drop rows of epochs that a pool is no longer in: they count for nobody, and never will again.
+
+        Not as soon as a newer epoch is told, since owners tell of it in no order between them: what one of them told
+        before is to be found by what it tells next, whichever of them was read first.
+        """
+        if not self._outdated:
+            over = {
+                pool_id: epoch
+                for pool_id, (epoch, since_ms) in self._epochs.items()
+                if min(self._of_epoch[pool_id]) < epoch and since_ms + self._evicted_ttl_ms <= now_ms
+            }
+            if over:
+                self._outdated.extend((key.owner, key.sequence) for key, row in self.rows() if _is_older(row, over))
+        for _ in range(min(len(self._outdated), EXPIRED_PER_STEP_MAX)):
+            rank, sequence = self._outdated.popleft()
+            row = self._rows.get(rank, {}).get(sequence)
+            if row is not None and row.placement.pool_epoch < self._epochs[row.placement.pool_id][0]:
+                self._drop(rank, sequence, row)
+                self.counts["outdated"] += 1
+
+    def _expire_owners(self, now_ms: int) -> None:
+        """Drop owners' rows that say nothing any more to transitions that may still be read, nor of rows in transit."""
+        for rank in self._undated:
+            if rank in self._owners and rank not in self._owner_due:
+                self._expect_end_of_owner(rank, now_ms)
+        self._undated.clear()
+        for _ in range(EXPIRED_PER_STEP_MAX):
+            due = self._owners_due
+            if not due or (due[0][0] > now_ms and len(self._owners) <= self._owners_max):
+                break
+            at_ms, rank = heapq.heappop(due)
+            if self._owner_due.get(rank) != at_ms:
+                continue  # more was told since
+            if rank in self._transit or rank in self._parked:
+                self._expect_end_of_owner(rank, max(now_ms, at_ms))  # they expire themselves, or count again
+                continue
+            del self._owners[rank], self._owner_due[rank]
+            self._changed_owners[rank] = None
+            self.counts["owners_expired"] += 1
 
     @property
     def full(self) -> bool:
@@ -230,11 +306,16 @@ class PooledBlocks:
         """Transitions that wait."""
         return self._n_parked
 
+    @property
+    def n_owners(self) -> int:
+        """Owners' rows."""
+        return len(self._owners)
+
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         changes = Changes(
             [(key, self._row_at(key)) for key in self._changed],
-            [(rank, self._owners[rank]) for rank in self._changed_owners],
+            [(rank, self._owners.get(rank)) for rank in self._changed_owners],
             list(self._changed_parked.items()),
         )
         self._changed.clear()
@@ -254,7 +335,7 @@ class PooledBlocks:
         progress = self._progress_of(told.rank)
         if progress is None or told.incarnation > progress.epoch.incarnation:
             return _Standing.EARLY
-        reached = dict(self._owner(told.rank).lives).get(told.incarnation, _NOT_BEGUN)
+        reached = self._reached(self._owner(told.rank), told.incarnation)
         lives = told.incarnation == progress.epoch.incarnation
         if lives and progress.health is not Health.REMOVED:
             reached = max(reached, progress.sequence)
@@ -262,13 +343,18 @@ class PooledBlocks:
             return _Standing.REACHED
         return _Standing.EARLY if lives else _Standing.NEVER
 
+    def _reached(self, owner: OwnerRow, incarnation: Incarnation) -> int:
+        """The last batch of a life that is over, or began anew."""
+        return next((life.sequence for life in owner.lives if life.incarnation == incarnation), _NOT_BEGUN)
+
     def _note_life(self, rank: RankId, before: Progress, after: Progress, timestamp_ms: int) -> None:
         """Keep how far a life had come that is over, or counts its batches anew."""
         owner = self._owner(rank)
-        lives = dict(owner.lives)
+        lives = {life.incarnation: life for life in owner.lives}
         if before.health is not Health.REMOVED:  # else that was noted when it was removed
             life = before.epoch.incarnation
-            lives[life] = max(lives.get(life, _NOT_BEGUN), before.sequence)
+            lives[life] = EndedLife(life, max(self._reached(owner, life), before.sequence), timestamp_ms)
+        was_evicted = self._n_lapsed(rank)
         self._put_owner(
             rank,
             OwnerRow(
@@ -276,9 +362,11 @@ class PooledBlocks:
                 incarnation=after.epoch.incarnation,
                 ended=after.health is Health.REMOVED,
                 ended_at_ms=timestamp_ms,
-                lives=tuple(sorted(lives.items())[-self._lives_max :]),
+                lives=tuple(sorted(lives.values())[-self._lives_max :]),
             ),
+            timestamp_ms,
         )
+        self._n_evicted += self._n_lapsed(rank) - was_evicted
         self._expect_expiry_of_transit(rank)
 
     def _release(self, rank: RankId) -> None:
@@ -334,6 +422,8 @@ class PooledBlocks:
             elif entered.pool_id is None:
                 if row is not None:
                     self._drop(told.rank, address.sequence, row)
+            elif row is None and self._n_rows >= self._rows_max:
+                refusals.append((address.sequence, Refused(RefusalReason.TABLE_FULL, f"{self._n_rows} rows are known")))
             elif entered != known or told.state is CxlMemoryState.IN_TRANSIT:
                 old = None if told.state is CxlMemoryState.IN_TRANSIT or row is None else row.placement
                 if old not in fresh:
@@ -360,7 +450,12 @@ class PooledBlocks:
     def _hold(self, rank: RankId, sequence: SequenceHash, row: BlockRow) -> None:
         self._rows.setdefault(rank, {})[sequence] = row
         self._n_rows += 1
-        self._n_evicted += row.placement.state is CxlMemoryState.EVICTED
+        self._n_evicted += self._is_evicted(rank, row)
+        pool_id, epoch, at_ms = row.placement.pool_id, row.placement.pool_epoch, row.placement.entered_at_ms
+        self._of_epoch.setdefault(pool_id, Counter())[epoch] += 1
+        newest, since_ms = self._epochs.get(pool_id, (-1, 0))
+        if epoch > newest or (epoch == newest and at_ms < since_ms):
+            self._epochs[pool_id] = (epoch, at_ms)
         if row.placement.state is CxlMemoryState.IN_TRANSIT:
             self._transit.setdefault(rank, set()).add(sequence)
         due_ms = self._due_ms(rank, row)
@@ -371,11 +466,20 @@ class PooledBlocks:
         rows = self._rows[rank]
         del rows[sequence]
         self._n_rows -= 1
-        self._n_evicted -= row.placement.state is CxlMemoryState.EVICTED
+        self._n_evicted -= self._is_evicted(rank, row)
+        pool_id, of_epoch = row.placement.pool_id, self._of_epoch[row.placement.pool_id]
+        of_epoch[row.placement.pool_epoch] -= 1
+        if not of_epoch[row.placement.pool_epoch]:
+            del of_epoch[row.placement.pool_epoch]
+        if not of_epoch:
+            del self._of_epoch[pool_id], self._epochs[pool_id]
         if not rows:
             del self._rows[rank]
         if row.placement.state is CxlMemoryState.IN_TRANSIT:
-            self._transit[rank].discard(sequence)
+            transit = self._transit[rank]
+            transit.discard(sequence)
+            if not transit:
+                del self._transit[rank]
         self._changed[BlockKey(sequence, rank, row.placement.pool_id)] = None
 
     def _row_at(self, key: BlockKey) -> BlockRow | None:
@@ -387,9 +491,19 @@ class PooledBlocks:
     def _owner(self, rank: RankId) -> OwnerRow:
         return self._owners.get(rank) or OwnerRow()
 
-    def _put_owner(self, rank: RankId, row: OwnerRow) -> None:
+    def _put_owner(self, rank: RankId, row: OwnerRow, timestamp_ms: int) -> None:
         self._owners[rank] = row
         self._changed_owners[rank] = None
+        self._expect_end_of_owner(rank, timestamp_ms)
+
+    def _expect_end_of_owner(self, rank: RankId, since_ms: int) -> None:
+        due_ms = max(since_ms + self._owner_ttl_ms, self._owner_due.get(rank, 0))
+        if self._owner_due.get(rank) != due_ms:
+            self._owner_due[rank] = due_ms
+            heapq.heappush(self._owners_due, (due_ms, rank))
+        if len(self._owners_due) > 2 * len(self._owners) + _DUE_SLACK:
+            self._owners_due = [(at_ms, each) for each, at_ms in self._owner_due.items()]
+            heapq.heapify(self._owners_due)
 
     def _due_ms(self, rank: RankId, row: BlockRow) -> int | None:
         """When a row expires; None for one that does not."""
@@ -398,8 +512,21 @@ class PooledBlocks:
             return None
         since_ms = placement.entered_at_ms
         if placement.state is not CxlMemoryState.EVICTED and owner is not None:
-            since_ms = owner.ended_at_ms
+            # Of its own life: whatever ended later would renew it for as long as the rank restarts.
+            ends = (life.ended_at_ms for life in owner.lives if life.incarnation == placement.incarnation)
+            since_ms = next(ends, owner.ended_at_ms)
         return since_ms + self._evicted_ttl_ms
+
+    def _is_evicted(self, rank: RankId, row: BlockRow) -> bool:
+        state = row.placement.state
+        return state is CxlMemoryState.EVICTED or (
+            state is CxlMemoryState.IN_TRANSIT and is_over(self._owners.get(rank), row.placement.incarnation)
+        )
+
+    def _n_lapsed(self, rank: RankId) -> int:
+        """Rows in transit that count as evicted."""
+        rows = self._rows.get(rank, {})
+        return sum(self._is_evicted(rank, rows[sequence]) for sequence in self._transit.get(rank, ()))
 
     def _expect_expiry_of_transit(self, rank: RankId) -> None:
         """What was in transit when a life ended counts as evicted from then on."""
@@ -421,6 +548,11 @@ def _breaks(before: Progress, after: Progress) -> bool:
         or (before.health is Health.REMOVED) != (after.health is Health.REMOVED)
         or after.sequence < before.sequence
     )
+
+
+def _is_older(row: BlockRow, epochs: Mapping[str, int]) -> bool:
+    epoch = epochs.get(row.placement.pool_id)
+    return epoch is not None and row.placement.pool_epoch < epoch
 
 
 def _found_by(incarnation: Incarnation, placement: Placement) -> CxlMemoryMetadata:

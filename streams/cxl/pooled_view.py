@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash, WorkerId
-from streams.cxl.events import CxlPool
+from streams.cxl.events import CxlPool, newest_pool
 from streams.cxl.records import (
     BLOCK_PREFIX,
     OWNER_PREFIX,
@@ -140,12 +140,13 @@ class PooledView:
         return None
 
     def fold_pool(self, key: bytes, value: bytes | None) -> None:
-        """Fold one pool of the registry; raises BadRecord."""
+        """Fold one pool of the registry, unless a loss is known that it does not know of; raises BadRecord."""
         pool_id = parse_pool_key(key)
         if value is None:
             self.pools.pop(pool_id, None)
         else:
-            self.pools[pool_id] = decode_pool(key, value, self._schema_ids)
+            pool = decode_pool(key, value, self._schema_ids)
+            self.pools[pool_id] = newest_pool(self.pools.get(pool_id), pool)
 
     def blocks(self) -> Iterator[PooledBlock]:
         """Every row, in no order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from streams.core.events import BEFORE_FIRST
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
+    POOL_EPOCH_MAX,
     POOL_MEMBERS_MAX,
     TRANSITION_BLOCKS_MAX,
     AddressedBlocks,
@@ -81,20 +83,30 @@ class BlockRow:
     engine: EngineHash
 
 
+class EndedLife(NamedTuple):
+    """A life that is over, or began anew under its old number. sequence: the last batch that kv-events had of it.
+
+    ended_at_ms: append time of what ended it.
+    """
+
+    incarnation: Incarnation
+    sequence: int
+    ended_at_ms: int
+
+
 @dataclass(frozen=True, slots=True)
 class OwnerRow:
     """What the table must know of an owner beside its blocks.
 
     told: the newest life that any of its transitions was of. incarnation, ended, ended_at_ms: the life that kv-events
-    say it is in, whether it was removed in it, and when that began to be so. lives: of lives that are over, or began
-    anew under their old number, the last batch that kv-events had of each, ascending.
+    say it is in, whether it was removed in it, and when that began to be so. lives: those that are over, ascending.
     """
 
     told: Incarnation = _NO_LIFE
     incarnation: Incarnation = _NO_LIFE
     ended: bool = False
     ended_at_ms: int = 0
-    lives: tuple[tuple[Incarnation, int], ...] = ()
+    lives: tuple[EndedLife, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +161,7 @@ def decode_transition(raw: bytes | None, schema_ids: Mapping[str, int] | None = 
         raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
     if datum["follows"] < BEFORE_FIRST:
         raise BadRecord("bad_sequence", f"it follows batch {datum['follows']}")
-    if datum["pool_epoch"] < 0:
+    if not 0 <= datum["pool_epoch"] <= POOL_EPOCH_MAX:
         raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of pool {datum['pool_id']!r}")
     if len(datum["accessible_workers"]) > POOL_MEMBERS_MAX:
         raise BadRecord("bad_transition", f"{len(datum['accessible_workers'])} workers; at most {POOL_MEMBERS_MAX}")
@@ -317,7 +329,10 @@ def encode_owner(row: OwnerRow) -> bytes:
             "incarnation": to_long(row.incarnation),
             "ended": row.ended,
             "ended_at_ms": row.ended_at_ms,
-            "lives": [{"incarnation": to_long(life), "sequence": sequence} for life, sequence in row.lives],
+            "lives": [
+                {"incarnation": to_long(life.incarnation), "sequence": life.sequence, "ended_at_ms": life.ended_at_ms}
+                for life in row.lives
+            ],
         }
     )
 
@@ -342,7 +357,10 @@ def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
         incarnation=Incarnation(from_long(datum["incarnation"])),
         ended=datum["ended"],
         ended_at_ms=datum["ended_at_ms"],
-        lives=tuple((Incarnation(from_long(life["incarnation"])), life["sequence"]) for life in datum["lives"]),
+        lives=tuple(
+            EndedLife(Incarnation(from_long(life["incarnation"])), life["sequence"], life["ended_at_ms"])
+            for life in datum["lives"]
+        ),
     )
 
 

@@ -80,6 +80,7 @@ class RefusalReason(enum.StrEnum):
     NO_POOL = "no_pool"  # in_transit without saying where to
     NOT_IN_TRANSIT = "not_in_transit"  # cxl_pooled of a block that was not on its way
     OTHER_POOL = "other_pool"  # the pool named is not the one that the block is in, or on its way to
+    TABLE_FULL = "table_full"  # its partition has as many rows as it may
 
 
 @dataclass(frozen=True, slots=True)

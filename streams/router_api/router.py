@@ -30,12 +30,12 @@ from streams.core.loads import ActiveLoads, Booking, Phase
 from streams.core.registry import Refusal, Wanted, Worker, WorkerState
 from streams.core.selection import RouterMode
 from streams.core.sessions import SessionAffinity
+from streams.cxl.directory import next_epoch, registered_pool, settle
 from streams.cxl.events import CxlPool
 from streams.cxl.records import encode_pool, pool_key
 from streams.errors import (
     AllWorkersBusy,
     BlockSizeMismatch,
-    EpochConflict,
     InvalidRequest,
     NoEligibleWorker,
     NotReady,
@@ -407,19 +407,16 @@ class Router:
     def put_pool(self, pool_id: str, asked: PoolBody) -> CxlPool:
         """Register a CXL pool, or change it; raises EpochConflict for an epoch that is over.
 
-        One that is left out stays as it is.
+        One that is left out stays as it is, or is the next if the pool was lost.
         """
-        known = self.view.pools().get(pool_id)
-        epoch = 0 if known is None else known.epoch
-        if asked.epoch is not None and asked.epoch < epoch:
-            raise EpochConflict(f"pool {pool_id} is in epoch {epoch} already", epoch=epoch)
+        epoch = next_epoch(pool_id, self.view.pools().get(pool_id), asked.epoch)
         return self._register_pool(
             CxlPool(
                 pool_id=pool_id,
                 latency_class=asked.latency_class,
                 capacity_blocks=asked.capacity_blocks,
                 members=pool_members(asked),
-                epoch=epoch if asked.epoch is None else asked.epoch,
+                epoch=epoch,
                 registered_at_ms=_now_ms(),
             )
         )
@@ -432,10 +429,15 @@ class Router:
         return self._register_pool(replace(known, epoch=known.epoch + 1, lost=True, registered_at_ms=_now_ms()))
 
     def _register_pool(self, pool: CxlPool) -> CxlPool:
+        self._publish_pool(pool)
+        # What this router has folded may be behind what another one has written.
+        settle(pool, registered_pool(self.settings, pool.pool_id), self._publish_pool)
+        return pool
+
+    def _publish_pool(self, pool: CxlPool) -> None:
         key, value = pool_key(pool.pool_id), encode_pool(pool)
         self._publish(self._topics.workers.name, key, value)
         self.view.fold_worker(key, value)
-        return pool
 
     def _blocks(self, asked: RouteRequest, packed: bytes | None) -> tuple[str, Blocks]:
         model = self.view.model_of(asked.model)

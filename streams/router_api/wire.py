@@ -16,7 +16,7 @@ from streams.core.loads import Booking
 from streams.core.metrics import MetricsReport
 from streams.core.moe_labels import MoeWanted
 from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
-from streams.cxl.events import POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
+from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
 from streams.settings import NUMBER_MAX, WEIGHT_MAX
@@ -134,12 +134,12 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of PUT /pools/{pool_id}. members: worker ids. epoch: left out, it stays."""
+    """Body of PUT /pools/{pool_id}. members: worker ids. epoch: left out, it stays, or is the next of a lost pool."""
 
     members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)]
     latency_class: Annotated[str, msgspec.Meta(min_length=1, max_length=POOL_NAME_CHARS_MAX)] = "default"
     capacity_blocks: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)] | None = None
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)] | None = None
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=POOL_EPOCH_GIVEN_MAX)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
