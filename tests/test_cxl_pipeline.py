@@ -298,7 +298,7 @@ def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_it
     await_reach(worker, {21: ("evicted", []), 12: ("cxl_pooled", [2]), 13: ("evicted", [])})
     assert call(worker, "DELETE", f"/pools/{POOL}")["lost"]
     await_reach(worker, {21: ("evicted", []), 12: ("cxl_pooled", []), 13: ("evicted", [])})
-    assert call(worker, "PUT", f"/pools/{POOL}", {"members": [2, 3]})["epoch"] == 1  # back, and empty
+    assert call(worker, "PUT", f"/pools/{POOL}", {"members": [2, 3]})["epoch"] == 2  # back, and empty
     await_reach(worker, {21: ("evicted", []), 12: ("cxl_pooled", []), 13: ("evicted", [])})
     with KvEventPublisher(stack.settings, worker_id=2, model="m") as publisher:
         publisher.stored([31], tokens[:16])
@@ -414,7 +414,7 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     assert f"pool {POOL} is lost" in script(stack.settings, *back, "13").stderr
     forced = script(stack.settings, *back, "--force", "--wait", "60", "13")
     assert (forced.returncode, forced.stdout.splitlines()[1:]) == (0, ["applied"]), forced.stderr
-    over = script(stack.settings, "pool", POOL, "--epoch", "0")
+    over = script(stack.settings, "pool", POOL, "--member", "1", "--epoch", "0")
     assert (over.returncode, over.stdout) == (1, "")
     assert "is in epoch 1 already" in over.stderr
     nobody = script(stack.settings, "transition", "--worker-id", "9", "--state", "evicted", "11")

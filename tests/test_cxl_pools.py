@@ -222,11 +222,11 @@ def test_pools_are_known_to_every_router_and_their_epochs_never_go_back(fleet: F
     assert (lost["epoch"], lost["lost"]) == (5, True)
     back = fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()
     assert (back["epoch"], back["lost"]) == (6, False)
-    fleet.main.call("PUT", "/pools/epochs", {"epoch": (1 << 63) - 1}).refused(400, "invalid_request")
+    fleet.main.call("PUT", "/pools/epochs", {"members": [2], "epoch": (1 << 63) - 1}).refused(400, "invalid_request")
     greatest = (1 << 52) - 1
     assert fleet.main.call("PUT", "/pools/epochs", {"members": [2], "epoch": greatest}).given()["epoch"] == greatest
     assert fleet.main.call("DELETE", "/pools/epochs").given()["epoch"] == greatest + 1
-    fleet.main.call("PUT", "/pools/epochs", {"epoch": greatest}).refused(409, "epoch_conflict")
+    fleet.main.call("PUT", "/pools/epochs", {"members": [2], "epoch": greatest}).refused(409, "epoch_conflict")
     assert fleet.main.call("PUT", "/pools/epochs", {"members": [2]}).given()["epoch"] == greatest + 2
     fleet.wait(lambda: fleet.peer.get("/pools") == fleet.main.get("/pools"), "the peer to know the pools")
     fleet.main.call("DELETE", "/pools/nobody").refused(404, "unknown_id")
