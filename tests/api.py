@@ -25,7 +25,8 @@ from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, Sequ
 from streams.core.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.local.stack import READY_TIMEOUT_S, free_port, is_ready
+from streams.local.ports import free_port
+from streams.local.stack import READY_TIMEOUT_S, is_ready
 from streams.router_api.server import serve
 from streams.settings import Settings
 from streams.tables.records import (

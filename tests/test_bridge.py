@@ -15,7 +15,8 @@ import zmq
 from streams.engines.bridge import engine_address
 from streams.engines.feed import port_above
 from streams.errors import KvStreamsError, SettingsError
-from streams.local.stack import Engine, RouterProcess, Stack, free_port, get_json, wait_workers
+from streams.local.ports import free_port
+from streams.local.stack import Engine, RouterProcess, Stack, get_json, wait_workers
 from streams.sim.model import EngineConfig
 from streams.waiting import wait_for
 from tests.support import VISIBLE_TIMEOUT_S, assert_known, dead_letters

@@ -22,7 +22,7 @@ from streams import __version__
 from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
 from streams.kafka import admin, describe_topics, ensure_topics
-from streams.local.stack import free_port
+from streams.local.ports import free_port
 from streams.log import JsonFormatter
 from streams.settings import ENV_PREFIX, Settings, as_environ
 from streams.topics import topics

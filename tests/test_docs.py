@@ -32,7 +32,7 @@ from streams.errors import (
     KvStreamsError,
     api_error,
 )
-from streams.local.stack import free_port
+from streams.local.ports import free_port
 from streams.router_api.handlers import HTTP_CODES, HTTP_ERROR
 from streams.settings import ENV_PREFIX
 from streams.sim.pool_server import PoolServer, PoolServerConfig

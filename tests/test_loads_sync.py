@@ -20,7 +20,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.loads import Booking, Phase
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
-from streams.local.stack import free_port
+from streams.local.ports import free_port
 from streams.router_api import outbox as outbox_module
 from streams.router_api.loads_sync import HELD_CALL_TTL_MS, QUIET_MS, LoadsSync
 from streams.settings import Settings

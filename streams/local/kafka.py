@@ -22,7 +22,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -41,6 +40,7 @@ from confluent_kafka.admin import AdminClient
 from streams.errors import LocalKafkaError
 from streams.local.jars import KAFKA_VERSION, Progress, ensure_jars, file_lock
 from streams.local.java import Java, find_java
+from streams.local.ports import free_ports, is_free
 
 #: Where `kvstreams kafka` keeps its broker, under the current directory.
 DEFAULT_DIRECTORY = Path(".kvstreams/kafka")
@@ -72,16 +72,8 @@ FORMAT_TIMEOUT_S = 60.0
 #: Beyond the start itself: `up` of another process may hold the lock while it also formats and stops a failed broker.
 LOCK_MARGIN_S = FORMAT_TIMEOUT_S + KILL_WAIT_S
 
-#: Below the ports that Linux (32768 up) and macOS (49152 up) give to outgoing connections. A client that reconnects
-#: to a stopped broker on one of those is sooner or later given that very port, connects to itself, and keeps the
-#: broker from ever binding it again.
-PORTS = range(20_000, 32_000)
-
 #: A port that its last owner has not released by now belongs to somebody else.
 PORT_RELEASE_S = 3.0
-
-#: So many candidates are tried for a free port; if all are taken, something is wrong that another try does not mend.
-PORT_TRIES = 100
 
 #: server.log is rolled at this size, with LOG_FILES old ones kept.
 LOG_FILE_MB = 10
@@ -324,7 +316,7 @@ class LocalKafka:
         # 1
         notes: list[str] = []
         if saved is None:
-            ports = _choose_ports(2)
+            ports = free_ports(2)
             cluster_id = _cluster_id_of(self._file("data")) or _new_cluster_id()
             saved = _Saved(KAFKA_VERSION, cluster_id, broker_port=ports[0], controller_port=ports[1])
         else:
@@ -386,14 +378,14 @@ class LocalKafka:
     def _with_free_ports(self, saved: _Saved, notes: list[str]) -> _Saved:
         """Keep the ports that clients know; one that somebody else has taken since is replaced, with a note."""
         if not _becomes_free(saved.broker_port):
-            (port,) = _choose_ports(1)
+            (port,) = free_ports(1)
             notes.append(
                 f"Port {saved.broker_port} has been taken by another process, so the broker moved to {port}:"
                 f" clients need the new bootstrap 127.0.0.1:{port}."
             )
             saved = dataclasses.replace(saved, broker_port=port)
-        if not _is_free(saved.controller_port):
-            saved = dataclasses.replace(saved, controller_port=_choose_ports(1)[0])
+        if not is_free(saved.controller_port):
+            saved = dataclasses.replace(saved, controller_port=free_ports(1)[0])
         return saved
 
     def _properties(self, saved: _Saved) -> dict[str, str]:
@@ -757,32 +749,6 @@ def _answers(saved: _Saved) -> bool:
     return bool(metadata.brokers) and metadata.cluster_id == saved.cluster_id
 
 
-def _choose_ports(count: int) -> list[int]:
-    """Return `count` different free ports from PORTS, at random so that two starts at once seldom meet."""
-    free: list[int] = []
-    for port in random.sample(PORTS, PORT_TRIES):
-        if _is_free(port):
-            free.append(port)
-        if len(free) == count:
-            return free
-    raise LocalKafkaError(
-        f"No free port was found in {PORT_TRIES} tries between {PORTS.start} and {PORTS.stop - 1}",
-        remedy="End some of the servers on this machine",
-    )
-
-
-def _is_free(port: int) -> bool:
-    """Return whether a server could listen there, with the options that Java's sockets have."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True
-
-
 def _becomes_free(port: int) -> bool:
     """Return whether a server could listen there soon.
 
@@ -790,7 +756,7 @@ def _becomes_free(port: int) -> bool:
     longer.
     """
     deadline = time.monotonic() + PORT_RELEASE_S
-    while not _is_free(port):
+    while not is_free(port):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

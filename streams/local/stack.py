@@ -7,7 +7,6 @@ What lives here: what is started with which settings, and when it is ready. What
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from streams.kafka import ensure_topics
+from streams.local.ports import free_port
 from streams.local.processes import Child, Children
 from streams.settings import Settings, as_environ
 from streams.sim.model import EngineConfig
@@ -222,14 +222,6 @@ def get_bytes(url: str) -> bytes:
         with exc:
             body = exc.read()
     return body
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def facts(url: str) -> set[Fact]:
