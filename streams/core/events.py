@@ -15,7 +15,8 @@ from streams.errors import BadRecord
 #: that a life begins: what an older one held is gone, though the new one has told nothing yet.
 BEFORE_FIRST = -1
 
-#: Greatest number of a label.
+#: Names of a block's labels, and the greatest number of one.
+LABEL_NAMES = ("layer_id", "expert_id", "expert_group")
 LABEL_MAX = (1 << 31) - 1
 
 
@@ -33,7 +34,7 @@ class MoeLabels:
 
 def check_labels(labels: MoeLabels) -> None:
     """Raise BadRecord for labels that are no numbers, or out of range."""
-    for name in ("layer_id", "expert_id", "expert_group"):
+    for name in LABEL_NAMES:
         value = getattr(labels, name)
         if value is not None and (type(value) is not int or not 0 <= value <= LABEL_MAX):
             raise BadRecord("bad_event", f"{name} is {value!r}, not a number from 0 to {LABEL_MAX}")

@@ -36,11 +36,9 @@ class CxlNames:
 
     def apply(self, event: KvEvent | CxlStateChanged, ledger: Ledger) -> None:
         """Follow what an engine told before, of which nothing is to be told again."""
-        changes = [event] if isinstance(event, CxlStateChanged) else []
         if not isinstance(event, CxlStateChanged):
             ledger.apply(event)
-            changes += stored_states(event) if isinstance(event, BlocksStored) else []
-        for changed in changes:
+        for changed in _changes(event):
             self.resolve(changed.engine, changed.state, ledger)
 
     def forget(self, engine: EngineHash) -> None:
@@ -75,15 +73,19 @@ class CxlNames:
 
 def states_told(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
     """Changes of state that one event tells; raises BadRecord for what is none whatever state a block is in."""
-    told = [event] if isinstance(event, CxlStateChanged) else []
-    if isinstance(event, BlocksStored):
-        told = stored_states(event)
+    told = _changes(event)
     try:
         for changed in told:
             check_change(changed)
     except InvalidRequest as exc:
         raise BadRecord("bad_transition", exc.message) from exc
     return told
+
+
+def _changes(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
+    if isinstance(event, CxlStateChanged):
+        return [event]
+    return stored_states(event) if isinstance(event, BlocksStored) else []
 
 
 def stored_states(event: BlocksStored) -> list[CxlStateChanged]:

@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from streams.core.events import (
+    LABEL_NAMES,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -54,7 +55,6 @@ _STORED_FIELDS = (
     "group_idx",
 )
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
-_MOE_FIELDS = ("layer_id", "expert_id", "expert_group")
 _CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_workers")
 
 #: Fields by tag, in the order of an event that is an array.
@@ -174,7 +174,7 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
 def _moe_labels(raw: dict[str, Any] | None) -> MoeLabels | None:
     if raw is None:
         return None
-    labels = MoeLabels(**{name: raw.get(name) for name in _MOE_FIELDS})
+    labels = MoeLabels(**{name: raw.get(name) for name in LABEL_NAMES})
     check_labels(labels)
     return labels
 

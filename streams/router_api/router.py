@@ -48,6 +48,7 @@ from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.view import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust, View
 from streams.router_api.wire import (
+    POLICY_OVERRIDES,
     Blocks,
     BookRequest,
     MoeQuery,
@@ -70,22 +71,8 @@ log = logging.getLogger(__name__)
 PUBLISH_TIMEOUT_S = 10.0
 
 #: What a request may change of the policy, as its override and as the policy name it.
-_OVERRIDES = attrgetter(
-    "overlap_score_weight",
-    "router_temperature",
-    "track_active_blocks",
-    "tier_weights",
-    "cxl_score_weight",
-    "moe_score_weight",
-)
-_POLICY_FIELDS = (
-    "overlap_score_weight",
-    "temperature",
-    "track_active_blocks",
-    "tier_weights",
-    "cxl_score_weight",
-    "moe_score_weight",
-)
+_OVERRIDES = attrgetter(*POLICY_OVERRIDES)
+_POLICY_FIELDS = tuple(name.removeprefix("router_") for name in POLICY_OVERRIDES)
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()

@@ -153,16 +153,18 @@ class Blocks:
     request_blocks: int
 
 
-#: What of router_config_override may come as a query parameter of its own name.
-_OVERRIDES = (
+#: What of router_config_override changes the policy.
+POLICY_OVERRIDES = (
     "overlap_score_weight",
     "router_temperature",
     "track_active_blocks",
     "tier_weights",
     "cxl_score_weight",
     "moe_score_weight",
-    "moe_query",
 )
+
+#: What of router_config_override may come as a query parameter of its own name.
+_OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
 
 _route_decoder = msgspec.json.Decoder(RouteRequest)
 _moe_query_decoder = msgspec.json.Decoder(MoeQuery)
