@@ -11,21 +11,21 @@ import time
 from streams.core.kernels.warm import warm
 
 #: From the cache it takes a tenth of a second. Whoever waits for longer wants to know what for.
-SAY_AFTER_S = 2.0
+ANNOUNCE_AFTER_S = 2.0
 
 
 def warm_kernels() -> None:
     """Compile or load every kernel, the calling thread's work."""
     began = time.monotonic()
-    told = False
+    logged = False
     for _ in warm():
-        if not told and time.monotonic() - began > SAY_AFTER_S:
-            told = True
+        if not logged and time.monotonic() - began > ANNOUNCE_AFTER_S:
+            logged = True
             # Not a log: a worker imports this before Faust has set up its logs.
             sys.stderr.write(
                 "kvstreams: compiling kernels, half a minute of a core, once an installation; "
                 "`kvstreams warm` does it ahead\n"
             )
             sys.stderr.flush()
-    if told:
+    if logged:
         sys.stderr.write(f"kvstreams: kernels are compiled, after {time.monotonic() - began:.0f} s\n")

@@ -49,7 +49,7 @@ ENTRIES = (
     ("streams.core.reducer.kernels.changes", "apply_rows"),
     ("streams.core.reducer.kernels.changes", "restate_run"),
     ("streams.core.reducer.kernels.changes", "end_rank"),
-    ("streams.core.reducer.kernels.changes", "room_for"),
+    ("streams.core.reducer.kernels.changes", "reserve_blocks"),
     ("streams.core.reducer.kernels.changes", "next_stale"),
     ("streams.core.reducer.kernels.maps", "move_entries"),
 )
