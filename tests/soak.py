@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import assert_never
 
 import numpy as np
 import xxhash
@@ -98,6 +99,8 @@ def _apply(index: PrefixIndex, step: Step, history: IndexHistory) -> None:
             index.clear(step.rank)
         case RankGone():
             index.remove_rank(step.rank)
+        case _:
+            assert_never(action)
     if not isinstance(action, Query):
         assert len(index) == len(history.reference), (name, len(index), len(history.reference))
 
@@ -148,6 +151,8 @@ def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
             index.remove(rank, event.tier, event.engine)
         case AllBlocksCleared():
             index.clear(rank)
+        case _:
+            assert_never(event)
 
 
 def play_fold(seed: int, folds: Sequence[FoldFactory], n_batches: int = FOLD_BATCHES) -> None:

@@ -24,7 +24,7 @@ from streams.core.block_facts.moe_labels import LabelIndex, MoeSelector
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import DpRank, Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores, with_predictions
-from streams.core.index.predicted_index import ApproximatePrefixIndex
+from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import FleetState
@@ -191,10 +191,10 @@ class View:
         # of labels another, which is the last to be taken and is held for microseconds.
         self._pooled_lock = threading.Lock()
         self._supplementary_lock = threading.Lock()
-        self._predictions: ApproximatePrefixIndex | None = None
+        self._predictions: PredictedPrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
-            self._predictions = ApproximatePrefixIndex(ttl_s)
+            self._predictions = PredictedPrefixIndex(ttl_s)
         self._reset()
 
     def _reset(self) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 import numpy as np
 import xxhash
@@ -148,19 +149,22 @@ class ReferenceFleet:
             self.ranks[told.rank].silent = True
             return "silent"
         match told.body:
-            case WorkerRemoved(seen_sequence=None):
-                return self.remove_worker(told.rank.worker_id, told.incarnation)
-            case WorkerRemoved(seen_sequence=seen):
-                return self.expire_worker(told, seen)
-        rank = self.ranks.setdefault(told.rank, ReferenceRank())
-        match told.body:
+            case WorkerRemoved():
+                if told.body.seen_sequence is None:
+                    return self.remove_worker(told.rank.worker_id, told.incarnation)
+                return self.expire_worker(told, told.body.seen_sequence)
             case Heartbeat():
-                return self.renew(rank, told)
+                return self.renew(self._rank(told.rank), told)
             case RestatementChunk():
-                return self.restate(rank, told, told.body)
-            case EngineEvents(events):
-                return self.apply_events(rank, told, events)
-        raise AssertionError(told.body)
+                return self.restate(self._rank(told.rank), told, told.body)
+            case EngineEvents():
+                return self.apply_events(self._rank(told.rank), told, told.body.events)
+            case _:
+                assert_never(told.body)
+
+    def _rank(self, rank: RankId) -> ReferenceRank:
+        """State of a rank, created by its first record."""
+        return self.ranks.setdefault(rank, ReferenceRank())
 
     def begins(self, rank: ReferenceRank, batch: EngineBatch) -> bool | None:
         """Whether a life begins by a batch, None where it is of an older one."""
@@ -830,8 +834,10 @@ class IndexHistory:
                 expected = self.reference.store(rank, action)
             case BlocksRemoved():
                 expected = self.reference.remove(rank, action)
-            case _:
+            case AllBlocksCleared() | RankGone():
                 self.reference.clear(rank)
+            case _:
+                assert_never(action)
         return Step(rank, action, expected)
 
     def _query(self, rank: RankId) -> Step:

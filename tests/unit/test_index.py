@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import pytest
@@ -77,6 +77,8 @@ def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
             index.remove(rank, event.tier, event.engine)
         case AllBlocksCleared():
             index.clear(rank)
+        case _:
+            assert_never(event)
 
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)

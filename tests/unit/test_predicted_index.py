@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import local_hashes
 from streams.core.ids import U32_MAX, DpRank, HashArray, RankId, Tier, WorkerId
-from streams.core.index.predicted_index import TTL_S, ApproximatePrefixIndex
+from streams.core.index.predicted_index import TTL_S, PredictedPrefixIndex
 from streams.errors import BlockSizeMismatch, InvalidEvent, InvalidRequest, SettingsError
 from tests.helpers.reference import Member, chain_hashes, overlap_of
 
@@ -60,7 +60,7 @@ def test_random_predictions_are_kept_as_by_brute_force(seed: int) -> None:
     """Predictions, time that passes or is told late, ranks that leave, limits: the same blocks, and never a hole."""
     rng = random.Random(seed)
     limits = rng.choice((5.0, 60.0)), rng.choice((1, 7, 40, 1000)), rng.choice((0.1, 0.8, 1.0))
-    index, guesses = ApproximatePrefixIndex(*limits), Guesses(*limits)
+    index, guesses = PredictedPrefixIndex(*limits), Guesses(*limits)
     ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(rng.choice((1, 3, 9)))]
     now_s = 100.0
     for _ in range(rng.randint(1, 60)):
@@ -90,7 +90,7 @@ def test_random_predictions_are_kept_as_by_brute_force(seed: int) -> None:
 @pytest.mark.parametrize(("age_s", "score"), [(0.0, 2), (TTL_S - 1e-6, 2), (TTL_S, 0), (TTL_S + 1, 0)])
 def test_a_prediction_ends_with_its_time(age_s: float, score: int) -> None:
     """At the very moment, whoever tells the time."""
-    index = ApproximatePrefixIndex()
+    index = PredictedPrefixIndex()
     index.predict(A, u64(1, 2), 0.0)
     assert index.expire(age_s) == 2 - score
     assert index.find_matches(u64(1, 2)).max_score == score
@@ -98,7 +98,7 @@ def test_a_prediction_ends_with_its_time(age_s: float, score: int) -> None:
 
 def test_a_prediction_made_again_lasts_anew_as_far_as_it_goes() -> None:
     """The blocks behind it keep their older time."""
-    index = ApproximatePrefixIndex(ttl_s=10.0)
+    index = PredictedPrefixIndex(ttl_s=10.0)
     index.predict(A, u64(1, 2, 3), 0.0)
     index.predict(A, u64(1, 2), 9.0)
     index.predict(B, u64(1), 10.0)
@@ -107,7 +107,7 @@ def test_a_prediction_made_again_lasts_anew_as_far_as_it_goes() -> None:
 
 def test_a_time_told_late_does_not_turn_back_the_clock() -> None:
     """A prediction of it lasts as long as one of the latest time."""
-    index = ApproximatePrefixIndex(ttl_s=10.0)
+    index = PredictedPrefixIndex(ttl_s=10.0)
     index.expire(100.0)
     index.predict(A, u64(1), 95.0)
     assert index.expire(109.0) == 0
@@ -117,7 +117,7 @@ def test_a_time_told_late_does_not_turn_back_the_clock() -> None:
 @pytest.mark.parametrize(("n_blocks", "kept"), [(9, 9), (10, 10), (11, 8), (30, 8)])
 def test_beyond_its_limit_an_index_keeps_the_newest_blocks_and_their_prefixes(n_blocks: int, kept: int) -> None:
     """Cut to four fifths; of one prediction too long for it the beginning is what stays."""
-    index = ApproximatePrefixIndex(blocks_max=10)
+    index = PredictedPrefixIndex(blocks_max=10)
     index.predict(A, u64(*range(n_blocks)), 0.0)
     assert index.find_matches(u64(*range(n_blocks))).scores == {A: kept}
     assert len(index) == kept
@@ -125,7 +125,7 @@ def test_beyond_its_limit_an_index_keeps_the_newest_blocks_and_their_prefixes(n_
 
 def test_the_oldest_predictions_are_cut_first_whoever_they_are_of() -> None:
     """One made again is new."""
-    index = ApproximatePrefixIndex(blocks_max=10)
+    index = PredictedPrefixIndex(blocks_max=10)
     index.predict(A, u64(1, 2, 3, 4), 0.0)
     index.predict(B, u64(1, 2, 3, 4), 1.0)
     index.predict(A, u64(1, 2, 3, 4), 1.0)
@@ -136,7 +136,7 @@ def test_the_oldest_predictions_are_cut_first_whoever_they_are_of() -> None:
 
 def test_a_request_is_hashed_before_it_is_matched() -> None:
     """As in every index, in blocks of the size asked for."""
-    index, tokens = ApproximatePrefixIndex(), list(range(40))
+    index, tokens = PredictedPrefixIndex(), list(range(40))
     index.predict(A, local_hashes(tokens, 16), 0.0)
     assert index.find_matches_for_request(tokens, 16).scores == {A: 2}
     assert index.find_matches_for_request(tokens, 8).scores == {}
@@ -167,7 +167,7 @@ def test_a_request_is_hashed_before_it_is_matched() -> None:
 )
 def test_a_prediction_that_cannot_be_changes_nothing(rank: RankId, local: Any, now_s: float) -> None:
     """Ranks out of range, hashes that are none, times that are none."""
-    index = ApproximatePrefixIndex()
+    index = PredictedPrefixIndex()
     index.predict(B, u64(5), 0.0)
     with pytest.raises(InvalidEvent):
         index.predict(rank, local, now_s)
@@ -186,13 +186,13 @@ def test_limits_that_cannot_be_are_refused(name: str, values: tuple[Any, ...]) -
     """No time to live, no room, or a target beyond the limit; the message begins with the argument's name."""
     for value in values:
         with pytest.raises(SettingsError, match=f"^{name} is "):
-            ApproximatePrefixIndex(**{name: value})
+            PredictedPrefixIndex(**{name: value})
 
 
 @pytest.mark.parametrize("rank", [(1, 0), 1, None, RankId(WorkerId(-1), DpRank(0))], ids=str)
 def test_only_a_rank_can_be_cleared(rank: Any) -> None:
     """What is none is refused, known or not."""
-    index = ApproximatePrefixIndex()
+    index = PredictedPrefixIndex()
     index.predict(A, u64(5), 0.0)
     for end in (index.clear, index.remove_rank):
         with pytest.raises(InvalidEvent):

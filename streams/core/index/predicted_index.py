@@ -37,7 +37,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-class ApproximatePrefixIndex:
+class PredictedPrefixIndex:
     """Predicted blocks, each until `ttl_s` after the last prediction that named it.
 
     The order of predictions is kept block by block, and of one prediction the last block counts as the oldest. Whatever
