@@ -633,7 +633,7 @@ def test_a_rank_that_found_no_room_gets_in_when_another_has_left() -> None:
     for rank in ranks[:64]:
         index.store(rank, Tier.DEVICE, None, names, names)
     for rank in ranks[64:]:
-        with pytest.raises(TooManyRanks, match="room for 64 ranks") as caught:
+        with pytest.raises(TooManyRanks, match="hold 64 ranks") as caught:
             index.store(rank, Tier.DEVICE, None, names, names)
         assert caught.value.detail == {"columns_max": 64}
     index.remove_rank(ranks[0])
@@ -659,7 +659,7 @@ def test_where_the_system_refuses_more_columns_ranks_that_are_there_go_on(monkey
 
     with monkeypatch.context() as patched:
         patched.setattr("streams.core.index.arenas.mmap.mmap", refuse)
-        with pytest.raises(TooManyRanks, match="the system refuses"):
+        with pytest.raises(TooManyRanks, match="the system refused"):
             index.store(ranks[-1], Tier.DEVICE, None, u64(1), u64(1))
     assert index.find_matches(u64(1)).scores == dict.fromkeys(ranks[:-1], 1)
     index.store(ranks[-1], Tier.DEVICE, None, u64(1), u64(1))
