@@ -350,8 +350,8 @@ def test_hashing_works_without_numba() -> None:
         "from streams.core import hashing\n"
         "print(hashing.KERNELS_AVAILABLE, *hashing.request_hashes(list(range(1, 13)), 4)[1].tolist())"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
 
 
 @pytest.mark.parametrize("call", [local_hashes, request_hashes])

@@ -24,7 +24,7 @@ Answer = frozenset[tuple[int, int]]
 
 def history(rng: random.Random, prompts: list[list[int]], holders: list[int]) -> EventColumns:
     """Stores from the root, holes, evicted tails and clears, so that runs are split, joined, removed and created."""
-    kinds, who, names, local, offset = [], [], [], [], [0]
+    kinds, event_holders, names, local, offset = [], [], [], [], [0]
     for _ in range(N_EVENTS):
         prompt = rng.choice(prompts)
         chain = chain_hashes(prompt)
@@ -36,12 +36,12 @@ def history(rng: random.Random, prompts: list[list[int]], holders: list[int]) ->
         elif kind == layout.CLEARED:
             last = 0
         kinds.append(kind)
-        who.append(rng.choice(holders))
+        event_holders.append(rng.choice(holders))
         names += chain[first:last]
         local += prompt[first:last]
         offset.append(len(names))
     return EventColumns(
-        holder=np.array(who, dtype=np.int64),
+        holder=np.array(event_holders, dtype=np.int64),
         kind=np.array(kinds, dtype=np.int64),
         parent=np.zeros(N_EVENTS, dtype=np.uint64),
         offset=np.array(offset, dtype=np.int64),

@@ -86,10 +86,10 @@ class EventColumns:
         local: HashArray,
     ) -> None:
         given = (holder, kind, parent, offset, names, local)
-        wanted: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
-        for column, kind_of in zip(given, wanted, strict=True):
-            if not isinstance(column, np.ndarray) or column.dtype != kind_of or column.ndim != 1:
-                raise InvalidEvent(f"a column is not {kind_of.__name__}[n]")
+        dtypes: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
+        for column, dtype in zip(given, dtypes, strict=True):
+            if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
+                raise InvalidEvent(f"a column is not {dtype.__name__}[n]")
         n = len(holder)
         if len(kind) != n or len(parent) != n or len(offset) != n + 1 or len(names) != len(local):
             raise InvalidEvent("columns differ in length", n_events=n, n_names=len(names), n_local=len(local))

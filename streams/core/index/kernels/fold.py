@@ -173,20 +173,20 @@ def attach_point(
     Returns the run of the block before it, and the offset after that block.
     """
     if connected > 0:
-        run, behind = end_of(context, find_name(context, load(sequence + ((connected - 1) << 3))))
+        run, after = end_of(context, find_name(context, load(sequence + ((connected - 1) << 3))))
     elif has_parent:
         before = find_name(context, parent)
         if before < 0:
-            run, behind = new_phantom(context, parent), 1
+            run, after = new_phantom(context, parent), 1
         else:
-            run, behind = end_of(context, before)
+            run, after = end_of(context, before)
     else:
-        run, behind = 0, 0
+        run, after = 0, 0
     if connected < offset:
         at = connected << 3
-        store_blocks(context, -1, run, behind, sequence + at, locals_ + at, offset - connected, True)
-        run, behind = end_of(context, find_name(context, load(sequence + ((offset - 1) << 3))))
-    return run, behind
+        store_blocks(context, -1, run, after, sequence + at, locals_ + at, offset - connected, True)
+        run, after = end_of(context, find_name(context, load(sequence + ((offset - 1) << 3))))
+    return run, after
 
 
 @kernel()
@@ -257,9 +257,9 @@ def fold_run(
         begin = trailing_zeros(new)
         length = trailing_zeros(~shift_right(new, begin))
         new &= ~(((1 << length) - 1) << begin)
-        run, behind = attach_point(context, sequence, locals_, begin, min(connected, begin), parent, has_parent)
+        run, after = attach_point(context, sequence, locals_, begin, min(connected, begin), parent, has_parent)
         at = begin << 3
-        store_blocks(context, column, run, behind, sequence + at, locals_ + at, length, True)
+        store_blocks(context, column, run, after, sequence + at, locals_ + at, length, True)
         connected = max(connected, begin + length)
     if gone:
         release_blocks(context, column, last_block, old, gone)

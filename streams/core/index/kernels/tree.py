@@ -357,20 +357,20 @@ def prepare(
     in_spare = 0
     if more <= spare:
         # The new run fits into the spare space, so the two can be joined once they have the same holders.
-        in_spare, start, room = 1, first, spare
+        in_spare, start, size = 1, first, spare
     else:
         left = get(context, BLOCKS_MAX) - get(context, N_BLOCKS)
         slack = min(max(more, SLACK_MIN), SLACK_MAX)
         if left < get(context, BLOCKS_MAX) >> SLACK_LEFT_SHIFT:
             slack = 0
-        start, room = new_span(context, more, more + slack)
+        start, size = new_span(context, more, more + slack)
     copy_words(hashes + (start << 3), locals_ + (own << 3), more)
     copy_words(table + (start << 3), names + (own << 3), more)
     child = new_run(context)
     line = run_address(context, child)
     store32(line + RUN_START, start)
     store32(line + RUN_LENGTH, more)
-    store32(line + RUN_CAPACITY, room)
+    store32(line + RUN_CAPACITY, size)
     store32(line + RUN_DIRECT, -1)
     store32(line + RUN_CHILDREN, 0)
     store32(line + RUN_SIBLING, 0)
@@ -471,22 +471,22 @@ def store_blocks(
     naming = column >= 0 and not claiming
     agreed = not naming or load(column_word(context, COLUMN_ALIASES, column)) == 0
     at_end = False
-    here, behind, done = run, offset, 0
+    here, after, done = run, offset, 0
     before = -1
     if run != 0:
         before = field(context, run, RUN_START) + offset - 1
     while done < n_blocks:
         line = run_address(context, here)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
-        if behind >= length:
+        if after >= length:
             child = find_child(context, here, load(locals_ + (done << 3)))
             if child < 0:
                 at_end = True
                 break
-            here, behind = child, 0
+            here, after = child, 0
             continue
-        first = start + behind
-        limit = min(length - behind, n_blocks - done)
+        first = start + after
+        limit = min(length - after, n_blocks - done)
         same = common_length(hashes + (first << 3), locals_ + (done << 3), limit)
         if same == 0:
             break
@@ -499,7 +499,7 @@ def store_blocks(
             store(entry + 16, int(covers(context, here, column)))
             n_stretches += 1
         before = first + same - 1
-        behind += same
+        after += same
         done += same
     if get(context, N_PHANTOMS) and first_phantom(context, names + (done << 3), n_blocks - done) < n_blocks - done:
         store_in_steps(context, column, run, offset, names, locals_, n_blocks)
@@ -531,11 +531,11 @@ def store_blocks(
             for block in range(first, first + same):
                 add_claim(context, column, block)
     if new:
-        here, behind = 0, 0
+        here, after = 0, 0
         if before >= 0:
-            here, behind = end_of(context, before)
+            here, after = end_of(context, before)
         put(context, N_TAKEN, n_taken)
-        link(context, here, behind, own, child, in_spare, names + (done << 3), column, taken)
+        link(context, here, after, own, child, in_spare, names + (done << 3), column, taken)
     if n_lost:
         uncover_listed(context, column, lost, n_lost)
     return 0
@@ -759,8 +759,8 @@ def first_phantom(context: int, names: int, n_blocks: int) -> int:
 @kernel()
 def new_phantom(context: int, name: int) -> int:
     """Add a placeholder for a block of which only the name is known; returns its run."""
-    start, room = new_span(context, 1, 1)
-    free_span(context, start + 1, room - 1)
+    start, size = new_span(context, 1, 1)
+    free_span(context, start + 1, size - 1)
     store(get(context, LOCAL) + (start << 3), 0)
     store(get(context, NAME) + (start << 3), name)
     run = new_run(context)
