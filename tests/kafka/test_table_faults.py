@@ -18,11 +18,11 @@ from confluent_kafka import KafkaException
 from rocksdict import Options, Rdict
 
 from streams.errors import KvStreamsError, TableError
-from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, delete_topics, ensure_topics
 from streams.local.stack import RouterProcess, Stack
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
+from streams.tables.index_reducer import prefix_index_table
 from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[Callable[[Settings, int], None], str]] = {
     "blocks are broken": (break_blocks, "it cannot be read: Corruption"),
     "another layout": (set_layout, "its layout is version 1, ours 2"),
     "another partition's": (swap_partitions, "it was made for"),
-    "too old": (age, "tells for 24 h what was deleted"),
+    "too old": (age, "keeps tombstones for 24 h"),
 }
 
 
