@@ -32,8 +32,8 @@ from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings, as_environ, tables_path
 from streams.tables.cxl_reducer import partition_plan
-from streams.tables.partition import scope_of
 from streams.tables.store import PartitionStore
+from streams.tables.transactions import scope_of
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
