@@ -324,12 +324,14 @@ def _reset(settings: Settings, force: bool) -> None:
     "engines",
     multiple=True,
     required=True,
-    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]",
+    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]"
+    "[,dialect=NAME]",
     help="one engine; give it again for each",
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Bridge engines' ZMQ events to Kafka and register the engines."""
-    from streams.engines.bridge import Bridge, engine_address
+    from streams.engines.address import engine_address
+    from streams.engines.bridge import Bridge
     from streams.kafka import ensure_topics
 
     log.configure(resolved.settings)

@@ -7,7 +7,6 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from confluent_kafka import Producer
 
 from streams.codec import decode_batch
 from streams.core.events import (
@@ -30,6 +29,7 @@ from streams.engines.publisher import KvEventPublisher
 from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX
+from tests.helpers.recording_producer import RecordingProducer
 from tests.unit.test_holdings import u64
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
@@ -167,18 +167,6 @@ def test_what_is_no_transition_makes_its_batch_a_dead_letter(event: Any) -> None
     assert caught.value.reason == "bad_event"
 
 
-class RecordingProducer(Producer):
-    """Keeps what a publisher would send: a client that talks to nobody."""
-
-    def __init__(self) -> None:
-        super().__init__({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
-        self.values: list[bytes] = []
-
-    def produce(self, topic: str, *_: Any, **record: Any) -> None:
-        if topic.endswith("kv-events"):
-            self.values.append(record["value"])
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -198,7 +186,7 @@ def test_a_batch_that_cannot_be_told_leaves_publisher_and_log_as_they_were(bad: 
     with pytest.raises(BadRecord):
         publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2), **bad)])
     assert publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2))]) == 0
-    begun, batch = map(decode_batch, told.values)
+    begun, batch = map(decode_batch, told.values("kv-events"))
     assert (begun.sequence, batch.sequence) == (BEFORE_FIRST, 0)
     assert isinstance(batch.body, EngineEvents)
     assert [each.engine.tolist() for each in batch.body.events if isinstance(each, BlocksStored)] == [[11], [12]]
@@ -213,4 +201,4 @@ def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
     with pytest.raises(BadRecord, match="bytes"):
         publisher.publish([BlocksStored(None, names, names)])
     assert publisher.publish([BlocksRemoved(names[:1])]) == 1
-    assert [decode_batch(value).sequence for value in told.values] == [BEFORE_FIRST, 1]
+    assert [decode_batch(value).sequence for value in told.values("kv-events")] == [BEFORE_FIRST, 1]

@@ -21,7 +21,7 @@ from streams.core.events import BlocksStored, MoeLabels
 from streams.cxl.events import CxlStateChanged
 from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, Refused, transition
 from streams.engines.cxl_names import CxlNames
-from streams.engines.dialects.vllm import COUNTS_COPIES, decode_payload
+from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
 from streams.errors import SettingsError
 from streams.local.processes import Children
@@ -122,7 +122,7 @@ async def pooled(client: Client, n_blocks: int) -> bool:
 
 async def told(client: Client) -> dict[int, CxlMemoryMetadata]:
     """What a bridge makes of all that an engine has told: metadata by sequence hash, every name known, all legal."""
-    ledger, names = Ledger(COUNTS_COPIES), CxlNames()
+    ledger, names = Ledger(VLLM.counts_copies), CxlNames()
     states: dict[int, CxlMemoryMetadata] = {}
     for _, payload in await client.replay(0):
         for event in decode_payload(payload, ENGINE.block_size).events:
