@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,10 +21,11 @@ from confluent_kafka import KafkaException
 
 from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
-from streams.core.ids import U64_MASK, RankId, WorkerId
+from streams.core.ids import U64_MASK, DpRank, RankId, WorkerId
 from streams.core.workers import DP_SIZE_MAX, Worker
 from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.feed import RETRY_S, EngineAddress, FeedWiring, RankFeed
+from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.publisher import event_producer
@@ -70,6 +71,7 @@ class Bridge:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._lease_handles = {engine.worker_id: self._lease_handle(engine.worker_id) for engine in engines}
         self._feeds: dict[RankId, RankFeed] = {}
+        self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
 
     async def run(self) -> None:
@@ -88,6 +90,13 @@ class Bridge:
                 self._pools.close()
             self._context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
+
+    def feed_counts(self) -> Mapping[RankId, Mapping[str, int]]:
+        """Return a copy of the counters of every rank that this bridge has fed, by rank and name (see FeedCounters).
+
+        A rank's totals survive a lost lease, so none of them decreases while the process runs. Call it on the loop.
+        """
+        return {rank: counters.counts() for rank, counters in self._counters.items()}
 
     # -- told by the inbox, on the loop --------------------------------------------------------------------------------
 
@@ -143,7 +152,10 @@ class Bridge:
     async def _feed(self, wiring: FeedWiring) -> None:
         """Feed every rank of an engine until one cannot be fed any more."""
         recovered_ranks = await self._recover(wiring.engine.worker_id)
-        feeds = [RankFeed(wiring, rank, recovered_ranks.get(rank)) for rank in range(wiring.engine.dp_size)]
+        feeds = [
+            RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(wiring.engine.worker_id, dp_rank))
+            for dp_rank in range(wiring.engine.dp_size)
+        ]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for feed in feeds:
@@ -153,6 +165,9 @@ class Bridge:
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
+
+    def _counters_of(self, worker_id: WorkerId, dp_rank: int) -> FeedCounters:
+        return self._counters.setdefault(RankId(worker_id, DpRank(dp_rank)), FeedCounters())
 
     def _epoch_of(self, pool_id: str) -> int:
         """A CXL pool's epoch; the registry's pools are read when the first engine names one."""

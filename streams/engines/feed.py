@@ -16,9 +16,9 @@ import logging
 import re
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -42,6 +42,7 @@ from streams.engines.continuity import (
 )
 from streams.engines.cxl_names import CxlNames
 from streams.engines.dialects.vllm import COUNTS_COPIES, decode_payload
+from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease_handle import LeaseHandle
 from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
@@ -107,28 +108,6 @@ class EngineAddress:
         return self.metrics or f"{self.url}/metrics"
 
 
-@dataclass(slots=True)
-class FeedCounters:
-    """What happened to a rank's feed; the log shows it whenever something else than `published` has changed."""
-
-    published: int = 0
-    repeated: int = 0  # batches that came twice
-    dead_letters: int = 0
-    gaps: int = 0
-    gap_batches_filled: int = 0
-    gap_batches_lost: int = 0
-    replays: int = 0
-    replays_silent: int = 0
-    foreign: int = 0  # batches of another life than the one that answers
-    incarnations: int = 0
-    resumed: int = 0
-    resumed_from_table: int = 0
-    resyncs_asked: int = 0
-    restatements: int = 0
-    restatement_chunks: int = 0
-    heartbeats: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class FeedWiring:
     """What the feeds of one engine share."""
@@ -190,8 +169,10 @@ class _IncarnationState:
 class RankFeed:
     """Feeds one rank, as long as the lease is held."""
 
-    def __init__(self, wiring: FeedWiring, dp_rank: int, recovered: RecoveredRank | None) -> None:
-        """memory: what Kafka has of the rank."""
+    def __init__(
+        self, wiring: FeedWiring, dp_rank: int, recovered: RecoveredRank | None, counters: FeedCounters | None = None
+    ) -> None:
+        """recovered: the rank's state as read from Kafka. counters: incremented, so that they outlive this feed."""
         self._wiring = wiring
         self._recovered = recovered
         self.rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
@@ -210,11 +191,15 @@ class RankFeed:
         self._engine_ended_at_s = float("-inf")  # when we last said that the engine is gone
         self._break_checked_at_s = 0.0
         self._lease_s = wiring.settings.bridge_lease_s
-        self.counters = FeedCounters()
+        self.counters = FeedCounters() if counters is None else counters
+
+    def counts(self) -> Mapping[str, int]:
+        """Return a copy of the rank's counters by name (see FeedCounters)."""
+        return self.counters.counts()
 
     def ask(self, request: ResyncRequest) -> None:
         """Take a request to restate; the loop answers it between two batches."""
-        self.counters.resyncs_asked += 1
+        self.counters.resyncs_requested += 1
         self._requests.append(request)
 
     async def run(self) -> None:
@@ -222,7 +207,7 @@ class RankFeed:
         try:
             await self._run_incarnations()
         finally:
-            log.info("rank %s: the feed ends: %s", self.rank, counters_text(self.counters))
+            log.info("rank %s: the feed ends: %s", self.rank, str(self.counters))
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
@@ -377,7 +362,7 @@ class RankFeed:
 
     async def _receive_all(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewIncarnation:
         quiet_since_s = time.monotonic()
-        logged_counters = counters_text(self.counters)
+        logged_counters = str(self.counters)
         while True:
             begun: NewIncarnation | None = None
             if await socket.poll(int(IDLE_S * 1000)):
@@ -402,8 +387,8 @@ class RankFeed:
                 await self._restate(self._requests.popleft())
             if self._writer.failed:
                 raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
-            if counters_text(self.counters) != logged_counters:
-                logged_counters = counters_text(self.counters)
+            if str(self.counters) != logged_counters:
+                logged_counters = str(self.counters)
                 log.info("rank %s: %s", self.rank, logged_counters)
 
     async def _reconnected(self, monitor: zmq.asyncio.Socket) -> NewIncarnation | None:
@@ -464,7 +449,7 @@ class RankFeed:
                 return await self._judge(contradicted=True)
             if batch.sequence not in state.digests:
                 return await self._judge()
-            self.counters.repeated += 1
+            self.counters.batches_repeated += 1
             return None
         state.window.offer(batch)
         await self._drain()
@@ -481,7 +466,7 @@ class RankFeed:
         try:
             payload = decode_payload(batch.payload, self._block_size)
             self._writer.write(batch.sequence, digest, payload.emitted_at_ms, payload.events, payload.n_unindexed)
-            self.counters.published += 1
+            self.counters.batches_published += 1
         except BadRecord as exc:
             # Its number is then missing on Kafka: the agent degrades the rank, which is the truth.
             if exc.reason != "too_large":
@@ -513,7 +498,7 @@ class RankFeed:
             if fill.answered and fill.highest < until:
                 # The engine itself has never numbered so high: what is held is an older life's.
                 log.warning("rank %s: batch %d is none of this life", self.rank, until)
-                self.counters.foreign += state.window.drop()
+                self.counters.batches_foreign += state.window.drop()
                 state.gap = None
                 return await self._judge()
             if fill.progressed:
@@ -563,7 +548,7 @@ class RankFeed:
             # Of what it sent an engine has kept at least the last, so who has nothing from here on never sent it.
             fill.contradicted = fill.highest == BEFORE_FIRST and start == replay_check
         except ReplaySilent as exc:
-            self.counters.replays_silent += 1
+            self.counters.replays_unanswered += 1
             log.warning("rank %s: %s", self.rank, exc)
         return fill
 
@@ -640,14 +625,6 @@ class RankFeed:
             value=dead_letter_value(payload),
             headers=dead_letter_headers(self._events, exc, len(payload)),
         )
-
-
-def counters_text(counters: FeedCounters) -> str:
-    """The counters that a person may want to know of, as text; the rest follows from traffic."""
-    usual = ("published", "heartbeats", "replays", "repeated")
-    return (
-        ", ".join(f"{name} {n}" for name, n in asdict(counters).items() if n and name not in usual) or "nothing unusual"
-    )
 
 
 def port_above(endpoint: str, offset: int) -> str:
