@@ -14,9 +14,9 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import faust
@@ -25,14 +25,21 @@ from faust.types import TP
 from streams.codec import decode_batch, encode_batch, encode_resync
 from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
 from streams.core.reducer.holdings import Holdings
-from streams.core.reducer.maintenance import RankMaintenance
+from streams.core.reducer.maintenance import MAINTENANCE_COUNTS, RankMaintenance
 from streams.core.reducer.ordering import Progress, Verdict
 from streams.core.reducer.restatement import ChunkKey
 from streams.errors import BadRecord
 from streams.kafka import first_offset, group_members, log_end, partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.index_runs import index_runs
-from streams.tables.partition import Outgoing, PartitionWiring, Reducer, SourceRecord, TablePartition
+from streams.tables.partition import (
+    PARTITION_COUNTS,
+    Outgoing,
+    PartitionWiring,
+    Reducer,
+    SourceRecord,
+    TablePartition,
+)
 from streams.tables.records import (
     PARKED_PREFIX,
     PROGRESS_PREFIX,
@@ -57,6 +64,9 @@ LOAD_RECORDS = 4096
 
 #: A partition that nothing reaches while its source has more is sought again after this; doubled up to the second.
 REALIGN_EVERY_S = (0.5, 30.0)
+
+#: Keys of `Indexer.verdict_counts` that it always has.
+_VERDICT_COUNTS = (*Verdict, "bad_table_record", *MAINTENANCE_COUNTS)
 
 #: Verdicts that nobody wants to read of.
 _USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED, Verdict.PARKED})
@@ -263,7 +273,25 @@ class Indexer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wiring: PartitionWiring | None = None
-        self.verdicts: Counter[str] = Counter()
+        # By partition, since each is written by that partition's thread alone; they outlast a partition that moves.
+        self._verdicts: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+    def verdict_counts(self) -> Mapping[str, int]:
+        """A snapshot of what records turned out to be, over all partitions since the process started.
+
+        The keys: each value of `Verdict`; `bad_table_record` for unreadable rows of a changelog; MAINTENANCE_COUNTS for
+        what maintenance ticks did; `cxl_<outcome>` for each value of `TransitionOutcome`; `cxl_refused_<reason>` for
+        refused transitions. A key of the last two kinds is missing until its first count, the others start from 0.
+        """
+        return dict.fromkeys(map(str, _VERDICT_COUNTS), 0) | _sum(self._verdicts)
+
+    def partition_counts(self) -> Mapping[str, int]:
+        """A snapshot of `TablePartition.counts` (keys PARTITION_COUNTS), over all partitions since the process started.
+
+        Partitions that have moved to another worker are included, so that the totals never fall.
+        """
+        return dict.fromkeys(PARTITION_COUNTS, 0) | _sum(self._counts)
 
     async def run(self, stream: Any) -> None:
         """The agent's loop. Nothing raises out of it: an agent that raises acknowledges its event and loses it."""
@@ -284,7 +312,7 @@ class Indexer:
             if partition in self._partitions:
                 self._partitions[partition].resume()
             else:
-                table = TablePartition(partition, self._wire())
+                table = TablePartition(partition, self._wire(partition), self._counts[partition])
                 self._partitions[partition] = table
                 table.start()
         log.info("partitions assigned: %s", sorted(mine))
@@ -413,7 +441,7 @@ class Indexer:
         self._paused.difference_update(table.partition for table in tables)
         await asyncio.gather(*(asyncio.to_thread(table.stop) for table in tables))
 
-    def _wire(self) -> PartitionWiring:
+    def _wire(self, partition: int) -> PartitionWiring:
         if self._wiring is None:
             self._wiring = PartitionWiring(
                 settings=self._settings,
@@ -421,7 +449,7 @@ class Indexer:
                 sources=self._plan.sources,
                 dead_letters=topics(self._settings).dead_letters,
                 owner=f"{os.uname().nodename}:{os.getpid()}",
-                make_reducer=lambda: self._plan.make_reducer(self.verdicts, self._armed),
+                make_reducer=lambda: self._plan.make_reducer(Counter(), self._armed),
                 acknowledge=self._acknowledge,
                 drained=self._drained,
                 opened=self._opened,
@@ -432,7 +460,8 @@ class Indexer:
                 now_ms=lambda: time.time_ns() // 1_000_000,
                 partitions_open=lambda: len(self._partitions),
             )
-        return self._wiring
+        verdicts = self._verdicts[partition]
+        return replace(self._wiring, make_reducer=lambda: self._plan.make_reducer(verdicts, self._armed))
 
     def _is_ours(self, partition: int) -> bool:
         next_offset = (self._source.name, partition)
@@ -492,3 +521,10 @@ class Indexer:
                 loop.call_soon_threadsafe(action)
             except RuntimeError:
                 pass  # the loop closed in between: the process ends, and what was not acknowledged comes again
+
+
+def _sum(by_partition: Mapping[int, Counter[str]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in list(by_partition.values()):
+        total.update(dict(counts))  # a copy, since its thread may add a key meanwhile
+    return dict(total)

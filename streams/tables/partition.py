@@ -25,8 +25,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -99,6 +99,11 @@ HEADER_BYTES_MAX = 16 * 1024
 
 #: How long a revoked partition may take to finish its running batch.
 STOP_TIMEOUT_S = 15.0
+
+#: Keys of `TablePartition.counts`, all counted since the process started: records that were processed, duplicates
+#: included (`applied`); those of them that became dead letters (`dead_letters`); committed transactions
+#: (`transactions`); failures after which the partition was opened again (`reopened`).
+PARTITION_COUNTS = ("applied", "dead_letters", "transactions", "reopened")
 
 
 Decoded = TypeVar("Decoded")
@@ -195,7 +200,8 @@ class TablePartition:
     """Owner of one partition while it is assigned. `offer` and `skip_to` come from the feeding loop's thread, all else
     happens on the partition's own."""
 
-    def __init__(self, partition: int, wiring: PartitionWiring) -> None:
+    def __init__(self, partition: int, wiring: PartitionWiring, counts: Counter[str] | None = None) -> None:
+        """counts: what earlier owners of this partition in this process have counted, to continue from."""
         self.partition = partition
         self._wiring = wiring
         self._lock = threading.Condition()
@@ -228,7 +234,7 @@ class TablePartition:
         self._came = 0.0  # records that come between two transactions, smoothed
         self._breaker: tuple[str, int] | None = None
         self._breaks = 0
-        self.counts = {"applied": 0, "dead_letters": 0, "transactions": 0, "reopened": 0}
+        self._counts: Counter[str] = Counter() if counts is None else counts
         self._thread = threading.Thread(target=self._run, name=f"table-{partition}", daemon=True)
 
     def start(self) -> None:
@@ -307,6 +313,10 @@ class TablePartition:
             self._wiring.acknowledge(known)
         return missing
 
+    def counts(self) -> Mapping[str, int]:
+        """A snapshot of the totals, one for each of PARTITION_COUNTS; any thread may take it."""
+        return {name: self._counts[name] for name in PARTITION_COUNTS}
+
     def next_offset(self, topic: str) -> int | None:
         """Next offset to enqueue; None while opening."""
         with self._lock:
@@ -371,7 +381,7 @@ class TablePartition:
                     log.info("partition %d has ended: %s", self.partition, exc, exc_info=not _expected(exc))
                     return
                 failed = True
-                self.counts["reopened"] += 1
+                self._counts["reopened"] += 1
                 log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
                 with self._lock:
                     self._is_open = False
@@ -667,9 +677,9 @@ class TablePartition:
         if self._written_at - self._flushed_at >= FLUSH_EVERY_S:
             self._store.flush()
             self._flushed_at = self._written_at
-        self.counts["applied"] += len(batch)
-        self.counts["dead_letters"] += len(dead)
-        self.counts["transactions"] += 1
+        self._counts["applied"] += len(batch)
+        self._counts["dead_letters"] += len(dead)
+        self._counts["transactions"] += 1
 
     def _cut(self, batch: list[SourceRecord], last: SourceRecord) -> list[SourceRecord]:
         """End the running batch behind a record; the rest is taken next, since one transaction has its time."""
