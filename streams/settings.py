@@ -67,6 +67,13 @@ class Settings:
     router: bool = _knob(True, "serve the HTTP API in the Faust worker's process")
     host: str = _knob("127.0.0.1", "address the HTTP API listens on; 0.0.0.0 for every interface")
     port: int = _knob(8000, "port of the HTTP API", low=0, high=65535)
+    metrics_port: int = _knob(
+        0,
+        "port of /metrics and /healthz in a bridge, and in a Faust worker that does not serve the HTTP API, on "
+        "the address `host`; 0 serves neither",
+        low=0,
+        high=65535,
+    )
     router_mode: RouterMode = _knob(RouterMode.KV, f"how a rank is chosen: {', '.join(RouterMode)}")
     kv_overlap_score_weight: float = _knob(
         1.0, "weight of prefill against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX

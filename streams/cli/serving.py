@@ -52,6 +52,7 @@ def router(resolved: Resolved) -> None:
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
     from streams.engines.bridge import Bridge, engine_address
+    from streams.engines.bridge_metrics import run_bridge
     from streams.kafka import ensure_topics
 
     log.configure(resolved.settings)
@@ -59,7 +60,7 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
         engine_address(text) for text in engines
     ]  # first, so that a typo is reported without waiting for Kafka
     ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
-    _run(Bridge(resolved.settings, addresses).run())
+    _run(run_bridge(Bridge(resolved.settings, addresses), resolved.settings))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "replication": (1, 7),
     "block_size": (1, 4096),
     "port": (0, 65535),
+    "metrics_port": (0, 65535),
     "kv_overlap_score_weight": (0.0, WEIGHT_MAX),
     "router_temperature": (0.0, WEIGHT_MAX),
     "router_seed": (0, NUMBER_MAX),
