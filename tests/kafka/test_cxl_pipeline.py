@@ -401,9 +401,9 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     assert (early.returncode, early.stdout) == (1, "sent: 1 blocks of worker 1 rank 0 to cxl_pooled\n"), early.stderr
     assert early.stderr.startswith("refused: not_in_transit: ")
     done = script(stack.settings, *told, "--state", "in_transit", "--pool-id", POOL, "13", "14")
-    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait tells how\n"
+    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait prints their verdict\n"
     assert (done.returncode, done.stdout) == (1, sent), done.stderr
-    assert "1 hashes name no block of it: 14" in done.stderr
+    assert "1 hashes are unknown for this rank: 14" in done.stderr
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2]), 13: ("in_transit", [])})
     pooled = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
     assert (pooled.returncode, pooled.stdout.splitlines()[1:]) == (0, ["applied"]), pooled.stderr
