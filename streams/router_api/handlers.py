@@ -26,7 +26,7 @@ from streams.cxl.events import check_pool_id
 from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.router import Router
-from streams.router_api.view import DegradedReason
+from streams.router_api.trust import DegradedReason
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,

@@ -47,7 +47,8 @@ from streams.kafka import producer, worker_key
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
-from streams.router_api.view import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust, View
+from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
+from streams.router_api.view import View
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
     Blocks,
