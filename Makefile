@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit warm soak chaos replicas conformance bench bench-stream clean
+.PHONY: demo test up lint unit fast warm soak chaos replicas conformance bench bench-stream clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvstreams demo
@@ -24,6 +24,10 @@ lint: $(INSTALLED)
 # First the kernels, once: six test processes at a time would each compile them.
 unit: warm
 	$(BIN)/pytest
+
+# The tests that need no Kafka.
+fast: warm
+	$(BIN)/pytest tests/unit
 
 warm: $(INSTALLED)
 	@$(BIN)/kvstreams warm

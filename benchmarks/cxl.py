@@ -30,8 +30,8 @@ from streams.codec import encode_worker
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.registry import Worker
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.cxl.states import CxlMemoryState

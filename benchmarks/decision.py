@@ -22,11 +22,11 @@ from benchmarks.ours import clock
 from benchmarks.report import OURS, Bar, Report, Samples
 from streams import __version__
 from streams.codec import encode_load
-from streams.core.decision import Chooser, RoutePolicy, booking_of
 from streams.core.hashing import pack_hashes, request_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
-from streams.core.loads import ActiveLoads, Booking, BookingId, Phase
-from streams.core.run_tree import RunTreeIndex
+from streams.core.index.run_tree import RunTreeIndex
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Phase
+from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 
 SEED = 7
 BLOCK_SIZE = 16

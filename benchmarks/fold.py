@@ -21,9 +21,9 @@ from benchmarks import ours
 from benchmarks.ours import clock
 from benchmarks.workload import REMOVED, Workload, load
 from streams.core.events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvents
-from streams.core.holdings import plain_holdings
 from streams.core.ids import EngineHash, Incarnation, RankId, Tier
-from streams.core.tree_fold import TreeRunFold
+from streams.core.index.tree_fold import TreeRunFold
+from streams.core.reducer.holdings import plain_holdings
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import encode_run, run_key

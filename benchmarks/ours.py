@@ -15,7 +15,7 @@ import numpy.typing as npt
 from benchmarks.workload import REMOVED, U32Array, U64Array, Workload
 from streams.core import hashing
 from streams.core.ids import DpRank, RankId, Tier, WorkerId
-from streams.core.run_tree import EventColumns, RunTreeIndex
+from streams.core.index.run_tree import EventColumns, RunTreeIndex
 
 #: Kinds of an event in EventColumns.
 STORED_AT_ROOT, STORED_BEHIND, REMOVED_BLOCKS = 0, 1, 2

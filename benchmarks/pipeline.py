@@ -31,7 +31,7 @@ from benchmarks.report import OURS, Bar, Report, Samples
 from streams.codec import decode_batch, encode_batch, encode_worker
 from streams.core.events import EngineBatch, EngineEvents
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, WorkerId
-from streams.core.registry import Worker
+from streams.core.workers import Worker
 from streams.kafka import producer
 from streams.local.stack import get_json
 from streams.topics import topics

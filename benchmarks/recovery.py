@@ -23,8 +23,8 @@ from rich.console import Console
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
 from benchmarks.report import OURS, Bar, Report, Samples
 from streams.core.events import BlocksStored, EngineBatch, EngineEvents
-from streams.core.holdings import Holdings
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
+from streams.core.reducer.holdings import Holdings
 from streams.kafka import partition_of
 from streams.local.stack import RouterProcess, get_json
 from streams.tables.index_runs import index_runs

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from streams import __version__, log
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.selection import RouterMode
+from streams.core.routing.selection import RouterMode
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.settings import ENV_PREFIX, NEEDLESS, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics

@@ -21,6 +21,7 @@ from typing import Any
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
+from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
@@ -50,9 +51,8 @@ from streams.core.ids import (
     Tier,
     WorkerId,
 )
-from streams.core.loads import Booking, BookingId, Phase
-from streams.core.metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
-from streams.core.registry import BridgeLease, Role, Worker, WorkerState
+from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.workers import BridgeLease, Role, Worker, WorkerState
 from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 
 _SINGLE_OBJECT = b"\xc3\x01"

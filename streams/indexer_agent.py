@@ -23,11 +23,11 @@ import faust
 from faust.types import TP
 
 from streams.codec import decode_batch, encode_batch, encode_resync
-from streams.core.caretaker import Caretaker
 from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
-from streams.core.holdings import Holdings
-from streams.core.ordering import Progress, Verdict
-from streams.core.restatement import ChunkKey
+from streams.core.reducer.holdings import Holdings
+from streams.core.reducer.maintenance import Caretaker
+from streams.core.reducer.ordering import Progress, Verdict
+from streams.core.reducer.restatement import ChunkKey
 from streams.errors import BadRecord
 from streams.kafka import first_offset, group_members, log_end, partition_of, worker_key
 from streams.settings import Settings

@@ -21,8 +21,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from streams.core.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
-from streams.core.selection import CUDA_TO_CPU_RATIO, RouterMode
+from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
+from streams.core.routing.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
 from streams.faults import FAULT_ENV
 

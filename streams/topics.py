@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streams.core.metrics import METRICS_TTL_MS_MAX
+from streams.core.engine_metrics import METRICS_TTL_MS_MAX
 from streams.settings import Settings
 
 #: Compaction that really happens: Kafka's defaults (1 GiB segments, 7 days, half of the log dirty) would leave hours of

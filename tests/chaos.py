@@ -1,7 +1,7 @@
 """Workers killed at every effect while 100,000 records flow: `make chaos`, or `python -m tests.chaos --events 100000`.
 
 What lives here: lives and deaths of workers on one real Kafka, and what must hold after them. What must not: what a
-history is made of (tests.reference), how a difference is followed (tests.truth).
+history is made of (tests.helpers.reference), how a difference is followed (tests.helpers.truth).
 
 A worker is armed with one of the seven numbered effects and dies at it while records flow; the next one begins warm on
 the dead one's RocksDB, with that deleted, or as another worker with a folder of its own. Behind every death the group's
@@ -36,8 +36,8 @@ from streams.tables.changelog import read_to_end
 from streams.tables.records import PARTITION_PREFIX, decode_partition
 from streams.topics import topics
 from streams.waiting import wait_for
-from tests.support import dead_letters
-from tests.truth import Engines, assert_equal
+from tests.helpers.support import dead_letters
+from tests.helpers.truth import Engines, assert_equal
 
 EFFECTS = range(1, 8)
 

@@ -26,21 +26,22 @@ import numpy as np
 import xxhash
 
 from streams.codec import encode_worker
-from streams.core.cost import TIER_WEIGHTS, TermColumns, price_terms
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
-from streams.core.holdings import plain_holdings
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.core.index import OverlapScores, PrefixIndex, RankPlaces
-from streams.core.registry import Wanted, Worker
-from streams.core.selection import select_by_cost
+from streams.core.index.interface import OverlapScores, PrefixIndex, RankPlaces
+from streams.core.reducer.holdings import plain_holdings
+from streams.core.routing.cost import TIER_WEIGHTS, TermColumns, price_terms
+from streams.core.routing.eligibility import Wanted
+from streams.core.routing.selection import select_by_cost
+from streams.core.workers import Worker
 from streams.errors import UnknownParent
 from streams.router_api.view import View
 from streams.router_api.wire import MoeQuery
 from streams.settings import Settings
 from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, tell
-from tests.test_holdings import batch
-from tests.test_table_properties import Record, commit, compacted, folded, recovered
+from tests.unit.test_holdings import batch
+from tests.unit.test_table_properties import Record, commit, compacted, folded, recovered
 
 #: Our own cases, beside this file.
 OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"

@@ -30,7 +30,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from streams.codec import decode_load
 from streams.core.hashing import unpack_hashes
 from streams.core.ids import RankId
-from streams.core.loads import Booking, BookingId, Phase
+from streams.core.loads.bookings import Booking, BookingId, Phase
 from streams.errors import KvStreamsError
 from streams.kafka import Record, admin, ensure_topics
 from streams.local.kafka import LocalKafka, LocalKafkaConfig
@@ -40,7 +40,7 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for
-from tests.api import BLOCK_SIZE, Api, metrics
+from tests.helpers.api import BLOCK_SIZE, Api, metrics
 
 N_WORKERS = 8
 CLIENTS = 4

@@ -1,7 +1,7 @@
 """Long histories over every index and every fold, against the reference: `python -m tests.soak --operations 10000000`.
 
 What lives here: playing a history to several indexes at once and telling where they differ, which the tests do with
-short ones (test_index_histories). What must not: what histories are made of (tests.reference).
+short ones (test_index_histories). What must not: what histories are made of (tests.helpers.reference).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.ids import RankId
-from streams.core.index import PrefixIndex
-from streams.core.plain_index import PlainPrefixIndex
-from streams.core.run_fold import PlainRunFold, RunFold
-from streams.core.run_tree import RunTreeIndex
+from streams.core.index.interface import PrefixIndex
+from streams.core.index.plain_index import PlainPrefixIndex
+from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.index.run_tree import RunTreeIndex
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.runs import Run, RunKey
-from streams.core.tree_fold import TreeRunFold
 from streams.errors import InvalidEvent, UnknownParent
 from streams.tables.records import (
     PROGRESS_PREFIX,
@@ -33,8 +33,8 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
-from tests.reference import Answer, IndexHistory, Member, Query, RankGone, Step, overlap_of
-from tests.test_table_properties import Record, State, compacted, random_log
+from tests.helpers.reference import Answer, IndexHistory, Member, Query, RankGone, Step, overlap_of
+from tests.unit.test_table_properties import Record, State, compacted, random_log
 
 #: Operations of one history: enough to fill and empty ranks many times, few enough to be played again while debugging.
 HISTORY_OPERATIONS = 2_000

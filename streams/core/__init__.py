@@ -1,5 +1,6 @@
-"""The pure core: ids, events, hashing, the prefix index, loads, cost and selection.
+"""The pure core, divided by the flows that meet in it.
 
-Nothing here does I/O or reads a clock: time, randomness and settings arrive as arguments. An import-linter contract in
-pyproject.toml holds this.
+`index` knows who holds which blocks, `reducer` applies events to the ranks of a partition, `loads` sums up what running
+requests cost each rank, `block_facts` knows pools and labels of blocks, and `routing` makes a decision from all of it.
+Nothing here does I/O or reads a clock: time, randomness and settings are arguments. `make lint` checks this.
 """

@@ -24,6 +24,9 @@ U32_MAX = (1 << 32) - 1
 #: uint64[n]; hashes of n consecutive blocks.
 HashArray = npt.NDArray[np.uint64]
 
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
 
 class RankId(NamedTuple):
     """One data-parallel rank of one worker: what holds blocks and what a request is sent to."""

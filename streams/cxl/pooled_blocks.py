@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
-from streams.core.ordering import Health, Progress
+from streams.core.reducer.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.pooled_view import is_over, metadata_of
 from streams.cxl.records import BlockKey, BlockRow, EndedLife, OwnerRow, ParkedKey, ParkedRow, Placement

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from streams.core.block_sets import BlockSets, Question, Questions, RankNumbers
-from streams.core.facts import FactNumbers
+from streams.core.block_facts.fact_sets import BlockSets, Question, Questions, RankNumbers
+from streams.core.block_facts.interner import FactNumbers
 from streams.core.ids import SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import reachable_workers

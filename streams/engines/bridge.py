@@ -22,7 +22,7 @@ from confluent_kafka import KafkaException
 from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import U64_MASK, RankId, WorkerId
-from streams.core.registry import DP_SIZE_MAX, Worker
+from streams.core.workers import DP_SIZE_MAX, Worker
 from streams.cxl.directory import PoolDirectory
 from streams.engines.feed import RETRY_S, EngineAddress, FeedWiring, RankFeed
 from streams.engines.inbox import Inbox

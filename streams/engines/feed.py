@@ -41,13 +41,13 @@ from streams.engines.continuity import (
     needs_proof,
 )
 from streams.engines.cxl_names import CxlNames
+from streams.engines.dialects.vllm import COUNTS_COPIES, decode_payload
 from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
 from streams.engines.recollection import RankMemory, ledger_of
 from streams.engines.replay import FILL_BACKOFF_S, SEQUENCE, Batch, ReplaySilent, Window, prove, replay
 from streams.engines.restating import Restatements
 from streams.engines.tenure import Tenure
-from streams.engines.vllm import COUNTS_COPIES, decode_payload
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
 from streams.settings import Settings

@@ -16,7 +16,7 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, Message, T
 from streams.codec import decode_resync, decode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import WorkerId
-from streams.core.registry import Worker
+from streams.core.workers import Worker
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka import assign, partition_of, reader, worker_key
 from streams.settings import Settings

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from streams.core.registry import BridgeLease, Worker
+from streams.core.workers import BridgeLease, Worker
 
 #: A holder renews this often in a lease: two renewals may be lost or late before anybody takes over.
 RENEWALS_PER_LEASE = 3

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import DpRank
-from streams.core.metrics import WorkerMetrics
 from streams.errors import BadRecord
 
 #: Beyond it a gauge is no count of requests, blocks or tokens that a rank can have; Avro's ints end there.

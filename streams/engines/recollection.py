@@ -26,7 +26,7 @@ from streams.core.events import (
     WorkerRemoved,
 )
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.ordering import (
+from streams.core.reducer.ordering import (
     Health,
     Judgement,
     Progress,

@@ -16,8 +16,8 @@ import aiohttp
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from streams.codec import encode_metrics
+from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport
 from streams.core.ids import RankId
-from streams.core.metrics import METRICS_TTL_MS_MAX, MetricsReport
 from streams.engines.feed import FeedWiring
 from streams.engines.metrics import parse_metrics
 from streams.errors import BadRecord

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from streams.core.registry import Worker
+from streams.core.workers import Worker
 from streams.engines.lease import Lease, Phase, Write
 from streams.errors import KvStreamsError
 

@@ -28,8 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from streams.core.decision import RoutePolicy
-from streams.core.selection import RouterMode
+from streams.core.routing.decision import RoutePolicy
+from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError, SettingsError
 from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive

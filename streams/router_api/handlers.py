@@ -20,8 +20,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from streams.core.ids import WorkerId
-from streams.core.loads import Phase
-from streams.core.registry import Worker
+from streams.core.loads.bookings import Phase
+from streams.core.workers import Worker
 from streams.cxl.events import check_pool_id
 from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
 from streams.router_api.dead_letters import DeadLetterCounts

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import decode_load, encode_load, load_key
-from streams.core.loads import ActiveLoads, Booking, BookingId, Phase, with_output
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Phase, with_output
 from streams.errors import BookingConflict
 from streams.kafka import Record, partition_of_key
 from streams.router_api.outbox import Outbox

@@ -18,18 +18,19 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from streams.codec import encode_batch, encode_worker
-from streams.core.beside import Beside
-from streams.core.busy import BusyThresholds, idle_ranks
-from streams.core.cost import prefill_tokens
-from streams.core.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
-from streams.core.index import OverlapScores, RankPlaces
-from streams.core.loads import ActiveLoads, Booking, Phase
-from streams.core.registry import Refusal, Wanted, Worker, WorkerState
-from streams.core.selection import RouterMode
-from streams.core.sessions import SessionAffinity
+from streams.core.index.interface import OverlapScores, RankPlaces
+from streams.core.loads.bookings import ActiveLoads, Booking, Phase
+from streams.core.routing.busy import BusyThresholds, idle_ranks
+from streams.core.routing.cost import prefill_tokens
+from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
+from streams.core.routing.eligibility import Refusal, Wanted
+from streams.core.routing.selection import RouterMode
+from streams.core.routing.sessions import SessionAffinity
+from streams.core.routing.supplementary import Beside
+from streams.core.workers import Worker, WorkerState
 from streams.cxl.directory import next_epoch, registered_pool, settle
 from streams.cxl.events import CxlPool
 from streams.cxl.records import encode_pool, pool_key

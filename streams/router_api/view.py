@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_metrics, decode_worker
-from streams.core.approximate_index import ApproximatePrefixIndex
-from streams.core.arenas import Int64Array
-from streams.core.beside import Beside
-from streams.core.block_sets import BlockSets, BlockSetTable, Held, PlainBlockSets, RankNumbers
-from streams.core.decision import FleetState
-from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index import OverlapScores, RankPlaces, with_predictions
-from streams.core.metrics import MetricsReport, WorkerMetrics, with_registered
-from streams.core.moe_labels import LabelIndex, MoeWanted
-from streams.core.ordering import Health, Progress
-from streams.core.registry import CPU_CLASS, Refusal, Wanted, Worker, WorkerState, eligible_ranks, refusals
-from streams.core.run_fold import PlainRunFold, RunFold
+from streams.core.block_facts.fact_sets import BlockSets, BlockSetTable, PlainBlockSets, RankNumbers
+from streams.core.block_facts.moe_labels import LabelIndex, MoeWanted
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
+from streams.core.ids import DpRank, Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier, WorkerId
+from streams.core.index.interface import Held, OverlapScores, RankPlaces, with_predictions
+from streams.core.index.predicted_index import ApproximatePrefixIndex
+from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.decision import FleetState
+from streams.core.routing.eligibility import Refusal, Wanted, eligible_ranks, refusals
+from streams.core.routing.supplementary import Beside
+from streams.core.workers import CPU_CLASS, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
@@ -52,7 +52,7 @@ from streams.tables.records import (
 )
 
 if TYPE_CHECKING:
-    from streams.core.tree_fold import RunColumns, TreeRunFold
+    from streams.core.index.tree_fold import RunColumns, TreeRunFold
     from streams.tables.run_decoding import LabelledBlock
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def fast_fold() -> RunFold:
 def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
     """The fold over compiled kernels and what decodes for it; None where numba cannot be imported."""
     try:
-        from streams.core.tree_fold import TreeRunFold
+        from streams.core.index.tree_fold import TreeRunFold
         from streams.tables.run_decoding import decode_runs, labels_of
     except ImportError as exc:
         if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):

@@ -9,13 +9,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from streams.core.cost import RankTerms
+from streams.core.block_facts.moe_labels import MoeWanted
+from streams.core.engine_metrics import MetricsReport
 from streams.core.hashing import hash_seed, pack_tokens, request_hashes, sequence_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
-from streams.core.loads import Booking
-from streams.core.metrics import MetricsReport
-from streams.core.moe_labels import MoeWanted
-from streams.core.registry import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.core.loads.bookings import Booking
+from streams.core.routing.cost import RankTerms
+from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streams.core.beside import Beside
-from streams.core.block_sets import PlainBlockSets, RankNumbers
-from streams.core.decision import Chooser, RoutePolicy, booking_of
+from streams.core.block_facts.fact_sets import PlainBlockSets, RankNumbers
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index import OverlapScores
-from streams.core.loads import ActiveLoads, BookingId
-from streams.core.plain_index import PlainPrefixIndex
-from streams.core.selection import Rng
+from streams.core.index.interface import OverlapScores
+from streams.core.index.plain_index import PlainPrefixIndex
+from streams.core.loads.bookings import ActiveLoads, BookingId
+from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
+from streams.core.routing.selection import Rng
+from streams.core.routing.supplementary import Beside
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement

@@ -13,7 +13,6 @@ from typing import overload
 import numpy as np
 
 from streams.codec import decode_batch
-from streams.core.arenas import Int64Array
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -23,8 +22,8 @@ from streams.core.events import (
     KvEvent,
     MoeLabels,
 )
-from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.core.run_kernels.layout import (
+from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, Int64Array, RankId, Tier, WorkerId
+from streams.core.reducer.kernels.layout import (
     EVENT_BLOCKS,
     EVENT_ENGINE,
     EVENT_HAS_PARENT,

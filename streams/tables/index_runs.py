@@ -12,7 +12,7 @@ from typing import Protocol
 from streams.codec import decode_batch
 from streams.core.events import EngineBatch, KvEvent
 from streams.core.ids import Epoch, RankId
-from streams.core.run_store import PlainRunStore, RunStore
+from streams.core.reducer.run_store import PlainRunStore, RunStore
 from streams.core.runs import Run, RunKey
 from streams.errors import BadRecord
 from streams.tables.records import Change, decode_run, encode_run, run_key

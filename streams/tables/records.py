@@ -15,8 +15,8 @@ from streams.codec import codec, from_hash, from_long, to_hash, to_long
 from streams.core.events import MoeLabels
 from streams.core.hashing import pack_hashes, sequence_hashes, unpack_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.ordering import Health, Progress
-from streams.core.restatement import ChunkKey
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.reducer.restatement import ChunkKey
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, InvalidRequest
 

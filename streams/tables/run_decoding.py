@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from streams.codec import codec
-from streams.core.arenas import Int64Array
 from streams.core.events import MoeLabels
-from streams.core.ids import U64_MASK, SequenceHash
-from streams.core.run_kernels.layout import NO_LABEL
-from streams.core.tree_fold import RunColumns
+from streams.core.ids import U64_MASK, Int64Array, SequenceHash
+from streams.core.index.tree_fold import RunColumns
+from streams.core.reducer.kernels.layout import NO_LABEL
 from streams.tables.kernels.avro import HEADER_BYTES
 from streams.tables.kernels.runs import LABEL_ROW_WORDS, OTHER, decode_labels, decode_records
 

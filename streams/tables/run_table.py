@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from streams.core.arenas import Arena, Int64Array
 from streams.core.events import KvEvent, RestatedRun
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import U64_MASK, Epoch, RankId, SequenceHash, Tier
-from streams.core.run_kernels import layout
-from streams.core.run_kernels.changes import apply_rows, end_rank, next_stale, restate_run, room_for
-from streams.core.run_kernels.maps import move_entries
-from streams.core.run_store import Applied
+from streams.core.ids import U64_MASK, Epoch, Int64Array, RankId, SequenceHash, Tier
+from streams.core.index.arenas import Arena
+from streams.core.reducer.kernels import layout
+from streams.core.reducer.kernels.changes import apply_rows, end_rank, next_stale, restate_run, room_for
+from streams.core.reducer.kernels.maps import move_entries
+from streams.core.reducer.run_store import Applied
 from streams.core.runs import Run
 from streams.errors import BadRecord, IndexFull
 from streams.tables.event_decoding import rows_of

@@ -16,6 +16,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+#: numba's type of hashes that a kernel only reads: uint64[n].
+HASHES = types.Array(types.uint64, 1, "C", readonly=True)
+
 _I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(_I64, 8)
 
@@ -214,3 +217,14 @@ def address_of(typingctx: Any, array: Any) -> Any:
         return builder.ptrtoint(data, _I64)
 
     return types.int64(array), codegen
+
+
+@intrinsic
+def load_byte(typingctx: Any, address: Any) -> Any:
+    """One byte, as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        return builder.zext(byte, ir.IntType(64))
+
+    return types.int64(types.int64), codegen

@@ -12,34 +12,33 @@ from typing import Any
 from numba import types
 
 #: Module and kernel, in the order in which they are compiled; what they call is compiled with the first that calls it.
-#: A module with a dot in its name is one of another package.
 ENTRIES = (
-    ("xxh3", "hash_blocks"),
-    ("xxh3", "chain_blocks"),
-    ("maps", "split_segments_to"),
-    ("maps", "join_segments"),
-    ("match", "match"),
-    ("match", "match_fresh"),
-    ("match", "match_tiers"),
-    ("price", "price_ranks"),
-    ("price", "place_scores"),
-    ("trace", "trace"),
-    ("block_sets", "get_set"),
-    ("block_sets", "put_set"),
-    ("block_sets", "drop_set"),
-    ("block_sets", "move_segment"),
-    ("block_sets", "find_rows"),
-    ("block_sets", "walk"),
-    ("block_sets", "weigh"),
-    ("columns", "take_column"),
-    ("columns", "assign_column"),
-    ("columns", "sweep"),
-    ("columns", "clear_rank"),
-    ("events", "apply_events"),
-    ("fold", "drop_old_records"),
-    ("fold", "digest_columns"),
-    ("run_records", "find_known"),
-    ("run_records", "fold_known"),
+    ("streams.core.kernels.xxh3", "hash_blocks"),
+    ("streams.core.kernels.xxh3", "chain_blocks"),
+    ("streams.core.index.kernels.maps", "split_segments_to"),
+    ("streams.core.index.kernels.maps", "join_segments"),
+    ("streams.core.index.kernels.match", "match"),
+    ("streams.core.index.kernels.match", "match_fresh"),
+    ("streams.core.index.kernels.match", "match_tiers"),
+    ("streams.core.routing.kernels.price", "price_ranks"),
+    ("streams.core.index.kernels.place", "place_scores"),
+    ("streams.core.index.kernels.trace", "trace"),
+    ("streams.core.block_facts.kernels.fact_sets", "get_set"),
+    ("streams.core.block_facts.kernels.fact_sets", "put_set"),
+    ("streams.core.block_facts.kernels.fact_sets", "drop_set"),
+    ("streams.core.block_facts.kernels.fact_sets", "move_segment"),
+    ("streams.core.block_facts.kernels.fact_sets", "find_rows"),
+    ("streams.core.block_facts.kernels.fact_sets", "walk"),
+    ("streams.core.block_facts.kernels.fact_sets", "weigh"),
+    ("streams.core.index.kernels.columns", "take_column"),
+    ("streams.core.index.kernels.columns", "assign_column"),
+    ("streams.core.index.kernels.columns", "sweep"),
+    ("streams.core.index.kernels.columns", "clear_rank"),
+    ("streams.core.index.kernels.events", "apply_events"),
+    ("streams.core.index.kernels.fold", "drop_old_records"),
+    ("streams.core.index.kernels.fold", "digest_columns"),
+    ("streams.core.index.kernels.run_records", "find_known"),
+    ("streams.core.index.kernels.run_records", "fold_known"),
     ("streams.tables.kernels.runs", "decode_records"),
     ("streams.tables.kernels.runs", "decode_labels"),
     ("streams.tables.kernels.runs", "load_records"),
@@ -47,12 +46,12 @@ ENTRIES = (
     ("streams.tables.kernels.runs", "encode_emptied"),
     ("streams.tables.kernels.runs", "encode_stale"),
     ("streams.tables.kernels.events", "decode_batches"),
-    ("streams.core.run_kernels.changes", "apply_rows"),
-    ("streams.core.run_kernels.changes", "restate_run"),
-    ("streams.core.run_kernels.changes", "end_rank"),
-    ("streams.core.run_kernels.changes", "room_for"),
-    ("streams.core.run_kernels.changes", "next_stale"),
-    ("streams.core.run_kernels.maps", "move_entries"),
+    ("streams.core.reducer.kernels.changes", "apply_rows"),
+    ("streams.core.reducer.kernels.changes", "restate_run"),
+    ("streams.core.reducer.kernels.changes", "end_rank"),
+    ("streams.core.reducer.kernels.changes", "room_for"),
+    ("streams.core.reducer.kernels.changes", "next_stale"),
+    ("streams.core.reducer.kernels.maps", "move_entries"),
 )
 
 _TYPES = {"int": types.int64, "bool": types.boolean}
@@ -62,7 +61,7 @@ def warm() -> Iterator[str]:
     """Compile or load one kernel after the other; gives each one's name before it begins."""
     for module_name, name in ENTRIES:
         yield name
-        module = importlib.import_module(module_name if "." in module_name else f"streams.core.kernels.{module_name}")
+        module = importlib.import_module(module_name)
         kernel: Any = getattr(module, name)
         if not kernel.signatures:
             code = kernel.py_func.__code__

@@ -12,8 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from streams.core.kernels.compiling import inlined
-from streams.core.kernels.memory import shift_right
-from streams.core.kernels.run_records import load_byte
+from streams.core.kernels.memory import load_byte, shift_right
 
 #: Marker of Avro's single-object encoding and fingerprint.
 HEADER_BYTES = 10

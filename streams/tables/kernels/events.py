@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import Tier
-from streams.core.kernels.compiling import inlined
-from streams.core.kernels.memory import load, signed, store
-from streams.core.kernels.run_records import load_byte
+from streams.core.kernels.compiling import inlined, kernel
+from streams.core.kernels.memory import load, load_byte, signed, store
 from streams.core.kernels.xxh3 import load_u64
-from streams.core.run_kernels.layout import (
+from streams.core.reducer.kernels.layout import (
     CLEARED,
     EVENT_BLOCKS,
     EVENT_ENGINE,
@@ -33,7 +32,6 @@ from streams.core.run_kernels.layout import (
     STORED,
 )
 from streams.tables.kernels.avro import HEADER_BYTES, read_long
-from streams.tables.kernels.compiling import kernel
 
 #: Words of a head: how many rows, -1 for a record that is left to decode_batch; the first row; fields of the record,
 #: the model as where it begins in the record and its bytes.

@@ -10,9 +10,7 @@ Nothing outside of a record's own bytes is read, whatever they are.
 from __future__ import annotations
 
 from streams.core.ids import Tier
-from streams.core.kernels.compiling import inlined
-from streams.core.kernels.fields import get, put
-from streams.core.kernels.fold import (
+from streams.core.index.kernels.fold import (
     FOLD_FIRST,
     FOLD_HAS_PARENT,
     FOLD_LOCAL,
@@ -20,18 +18,19 @@ from streams.core.kernels.fold import (
     FOLD_PARENT,
     FOLD_PRESENT,
 )
-from streams.core.kernels.memory import copy_words, load, shift_right, signed, store, trailing_zeros
-from streams.core.kernels.run_records import (
+from streams.core.index.kernels.run_records import (
     FOLD_GENERATION,
     FOLD_INCARNATION,
     FOLD_LABELLED,
     FOLD_PLACE,
     FOLD_WORKER,
-    load_byte,
 )
+from streams.core.kernels.compiling import inlined, kernel
+from streams.core.kernels.memory import copy_words, load, load_byte, shift_right, signed, store, trailing_zeros
+from streams.core.kernels.words import get, put
 from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, store_u64, swap_bytes
-from streams.core.run_kernels.changes import adopt_run, next_stale, owe_tombstone, set_labels
-from streams.core.run_kernels.layout import (
+from streams.core.reducer.kernels.changes import adopt_run, next_stale, owe_tombstone, set_labels
+from streams.core.reducer.kernels.layout import (
     DIRTY,
     EMPTIED,
     HAS_PARENT,
@@ -58,10 +57,9 @@ from streams.core.run_kernels.layout import (
     SPANS,
     STALE_BEGIN,
 )
-from streams.core.run_kernels.spans import capacity_of, locals_at, run_at
+from streams.core.reducer.kernels.spans import capacity_of, locals_at, run_at
 from streams.core.runs import RUN_BLOCKS_MAX
 from streams.tables.kernels.avro import HEADER_BYTES, read_long, store_byte, write_long
-from streams.tables.kernels.compiling import kernel
 from streams.tables.records import RUN_PREFIX
 
 _PREFIX = RUN_PREFIX[0]

@@ -1,0 +1,192 @@
+"""Columns of coverage: giving them out, ending all that one holds at once, sweeping up behind that.
+
+What lives here: a rank's coming, clearing and going. What must not: single blocks.
+"""
+
+from __future__ import annotations
+
+from streams.core.index.kernels.fields import (
+    begin_change,
+    column_word,
+    coverage_address,
+    end_change,
+    field,
+    set_bit,
+    unset_bit,
+)
+from streams.core.index.kernels.layout import (
+    COLUMN_ALIASES,
+    COLUMN_CLAIMS,
+    COLUMN_FACTS,
+    COLUMN_OF,
+    COLUMNS_MAX,
+    ENDED,
+    FREE_COLUMNS,
+    HOLDER_LIFE,
+    HOLDER_RANK,
+    HOLDER_TIER,
+    HOLDERS_OF,
+    LIVE,
+    N_COLUMNS,
+    N_ENDED,
+    N_FACTS,
+    N_FREE_COLUMNS,
+    N_LOWER_FACTS,
+    N_RUNS,
+    N_TIERS,
+    N_WORDS,
+    RANK_OF,
+    RUN_CHILDREN,
+    RUN_LENGTH,
+    RUN_START,
+    RUNS_MAX,
+    SWEEP_AGAIN,
+    SWEEP_AT,
+    TIER_OF,
+)
+from streams.core.index.kernels.names import remove_alias, remove_claim
+from streams.core.index.kernels.runs import has_ended_column, nobody_holds
+from streams.core.index.kernels.shape import merge_down, merge_up, remove_ghosts, settle
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import load, load32, store, store32, trailing_zeros
+from streams.core.kernels.words import add, get, put
+
+
+@kernel()
+def take_column(context: int) -> int:
+    """A column that nobody uses, -1 where all are in use."""
+    left = get(context, N_FREE_COLUMNS)
+    if left:
+        put(context, N_FREE_COLUMNS, left - 1)
+        return load32(get(context, FREE_COLUMNS) + ((left - 1) << 2))
+    column = get(context, N_COLUMNS)
+    if column >= get(context, COLUMNS_MAX):
+        return -1
+    put(context, N_COLUMNS, column + 1)
+    return column
+
+
+@kernel()
+def assign_column(context: int, holder: int, column: int) -> None:
+    """A holder's blocks are this column's from now on."""
+    rank = load32(get(context, HOLDER_RANK) + (holder << 2))
+    store32(get(context, COLUMN_OF) + (holder << 2), column)
+    store32(get(context, RANK_OF) + (column << 2), rank)
+    store32(get(context, TIER_OF) + (column << 2), load32(get(context, HOLDER_TIER) + (holder << 2)))
+    for which in (COLUMN_FACTS, COLUMN_ALIASES, COLUMN_CLAIMS):
+        store(column_word(context, which, column), 0)
+    words = (column >> 6) + 1
+    if words > get(context, N_WORDS):
+        put(context, N_WORDS, words)
+    set_bit(get(context, LIVE), column)
+
+
+@kernel()
+def end_column(context: int, holder: int) -> None:
+    """What a holder holds, it holds no more; the sweep takes it out of the runs later."""
+    column = load32(get(context, COLUMN_OF) + (holder << 2))
+    facts = load(column_word(context, COLUMN_FACTS, column))
+    life = get(context, HOLDER_LIFE) + (holder << 3)
+    store(life, load(life) + 1)
+    if facts == 0:
+        return
+    add(context, N_FACTS, -facts)
+    if load32(get(context, TIER_OF) + (column << 2)):
+        add(context, N_LOWER_FACTS, -facts)
+    unset_bit(get(context, LIVE), column)
+    set_bit(get(context, ENDED), column)
+    if get(context, N_ENDED) == 0:
+        put(context, SWEEP_AT, 1)
+        put(context, SWEEP_AGAIN, 0)
+    else:
+        put(context, SWEEP_AGAIN, 1)
+    add(context, N_ENDED, 1)
+    new = take_column(context)
+    if new < 0:
+        end_change(context)
+        while get(context, N_ENDED):
+            sweep(context, get(context, RUNS_MAX))
+        begin_change(context)
+        new = take_column(context)
+    assign_column(context, holder, new)
+
+
+@kernel()
+def clear_rank(context: int, rank: int) -> None:
+    """A rank holds nothing in any tier: one bit a tier, whatever it held."""
+    if get(context, N_FREE_COLUMNS) + get(context, COLUMNS_MAX) - get(context, N_COLUMNS) < N_TIERS:
+        while get(context, N_ENDED):
+            sweep(context, get(context, RUNS_MAX))
+    begin_change(context)
+    for tier in range(N_TIERS):
+        holder = load32(get(context, HOLDERS_OF) + ((rank * N_TIERS + tier) << 2)) - 1
+        if holder >= 0:
+            end_column(context, holder)
+    end_change(context)
+
+
+@kernel()
+def sweep_run(context: int, run: int) -> int:
+    """Take cleared columns out of one run; gives how much work it was, in blocks."""
+    ended = get(context, ENDED)
+    work = 0
+    length = field(context, run, RUN_LENGTH)
+    # Names and claims first, while queries go on.
+    for word in range(get(context, N_WORDS)):
+        gone = load(coverage_address(context, run, word)) & load(ended + (word << 3))
+        while gone:
+            column = (word << 6) + trailing_zeros(gone)
+            gone &= gone - 1
+            first = field(context, run, RUN_START)
+            if load(column_word(context, COLUMN_ALIASES, column)):
+                for block in range(first, first + length):
+                    remove_alias(context, column, block)
+                work += length
+            if load(column_word(context, COLUMN_CLAIMS, column)):
+                for block in range(first, first + length):
+                    remove_claim(context, column, block, True)
+                work += length
+    begin_change(context)
+    for word in range(get(context, N_WORDS)):
+        address = coverage_address(context, run, word)
+        store(address, load(address) & ~load(ended + (word << 3)))
+    if field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
+        remove_ghosts(context, run)
+        work += length
+    else:
+        run, _ = merge_up(context, run)
+        merge_down(context, run)
+    settle(context)
+    return work
+
+
+@kernel()
+def sweep(context: int, budget: int) -> None:
+    """Go on with taking cleared columns out of the runs, for so many runs or blocks; columns that no run has any more
+    are free again."""
+    if get(context, N_ENDED) == 0:
+        return
+    run = get(context, SWEEP_AT)
+    while budget > 0 and run < get(context, N_RUNS):
+        budget -= 1
+        if field(context, run, RUN_LENGTH) > 0 and has_ended_column(context, run):
+            budget -= sweep_run(context, run)
+        run += 1
+        put(context, SWEEP_AT, run)
+    if run < get(context, N_RUNS):
+        return
+    put(context, SWEEP_AT, 1)
+    if get(context, SWEEP_AGAIN):
+        put(context, SWEEP_AGAIN, 0)
+        return
+    ended = get(context, ENDED)
+    for word in range(get(context, N_WORDS)):
+        bits = load(ended + (word << 3))
+        while bits:
+            column = (word << 6) + trailing_zeros(bits)
+            bits &= bits - 1
+            free = get(context, N_FREE_COLUMNS)
+            store32(get(context, FREE_COLUMNS) + (free << 2), column)
+            put(context, N_FREE_COLUMNS, free + 1)
+        store(ended + (word << 3), 0)
+    put(context, N_ENDED, 0)

@@ -1,0 +1,75 @@
+"""Entries of aliases, claims and records: finding one by its key, taking a free one, giving it back.
+
+What lives here: what these three tables share. What must not: what their words mean. An entry that is free holds, in
+its first word, the next free one.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.index.kernels.fields import segment_of, tag_of
+from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import load, shift_right, store
+from streams.core.kernels.words import SYNTHETIC_STEP, get, put
+
+
+@njit(inline="always")
+def owned_tag(context: int, owner: int, key: int) -> int:
+    """Tag of a key within a column or a holder."""
+    return tag_of(context, key ^ ((owner + 1) * SYNTHETIC_STEP))
+
+
+@kernel()
+def find_owned(context: int, which: int, entries: int, shift: int, owner: int, key: int) -> int:
+    """Entry whose words are a key and owner << 32 | anything, -1 for none. Entries are 1 << `shift` bytes."""
+    tag = owned_tag(context, owner, key)
+    segment = segment_of(context, which, tag)
+    position = tag & SLOT_MASK
+    while True:
+        slot = load(segment + (position << 3))
+        if slot == 0:
+            return -1
+        if shift_right(slot, 32) == tag:
+            entry = (slot & ID_MASK) - 1
+            address = entries + (entry << shift)
+            if load(address) == key and load(address + 8) >> 32 == owner:
+                return entry
+        position = (position + 1) & SLOT_MASK
+
+
+@kernel()
+def find_keyed(context: int, which: int, entries: int, offset: int, key: int) -> int:
+    """Entry of 16 bytes whose word at `offset` is this key, -1 for none."""
+    tag = tag_of(context, key)
+    segment = segment_of(context, which, tag)
+    position = tag & SLOT_MASK
+    while True:
+        slot = load(segment + (position << 3))
+        if slot == 0:
+            return -1
+        if shift_right(slot, 32) == tag:
+            entry = (slot & ID_MASK) - 1
+            if load(entries + (entry << 4) + offset) == key:
+                return entry
+        position = (position + 1) & SLOT_MASK
+
+
+@njit(inline="always")
+def take_entry(context: int, entries: int, shift: int, free: int, count: int) -> int:
+    """A free entry, or one more. `free` and `count`: words of the context."""
+    entry = get(context, free) - 1
+    if entry >= 0:
+        put(context, free, load(entries + (entry << shift)))
+    else:
+        entry = get(context, count)
+        put(context, count, entry + 1)
+    return entry
+
+
+@njit(inline="always")
+def give_back(context: int, entries: int, shift: int, free: int, entry: int) -> None:
+    """An entry is free."""
+    store(entries + (entry << shift), get(context, free))
+    put(context, free, entry + 1)

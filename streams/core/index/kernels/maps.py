@@ -1,0 +1,233 @@
+"""Hash maps of 8-byte slots in segments: 32 bits of hash, 32 bits of id; the key lies where the id points.
+
+What lives here: finding, inserting, deleting and splitting by (tag, id); who owns the ids verifies the keys. What must
+not: runs and names.
+
+A directory indexed by the tag's upper bits names the segment; the lower 13 bits are the home slot in it, so that a
+split moves entries without hashing them again. Linear probing within the segment, backward-shift deletion, no
+tombstones.
+"""
+
+from __future__ import annotations
+
+from streams.core.index.kernels.fields import begin_change, end_change, segment_of
+from streams.core.index.kernels.layout import (
+    CHILDREN,
+    DEPTH_MAX,
+    FREE_SEGMENT,
+    MAP_DEPTH,
+    MAP_DIRECTORY,
+    MAP_ENTRIES,
+    N_SEGMENTS,
+    SEGMENT_ENTRIES_JOINED_MAX,
+    SEGMENT_ENTRIES_MAX,
+    SEGMENT_META,
+    SEGMENT_SHIFT,
+    SEGMENT_SLOTS,
+    SEGMENTS,
+    SEGMENTS_MAX,
+)
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import load, load32, shift_right, store, store32
+
+SLOT_MASK = SEGMENT_SLOTS - 1
+ID_MASK = (1 << 32) - 1
+
+
+@kernel()
+def find_id(context: int, which: int, tag: int, number: int) -> int:
+    """Address of the slot with this tag and id, 0 for none."""
+    segment = segment_of(context, which, tag)
+    wanted = (tag << 32) | (number + 1)
+    position = tag & SLOT_MASK
+    while True:
+        address = segment + (position << 3)
+        slot = load(address)
+        if slot == wanted:
+            return address
+        if slot == 0:
+            return 0
+        position = (position + 1) & SLOT_MASK
+
+
+@kernel()
+def delete_slot(context: int, which: int, address: int) -> None:
+    """Delete the entry at an address; entries behind it move up."""
+    segments = load(context + (SEGMENTS << 3))
+    number = (address - segments) >> SEGMENT_SHIFT
+    segment = segments + (number << SEGMENT_SHIFT)
+    gap = (address - segment) >> 3
+    position = gap
+    while True:
+        position = (position + 1) & SLOT_MASK
+        slot = load(segment + (position << 3))
+        if slot == 0:
+            break
+        home = shift_right(slot, 32) & SLOT_MASK
+        if ((position - home) & SLOT_MASK) >= ((position - gap) & SLOT_MASK):
+            store(segment + (gap << 3), slot)
+            gap = position
+    store(segment + (gap << 3), 0)
+    meta = load(context + (SEGMENT_META << 3)) + (number << 3)
+    store32(meta, load32(meta) - 1)
+    entries = context + ((which + MAP_ENTRIES) << 3)
+    store(entries, load(entries) - 1)
+
+
+@kernel()
+def delete_id(context: int, which: int, tag: int, number: int) -> bool:
+    """Delete the entry with this tag and id; gives whether there was one."""
+    address = find_id(context, which, tag, number)
+    if address == 0:
+        return False
+    delete_slot(context, which, address)
+    return True
+
+
+@kernel()
+def new_segment(context: int, depth: int) -> int:
+    """Number of an empty segment, -1 where the arena is full."""
+    segments = load(context + (SEGMENTS << 3))
+    meta = load(context + (SEGMENT_META << 3))
+    number = load(context + (FREE_SEGMENT << 3)) - 1
+    if number >= 0:
+        segment = segments + (number << SEGMENT_SHIFT)
+        store(context + (FREE_SEGMENT << 3), load(segment))
+        for position in range(SEGMENT_SLOTS):
+            store(segment + (position << 3), 0)
+    else:
+        number = load(context + (N_SEGMENTS << 3))
+        if number >= load(context + (SEGMENTS_MAX << 3)):
+            return -1
+        store(context + (N_SEGMENTS << 3), number + 1)
+    store32(meta + (number << 3), 0)
+    store32(meta + (number << 3) + 4, depth)
+    return number
+
+
+@kernel()
+def free_segment(context: int, number: int) -> None:
+    """Give a segment back; what is in it is lost."""
+    store(load(context + (SEGMENTS << 3)) + (number << SEGMENT_SHIFT), load(context + (FREE_SEGMENT << 3)))
+    store32(load(context + (SEGMENT_META << 3)) + (number << 3) + 4, -1)
+    store(context + (FREE_SEGMENT << 3), number + 1)
+
+
+@kernel()
+def split_segment(context: int, which: int, tag: int) -> bool:
+    """Split the segment of a tag in two; False where a map can grow no more, and the segment fills up."""
+    directory = load(context + ((which + MAP_DIRECTORY) << 3))
+    depth = load(context + ((which + MAP_DEPTH) << 3))
+    segments = load(context + (SEGMENTS << 3))
+    metas = load(context + (SEGMENT_META << 3))
+    old = load32(directory + (shift_right(tag, 32 - depth) << 2))
+    own_depth = load32(metas + (old << 3) + 4)
+    if own_depth >= DEPTH_MAX:
+        return False
+    new = new_segment(context, own_depth + 1)
+    if new < 0:
+        return False
+    if own_depth == depth:
+        for index in range((1 << depth) - 1, -1, -1):
+            number = load32(directory + (index << 2))
+            store32(directory + (index << 3), number)
+            store32(directory + (index << 3) + 4, number)
+        depth += 1
+        store(context + ((which + MAP_DEPTH) << 3), depth)
+    span = 1 << (depth - own_depth - 1)
+    first = (shift_right(tag, 32 - own_depth) * 2 + 1) * span
+    for index in range(first, first + span):
+        store32(directory + (index << 2), new)
+    shift = 63 - own_depth
+    left, right = segments + (old << SEGMENT_SHIFT), segments + (new << SEGMENT_SHIFT)
+    # From behind an empty slot on, every entry comes after those that its own probes would meet.
+    begin = 0
+    while load(left + (begin << 3)) != 0:
+        begin += 1
+    moved = 0
+    for step in range(1, SEGMENT_SLOTS):
+        address = left + (((begin + step) & SLOT_MASK) << 3)
+        slot = load(address)
+        if slot == 0:
+            continue
+        position = shift_right(slot, 32) & SLOT_MASK
+        store(address, 0)
+        # Arithmetic and no branch: which half it is, nobody can predict, and a wrong guess costs 5 ns.
+        moves = shift_right(slot, shift) & 1
+        moved += moves
+        target = left + moves * (right - left)
+        while load(target + (position << 3)) != 0:
+            position = (position + 1) & SLOT_MASK
+        store(target + (position << 3), slot)
+    store32(metas + (old << 3), load32(metas + (old << 3)) - moved)
+    store32(metas + (old << 3) + 4, own_depth + 1)
+    store32(metas + (new << 3), moved)
+    return True
+
+
+@kernel()
+def insert_id(context: int, which: int, tag: int, number: int) -> None:
+    """Insert an entry whose key is not there."""
+    while True:
+        segment = segment_of(context, which, tag)
+        index = (segment - load(context + (SEGMENTS << 3))) >> SEGMENT_SHIFT
+        meta = load(context + (SEGMENT_META << 3)) + (index << 3)
+        entries = load32(meta)
+        if entries < SEGMENT_ENTRIES_MAX or not split_segment(context, which, tag):
+            break
+    position = tag & SLOT_MASK
+    while load(segment + (position << 3)) != 0:
+        position = (position + 1) & SLOT_MASK
+    store(segment + (position << 3), (tag << 32) | (number + 1))
+    store32(meta, entries + 1)
+    count = context + ((which + MAP_ENTRIES) << 3)
+    store(count, load(count) + 1)
+
+
+@kernel()
+def split_segments_to(context: int, which: int, depth: int) -> None:
+    """Split an empty map into 2^depth segments: room for what is expected, so that none is split later."""
+    for level in range(depth):
+        for index in range(1 << level):
+            split_segment(context, which, index << (32 - level))
+
+
+@kernel()
+def join_segments(context: int, which: int, budget: int) -> int:
+    """Join halves that fit one segment with room to spare, so many at most; gives how many segments came free.
+
+    Some 40 us each, during which queries wait if it is the children's map, the only one that they read.
+    """
+    directory = load(context + ((which + MAP_DIRECTORY) << 3))
+    depth = load(context + ((which + MAP_DEPTH) << 3))
+    segments = load(context + (SEGMENTS << 3))
+    metas = load(context + (SEGMENT_META << 3))
+    joined = 0
+    index = 0
+    while index < (1 << depth) and joined < budget:
+        left = load32(directory + (index << 2))
+        own_depth = load32(metas + (left << 3) + 4)
+        span = 1 << (depth - own_depth)
+        if own_depth > 0 and index & (2 * span - 1) == 0:
+            right = load32(directory + ((index + span) << 2))
+            entries = load32(metas + (left << 3)) + load32(metas + (right << 3))
+            if load32(metas + (right << 3) + 4) == own_depth and entries <= SEGMENT_ENTRIES_JOINED_MAX:
+                if which == CHILDREN:
+                    begin_change(context)
+                source, target = segments + (right << SEGMENT_SHIFT), segments + (left << SEGMENT_SHIFT)
+                for at in range(SEGMENT_SLOTS):
+                    slot = load(source + (at << 3))
+                    if slot != 0:
+                        position = shift_right(slot, 32) & SLOT_MASK
+                        while load(target + (position << 3)) != 0:
+                            position = (position + 1) & SLOT_MASK
+                        store(target + (position << 3), slot)
+                for at in range(index + span, index + 2 * span):
+                    store32(directory + (at << 2), left)
+                store32(metas + (left << 3), entries)
+                store32(metas + (left << 3) + 4, own_depth - 1)
+                free_segment(context, right)
+                end_change(context)
+                joined += 1
+        index += span
+    return joined

@@ -1,0 +1,330 @@
+"""Cutting, joining and removing runs.
+
+What lives here: changes of the tree's shape that change no fact; and what is left to tidy up behind a change. What must
+not: holding and naming (tree).
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.index.kernels.fields import (
+    end_change,
+    field,
+    home_address,
+    local_at,
+    run_address,
+    set_field,
+    tag_of,
+)
+from streams.core.index.kernels.layout import (
+    AHEAD,
+    AHEAD_MAX,
+    CHILDREN,
+    DEFERRED,
+    DEFERRED_MAX,
+    GRANULES,
+    MAP_DEPTH,
+    MAP_DIRECTORY,
+    MAP_ENTRIES,
+    N_DEFERRED,
+    N_ENDED,
+    N_PHANTOMS,
+    NAME,
+    NAMES,
+    PATIENCE,
+    PHANTOM,
+    RUN_CAPACITY,
+    RUN_CHILDREN,
+    RUN_DIRECT,
+    RUN_LENGTH,
+    RUN_PARENT,
+    RUN_SIBLING,
+    RUN_START,
+    SEGMENT_META,
+    SEGMENT_SHIFT,
+    SEGMENTS,
+    STARTS,
+    SWEEP_AGAIN,
+    SWEEP_AT,
+    TRIES_BEFORE_YIELDING,
+    WAITING,
+)
+from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK, delete_id
+from streams.core.index.kernels.runs import (
+    child_tag,
+    copy_coverage,
+    free_run,
+    has_ended_column,
+    new_run,
+    nobody_holds,
+    place_start,
+    remove_child,
+    replace_child,
+    replace_start,
+    same_coverage,
+    unplace_start,
+)
+from streams.core.index.kernels.spans import free_span
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import (
+    load,
+    load32,
+    load_acquire,
+    prefetch,
+    prefetch_write,
+    shift_right,
+    store,
+    store32,
+    yield_processor,
+)
+from streams.core.kernels.words import add, get, put
+
+# -- split, merge, remove runs ---------------------------------------------------------------------------
+
+
+@kernel()
+def split_run(context: int, run: int, offset: int) -> tuple[int, int]:
+    """Cut a run before `offset`; gives the ids of head and rest, one of which is the run's.
+
+    The rest keeps the id where children in the map hang from it: they are known by it. Elsewhere the head does, so that
+    the parent need not be told: that is two lines of memory that nobody touched for long.
+    """
+    other = new_run(context)
+    line, fresh = run_address(context, run), run_address(context, other)
+    start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+    capacity = load32(line + RUN_CAPACITY)
+    children, direct = load32(line + RUN_CHILDREN), load32(line + RUN_DIRECT)
+    copy_coverage(context, other, run)
+    store32(fresh + RUN_SIBLING, 0)
+    if only_direct(children, direct):
+        store32(fresh + RUN_START, start + offset)
+        store32(fresh + RUN_LENGTH, length - offset)
+        store32(fresh + RUN_CAPACITY, capacity - offset)
+        store32(fresh + RUN_PARENT, run)
+        store32(fresh + RUN_DIRECT, direct)
+        store32(fresh + RUN_CHILDREN, children)
+        if direct >= 0:
+            set_field(context, direct, RUN_PARENT, other)
+        store32(line + RUN_LENGTH, offset)
+        store32(line + RUN_CAPACITY, offset)
+        store32(line + RUN_DIRECT, other)
+        store32(line + RUN_CHILDREN, 1)
+        place_start(context, other)
+        head, rest = run, other
+    else:
+        store32(fresh + RUN_START, start)
+        store32(fresh + RUN_LENGTH, offset)
+        store32(fresh + RUN_CAPACITY, offset)
+        store32(fresh + RUN_DIRECT, run)
+        store32(fresh + RUN_CHILDREN, 1)
+        replace_child(context, load32(line + RUN_PARENT), run, other)
+        replace_start(context, run, other)
+        store32(line + RUN_START, start + offset)
+        store32(line + RUN_LENGTH, length - offset)
+        store32(line + RUN_CAPACITY, capacity - offset)
+        store32(line + RUN_PARENT, other)
+        store32(line + RUN_SIBLING, 0)
+        place_start(context, run)
+        head, rest = other, run
+    if get(context, N_ENDED) and other < get(context, SWEEP_AT) and has_ended_column(context, other):
+        put(context, SWEEP_AGAIN, 1)
+    return head, rest
+
+
+@njit(inline="always")
+def only_direct(children: int, direct: int) -> bool:
+    """Whether no child is in the map."""
+    return children == 0 or (children == 1 and direct >= 0)
+
+
+@kernel()
+def merge_up(context: int, run: int) -> tuple[int, int]:
+    """Join a run to its parent where they are one: beside each other, alone, held by the same.
+
+    Gives the id of the run that has its blocks now, and the offset in it of what was its first one.
+    """
+    line = run_address(context, run)
+    parent = load32(line + RUN_PARENT)
+    if parent <= 0:
+        return run, 0
+    above = run_address(context, parent)
+    length = load32(above + RUN_LENGTH)
+    if (
+        load32(above + RUN_CHILDREN) != 1
+        or load32(above + RUN_START) + length != load32(line + RUN_START)
+        or load32(above + RUN_CAPACITY) != length
+        or not same_coverage(context, parent, run)
+    ):
+        return run, 0
+    if load32(above + RUN_DIRECT) != run:
+        delete_id(context, CHILDREN, child_tag(context, parent, local_at(context, load32(line + RUN_START))), run)
+    unplace_start(context, run)
+    children, direct = load32(line + RUN_CHILDREN), load32(line + RUN_DIRECT)
+    if only_direct(children, direct):
+        store32(above + RUN_LENGTH, length + load32(line + RUN_LENGTH))
+        store32(above + RUN_CAPACITY, length + load32(line + RUN_CAPACITY))
+        store32(above + RUN_DIRECT, direct)
+        store32(above + RUN_CHILDREN, children)
+        if direct >= 0:
+            set_field(context, direct, RUN_PARENT, parent)
+        free_run(context, run)
+        run = parent
+    else:
+        store32(line + RUN_START, load32(above + RUN_START))
+        store32(line + RUN_LENGTH, load32(line + RUN_LENGTH) + length)
+        store32(line + RUN_CAPACITY, load32(line + RUN_CAPACITY) + length)
+        replace_child(context, load32(above + RUN_PARENT), parent, run)
+        replace_start(context, parent, run)
+        free_run(context, parent)
+    if get(context, N_ENDED) and run < get(context, SWEEP_AT) and has_ended_column(context, run):
+        put(context, SWEEP_AGAIN, 1)
+    return run, length
+
+
+@kernel()
+def merge_down(context: int, run: int) -> int:
+    """Join a run's only child to it; gives the id of the run that has its blocks now."""
+    line = run_address(context, run)
+    if load32(line + RUN_CHILDREN) == 1:
+        child = load32(line + RUN_DIRECT)
+        if child >= 0:
+            joined, offset = merge_up(context, child)
+            if offset > 0:
+                return joined
+    return run
+
+
+@njit(inline="always")
+def look_ahead(context: int, names: int, n_names: int) -> None:
+    """Tags and segments of a few names, in the context's AHEAD, their slots asked for: so that the misses overlap."""
+    ahead = context + (AHEAD << 3)
+    directory = get(context, NAMES + MAP_DIRECTORY)
+    shift = 32 - get(context, NAMES + MAP_DEPTH)
+    segments = get(context, SEGMENTS)
+    for index in range(n_names):
+        tag = tag_of(context, load(names + (index << 3)))
+        segment = segments + (load32(directory + (shift_right(tag, shift) << 2)) << SEGMENT_SHIFT)
+        prefetch_write(segment + ((tag & SLOT_MASK) << 3))
+        store(ahead + (index << 4), tag)
+        store(ahead + (index << 4) + 8, segment)
+
+
+@njit(inline="always")
+def ask_for_block(context: int, name: int) -> None:
+    """Ask for what a coming name tells, its slot being here: the block's name, and where its run begins."""
+    tag = tag_of(context, name)
+    slot = load(home_address(context, NAMES, tag))
+    if slot != 0 and shift_right(slot, 32) == tag:
+        block = (slot & ID_MASK) - 1
+        prefetch(get(context, NAME) + (block << 3))
+        prefetch(get(context, STARTS) + ((block >> 6) << 3))
+        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
+
+
+@kernel()
+def forget_names(context: int, first: int, n_blocks: int) -> None:
+    """NAMES knows these blocks no more."""
+    names = get(context, NAME) + (first << 3)
+    ahead = context + (AHEAD << 3)
+    metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
+    done = 0
+    while done < n_blocks:
+        todo = min(AHEAD_MAX, n_blocks - done)
+        look_ahead(context, names + (done << 3), todo)
+        for index in range(todo):
+            tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
+            wanted = (tag << 32) | (first + done + index + 1)
+            gap = tag & SLOT_MASK
+            while load(segment + (gap << 3)) != wanted:
+                gap = (gap + 1) & SLOT_MASK
+            # What follows in the cluster moves up, unless the gap lies before its home.
+            position = (gap + 1) & SLOT_MASK
+            slot = load(segment + (position << 3))
+            while slot != 0:
+                home = shift_right(slot, 32) & SLOT_MASK
+                if ((position - home) & SLOT_MASK) >= ((position - gap) & SLOT_MASK):
+                    store(segment + (gap << 3), slot)
+                    gap = position
+                position = (position + 1) & SLOT_MASK
+                slot = load(segment + (position << 3))
+            store(segment + (gap << 3), 0)
+            meta = metas + (((segment - segments) >> SEGMENT_SHIFT) << 3)
+            store32(meta, load32(meta) - 1)
+        done += todo
+    add(context, NAMES + MAP_ENTRIES, -n_blocks)
+
+
+@kernel()
+def wait_for_queries(context: int) -> None:
+    """Leave the tree alone until the queries that asked for it have ended, or for a named while."""
+    for looks in range(PATIENCE):
+        if load_acquire(context + (WAITING << 3)) == 0:
+            return
+        if looks >= TRIES_BEFORE_YIELDING:
+            yield_processor()
+
+
+@kernel()
+def settle(context: int) -> None:
+    """The change is over; tidy up behind it."""
+    end_change(context)
+    tidy(context)
+
+
+@kernel()
+def tidy(context: int) -> None:
+    """Forget the names and free the spans of what was removed: behind a change if that can be, since no query reads
+    them."""
+    entries = get(context, DEFERRED)
+    # All names before any span: a freed span writes its length over the name of its last block.
+    for index in range(get(context, N_DEFERRED)):
+        entry = entries + (index << 5)
+        forget_names(context, load(entry), load(entry + 8))
+    for index in range(get(context, N_DEFERRED)):
+        entry = entries + (index << 5)
+        free_span(context, load(entry + 16), load(entry + 24))
+    put(context, N_DEFERRED, 0)
+
+
+@kernel()
+def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> None:
+    """These blocks' names and this span are to go once the change is over, or now where many wait already."""
+    if get(context, N_DEFERRED) >= DEFERRED_MAX:
+        tidy(context)
+    index = get(context, N_DEFERRED)
+    entry = get(context, DEFERRED) + (index << 5)
+    store(entry, first)
+    store(entry + 8, n_blocks)
+    store(entry + 16, span)
+    store(entry + 24, length)
+    put(context, N_DEFERRED, index + 1)
+
+
+@kernel()
+def trim_spare(context: int, run: int) -> None:
+    """Give back the spare room of a run: one that something hangs from never grows in place."""
+    line = run_address(context, run)
+    length = load32(line + RUN_LENGTH)
+    spare = load32(line + RUN_CAPACITY) - length
+    if spare > 0:
+        store32(line + RUN_CAPACITY, length)
+        free_span(context, load32(line + RUN_START) + length, spare)
+
+
+@kernel()
+def remove_ghosts(context: int, run: int) -> None:
+    """Remove a run that nobody holds and nothing hangs from, and then its parents as far as that holds for them."""
+    while run > 0 and field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
+        line = run_address(context, run)
+        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        capacity, parent = load32(line + RUN_CAPACITY), load32(line + RUN_PARENT)
+        if capacity == PHANTOM:
+            capacity = 1
+            add(context, N_PHANTOMS, -1)
+        if parent >= 0:
+            remove_child(context, parent, run)
+        unplace_start(context, run)
+        free_run(context, run)
+        defer(context, start, length, start, capacity)
+        run = parent

@@ -1,0 +1,119 @@
+"""Spans of blocks in the arenas: taking, and giving back, joined to the free ones beside them.
+
+What lives here: the allocator. What must not: what the blocks are.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.index.kernels.fields import local_at, name_at, set_bit, test_bit, unset_bit
+from streams.core.index.kernels.layout import (
+    FREE_ENDS,
+    FREE_STARTS,
+    LOCAL,
+    N_BLOCKS,
+    N_FREE_BLOCKS,
+    N_SPAN_CLASSES,
+    NAME,
+    SLACK_MIN,
+    SPAN_CLASSES,
+    SPAN_TRIES_MAX,
+)
+from streams.core.index.kernels.maps import ID_MASK
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import leading_zeros, load, store
+from streams.core.kernels.words import add, get, put
+
+# -- spans of blocks -------------------------------------------------------------------------------------
+# A free span keeps its length in NAME of its first and its last block, and its neighbours in its class's list in LOCAL
+# of its first; two bitmaps say where free spans begin and end, so that a freed span joins those beside it.
+
+
+@njit(inline="always")
+def span_class(length: int) -> int:
+    """Class of a length: floor(log2)."""
+    return 63 - leading_zeros(length)
+
+
+@kernel()
+def unlink_span(context: int, start: int) -> int:
+    """Take a free span out of its list; gives its length."""
+    local = get(context, LOCAL)
+    length = name_at(context, start)
+    links = load(local + (start << 3))
+    before, after = links >> 32, links & ID_MASK
+    if before:
+        other = local + ((before - 1) << 3)
+        store(other, (load(other) & ~ID_MASK) | after)
+    else:
+        put(context, SPAN_CLASSES + span_class(length), after)
+    if after:
+        other = local + ((after - 1) << 3)
+        store(other, (load(other) & ID_MASK) | (before << 32))
+    unset_bit(get(context, FREE_STARTS), start)
+    unset_bit(get(context, FREE_ENDS), start + length - 1)
+    add(context, N_FREE_BLOCKS, -length)
+    return length
+
+
+@kernel()
+def free_span(context: int, start: int, length: int) -> None:
+    """Give blocks back; they join the free spans beside them."""
+    if length <= 0:
+        return
+    end = start + length
+    if start > 0 and test_bit(get(context, FREE_ENDS), start - 1):
+        before = name_at(context, start - 1)
+        start -= before
+        unlink_span(context, start)
+    if end < get(context, N_BLOCKS):
+        if test_bit(get(context, FREE_STARTS), end):
+            end += unlink_span(context, end)
+    else:
+        put(context, N_BLOCKS, start)
+        return
+    local, names = get(context, LOCAL), get(context, NAME)
+    length = end - start
+    which = SPAN_CLASSES + span_class(length)
+    head = get(context, which)
+    store(local + (start << 3), head)
+    if head:
+        other = local + ((head - 1) << 3)
+        store(other, (load(other) & ID_MASK) | ((start + 1) << 32))
+    put(context, which, start + 1)
+    store(names + (start << 3), length)
+    store(names + ((end - 1) << 3), length)
+    set_bit(get(context, FREE_STARTS), start)
+    set_bit(get(context, FREE_ENDS), end - 1)
+    add(context, N_FREE_BLOCKS, length)
+
+
+@kernel()
+def new_span(context: int, needed: int, wanted: int) -> tuple[int, int]:
+    """Blocks for a run: at least `needed`, `wanted` if they are to be had; gives start and length."""
+    if get(context, N_FREE_BLOCKS) >= needed:
+        found = 0
+        which = span_class(needed)
+        candidate = get(context, SPAN_CLASSES + which)
+        for _ in range(SPAN_TRIES_MAX):
+            if candidate == 0:
+                break
+            if name_at(context, candidate - 1) >= needed:
+                found = candidate
+                break
+            candidate = local_at(context, candidate - 1) & ID_MASK
+        which += 1
+        while found == 0 and which < N_SPAN_CLASSES:
+            found = get(context, SPAN_CLASSES + which)
+            which += 1
+        if found:
+            start = found - 1
+            length = unlink_span(context, start)
+            if length - wanted >= SLACK_MIN:
+                free_span(context, start + wanted, length - wanted)
+                length = wanted
+            return start, length
+    start = get(context, N_BLOCKS)
+    put(context, N_BLOCKS, start + wanted)
+    return start, wanted

@@ -1,0 +1,66 @@
+"""Who holds the blocks of a request behind a hole of its own: the tree read by sequence hash, not from the root.
+
+What lives here: one kernel. What must not: changing anything. The tree must not change meanwhile: its owner's lock is
+held.
+"""
+
+from __future__ import annotations
+
+from numba import int64, types
+
+from streams.core.ids import HashArray, Int64Array
+from streams.core.index.kernels.fields import coverage_address
+from streams.core.index.kernels.layout import LIVE, N_WORDS, RANK_OF
+from streams.core.index.kernels.names import find_name
+from streams.core.index.kernels.runs import run_of
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import HASHES, address_of, load, load32, store, trailing_zeros
+from streams.core.kernels.words import get
+
+_WORDS = types.Array(types.int64, 1, "C")
+
+
+@kernel(int64(int64, HASHES, int64, _WORDS, _WORDS, int64, _WORDS, _WORDS), nogil=False)
+def trace(
+    context: int,
+    query: HashArray,
+    first: int,
+    rows: Int64Array,
+    positions: Int64Array,
+    n_candidates: int,
+    held_rows: Int64Array,
+    held_bits: Int64Array,
+) -> int:
+    """Find who holds the blocks from `first` on, up to one that nobody holds and that has no row; gives the rows used.
+
+    query: uint64[n] of sequence hashes, which are the tree's names. rows: int64[>= n], as of block_sets.find_rows.
+    positions: int64 for each number of a rank: its bit, n_candidates where it is no candidate. held_rows: int64[n],
+    zeros; held_bits: zeros, (n - first + 1) rows of n_candidates bits, in whole int64 and one at least; row 0 is
+    nobody's.
+    """
+    sequence, n_blocks = address_of(query), query.size
+    live, ranks, n_words = get(context, LIVE), get(context, RANK_OF), get(context, N_WORDS)
+    bits, words = address_of(held_bits), max(1, (n_candidates + 63) >> 6)
+    last_run, row, n_rows = -1, 0, 0
+    for index in range(first, n_blocks):
+        block = find_name(context, load(sequence + (index << 3)))
+        run = run_of(context, block) if block >= 0 else -1
+        if run != last_run:
+            last_run, row = run, 0
+            if run >= 0:
+                for word in range(n_words):
+                    columns = load(coverage_address(context, run, word)) & load(live + (word << 3))
+                    while columns:
+                        rank = load32(ranks + (((word << 6) + trailing_zeros(columns)) << 2))
+                        columns &= columns - 1
+                        position = load(address_of(positions) + (rank << 3)) if rank < positions.size else n_candidates
+                        if position < n_candidates:
+                            if row == 0:
+                                n_rows += 1
+                                row = n_rows
+                            address = bits + ((row * words + (position >> 6)) << 3)
+                            store(address, load(address) | (1 << (position & 63)))
+        if row == 0 and rows[index] == 0:
+            break
+        held_rows[index] = row
+    return n_rows

@@ -1,0 +1,83 @@
+"""Words of a context, and how keys are hashed in kernels.
+
+What lives here: reading and writing one word of a context, and the finaliser that spreads keys over tables. What must
+not: the format of any structure. Each is an intrinsic and no inlined function: to inline one hundreds of times took
+half of the time that all kernels take to compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+#: 2**64 divided by the golden ratio, as int64: products of it with small numbers lie far apart.
+SYNTHETIC_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+
+_I64 = ir.IntType(64)
+
+# Multipliers of MurmurHash3's finaliser.
+_MIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+
+
+def word_pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+def element(builder: Any, base: Any, index: Any, bytes_each: int) -> Any:
+    return builder.add(base, builder.mul(index, _I64(bytes_each)))
+
+
+def context_word(builder: Any, context: Any, word: int) -> Any:
+    return builder.load(word_pointer(builder, builder.add(context, _I64(word * 8))))
+
+
+@intrinsic
+def get(typingctx: Any, context: Any, word: Any) -> Any:
+    """A word of the context."""
+
+    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(word_pointer(builder, element(builder, args[0], args[1], 8)))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def put(typingctx: Any, context: Any, word: Any, value: Any) -> Any:
+    """Set a word of the context."""
+
+    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], word_pointer(builder, element(builder, args[0], args[1], 8)))
+        return compiler.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def add(typingctx: Any, context: Any, word: Any, value: Any) -> Any:
+    """Add to a word of the context."""
+
+    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = word_pointer(builder, element(builder, args[0], args[1], 8))
+        builder.store(builder.add(builder.load(pointer), args[2]), pointer)
+        return compiler.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def mixed(builder: Any, key: Any) -> Any:
+    for multiplier in _MIX:
+        key = builder.mul(builder.xor(key, builder.lshr(key, _I64(33))), _I64(multiplier))
+    return builder.lshr(key, _I64(32))
+
+
+@intrinsic
+def mix(typingctx: Any, key: Any) -> Any:
+    """32 bits of hash of a 64-bit key, for a table of few keys that nobody can choose."""
+
+    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return mixed(builder, args[0])
+
+    return types.int64(types.int64), codegen

@@ -1,0 +1,564 @@
+"""What events do to a store of runs; core.run_store says it in Python.
+
+What lives here: holding and letting go of blocks, ending ranks, reading runs back in. What must not: bytes
+(streams/tables), and which batch is news (core.ordering).
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import load, shift_right, signed, store
+from streams.core.kernels.words import get, put
+from streams.core.kernels.xxh3 import chain_step, load_u64
+from streams.core.reducer.kernels.layout import (
+    BY_ENGINE,
+    BY_SEQUENCE,
+    CLASS_SHIFT,
+    CLEARED,
+    COLUMN_HEAD,
+    COLUMN_HELD,
+    COLUMN_WORDS,
+    COLUMNS,
+    DIRTY,
+    EMPTIED,
+    EVENT_BLOCKS,
+    EVENT_ENGINE,
+    EVENT_HAS_PARENT,
+    EVENT_KIND,
+    EVENT_LABELLED,
+    EVENT_LABELS,
+    EVENT_LOCAL,
+    EVENT_PARENT,
+    EVENT_TIER,
+    EVENT_WORDS,
+    FREE_RUN,
+    FULL,
+    GROW,
+    HAS_PARENT,
+    IS_DIRTY,
+    LABEL_WORDS,
+    LARGEST_CLASS,
+    LENGTH_MASK,
+    MAP_ADDRESS,
+    MAP_ENTRIES,
+    MAP_MASK,
+    N_CLEARS,
+    N_DIRTY,
+    N_EMPTIED,
+    N_RUNS,
+    N_SPAN_WORDS,
+    N_TIERS,
+    N_UNKNOWN_PARENTS,
+    N_UNKNOWN_REMOVALS,
+    OFFSET_MASK,
+    PARENTS_BEFORE_CLEAR,
+    RANK_GENERATION,
+    RANK_WORDS,
+    RANKS,
+    RUN_COLUMN,
+    RUN_FIRST,
+    RUN_LABELLED,
+    RUN_LABELS,
+    RUN_NEXT,
+    RUN_PARENT,
+    RUN_PRESENT,
+    RUN_PREVIOUS,
+    RUN_SHAPE,
+    RUN_SPAN,
+    RUN_START,
+    RUNS_MAX,
+    SLOT_SHIFT,
+    SPAN_BLOCKS_MIN,
+    SPAN_WORDS_MAX,
+    SPANS,
+    STALE,
+    STALE_BEGIN,
+    STALE_END,
+    STALE_MAX,
+    STORED,
+)
+from streams.core.reducer.kernels.maps import delete_slot, insert_slot, tag_in
+from streams.core.reducer.kernels.spans import (
+    capacity_of,
+    engine_at,
+    free_span,
+    locals_at,
+    new_run_id,
+    new_span,
+    run_at,
+    sequence_at,
+    widen,
+)
+from streams.core.runs import RUN_BLOCKS_MAX
+
+_ID_MASK = (1 << 32) - 1
+
+
+# -- finding -------------------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def find_slot(context: int, which: int, column: int, key: int) -> int:
+    """Slot of a column's block that a map finds by one of its hashes; -1 for none."""
+    table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
+    tag = tag_in(context, column, key)
+    position = tag & mask
+    while True:
+        entry = load(table + (position << 3))
+        if entry == 0:
+            return -1
+        if shift_right(entry, 32) == tag:
+            slot = (entry & _ID_MASK) - 1
+            line, offset = run_at(context, slot >> SLOT_SHIFT), slot & OFFSET_MASK
+            at = engine_at(context, line, offset) if which == BY_ENGINE else sequence_at(context, line, offset)
+            if load(line + RUN_COLUMN * 8) == column and load(at) == key:
+                return slot
+        position = (position + 1) & mask
+
+
+@kernel()
+def find_engine(context: int, column: int, name: int) -> int:
+    """Slot of the block that a column holds under an engine hash, -1 for none."""
+    return find_slot(context, BY_ENGINE, column, name)
+
+
+@kernel()
+def find_sequence(context: int, column: int, block: int) -> int:
+    """Slot of a column's block by its sequence hash, held or not; -1 for none."""
+    return find_slot(context, BY_SEQUENCE, column, block)
+
+
+@kernel()
+def find_parent(context: int, column: int, name: int) -> int:
+    """Slot of a rank's block by its engine hash, in the event's own tier before the others; -1 for none."""
+    slot = find_engine(context, column, name)
+    if slot < 0:
+        first = column & ~(N_TIERS - 1)
+        for tier in range(N_TIERS):
+            if first + tier != column:
+                slot = find_engine(context, first + tier, name)
+                if slot >= 0:
+                    break
+    return slot
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def column_at(context: int, column: int) -> int:
+    """Address of a column's words."""
+    return get(context, COLUMNS) + column * (COLUMN_WORDS * 8)
+
+
+@kernel()
+def mark(context: int, run: int) -> None:
+    """A run's record is to be written."""
+    line = run_at(context, run)
+    shape = load(line + RUN_SHAPE * 8)
+    if shape & IS_DIRTY == 0:
+        store(line + RUN_SHAPE * 8, shape | IS_DIRTY)
+        store(get(context, DIRTY) + (get(context, N_DIRTY) << 3), run)
+        put(context, N_DIRTY, get(context, N_DIRTY) + 1)
+
+
+@kernel()
+def new_run(context: int, column: int, first: int, parent: int, has_parent: int, start: int, size: int) -> int:
+    """A run without blocks, with a span of a class."""
+    run = new_run_id(context)
+    line = run_at(context, run)
+    store(line + RUN_FIRST * 8, first)
+    store(line + RUN_PARENT * 8, parent)
+    store(line + RUN_SPAN * 8, new_span(context, size))
+    store(line + RUN_COLUMN * 8, column)
+    store(line + RUN_START * 8, start)
+    store(line + RUN_PRESENT * 8, 0)
+    shape = size << CLASS_SHIFT
+    if has_parent:
+        shape |= HAS_PARENT
+    store(line + RUN_SHAPE * 8, shape)
+    store(line + RUN_LABELS * 8, 0)
+    store(line + RUN_LABELLED * 8, 0)
+    head = column_at(context, column) + COLUMN_HEAD * 8
+    following = load(head)
+    store(line + RUN_PREVIOUS * 8, 0)
+    store(line + RUN_NEXT * 8, following)
+    if following != 0:
+        store(run_at(context, following - 1) + RUN_PREVIOUS * 8, run + 1)
+    store(head, run + 1)
+    return run
+
+
+@kernel()
+def append(context: int, run: int, local: int, engine: int, block: int) -> int:
+    """One more block of a run, which is not held yet; gives its slot."""
+    line = run_at(context, run)
+    offset = load(line + RUN_SHAPE * 8) & LENGTH_MASK
+    if offset == capacity_of(line):
+        widen(context, line)
+    store(locals_at(context, line) + (offset << 3), local)
+    store(engine_at(context, line, offset), engine)
+    store(sequence_at(context, line, offset), block)
+    store(line + RUN_SHAPE * 8, load(line + RUN_SHAPE * 8) + 1)
+    slot = (run << SLOT_SHIFT) | offset
+    insert_slot(context, BY_SEQUENCE, tag_in(context, load(line + RUN_COLUMN * 8), block), slot)
+    return slot
+
+
+@kernel()
+def free_run(context: int, run: int) -> None:
+    """A run of which no block is held is no more."""
+    line = run_at(context, run)
+    column, shape = load(line + RUN_COLUMN * 8), load(line + RUN_SHAPE * 8)
+    for offset in range(shape & LENGTH_MASK):
+        tag = tag_in(context, column, load(sequence_at(context, line, offset)))
+        delete_slot(context, BY_SEQUENCE, tag, (run << SLOT_SHIFT) | offset)
+    before, following = load(line + RUN_PREVIOUS * 8), load(line + RUN_NEXT * 8)
+    if before != 0:
+        store(run_at(context, before - 1) + RUN_NEXT * 8, following)
+    else:
+        store(column_at(context, column) + COLUMN_HEAD * 8, following)
+    if following != 0:
+        store(run_at(context, following - 1) + RUN_PREVIOUS * 8, before)
+    free_span(context, load(line + RUN_SPAN * 8), (shape >> CLASS_SHIFT) & 255)
+    labels = load(line + RUN_LABELS * 8)
+    if labels != 0:
+        free_span(context, labels - 1, LARGEST_CLASS)
+    store(line + RUN_COLUMN * 8, -1)
+    store(line + RUN_SHAPE * 8, 0)
+    store(line + RUN_PREVIOUS * 8, get(context, FREE_RUN))
+    put(context, FREE_RUN, run + 1)
+
+
+@kernel()
+def set_labels(context: int, line: int, offset: int, labelled: int, labels: int) -> None:
+    """Give a block the three labels at an address, or none."""
+    known = load(line + RUN_LABELLED * 8)
+    if labelled == 0:
+        store(line + RUN_LABELLED * 8, known & ~(1 << offset))
+        return
+    span = load(line + RUN_LABELS * 8)
+    if span == 0:
+        span = new_span(context, LARGEST_CLASS) + 1
+        store(line + RUN_LABELS * 8, span)
+    address = get(context, SPANS) + ((span - 1 + offset * LABEL_WORDS) << 3)
+    for word in range(LABEL_WORDS):
+        store(address + (word << 3), load(labels + (word << 3)))
+    store(line + RUN_LABELLED * 8, known | (1 << offset))
+
+
+@kernel()
+def let_go(context: int, slot: int) -> None:
+    """A held block is held no more; a run without held blocks ends."""
+    run, offset = slot >> SLOT_SHIFT, slot & OFFSET_MASK
+    line = run_at(context, run)
+    column = load(line + RUN_COLUMN * 8)
+    delete_slot(context, BY_ENGINE, tag_in(context, column, load(engine_at(context, line, offset))), slot)
+    held = column_at(context, column) + COLUMN_HELD * 8
+    store(held, load(held) - 1)
+    present = load(line + RUN_PRESENT * 8) & ~(1 << offset)
+    store(line + RUN_PRESENT * 8, present)
+    store(line + RUN_LABELLED * 8, load(line + RUN_LABELLED * 8) & ~(1 << offset))
+    if present != 0:
+        mark(context, run)
+        return
+    entry = get(context, EMPTIED) + (get(context, N_EMPTIED) << 4)
+    store(entry, column)
+    store(entry + 8, load(line + RUN_FIRST * 8))
+    put(context, N_EMPTIED, get(context, N_EMPTIED) + 1)
+    free_run(context, run)
+
+
+# -- holding -------------------------------------------------------------------------------------------------
+
+
+@kernel()
+def hold(
+    context: int,
+    column: int,
+    last: int,
+    before: int,
+    has_before: int,
+    position: int,
+    engine: int,
+    local: int,
+    block: int,
+    labelled: int,
+    labels: int,
+) -> int:
+    """Hold one block: where a run has it already, behind slot `last` where that run can grow, else in a new run; gives
+    its slot. last: -1 where there is none."""
+    while True:
+        slot = find_sequence(context, column, block)
+        if slot < 0:
+            run = -1
+            if last >= 0:
+                line = run_at(context, last >> SLOT_SHIFT)
+                length = load(line + RUN_SHAPE * 8) & LENGTH_MASK
+                if (
+                    load(line + RUN_COLUMN * 8) == column
+                    and (last & OFFSET_MASK) == length - 1
+                    and length < RUN_BLOCKS_MAX
+                ):
+                    run = last >> SLOT_SHIFT
+            if run < 0:
+                run = new_run(context, column, block, before, has_before, position, 0)
+            slot = append(context, run, local, engine, block)
+        run, offset = slot >> SLOT_SHIFT, slot & OFFSET_MASK
+        line = run_at(context, run)
+        name = engine_at(context, line, offset)
+        held = (load(line + RUN_PRESENT * 8) >> offset) & 1
+        if held and load(name) == engine:
+            return slot  # stored again: a fact is not a number
+        if held:
+            delete_slot(context, BY_ENGINE, tag_in(context, column, load(name)), slot)
+            counter = column_at(context, column) + COLUMN_HELD * 8
+            store(counter, load(counter) - 1)
+        moved = find_engine(context, column, engine)
+        if moved >= 0:  # one engine name cannot lie at two places: the later store wins
+            let_go(context, moved)
+            if load(line + RUN_COLUMN * 8) < 0:  # it was the run's only block
+                last = -1
+                continue
+        store(name, engine)
+        store(line + RUN_PRESENT * 8, load(line + RUN_PRESENT * 8) | (1 << offset))
+        if labelled or load(line + RUN_LABELLED * 8) != 0:
+            set_labels(context, line, offset, labelled, labels)
+        insert_slot(context, BY_ENGINE, tag_in(context, column, engine), slot)
+        counter = column_at(context, column) + COLUMN_HELD * 8
+        store(counter, load(counter) + 1)
+        mark(context, run)
+        return slot
+
+
+@kernel()
+def hold_all(
+    context: int,
+    column: int,
+    last: int,
+    before: int,
+    has_before: int,
+    position: int,
+    n_blocks: int,
+    engines: int,
+    locals_: int,
+    labelled: int,
+    labels: int,
+) -> None:
+    """Hold consecutive blocks behind the one with sequence hash `before`, which is at slot `last` if the rank has it.
+
+    engines, locals_: addresses of `n_blocks` hashes each, aligned or not.
+    """
+    for index in range(n_blocks):
+        local = signed(load_u64(locals_ + (index << 3)))
+        engine = signed(load_u64(engines + (index << 3)))
+        block = local
+        if has_before:
+            block = signed(chain_step(before, local))
+        last = hold(context, column, last, before, has_before, position, engine, local, block, labelled, labels)
+        before, has_before = block, 1
+        position += 1
+
+
+@kernel()
+def store_blocks(context: int, rank: int, row: int) -> bool:
+    """Apply a store; False where its parent is not known."""
+    column = (rank << 2) | load(row + EVENT_TIER * 8)
+    last, before, position = -1, 0, 0
+    has_parent = load(row + EVENT_HAS_PARENT * 8)
+    if has_parent:
+        last = find_parent(context, column, load(row + EVENT_PARENT * 8))
+        if last < 0:
+            return False  # never attached elsewhere: a guessed place could claim a prefix that nobody holds
+        line = run_at(context, last >> SLOT_SHIFT)
+        before = load(sequence_at(context, line, last & OFFSET_MASK))
+        position = load(line + RUN_START * 8) + (last & OFFSET_MASK) + 1
+    hold_all(
+        context,
+        column,
+        last,
+        before,
+        has_parent,
+        position,
+        load(row + EVENT_BLOCKS * 8),
+        load(row + EVENT_ENGINE * 8),
+        load(row + EVENT_LOCAL * 8),
+        load(row + EVENT_LABELLED * 8),
+        row + EVENT_LABELS * 8,
+    )
+    return True
+
+
+@kernel()
+def remove_blocks(context: int, column: int, n_blocks: int, engines: int) -> int:
+    """Hold blocks no more; gives how many were not held."""
+    unknown = 0
+    for index in range(n_blocks):
+        slot = find_engine(context, column, signed(load_u64(engines + (index << 3))))
+        if slot < 0:
+            unknown += 1
+        else:
+            let_go(context, slot)
+    return unknown
+
+
+@kernel()
+def end_rank(context: int, rank: int) -> None:
+    """End everything that a rank holds: its records are owed their tombstones."""
+    for tier in range(N_TIERS):
+        column = (rank << 2) | tier
+        head = load(column_at(context, column) + COLUMN_HEAD * 8)
+        while head != 0:
+            run = head - 1
+            line = run_at(context, run)
+            head = load(line + RUN_NEXT * 8)
+            entry = get(context, STALE) + (get(context, STALE_END) << 4)
+            store(entry, column)
+            store(entry + 8, load(line + RUN_FIRST * 8))
+            put(context, STALE_END, get(context, STALE_END) + 1)
+            present = load(line + RUN_PRESENT * 8)
+            for offset in range(load(line + RUN_SHAPE * 8) & LENGTH_MASK):
+                if (present >> offset) & 1:
+                    tag = tag_in(context, column, load(engine_at(context, line, offset)))
+                    delete_slot(context, BY_ENGINE, tag, (run << SLOT_SHIFT) | offset)
+            free_run(context, run)
+        store(column_at(context, column) + COLUMN_HELD * 8, 0)
+
+
+@kernel()
+def room_for(context: int, n_blocks: int) -> int:
+    """0 where changes of so many blocks fit, whatever they do; GROW or FULL where they do not.
+
+    A block takes at most a run, a span of the smallest class, one of labels and, as its run grows, one of each class.
+    """
+    for which in (BY_ENGINE, BY_SEQUENCE):
+        if (get(context, which + MAP_ENTRIES) + n_blocks) * 5 > (get(context, which + MAP_MASK) + 1) * 3:
+            return GROW
+    words = n_blocks * 3 * (SPAN_BLOCKS_MIN << (LARGEST_CLASS + 2))
+    if (
+        get(context, N_RUNS) + n_blocks > get(context, RUNS_MAX)
+        or get(context, N_DIRTY) + n_blocks > get(context, RUNS_MAX)
+        or get(context, N_EMPTIED) + n_blocks > get(context, RUNS_MAX)
+        or get(context, N_SPAN_WORDS) + words > get(context, SPAN_WORDS_MAX)
+        or get(context, STALE_END) + get(context, N_RUNS) + n_blocks > get(context, STALE_MAX)
+    ):
+        return FULL
+    return 0
+
+
+@kernel()
+def apply_rows(context: int, rank: int, rows: int, n_rows: int) -> int:
+    """Apply the events of one batch; what they met is counted in the context. GROW, FULL: nothing was done."""
+    n_blocks = 0
+    for index in range(n_rows):
+        n_blocks += load(rows + index * (EVENT_WORDS * 8) + EVENT_BLOCKS * 8)
+    room = room_for(context, n_blocks)
+    if room != 0:
+        return room
+    clears, parents, before_clear, removals = 0, 0, 0, 0
+    for index in range(n_rows):
+        row = rows + index * (EVENT_WORDS * 8)
+        kind = load(row + EVENT_KIND * 8)
+        if kind == STORED:
+            if not store_blocks(context, rank, row):
+                parents += 1
+        elif kind == CLEARED:
+            end_rank(context, rank)
+            generation = get(context, RANKS) + (rank * RANK_WORDS + RANK_GENERATION) * 8
+            store(generation, load(generation) + 1)
+            clears += 1
+            before_clear = parents
+        else:
+            column = (rank << 2) | load(row + EVENT_TIER * 8)
+            removals += remove_blocks(context, column, load(row + EVENT_BLOCKS * 8), load(row + EVENT_ENGINE * 8))
+    put(context, N_CLEARS, clears)
+    put(context, N_UNKNOWN_PARENTS, parents)
+    put(context, PARENTS_BEFORE_CLEAR, before_clear)
+    put(context, N_UNKNOWN_REMOVALS, removals)
+    return 0
+
+
+@kernel()
+def restate_run(
+    context: int,
+    rank: int,
+    tier: int,
+    start: int,
+    parent: int,
+    has_parent: int,
+    n_blocks: int,
+    engines: int,
+    locals_: int,
+) -> int:
+    """Hold the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
+    room = room_for(context, n_blocks)
+    if room != 0:
+        return room
+    column = (rank << 2) | tier
+    last = -1
+    if has_parent:
+        last = find_sequence(context, column, parent)
+    hold_all(context, column, last, parent, has_parent, start, n_blocks, engines, locals_, 0, 0)
+    return 0
+
+
+@kernel()
+def adopt_run(
+    context: int,
+    column: int,
+    first: int,
+    start: int,
+    parent: int,
+    has_parent: int,
+    n_blocks: int,
+    present: int,
+    locals_: int,
+    engines: int,
+) -> int:
+    """Take in a run read back, for which there is room; gives its id. Its record lies in the log as it is."""
+    size = 0
+    while SPAN_BLOCKS_MIN << size < n_blocks:
+        size += 1
+    run = new_run(context, column, first, parent, has_parent, start, size)
+    line = run_at(context, run)
+    before, held = parent, 0
+    for offset in range(n_blocks):
+        local = signed(load_u64(locals_ + (offset << 3)))
+        engine = signed(load_u64(engines + (offset << 3)))
+        block = local
+        if has_parent or offset > 0:
+            block = signed(chain_step(before, local))
+        before = block
+        slot = append(context, run, local, engine, block)
+        if (present >> offset) & 1:
+            insert_slot(context, BY_ENGINE, tag_in(context, column, engine), slot)
+            held += 1
+    store(line + RUN_PRESENT * 8, present)
+    counter = column_at(context, column) + COLUMN_HELD * 8
+    store(counter, load(counter) + held)
+    return run
+
+
+@kernel()
+def owe_tombstone(context: int, column: int, first: int) -> None:
+    """A record of an ended epoch lies in the log."""
+    entry = get(context, STALE) + (get(context, STALE_END) << 4)
+    store(entry, column)
+    store(entry + 8, first)
+    put(context, STALE_END, get(context, STALE_END) + 1)
+
+
+@kernel()
+def next_stale(context: int) -> int:
+    """Address of the next tombstone owed, 0 for none. A key that the new epoch wrote again is owed none."""
+    while get(context, STALE_BEGIN) < get(context, STALE_END):
+        entry = get(context, STALE) + (get(context, STALE_BEGIN) << 4)
+        slot = find_sequence(context, load(entry), load(entry + 8))
+        if slot < 0 or slot & OFFSET_MASK != 0:
+            return entry
+        put(context, STALE_BEGIN, get(context, STALE_BEGIN) + 1)
+    put(context, STALE_BEGIN, 0)
+    put(context, STALE_END, 0)
+    return 0

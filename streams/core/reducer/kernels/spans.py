@@ -1,0 +1,104 @@
+"""Room for runs and for their blocks.
+
+What lives here: giving out and taking back. What must not: what is in it. A span of class c has room for
+SPAN_BLOCKS_MIN << c blocks of three words; those given back are kept in a list for each class.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from streams.core.kernels.compiling import kernel
+from streams.core.kernels.memory import copy_words, load, store
+from streams.core.kernels.words import get, put
+from streams.core.reducer.kernels.layout import (
+    CLASS_SHIFT,
+    FREE_RUN,
+    FREE_SPANS,
+    LENGTH_MASK,
+    N_RUNS,
+    N_SPAN_WORDS,
+    RUN_PREVIOUS,
+    RUN_SHAPE,
+    RUN_SPAN,
+    RUN_WORDS,
+    RUNS,
+    SPAN_BLOCKS_MIN,
+    SPANS,
+)
+
+
+@njit(inline="always")
+def run_at(context: int, run: int) -> int:
+    """Address of a run's words."""
+    return get(context, RUNS) + run * (RUN_WORDS * 8)
+
+
+@njit(inline="always")
+def capacity_of(line: int) -> int:
+    """Blocks that a run's span has room for."""
+    return SPAN_BLOCKS_MIN << ((load(line + RUN_SHAPE * 8) >> CLASS_SHIFT) & 255)
+
+
+@njit(inline="always")
+def locals_at(context: int, line: int) -> int:
+    """Address of a run's local hashes; engine and sequence hashes follow, a capacity further each."""
+    return get(context, SPANS) + (load(line + RUN_SPAN * 8) << 3)
+
+
+@njit(inline="always")
+def engine_at(context: int, line: int, offset: int) -> int:
+    """Address of a block's engine hash."""
+    return locals_at(context, line) + ((capacity_of(line) + offset) << 3)
+
+
+@njit(inline="always")
+def sequence_at(context: int, line: int, offset: int) -> int:
+    """Address of a block's sequence hash."""
+    return locals_at(context, line) + ((2 * capacity_of(line) + offset) << 3)
+
+
+@kernel()
+def new_span(context: int, size: int) -> int:
+    """Word at which a span of a class begins."""
+    head = get(context, FREE_SPANS + size)
+    if head != 0:
+        put(context, FREE_SPANS + size, load(get(context, SPANS) + ((head - 1) << 3)))
+        return head - 1
+    span = get(context, N_SPAN_WORDS)
+    put(context, N_SPAN_WORDS, span + 3 * (SPAN_BLOCKS_MIN << size))
+    return span
+
+
+@kernel()
+def free_span(context: int, span: int, size: int) -> None:
+    """Take a span back."""
+    store(get(context, SPANS) + (span << 3), get(context, FREE_SPANS + size))
+    put(context, FREE_SPANS + size, span + 1)
+
+
+@kernel()
+def widen(context: int, line: int) -> None:
+    """Move a run's blocks to a span of the next class."""
+    shape = load(line + RUN_SHAPE * 8)
+    size, length = (shape >> CLASS_SHIFT) & 255, shape & LENGTH_MASK
+    old_span, spans = load(line + RUN_SPAN * 8), get(context, SPANS)
+    span = new_span(context, size + 1)
+    capacity = SPAN_BLOCKS_MIN << size
+    for part in range(3):
+        copy_words(spans + ((span + 2 * part * capacity) << 3), spans + ((old_span + part * capacity) << 3), length)
+    free_span(context, old_span, size)
+    store(line + RUN_SPAN * 8, span)
+    store(line + RUN_SHAPE * 8, shape + (1 << CLASS_SHIFT))
+
+
+@kernel()
+def new_run_id(context: int) -> int:
+    """An id that no run has."""
+    head = get(context, FREE_RUN)
+    if head != 0:
+        put(context, FREE_RUN, load(run_at(context, head - 1) + RUN_PREVIOUS * 8))
+        return head - 1
+    run = get(context, N_RUNS)
+    put(context, N_RUNS, run + 1)
+    return run

@@ -1,0 +1,172 @@
+"""What time alone brings to the ranks of a partition: silence, expiry, resync requests, the clearing of degraded ranks.
+
+What lives here: looking at holdings with a clock in hand, and saying what is to be written. What must not: reading that
+clock, bytes, Kafka.
+
+None of it is state: whoever opens the partition next counts from then on, later than we did, and asks anew. What was
+decided is in the progress records, like all else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from streams.core.events import EngineBatch, ResyncRequest, WorkerRemoved
+from streams.core.ids import RankId, WorkerId
+from streams.core.reducer.holdings import Holdings
+from streams.core.reducer.leases import Leases
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.reducer.resync import Resyncs
+
+#: Every rank of the partition is looked at this often; leases are a few seconds long.
+LOOK_EVERY_MS = 500
+
+#: Expiries written in one transaction.
+EXPIRED_PER_STEP_MAX = 16
+
+#: What an expiry says of itself.
+SILENT = "silent"
+
+
+@dataclass(slots=True)
+class Care:
+    """What is to be written: requests to `kv-control`, expiries to `kv-events`. counts: what happened, by name."""
+
+    requests: list[ResyncRequest] = field(default_factory=list)
+    expiries: list[EngineBatch] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Caretaker:
+    """Looks after the ranks of one partition, from when it was opened. `clear_degraded_after_ms`: 0 is never."""
+
+    def __init__(self, holdings: Holdings[Any, Any], *, grace_ms: int, clear_degraded_after_ms: int) -> None:
+        self._holdings = holdings
+        self._grace_ms = grace_ms
+        self._clear_after_ms = clear_degraded_after_ms
+        self._leases: Leases | None = None
+        self._resyncs = Resyncs()
+        self._looked_ms = 0
+        # How much each rank had lost when it was last looked at.
+        self._losses: dict[RankId, tuple[int, int]] = {}
+        self._degraded_since_ms: dict[RankId, int] = {}
+
+    def look(self, now_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> Care:
+        """Say what is due, between applying records and taking the changes.
+
+        now_ms: monotonic. wall_ms: told to people. applied_until: up to what time, on the monotonic clock, all that was
+        appended was applied; it may ask the broker, so it is called only when somebody would be judged by the answer.
+        """
+        care = Care()
+        if self._leases is None:
+            self._open(now_ms)
+        assert self._leases is not None
+        self._leases.heard(self._holdings.take_heard(), now_ms)
+        self._note_losses(now_ms)
+        if now_ms - self._looked_ms >= LOOK_EVERY_MS:
+            self._looked_ms = now_ms
+            self._judge_leases(self._leases, now_ms, wall_ms, applied_until, care)
+            self._clear_degraded(now_ms, care)
+        self._ask(now_ms, wall_ms, care)
+        return care
+
+    def _open(self, now_ms: int) -> None:
+        self._leases = Leases(now_ms, self._grace_ms)
+        self._looked_ms = now_ms
+        for rank, progress in self._holdings.progress.items():
+            self._losses[rank] = _losses(progress)
+            if progress.health is Health.DEGRADED:
+                # Whoever owned it before may have asked, but nobody knows whether it was answered.
+                self._resyncs.lost(rank, "its partition was opened")
+                if rank in self._holdings.parking:
+                    self._resyncs.answering(rank, now_ms)  # it was, in part; a large one is not to be told twice
+
+    def _note_losses(self, now_ms: int) -> None:
+        """See which of the ranks that changed lost something, and which have nothing left to be asked for."""
+        for rank in self._holdings.touched:
+            progress = self._holdings.progress[rank]
+            before = self._losses.get(rank, (0, 0))
+            self._losses[rank] = _losses(progress)
+            if progress.health is not Health.DEGRADED:
+                self._resyncs.settled(rank)
+            elif before != _losses(progress):
+                self._resyncs.lost(rank, "a gap" if progress.n_gaps > before[0] else "an unknown parent")
+        for rank in self._holdings.take_restated():
+            self._resyncs.settled(rank)  # also where it stays degraded: the bridge knows no more
+        for rank in self._holdings.take_parked():
+            self._resyncs.answering(rank, now_ms)
+
+    def _judge_leases(
+        self, leases: Leases, now_ms: int, wall_ms: int, applied_until: Callable[[], int], care: Care
+    ) -> None:
+        overdue = leases.overdue(self._holdings.progress, now_ms)
+        if not (overdue.silent or overdue.dead):
+            return
+        overdue = leases.overdue(self._holdings.progress, min(now_ms, applied_until()))
+        for rank in overdue.silent:
+            self._holdings.mark_silent(rank)
+            care.counts["silent"] += 1
+        for worker_id in overdue.dead[:EXPIRED_PER_STEP_MAX]:
+            leases.expired(worker_id, now_ms)
+            care.expiries.append(self._expiry(worker_id, wall_ms))
+            care.counts["expiry_written"] += 1
+
+    def _expiry(self, worker_id: WorkerId, wall_ms: int) -> EngineBatch:
+        """The removal of a silent worker, naming the progress of its newest rank."""
+        ranks = [
+            progress
+            for progress in self._holdings.progress.values()
+            if progress.rank.worker_id == worker_id and progress.health is not Health.REMOVED
+        ]
+        newest = max(ranks, key=lambda progress: (progress.epoch.incarnation, -progress.rank.dp_rank))
+        return EngineBatch(
+            rank=newest.rank,
+            model=newest.model,
+            block_size=max(newest.block_size, 1),
+            incarnation=newest.epoch.incarnation,
+            sequence=0,
+            digest=0,
+            emitted_at_ms=wall_ms,
+            body=WorkerRemoved(SILENT, newest.sequence),
+        )
+
+    def _clear_degraded(self, now_ms: int, care: Care) -> None:
+        if not self._clear_after_ms:
+            return
+        degraded = {
+            rank: self._degraded_since_ms.get(rank, now_ms)
+            for rank, progress in self._holdings.progress.items()
+            if progress.health is Health.DEGRADED
+        }
+        self._degraded_since_ms = degraded
+        for rank, since_ms in degraded.items():
+            if now_ms - since_ms >= self._clear_after_ms:
+                self._holdings.clear(rank)
+                self._resyncs.settled(rank)
+                care.counts["cleared"] += 1
+
+    def _ask(self, now_ms: int, wall_ms: int, care: Care) -> None:
+        if not self._resyncs.n_owed:
+            return
+        known = self._holdings.progress
+        for ask in self._resyncs.due(now_ms, lambda rank: not known[rank].silent):
+            progress = known[ask.rank]
+            care.requests.append(
+                ResyncRequest(
+                    rank=ask.rank,
+                    incarnation=progress.epoch.incarnation,
+                    sequence=progress.sequence,
+                    attempt=ask.attempt,
+                    reason=ask.reason,
+                    asked_at_ms=wall_ms,
+                )
+            )
+            care.counts["resync_asked"] += 1
+            care.counts["resync_given_up"] += ask.last
+
+
+def _losses(progress: Progress) -> tuple[int, int]:
+    return progress.n_gaps, progress.n_unknown_parents

@@ -1,0 +1,1 @@
+"""One routing decision: eligibility, cost, policies, selection."""

@@ -1,0 +1,58 @@
+"""Which ranks have so much to do that nothing more is sent to them: the busy thresholds, pure.
+
+What lives here: the filter. What must not: where its numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from streams.core.engine_metrics import WorkerMetrics
+from streams.core.ids import RankId, WorkerId
+from streams.core.loads.bookings import ActiveLoads
+from streams.core.workers import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class BusyThresholds:
+    """Beyond which a rank is busy; 0 switches one off.
+
+    decode_blocks: share of the rank's blocks in use, by our bookings or by its engine, whichever says more. Of a rank
+    whose room neither its registration nor its engine tells, nothing is known and it is not busy.
+    prefill_tokens: tokens that are still to be computed there.
+    """
+
+    decode_blocks: float = 0.0
+    prefill_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return self.decode_blocks > 0.0 or self.prefill_tokens > 0
+
+    def is_busy(
+        self, rank: RankId, worker: Worker | None, loads: ActiveLoads, metrics: Mapping[RankId, WorkerMetrics]
+    ) -> bool:
+        """Whether a rank is beyond either threshold."""
+        load = loads.load(rank)
+        if 0 < self.prefill_tokens < load.prefill_tokens:
+            return True
+        if not self.decode_blocks > 0.0:
+            return False
+        told = metrics.get(rank)
+        total = (worker.kv_total_blocks if worker else None) or (told.kv_total_blocks if told else 0)
+        active = max(load.decode_blocks, told.kv_active_blocks if told else 0)
+        return total > 0 and active > self.decode_blocks * total
+
+
+def idle_ranks(
+    ranks: Sequence[RankId],
+    thresholds: BusyThresholds,
+    workers: Mapping[WorkerId, Worker],
+    loads: ActiveLoads,
+    metrics: Mapping[RankId, WorkerMetrics],
+) -> Sequence[RankId]:
+    """Leave out busy ranks; gives `ranks` itself where none is."""
+    if not thresholds:
+        return ranks
+    idle = [rank for rank in ranks if not thresholds.is_busy(rank, workers.get(rank.worker_id), loads, metrics)]
+    return ranks if len(idle) == len(ranks) else tuple(idle)

@@ -1,0 +1,1 @@
+"""Compiled kernels of the cost of a request on each candidate."""

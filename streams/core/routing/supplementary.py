@@ -1,0 +1,103 @@
+"""What speaks for a rank beside the blocks that it holds: pooled blocks that it reaches, and labels that match.
+
+What lives here: `Beside`, both of one request. What must not: what they are worth (cost), and where they are kept
+(block_sets, moe_labels, cxl.pooled_index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from streams.core.block_facts.fact_sets import Question, Weighed
+from streams.core.ids import Float64Array, HashArray, Int64Array, RankId
+from streams.core.index.interface import Held, OverlapScores, RankPlaces
+
+#: RunFold.holders_along, while nobody folds.
+HoldersAlong = Callable[[HashArray, int, Int64Array, RankPlaces], Held | None]
+
+
+class Beside:
+    """Of one request. pooled, labelled: None where nothing of the kind is known, or asked for.
+
+    sequence: uint64[n], the request's sequence hashes, contiguous. while_nobody_tells: within it what is told of blocks
+    stays as it is; it is taken for microseconds.
+    """
+
+    __slots__ = ("_holders_along", "_labelled", "_pooled", "_sequence", "_while_nobody_tells")
+
+    def __init__(
+        self,
+        sequence: HashArray,
+        pooled: Question | None,
+        labelled: Question | None,
+        holders_along: HoldersAlong,
+        while_nobody_tells: AbstractContextManager[object],
+    ) -> None:
+        self._sequence = sequence
+        self._pooled = pooled
+        self._labelled = labelled
+        self._holders_along = holders_along
+        self._while_nobody_tells = while_nobody_tells
+
+    def weigh(
+        self, places: RankPlaces, overlap: Int64Array, effective: Float64Array, cxl_weight: float, moe_weight: float
+    ) -> Weighed | None:
+        """Count both kinds for each candidate, beside its own leading blocks, and what it has then; None for nothing.
+
+        overlap: int64[m], its own leading blocks; effective: float64[m], what those count. Of pooled blocks those count
+        that it reaches on its unbroken prefix beyond its own: the prefix goes on over blocks that it reaches in a pool
+        and over its own behind those, and ends at the first one that is neither; a block of its own that lies behind a
+        pooled one is no leading block and is not counted, unless a pool has it too. Of labels those of its own leading
+        blocks.
+        """
+        sequence, asked = self._sequence, self._pooled or self._labelled
+        if asked is None:
+            return None
+        numbers = asked.numbers.of(places)
+        with self._while_nobody_tells:
+            weighed = asked.sets.weigh(
+                None if self._pooled is None else self._pooled.answers(),
+                None if self._labelled is None else self._labelled.answers(),
+                sequence,
+                numbers,
+                overlap,
+                effective,
+                cxl_weight,
+                moe_weight,
+            )
+        if weighed.first_end < len(sequence):
+            # Behind the pooled blocks may be some of its own, and then pooled ones again.
+            reached = self._reached_over_own(places, overlap, weighed)
+            if reached is not None:
+                with_pooled = effective + cxl_weight * reached
+                with_both = with_pooled
+                if weighed.labelled is not None:
+                    with_both = with_pooled + moe_weight * weighed.labelled
+                return weighed._replace(pooled=reached, with_pooled=with_pooled, with_both=with_both)
+        return weighed
+
+    def _reached_over_own(self, places: RankPlaces, overlap: Int64Array, weighed: Weighed) -> Int64Array | None:
+        """The pooled blocks again, where anybody holds blocks behind the first end; None where nobody does."""
+        assert self._pooled is not None  # nobody counts pooled blocks otherwise
+        held = self._holders_along(self._sequence, weighed.first_end, weighed.rows, places)
+        if held is None:
+            return None
+        # What was told meanwhile is in the path, and counts as far as what is held goes.
+        with self._while_nobody_tells:
+            path = self._pooled.path(self._sequence)
+        return None if path is None else path.walk(places, overlap, held)
+
+    def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:
+        """Ranks of which any own leading block has labels that match."""
+        if self._labelled is None:
+            return set()
+        places = RankPlaces(ranks)
+        overlap = np.array([scores.scores.get(rank, 0) for rank in ranks], dtype=np.int64)
+        labels_alone = Beside(self._sequence, None, self._labelled, self._holders_along, self._while_nobody_tells)
+        weighed = labels_alone.weigh(places, overlap, np.zeros(len(ranks)), 0.0, 0.0)
+        if weighed is None or weighed.labelled is None:
+            return set()
+        return {rank for rank, n_blocks in zip(ranks, weighed.labelled.tolist(), strict=True) if n_blocks}

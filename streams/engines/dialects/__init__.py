@@ -1,0 +1,1 @@
+"""Engine dialects: the bytes of one engine's events to events; pure."""

@@ -1,0 +1,1 @@
+"""What tests share: a reference implementation, an engine double, an API client."""

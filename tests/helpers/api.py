@@ -1,0 +1,328 @@
+"""The HTTP API for tests: a client, two routers to be asked, and a stand-in for the agents.
+
+The stand-in writes to the changelog what agents would, so that routers are tested without Faust: a router is a replica
+of topics, and does not ask who wrote them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from streams.core.hashing import local_hashes, sequence_hashes
+from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.kafka import ensure_topics, partition_of, producer
+from streams.local.ports import free_port
+from streams.local.stack import READY_TIMEOUT_S, is_ready
+from streams.router_api.server import serve
+from streams.settings import Settings
+from streams.tables.records import (
+    PartitionRecord,
+    SourceProgress,
+    encode_partition,
+    encode_progress,
+    encode_run,
+    partition_key,
+    progress_key,
+    run_key,
+)
+from streams.topics import topics
+from streams.waiting import wait_for
+
+#: Only a hang is a failure.
+PATIENCE_S = 30.0
+
+#: What the fleet's routers are told.
+BLOCK_SIZE = 16
+TOKENS_MAX = 4096
+BODY_BYTES_MAX = 64 * 1024
+
+#: Four blocks of a prompt.
+TOKENS = list(range(100, 100 + 4 * BLOCK_SIZE))
+
+#: What each partition's owner does: it is at work, was never there, fell silent, or lags.
+LIVE, NEVER, SILENT, BEHIND = range(4)
+
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+
+#: How often the stand-in writes the partition records that it keeps fresh; owners do so at least every second.
+KEEP_FRESH_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the API."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def refused(self, status: int, code: str) -> str:
+        """Check that this is an error of the one shape; gives its message."""
+        assert self.status == status, self.body
+        assert self.headers["content-type"].partition(";")[0] == JSON
+        assert ("retry-after" in self.headers) == (status == 503)
+        assert set(self.json) == {"error"}
+        error = self.json["error"]
+        assert set(error) == {"code", "message", "detail"}
+        assert error["code"] == code
+        assert isinstance(error["detail"], dict)
+        message: str = error["message"]
+        assert message
+        return message
+
+    def given(self, status: int = 200) -> Any:
+        """Check the status; gives what the body holds."""
+        assert self.status == status, self.body
+        return self.json
+
+
+class Api:
+    """One router's API."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._address = urlsplit(url).netloc
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str | None = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Send bytes as they are and everything else as JSON."""
+        raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {**({} if content_type is None or raw is None else {"Content-Type": content_type}), **(headers or {})}
+        with closing(HTTPConnection(self._address, timeout=PATIENCE_S)) as connection:
+            connection.request(method, path, raw, sent)
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+
+    def get(self, path: str) -> Any:
+        return self.call("GET", path).given()
+
+    def route(self, **asked: Any) -> dict[str, Any]:
+        """Route and take the choice."""
+        answer: dict[str, Any] = self.call("POST", "/route", asked).given()
+        return answer
+
+    def look(self, **asked: Any) -> dict[str, Any]:
+        """Route without booking, with every candidate's terms."""
+        return self.route(**asked, update_states=False, explain=True)
+
+    def loads(self, worker_ids: Sequence[int]) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """Active prefill tokens, decode blocks and requests of these workers' ranks."""
+        return {
+            (row["worker_id"], row["dp_rank"]): (
+                row["active_prefill_tokens"],
+                row["active_decode_blocks"],
+                row["active_requests"],
+            )
+            for row in self.get("/loads")["loads"]
+            if row["worker_id"] in worker_ids
+        }
+
+    def workers(self) -> dict[int, dict[str, Any]]:
+        """The registry by worker id."""
+        return {row["worker_id"]: row for row in self.get("/workers")["workers"]}
+
+
+@contextmanager
+def served(settings: Settings) -> Iterator[Api]:
+    """A router inside this process, on a free port, ready when the block begins and gone when it ends."""
+    own = replace(settings, port=free_port())
+    ensure_topics(own, topics(own).all())
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve(own))
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    thread = threading.Thread(target=run, name=f"router-{own.port}")
+    thread.start()
+    api = Api(f"http://{own.host}:{own.port}")
+    try:
+        wait_for(lambda: task.done() or is_ready(api.url), READY_TIMEOUT_S, "the router to be ready")
+        if task.done():
+            task.result()
+        yield api
+    finally:
+        if not task.done():
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+
+class Agents:
+    """Writes a scope's index changelog as its agents would. fresh: partitions whose records `keeping_fresh` writes."""
+
+    def __init__(self, settings: Settings, fresh: Sequence[int]) -> None:
+        self.settings = settings
+        self.fresh = fresh
+        self._ids = itertools.count(1000)
+        self._kafka = producer(settings)
+
+    def worker_ids(self, n: int, partition: int) -> list[int]:
+        """Worker ids that nobody has had, all of one partition."""
+        ours = (each for each in self._ids if partition_of(WorkerId(each), self.settings.partitions) == partition)
+        return list(itertools.islice(ours, n))
+
+    def write(self, rank: RankId, key: bytes, value: bytes | None) -> None:
+        self._send(partition_of(rank.worker_id, self.settings.partitions), key, value)
+
+    def progress(self, rank: RankId, health: Health = Health.EXACT, incarnation: int = 1, generation: int = 0) -> None:
+        told = Progress(rank, Epoch(Incarnation(incarnation), generation), 0, health=health, model="", block_size=16)
+        self.write(rank, progress_key(rank), encode_progress(told))
+
+    def hold(
+        self,
+        rank: RankId,
+        tokens: Sequence[int],
+        tier: Tier = Tier.DEVICE,
+        absent: Sequence[int] = (),
+        incarnation: int = 1,
+    ) -> HashArray:
+        """A rank holds the full blocks of `tokens`, but for those at the positions `absent`; gives their sequence."""
+        local = local_hashes(list(tokens), self.settings.block_size)
+        sequence = sequence_hashes(local)
+        for start in range(0, len(local), RUN_BLOCKS_MAX):
+            stop = min(start + RUN_BLOCKS_MAX, len(local))
+            run = Run(
+                key=RunKey(rank, tier, SequenceHash(int(sequence[start]))),
+                epoch=Epoch(Incarnation(incarnation), 0),
+                start=start,
+                parent=SequenceHash(int(sequence[start - 1])) if start else None,
+                local=local[start:stop].tolist(),
+                engine=sequence[start:stop].tolist(),
+                sequence=sequence[start:stop].tolist(),
+                present=sum(1 << (at - start) for at in range(start, stop) if at not in absent),
+            )
+            self.write(rank, run_key(run.key), encode_run(run))
+        return sequence
+
+    def state_partition(self, partition: int, behind_ms: int = 0) -> None:
+        """Write a partition record, as the partition's owner does at least every second."""
+        source = SourceProgress(topics(self.settings).kv_events.name, "id", 7, 0, 8, behind_ms)
+        record = PartitionRecord(partition, 0, "tests", (source,))
+        self._send(partition, partition_key(partition), encode_partition(record))
+
+    @contextmanager
+    def keeping_fresh(self) -> Iterator[None]:
+        """While the block runs, the partitions in `fresh` have an owner that is not behind."""
+        over = threading.Event()
+
+        def run() -> None:
+            while not over.is_set():
+                for partition in self.fresh:
+                    self.state_partition(partition)
+                over.wait(KEEP_FRESH_S)
+
+        thread = threading.Thread(target=run, name="fresh")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _send(self, partition: int, key: bytes, value: bytes | None) -> None:
+        self._kafka.produce(topics(self.settings).index_changelog.name, key=key, value=value, partition=partition)
+        assert self._kafka.flush(PATIENCE_S) == 0
+
+
+def rank_of(worker_id: int, dp_rank: int = 0) -> RankId:
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as u32 little-endian."""
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Two routers of one scope, and the stand-in for its agents."""
+
+    settings: Settings
+    main: Api
+    peer: Api
+    agents: Agents
+    _models: Iterator[int]
+
+    def model(self) -> str:
+        """A model that no other test knows."""
+        return f"model-{next(self._models)}"
+
+    def register(self, model: str, n: int = 1, partition: int = LIVE, **body: Any) -> list[int]:
+        """Register n workers of a model with both routers; gives their ids, ascending."""
+        ids = self.agents.worker_ids(n, partition)
+        for worker_id in ids:
+            self.put(worker_id, model, **body)
+        self.wait(lambda: set(ids) <= self.peer.workers().keys(), "the peer to know the workers")
+        return ids
+
+    def put(self, worker_id: int, model: str, **body: Any) -> dict[str, Any]:
+        asked = {"url": f"http://engine-{worker_id}:8000", "model": model, "block_size": BLOCK_SIZE, **body}
+        answer: dict[str, Any] = self.main.call("PUT", f"/workers/{worker_id}", asked).given()
+        return answer
+
+    def holds(self, worker_id: int, n_blocks: int) -> None:
+        """Wait until both routers know of so many blocks of a worker."""
+
+        def known(api: Api) -> int:
+            ranks = api.get("/state")["ranks"]
+            return sum(rank["blocks"] for rank in ranks if rank["worker_id"] == worker_id)
+
+        self.wait(lambda: known(self.main) == known(self.peer) == n_blocks, f"{n_blocks} blocks of {worker_id}")
+
+    def same_loads(self, worker_ids: Sequence[int], requests: int) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """Wait until both routers have the same loads, of so many requests; gives them."""
+
+        def same() -> bool:
+            here = self.main.loads(worker_ids)
+            return here == self.peer.loads(worker_ids) and sum(load[2] for load in here.values()) == requests
+
+        self.wait(same, f"the same loads of {requests} requests on both routers")
+        return self.main.loads(worker_ids)
+
+    @staticmethod
+    def wait(condition: Callable[[], bool], what: str) -> None:
+        wait_for(condition, PATIENCE_S, what)
+
+
+def metrics(api: Api) -> dict[str, float]:
+    """Every sample of /metrics by its name, and its labels' values, in order of the labels, where it has any."""
+    answer = api.call("GET", "/metrics")
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        "/".join([sample.name, *(value for _, value in sorted(sample.labels.items()))]): sample.value
+        for family in text_string_to_metric_families(answer.body.decode())
+        for sample in family.samples
+        if "le" not in sample.labels
+    }

@@ -1,0 +1,164 @@
+"""An engine made of its sockets alone, for tests that need to choose what is told, dropped and forgotten.
+
+What lives here: vLLM's three surfaces (PUB, replay ROUTER, HTTP) around a list of batches. What must not: any cache;
+the test says what is stored, and `held` keeps the books.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any, Self
+
+import msgpack
+import zmq
+
+from streams.core.hashing import local_hashes
+from streams.core.ids import Tier
+from streams.engines.replay import END_MARKER, SEQUENCE
+from streams.local.ports import free_port
+from tests.helpers.reference import chain_hashes
+
+BLOCK_SIZE = 16
+
+#: A subscriber's connection takes this long at most on a machine that does other things too.
+_POLL_MS = 20
+
+
+class EngineDouble:
+    """One engine process. tells_start: whether /metrics say when it began; kept: batches of its replay buffer;
+    prefix: frames before the number in a replay's answers."""
+
+    def __init__(self, *, tells_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
+        self.tells_start = tells_start
+        self._prefix = list(prefix)
+        self._ports = [free_port() for _ in range(3)]
+        self.url, self.events, self.replay = (
+            f"{scheme}://127.0.0.1:{port}" for scheme, port in zip(("http", "tcp", "tcp"), self._ports, strict=True)
+        )
+        self._context = zmq.Context()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self.held: dict[int, int] = {}  # engine hash to sequence hash
+        self.sequence = -1
+        self.started_s = time.time()
+        self.gauges = ""  # lines of /metrics beside the start's
+        self.answers = threading.Event()  # unset, /metrics take for ever
+        self.answers.set()
+        self._start()
+
+    def _start(self) -> None:
+        self._stopping.clear()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.bind(self.events)
+        self._http = _serve(self, self._ports[0])
+        self._replaying = threading.Thread(target=self._answer)
+        self._replaying.start()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._stopping.set()
+        self.answers.set()
+        self._replaying.join()
+        self._pub.close(linger=0)
+        self._http.shutdown()
+        self._http.server_close()
+
+    def restart(self) -> None:
+        """Another process on the same ports: nothing cached, nothing kept, numbers from 0."""
+        self.stop()
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Behind `stop`: the same as `restart`."""
+        self._buffer.clear()
+        self.held.clear()
+        self.sequence = -1
+        self.started_s = time.time()
+        self._start()
+
+    def tell(self, *events: Any, live: bool = True) -> int:
+        """One batch; live: whether the subscriber gets it, or only the replay buffer. Gives its number."""
+        payload = msgpack.packb([time.time(), list(events), 0])
+        with self._lock:
+            self.sequence += 1
+            self._buffer.append((self.sequence, payload))
+            if live:
+                self._pub.send_multipart([b"kv", SEQUENCE.pack(self.sequence), payload])
+            return self.sequence
+
+    def store(self, first_token: int, n_blocks: int = 2, *, live: bool = True) -> int:
+        """Store the blocks of a prompt of its own, named by its tokens."""
+        tokens = list(range(first_token, first_token + n_blocks * BLOCK_SIZE))
+        names = [first_token * 1000 + n for n in range(n_blocks)]
+        chain = chain_hashes(local_hashes(tokens, BLOCK_SIZE, 1337).tolist(), None)
+        self.held.update(zip(names, chain, strict=True))
+        return self.tell(["BlockStored", names, None, tokens, BLOCK_SIZE, None, "GPU"], live=live)
+
+    def remove(self, first_token: int, n: int = 0, *, live: bool = True) -> int:
+        """Remove one block of such a prompt."""
+        name = first_token * 1000 + n
+        del self.held[name]
+        return self.tell(["BlockRemoved", [name], "GPU"], live=live)
+
+    def clear(self) -> int:
+        """Clear the cache."""
+        self.held.clear()
+        return self.tell(["AllBlocksCleared"])
+
+    @property
+    def truth(self) -> set[tuple[Tier, int]]:
+        """What it holds."""
+        return {(Tier.DEVICE, block) for block in self.held.values()}
+
+    def _answer(self) -> None:
+        with self._context.socket(zmq.ROUTER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(self.replay)
+            while not self._stopping.is_set():
+                if not socket.poll(_POLL_MS):
+                    continue
+                client, _, start = socket.recv_multipart()
+                with self._lock:
+                    kept = list(self._buffer)
+                for sequence, payload in kept:
+                    if sequence >= SEQUENCE.unpack(start)[0]:
+                        socket.send_multipart([client, *self._prefix, SEQUENCE.pack(sequence), payload])
+                socket.send_multipart([client, *self._prefix, END_MARKER, b""])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._context.destroy(linger=0)
+
+
+def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                body = json.dumps({"data": [{"id": "m"}]})
+            else:
+                engine.answers.wait()
+                told = f"process_start_time_seconds {engine.started_s}" if engine.tells_start else "up 1"
+                body = f"# TYPE x gauge\n{told}\n{engine.gauges}"
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(BrokenPipeError, ConnectionResetError):  # who asked has gone
+                self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    return server

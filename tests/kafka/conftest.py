@@ -1,0 +1,121 @@
+"""What tests on Kafka share: one real broker for all that ask for it, and a scope of topics of their own.
+
+KVSTREAMS_TEST_KAFKA names a broker to use instead of starting one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streams.kafka import admin
+from streams.local.kafka import KafkaState, LocalKafka
+from streams.local.processes import Children
+from streams.local.stack import Stack
+from streams.router_api import handlers
+from streams.settings import Settings
+from streams.topics import topics
+from tests.helpers.api import BLOCK_SIZE, BODY_BYTES_MAX, LIVE, TOKENS_MAX, Agents, Fleet, served
+from tests.helpers.broker import DIRECTORY_ENV, broker_config
+
+#: Bootstrap address of a broker that runs already, which saves its start while a test is being written.
+KAFKA_ENV = "KVSTREAMS_TEST_KAFKA"
+
+#: Few, so that a test's fleet starts soon; more than one, so that wrong partitions show.
+PARTITIONS = 4
+
+#: Long enough for a worker that shares two cores with five others.
+SESSION_TIMEOUT_S = 3.0
+
+_DELETE_TIMEOUT_S = 30.0
+
+ScopeFactory = Callable[[Path], Settings]
+
+
+@pytest.fixture(scope="session")
+def kafka() -> KafkaState:
+    """A real broker, started when a test first asks for it; whichever process comes first starts it for all."""
+    directory = Path(os.environ[DIRECTORY_ENV])
+    bootstrap = os.environ.get(KAFKA_ENV)
+    if bootstrap:
+        return KafkaState(bootstrap, 0, "unknown", "unknown", directory, reused=True)
+    return LocalKafka(broker_config(directory)).up()
+
+
+@pytest.fixture(scope="session")
+def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
+    """Gives settings with a topic prefix that nobody else has, for a folder of tables."""
+    given: list[Settings] = []
+
+    def give(data_dir: Path) -> Settings:
+        given.append(
+            Settings(
+                kafka=kafka.bootstrap,
+                topic_prefix=f"t{uuid.uuid4().hex[:12]}-",
+                partitions=PARTITIONS,
+                session_timeout_s=SESSION_TIMEOUT_S,
+                data_dir=str(data_dir),
+            )
+        )
+        return given[-1]
+
+    yield give
+    if os.environ.get(KAFKA_ENV) and given:  # a broker of this run's own takes its topics with it
+        client = admin(given[0])
+        names = client.list_topics(timeout=_DELETE_TIMEOUT_S).topics
+        ours = [spec.name for settings in given for spec in topics(settings).all() if spec.name in names]
+        if ours:
+            for deleted in client.delete_topics(ours).values():
+                deleted.result(_DELETE_TIMEOUT_S)
+
+
+@pytest.fixture
+def scope(new_scope: ScopeFactory, tmp_path: Path) -> Settings:
+    """Settings of a scope of the test's own."""
+    return new_scope(tmp_path / "state")
+
+
+@pytest.fixture
+def stack(scope: Settings, tmp_path: Path, children: Children) -> Stack:
+    """Starts processes in the test's scope."""
+    return Stack(scope, tmp_path, children)
+
+
+@pytest.fixture(scope="session")
+def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two routers that all tests of the HTTP API share; none of them may fail at what it was asked."""
+    scope = replace(
+        new_scope(tmp_path_factory.mktemp("fleet")),
+        block_size=BLOCK_SIZE,
+        request_tokens_max=TOKENS_MAX,
+        body_bytes_max=BODY_BYTES_MAX,
+        stale_after_ms=2000,
+        behind_after_ms=500,
+    )
+    faults: list[str] = []
+
+    class Faults(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            faults.append(self.format(record))
+
+    noted = Faults(logging.ERROR)
+    logging.getLogger(handlers.__name__).addHandler(noted)
+    agents = Agents(scope, fresh=[LIVE])
+    with served(scope) as main, served(scope) as peer, agents.keeping_fresh():
+        yield Fleet(scope, main, peer, agents, iter(range(1, 1_000_000)))
+    logging.getLogger(handlers.__name__).removeHandler(noted)
+    assert not faults
+
+
+@pytest.fixture(scope="session")
+def model(fleet: Fleet) -> str:
+    """A model with two workers, of two ranks each, for tests that leave no booking behind."""
+    name = fleet.model()
+    fleet.register(name, 2, dp_size=2)
+    return name

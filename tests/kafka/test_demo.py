@@ -1,0 +1,60 @@
+"""The demo in small: the same processes and the same acts as `make demo`, on few requests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streams.core.routing.selection import RouterMode
+from streams.errors import SettingsError
+from streams.local.demo import DemoConfig, run_demo
+from streams.local.kafka import KafkaState
+
+
+def test_the_demo_shows_both_acts_and_writes_its_figures(kafka: KafkaState, tmp_path: Path) -> None:
+    """Every request is served, kv routing is as good as offline says, and recovery leaves no difference."""
+    trace = tmp_path / "trace.jsonl"
+    # Ten conversations of four turns: each turn's prompt is the last one and one 512-token block more.
+    lines = [
+        {
+            "timestamp": 200 * (10 * turn + chat),
+            "input_length": 512 * (turn + 2),
+            "output_length": 8,
+            "hash_ids": [100 * chat + block for block in range(turn + 2)],
+        }
+        for turn in range(4)
+        for chat in range(10)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = DemoConfig(
+        trace=trace,
+        workers=3,
+        requests=40,
+        speedup=2.0,
+        directory=tmp_path / "demo",
+        policies=(RouterMode.KV, RouterMode.ROUND_ROBIN),
+    )
+    result = run_demo(config, lambda _: replace(kafka, reused=True))
+
+    assert json.loads((tmp_path / "demo" / "result.json").read_text()) == result
+    assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
+    policies = result["policies"]
+    assert {name: row["requests"] for name, row in policies.items()} == {"kv": 40, "round-robin": 40}
+    assert policies["kv"]["hit_share"] > policies["round-robin"]["hit_share"]
+    assert policies["kv"]["hit_share"] <= result["bound"]["infinite_cache_hit_share"]
+    assert set(policies["kv"]["modes"]) == {"exact"}
+    assert set(policies["round-robin"]["modes"]) == {"fallback"}
+    recovery = result["recovery"]
+    assert recovery["blocks"] > 500
+    assert recovery["differences"] == recovery["second_router_differences"] == 0
+    assert recovery["differences_after_more_requests"] == 0
+    assert "Worker" in result["decision"]
+
+
+def test_a_trace_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    """The file is named."""
+    with pytest.raises(SettingsError, match=r"nowhere\.jsonl cannot be read"):
+        run_demo(DemoConfig(trace=tmp_path / "nowhere.jsonl"), lambda _: pytest.fail("Kafka was started"))

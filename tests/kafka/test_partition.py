@@ -1,0 +1,347 @@
+"""One partition by itself on a real Kafka: what it makes of the batches that a reducer ends, and of stretches without
+records."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streams.errors import BadRecord
+from streams.indexer_agent import prefix_index_table
+from streams.kafka import Record, delete_topics, ensure_topics
+from streams.settings import Settings, tables_path
+from streams.tables.changelog import read_to_end
+from streams.tables.partition import (
+    INIT_TIMEOUT_S,
+    PARTITION_RECORD_EVERY_S,
+    TRANSACTIONS_A_SECOND,
+    Outgoing,
+    PartitionWiring,
+    SourceRecord,
+    TablePartition,
+    commit_until_answered,
+    produce,
+    table_producer,
+)
+from streams.tables.records import Change, decode_partition, partition_key
+from streams.tables.store import PartitionStore, TableSpec
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+
+
+@dataclass
+class Thirds:
+    """A reducer that is full behind every third record; it writes each one's value under its key."""
+
+    table: TableSpec
+    applied: list[bytes] = field(default_factory=list)
+
+    loaded: list[bytes] = field(default_factory=list)
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - the signature
+        self.loaded.extend(value for _, value in items)
+
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        return []
+
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[bytes]:
+        return [record.value or b"" for record in records]
+
+    def apply(self, record: SourceRecord, decoded: bytes) -> None:  # noqa: ARG002 - the signature
+        self.applied.append(decoded)
+
+    @property
+    def full(self) -> bool:
+        return len(self.applied) == 3
+
+    def source_lost(self) -> None:
+        raise AssertionError("nothing was lost")
+
+    def look(self, *_: object) -> list[Outgoing]:
+        return []
+
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
+        taken, self.applied = self.applied, []
+        return {self.table: [(b"K" + value, value) for value in taken]}
+
+
+@dataclass
+class Opened:
+    """A partition, what it acknowledged, and the source offsets that it was said to have applied."""
+
+    settings: Settings
+    acknowledged: list[Any] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)
+    reducers: list[Thirds] = field(default_factory=list)
+    partitions_open: int = 1
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    on_effect: Callable[[int], None] | None = None
+
+    def make_reducer(self) -> Thirds:
+        self.reducers.append(Thirds(prefix_index_table(self.settings)))
+        return self.reducers[-1]
+
+    def open(self) -> TablePartition:
+        partition = self.begin()
+        assert self.ready.wait(VISIBLE_TIMEOUT_S)
+        return partition
+
+    def begin(self) -> TablePartition:
+        names, table = topics(self.settings), prefix_index_table(self.settings)
+        partition = TablePartition(
+            0,
+            PartitionWiring(
+                settings=self.settings,
+                tables=(table,),
+                sources=(names.kv_events,),
+                dead_letters=names.dead_letters,
+                owner="a test",
+                make_reducer=self.make_reducer,
+                acknowledge=self.acknowledged.extend,
+                drained=lambda _: None,
+                opened=lambda *_: self.ready.set(),
+                is_ours=lambda _: True,
+                source_end=lambda *_: -1,
+                log_end=lambda *_: 0,
+                on_effect=self.on_effect,
+                now_ms=lambda: 0,
+                partitions_open=lambda: self.partitions_open,
+                turn=self.turn,
+            ),
+        )
+        partition.start()
+        return partition
+
+    def transactions(self) -> list[tuple[int, list[bytes]]]:
+        """Applied offset of each transaction that wrote anything, and what it wrote."""
+        found: list[tuple[int, list[bytes]]] = []
+        written: list[bytes] = []
+
+        def take(records: list[Record]) -> None:
+            for record in records:
+                if record.key != partition_key(0):
+                    written.append(record.value or b"")
+                elif written:
+                    applied = decode_partition(record.key, record.value or b"").sources[0].applied_offset
+                    found.append((applied, written.copy()))
+                    written.clear()
+
+        read_to_end(self.settings, topics(self.settings).index_changelog.name, 0, None, take)
+        return found
+
+
+@pytest.fixture
+def opened(scope: Settings) -> Opened:
+    ensure_topics(scope, topics(scope).all())
+    return Opened(scope)
+
+
+def records(settings: Settings, first: int, last: int) -> list[SourceRecord]:
+    source = topics(settings).kv_events.name
+    return [SourceRecord(source, 0, n, 0, None, b"%d" % n, (), n) for n in range(first, last + 1)]
+
+
+def test_a_batch_that_a_reducer_ends_is_several_transactions_in_order(opened: Opened) -> None:
+    """What is behind the cut is neither lost, nor applied or acknowledged before its turn, nor are offsets skipped."""
+    partition = opened.open()
+    try:
+        assert partition.offer(records(opened.settings, 0, 7)) is None
+        wait_for(lambda: len(opened.acknowledged) == 8, VISIBLE_TIMEOUT_S, "eight acknowledgements")
+        source = topics(opened.settings).kv_events.name
+        partition.skip_to(source, 6, 10, False)  # found for a partition that has been opened again since
+        assert partition.wanted(source) == 8
+        partition.skip_to(source, 8, 12, False)
+        assert partition.offer(records(opened.settings, 12, 15)) is None
+        wait_for(lambda: len(opened.acknowledged) == 12, VISIBLE_TIMEOUT_S, "four more")
+    finally:
+        partition.stop()
+    assert opened.acknowledged == [*range(8), *range(12, 16)]
+    written = [(applied, [int(value) for value in values]) for applied, values in opened.transactions()]
+    assert [applied for applied, _ in written][-1] == 15
+    assert [number for _, numbers in written for number in numbers] == opened.acknowledged
+    for applied, numbers in written:
+        assert len(numbers) <= 3 and applied == numbers[-1]
+
+
+def test_a_partition_that_a_rebalance_gives_back_goes_on_without_being_read_again(opened: Opened) -> None:
+    """Suspended it finishes its batch, takes and writes nothing, and then wants what comes behind its batch."""
+    partition = opened.open()
+    try:
+        assert partition.offer(records(opened.settings, 0, 4)) is None
+        wait_for(lambda: len(opened.acknowledged) == 5, VISIBLE_TIMEOUT_S, "five acknowledgements")
+        assert partition.suspend()
+        assert partition.suspend()  # a second rebalance before the first is over
+        written = partition.counts["transactions"]
+        source = topics(opened.settings).kv_events.name
+        assert partition.offer(records(opened.settings, 5, 6)) == -1
+        assert partition.wanted(source) is None
+        time.sleep(1.5 * PARTITION_RECORD_EVERY_S)
+        assert partition.counts["transactions"] == written
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.wanted(source) == 5
+        assert partition.offer(records(opened.settings, 5, 6)) is None
+        wait_for(lambda: len(opened.acknowledged) == 7, VISIBLE_TIMEOUT_S, "two more")
+        assert len(opened.reducers) == 1 and partition.counts["reopened"] == 0
+        assert partition.suspend()
+    finally:
+        partition.stop()  # as when it goes elsewhere
+    assert opened.acknowledged == list(range(7))
+
+
+def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(opened: Opened) -> None:
+    """What the other one wrote is known before anything is taken, although nobody said that there was another."""
+    partition = opened.open()
+    try:
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        assert partition.suspend()
+        other = table_producer(opened.settings, 0)
+        other.init_transactions(INIT_TIMEOUT_S)
+        other.begin_transaction()
+        changelog = topics(opened.settings).index_changelog.name
+        produce(other, changelog, 0, b"Kanother", b"another", None, None)
+        commit_until_answered(other)
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.counts["reopened"] == 1
+        assert opened.reducers[-1].loaded == [b"0", b"1", b"2", b"another"]
+        assert partition.wanted(topics(opened.settings).kv_events.name) == 3
+    finally:
+        partition.stop()
+
+
+def test_a_hole_within_what_was_fetched_is_passed_over_and_one_before_it_is_asked_about(opened: Opened) -> None:
+    """Each marker of a backlog would else be sought to and asked about by itself, a second and more of nothing."""
+    partition = opened.open()
+    try:
+        source = topics(opened.settings).kv_events.name
+        fetched = [*records(opened.settings, 0, 2), *records(opened.settings, 4, 6), *records(opened.settings, 9, 9)]
+        assert partition.offer(fetched) is None
+        assert partition.wanted(source) == 10
+        assert partition.offer(records(opened.settings, 12, 12)) == 10
+        again = [*records(opened.settings, 6, 6), *records(opened.settings, 9, 9), *records(opened.settings, 11, 12)]
+        assert partition.offer(again) is None
+        assert partition.wanted(source) == 13
+        wait_for(lambda: set(opened.acknowledged) >= {11, 12}, VISIBLE_TIMEOUT_S, "the last two")
+    finally:
+        partition.stop()
+    written = [int(value) for _, values in opened.transactions() for value in values]
+    assert written == [0, 1, 2, 4, 5, 6, 9, 11, 12]
+
+
+def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Opened) -> None:
+    """However long that is; what waited for its end is wanted again, whatever the log lacks behind it."""
+    partition = opened.open()
+    try:
+        source = topics(opened.settings).kv_events.name
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        opened.partitions_open = int(TRANSACTIONS_A_SECOND * VISIBLE_TIMEOUT_S)
+        assert partition.offer(records(opened.settings, 3, 5)) is None
+        partition.skip_to(source, 6, 9, False)
+        assert partition.queued == 3
+        assert partition.suspend()
+        opened.partitions_open = 1
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.wanted(source) == 3
+        assert partition.offer(records(opened.settings, 3, 5)) is None
+        wait_for(lambda: len(opened.acknowledged) == 6, VISIBLE_TIMEOUT_S, "three more")
+    finally:
+        partition.stop()
+    assert opened.acknowledged == list(range(6))
+
+
+def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log_lacks_behind_it(
+    scope: Settings,
+) -> None:
+    """The batch is judged again by itself: a stretch without records behind what waited is not behind the batch."""
+    opened = Opened(replace(scope, batch_records_max=3))
+    ensure_topics(scope, topics(scope).all())
+    reached, go_on = threading.Event(), threading.Event()
+
+    def fail_once(effect: int) -> None:
+        if effect == 4 and not reached.is_set():
+            reached.set()
+            go_on.wait()
+            raise RuntimeError("a test says so")
+
+    opened.on_effect = fail_once
+    partition = opened.open()
+    try:
+        source = topics(scope).kv_events.name
+        opened.ready.clear()
+        assert partition.offer(records(scope, 0, 5)) is None
+        assert reached.wait(VISIBLE_TIMEOUT_S)
+        partition.skip_to(source, 6, 9, False)
+        assert partition.queued == 3
+        go_on.set()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.counts["reopened"] == 1
+        assert partition.wanted(source) == 3
+        assert opened.acknowledged == [0, 1, 2]
+    finally:
+        go_on.set()
+        partition.stop()
+
+
+def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened: Opened) -> None:
+    """A rebalance that comes meanwhile, as when several workers start, waits for a piece of the log and not for all."""
+    first = opened.open()
+    assert first.offer(records(opened.settings, 0, 2)) is None
+    wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+    first.stop()
+    shutil.rmtree(opened.settings.data_dir)
+    reducers = len(opened.reducers)
+    with opened.turn:  # in which the first piece would be kept
+        second = opened.begin()
+        wait_for(lambda: any(Path(opened.settings.data_dir).rglob("CURRENT")), VISIBLE_TIMEOUT_S, "a RocksDB")
+        ending = threading.Thread(target=second.stop)
+        ending.start()
+        wait_for(lambda: second._stopping, VISIBLE_TIMEOUT_S, "the end to be asked for")
+    ending.join()
+    assert len(opened.reducers) == reducers
+    assert second.counts["reopened"] == 0
+
+
+def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> None:
+    """The partition says so and tries again; what it has is good for whatever topic comes back."""
+    first = opened.open()
+    assert first.offer(records(opened.settings, 0, 2)) is None
+    wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+    first.stop()
+    delete_topics(opened.settings, [topics(opened.settings).index_changelog])
+    second = opened.begin()
+    try:
+        wait_for(lambda: second.counts["reopened"] >= 2, VISIBLE_TIMEOUT_S, "two attempts")
+    finally:
+        second.stop()
+    (path,) = tables_path(opened.settings).iterdir()
+    store = PartitionStore(path, path.name, opened.settings.rocksdb_cache_mb)
+    try:
+        assert [value for key, value in store.items(prefix_index_table(opened.settings)) if key[:1] == b"K"] == [
+            b"0",
+            b"1",
+            b"2",
+        ]
+    finally:
+        store.close()
+
+
+def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:
+    """One that was stopped, as one that is opening, is to be begun anew."""
+    partition = opened.open()
+    partition.stop()
+    assert not partition.suspend()

@@ -1,0 +1,197 @@
+"""The pipeline against a real Kafka, with real faults: whatever dies, a router knows what was acknowledged.
+
+Batches are produced as engines would, acknowledged by the broker, and fed to the plain reference at the same time. Two
+states are equal when their sets of (rank, tier, sequence hash) and their epochs are (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streams.codec import encode_batch
+from streams.core.events import BlocksStored, EngineBatch, EngineEvents
+from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
+from streams.engines.publisher import KvEventPublisher
+from streams.kafka import ensure_topics, partition_of, producer
+from streams.local.stack import RouterProcess, Stack, facts, get_json
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
+from tests.helpers.truth import Engines, assert_equal
+
+
+def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> None:
+    """Kill -9, a deleted RocksDB, a late router and the loss of one of two workers all end in the reference state."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    worker = stack.worker()
+    engines = Engines(stack.settings, seed)
+    engines.publish(200)
+    assert_equal(worker.url, engines.reference)
+    assert engines.reference.members()
+
+    with engines.publishing(300):  # in the middle of which:
+        worker.child.kill()
+    stack.restart_worker(worker)
+    assert_equal(worker.url, engines.reference)
+
+    with engines.publishing(200):
+        worker.child.kill()
+        shutil.rmtree(Path(worker.settings.data_dir))
+        # A stranger's record in the changelog is passed over, by owners and routers alike.
+        stranger = producer(stack.settings)
+        stranger.produce(topics(stack.settings).index_changelog.name, key=b"hello", value=b"world", partition=0)
+        assert stranger.flush(30.0) == 0
+    stack.restart_worker(worker)
+    assert_equal(worker.url, engines.reference)
+
+    with engines.publishing(100):
+        worker.child.kill()
+        for current in Path(worker.settings.data_dir).glob("tables/*/CURRENT"):
+            current.write_bytes(b"")  # a RocksDB that cannot be opened
+    stack.restart_worker(worker)
+    assert_equal(worker.url, engines.reference)
+
+    late = stack.router("late")
+    assert_equal(late.url, engines.reference)
+
+    second = stack.worker("second", router=False)
+    wait_for(lambda: owners(second) > 0, VISIBLE_TIMEOUT_S, "the second worker to be given partitions")
+    with engines.publishing(400):
+        worker.child.kill()
+    assert_equal(late.url, engines.reference)
+    wait_for(lambda: owners(second) == stack.settings.partitions, VISIBLE_TIMEOUT_S, "every partition to move")
+    assert_equal(late.url, engines.reference)
+
+
+@pytest.mark.parametrize("effect", range(1, 8))
+def test_a_worker_killed_at_an_effect_leaves_nothing_half_done(stack: Stack, effect: int) -> None:
+    """SIGKILL at each of the seven, restatements half parked: another worker goes on to the same state."""
+    engines = Engines(stack.settings, seed=effect)
+    ensure_topics(stack.settings, topics(stack.settings).all())
+    engines.publish(150)
+    doomed = stack.worker("doomed", router=False, env={"KVSTREAMS_FAULT": f"{effect}:20"})
+    wait_for(lambda: not doomed.child.running, VISIBLE_TIMEOUT_S, "the fault")
+    heir = stack.worker("heir")
+    engines.publish(50)
+    assert_equal(heir.url, engines.reference, stack.settings, [Path(doomed.settings.data_dir)])
+
+
+def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_counts(stack: Stack) -> None:
+    """Not Avro, an unknown schema, a wrong block size and a wrong key are kept; an unknown parent is counted."""
+    worker = stack.worker()
+    rank = RankId(WorkerId(5), DpRank(0))
+    tokens = np.arange(4, dtype=np.uint64)
+
+    def batch(sequence: int, **changes: object) -> EngineBatch:
+        stored = BlocksStored(None, tokens + np.uint64(100 * sequence), tokens + np.uint64(sequence))
+        whole = EngineBatch(rank, "m", 16, Incarnation(9), sequence, 0, 0, EngineEvents((stored,)))
+        return replace(whole, **changes)  # type: ignore[arg-type]
+
+    good, other = encode_batch(batch(0)), encode_batch(batch(1, block_size=32))
+    unknown_schema = good[:2] + bytes(8) + good[10:]
+    orphan = BlocksStored(EngineHash(12345), tokens, tokens, Tier.DEVICE)
+    records = [
+        (b"5", b"no avro at all"),
+        (b"5", unknown_schema),
+        (b"5", None),
+        (b"5", good),
+        (b"5", good[:-3]),
+        (b"5", other),
+        (b"6", encode_batch(batch(1))),
+        (b"5", b"x" * 999_900),  # as large as clients send by default; with its reason it is larger
+        (b"5", encode_batch(batch(1, body=EngineEvents((orphan,))))),
+        (b"5", encode_batch(batch(2))),
+    ]
+    kafka = producer(stack.settings)
+    elsewhere = (partition_of(5, stack.settings.partitions) + 1) % stack.settings.partitions
+    kafka.produce(topics(stack.settings).kv_events.name, key=b"5", value=good, partition=elsewhere)
+    for key, value in records:
+        kafka.produce(topics(stack.settings).kv_events.name, key=key, value=value)
+    assert kafka.flush(30.0) == 0
+
+    def told() -> bool:
+        ranks = get_json(f"{worker.url}/state")["ranks"]
+        return bool(ranks) and ranks[0]["sequence"] == 2
+
+    wait_for(told, VISIBLE_TIMEOUT_S, "the last record to be visible")
+    state = get_json(f"{worker.url}/state")["ranks"][0]
+    assert (state["blocks"], state["unknown_parents"], state["health"], state["gaps"]) == (8, 1, "degraded", 0)
+    wait_for(lambda: len(dead_letters(stack.settings)) == 8, VISIBLE_TIMEOUT_S, "eight dead letters")
+    letters = dead_letters(stack.settings)
+    reasons = {headers["kvstreams.reason"].decode(): value for value, headers in letters}
+    assert reasons == {
+        "not_avro": reasons["not_avro"],
+        "unknown_schema": unknown_schema,
+        "bad_avro": good[:-3],
+        "wrong_block_size": other,
+        "wrong_key": encode_batch(batch(1)),
+        "wrong_partition": good,
+    }
+    assert {value for value, headers in letters if headers["kvstreams.reason"] == b"not_avro"} == {
+        b"no avro at all",
+        None,
+        b"x" * 999_900,
+    }
+    assert all(headers["kvstreams.topic"].decode() == topics(stack.settings).kv_events.name for _, headers in letters)
+
+
+def test_an_engine_that_embeds_the_publisher_is_known_to_the_router(stack: Stack) -> None:
+    """Stored, removed and cleared through KvEventPublisher are what /route scores."""
+    worker = stack.worker()
+    tokens = list(range(64))
+    with KvEventPublisher(stack.settings, worker_id=3, model="m") as publisher:
+        publisher.stored([-1, 2, 3, 4], tokens)
+        publisher.stored([5], list(range(100, 116)), parent=4)
+        publisher.removed([3])
+        publisher.flush()
+        wait_for(lambda: len(facts(worker.url)) == 4, VISIBLE_TIMEOUT_S, "four blocks")
+        publisher.cleared()
+        publisher.stored([7], tokens[:16])
+    wait_for(lambda: len(facts(worker.url)) == 1, VISIBLE_TIMEOUT_S, "one block")
+    assert get_json(f"{worker.url}/state")["ranks"][0]["health"] == "exact"
+
+
+def test_an_index_that_nobody_writes_is_not_exact(stack: Stack) -> None:
+    """Within seconds of the last worker's death no answer says exact, and they do again when one is back."""
+    worker = stack.worker()
+    router = stack.router("alone")
+    put_worker(router.url)
+    assert mode(router.url) == "degraded"  # nobody has told anything of this worker
+    KvEventPublisher(stack.settings, worker_id=1, model="m").flush()  # a life that holds nothing
+    wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers")
+    worker.child.kill()
+    wait_for(lambda: mode(router.url) == "degraded", VISIBLE_TIMEOUT_S, "degraded answers")
+    # A router that starts now finds the dead owner's last word in the log, and does not take it for a sign of life.
+    fresh = stack.router("fresh")
+    put_worker(fresh.url)
+    assert {mode(fresh.url) for _ in range(20)} == {"degraded"}
+    stack.restart_worker(worker)
+    wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers again")
+
+
+def owners(process: RouterProcess) -> int:
+    """Partitions that a worker says it opened in its last assignment."""
+    lines = process.child.log_path.read_text().splitlines()
+    assigned = [line for line in lines if "partitions assigned" in line]
+    return len(assigned[-1].partition("[")[2].partition("]")[0].split(",")) if assigned else 0
+
+
+def put_worker(url: str) -> None:
+    body = b'{"url": "http://nowhere", "model": "m", "block_size": 16}'
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/workers/1", data=body, method="PUT")) as response:
+        assert response.status == 200
+
+
+def mode(url: str) -> str:
+    body = b'{"token_ids": [1, 2, 3], "update_states": false}'
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/route", data=body, method="POST")) as response:
+        return str(json.loads(response.read())["mode"])

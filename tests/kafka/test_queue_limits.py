@@ -1,0 +1,139 @@
+"""What waits for a partition is limited in records and in bytes, on a real Kafka."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streams.errors import BadRecord
+from streams.indexer_agent import prefix_index_table
+from streams.kafka import ensure_topics
+from streams.local.processes import Children
+from streams.local.stack import Stack
+from streams.settings import Settings
+from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
+from streams.tables.records import Change
+from streams.tables.store import TableSpec
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+from tests.helpers.truth import Engines, assert_equal
+
+MEGABYTE = 1 << 20
+
+
+class Slow:
+    """A reducer that keeps nothing and waits until it may go on."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        self._go_on = go_on
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
+        pass
+
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        return []
+
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[None]:
+        if records:  # there are none where only the partition record is due
+            self._go_on.wait()
+        return [None] * len(records)
+
+    def apply(self, record: SourceRecord, decoded: None) -> None:
+        pass
+
+    @property
+    def full(self) -> bool:
+        return False
+
+    def source_lost(self) -> None:
+        pass
+
+    def look(self, *_: Any, **__: Any) -> list[Outgoing]:
+        return []
+
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "taken"),
+    [
+        ({}, MEGABYTE, 65),
+        ({"queue_bytes_high": 10 * MEGABYTE}, MEGABYTE, 11),
+        ({"queue_bytes_high": 10 * MEGABYTE}, MEGABYTE // 2, 21),
+        ({"queue_records_high": 20}, 0, 21),
+    ],
+)
+def test_a_partition_that_is_full_takes_nothing_and_takes_again_when_it_has_drained(
+    scope: Settings, changes: dict[str, Any], size: int, taken: int
+) -> None:
+    """Of 4,096 records of 1 MB it holds as many as its limit and one more; the rest is given again, from there on."""
+    settings = replace(scope, **changes)
+    names = topics(settings)
+    ensure_topics(settings, names.all())
+    go_on, drained, opened = threading.Event(), threading.Event(), threading.Event()
+    acknowledged: list[int] = []
+    table = TablePartition(
+        0,
+        PartitionWiring(
+            settings=settings,
+            tables=(prefix_index_table(settings),),
+            sources=(names.kv_events,),
+            dead_letters=names.dead_letters,
+            owner="test",
+            make_reducer=lambda: Slow(go_on),
+            acknowledge=acknowledged.extend,
+            drained=lambda _: drained.set(),
+            opened=lambda *_: opened.set(),
+            is_ours=lambda _: True,
+            source_end=lambda *_: -1,
+            log_end=lambda *_: 0,
+            on_effect=None,
+            now_ms=lambda: 0,
+        ),
+    )
+    value = bytes(size)
+
+    def offer(first: int, last: int) -> None:
+        for offset in range(first, last):
+            record = SourceRecord(names.kv_events.name, 0, offset, 0, b"1", value, (), offset)
+            assert table.offer([record]) is None
+
+    table.start()
+    try:
+        assert opened.wait(VISIBLE_TIMEOUT_S)
+        offer(0, 1)
+        wait_for(lambda: table.queued == 0, VISIBLE_TIMEOUT_S, "the first record to be waited for")
+        drained.clear()
+        offer(1, 4097)
+        assert (table.queued, table.queued_bytes) == (taken, taken * size)
+        assert table.is_full
+        assert not table.has_drained
+        assert table.wanted(names.kv_events.name) == taken + 1
+        go_on.set()
+        assert drained.wait(VISIBLE_TIMEOUT_S)
+        wait_for(lambda: len(acknowledged) == taken + 1, VISIBLE_TIMEOUT_S, "all that was taken to be acknowledged")
+        assert (table.queued, table.queued_bytes, table.has_drained) == (0, 0, True)
+        offer(taken + 1, taken + 3)
+        wait_for(lambda: acknowledged == list(range(taken + 3)), VISIBLE_TIMEOUT_S, "the rest")
+    finally:
+        go_on.set()
+        table.stop()
+
+
+def test_a_worker_that_is_paused_all_the_time_loses_nothing(
+    scope: Settings, tmp_path: Path, children: Children
+) -> None:
+    """Limits of a few hundred bytes: the source is paused, dropped and sought back with almost every fetch."""
+    settings = replace(scope, queue_bytes_high=500, batch_records_max=3)
+    stack = Stack(settings, tmp_path, children)
+    worker = stack.worker()
+    engines = Engines(settings, seed=5)
+    engines.publish(300)
+    assert_equal(worker.url, engines.reference)

@@ -1,0 +1,50 @@
+"""What an agent does when Faust revokes and assigns partitions, on a real Kafka but for Faust's own part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import faust
+from faust.types import TP
+
+from streams.indexer_agent import Indexer, PartitionPlan, prefix_index_table
+from streams.kafka import ensure_topics
+from streams.settings import Settings
+from streams.tables.partition import SourceRecord
+from streams.topics import topics
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+from tests.kafka.test_queue_limits import Slow
+
+
+def test_a_worker_that_ends_while_its_partitions_are_revoked_ends_in_peace(scope: Settings) -> None:
+    """Both wait for the running batch; whoever comes second finds nothing left to release."""
+    names = topics(scope)
+    ensure_topics(scope, names.all())
+    source = names.kv_events.name
+    go_on = threading.Event()
+    plan = PartitionPlan((prefix_index_table(scope),), (names.kv_events,), lambda *_: Slow(go_on))
+
+    async def scenario() -> None:
+        indexer = Indexer(faust.App(scope.app_id, broker=f"kafka://{scope.kafka}"), scope, plan)
+        await indexer.assigned({TP(source, 0)})
+        (table,) = indexer._partitions.values()
+        while table.wanted(source) is None:
+            await asyncio.sleep(0.01)
+        assert table.offer([SourceRecord(source, 0, 0, 0, b"1", b"1", ())]) is None
+        while table.queued:
+            await asyncio.sleep(0.01)
+        revoked = asyncio.create_task(indexer.revoked({TP(source, 0)}))
+        while table.wanted(source) is not None:
+            await asyncio.sleep(0.01)
+        closed = asyncio.create_task(indexer.close())
+        await asyncio.sleep(0)
+        while indexer._partitions:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await asyncio.gather(revoked, closed)
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), VISIBLE_TIMEOUT_S))
+    finally:
+        go_on.set()

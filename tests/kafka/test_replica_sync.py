@@ -1,0 +1,57 @@
+"""Routers as processes on a Kafka of the test's own: bookings shared while one is killed and Kafka is away.
+
+A small run of tests.replicas, which `make replicas` plays in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.processes import Children
+from streams.local.stack import Stack
+from streams.settings import Settings
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, TOKENS, metrics, served
+from tests.replicas import CLEANER, Replicas, settings_of
+
+SEED = 11
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[LocalKafka]:
+    """A broker that may be stopped."""
+    own = LocalKafka(LocalKafkaConfig(tmp_path / "kafka", CLEANER, class_archive=False))
+    yield own
+    own.down()
+
+
+def test_routers_agree_whatever_happens_to_them_and_to_kafka(
+    broker: LocalKafka, tmp_path: Path, children: Children
+) -> None:
+    """One is killed, Kafka is paused, the topic is compacted, one starts late: all have the loads that the log says."""
+    settings = settings_of(broker.up().bootstrap, stale_after_ms=500)
+    Replicas(Stack(settings, tmp_path, children), broker, SEED).run(150, 1.0, broker.pause, broker.resume)
+
+
+def test_after_expiry_nothing_remains_anywhere(scope: Settings) -> None:
+    """On routers that saw the bookings, on one that starts late and would not have, whether they were freed or not."""
+    short = replace(scope, booking_ttl_s=3.0)
+    with served(short) as api, served(short) as peer:
+        api.call("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": 16}).given()
+        for number in range(6):
+            api.route(token_ids=TOKENS, request_id=str(number))
+        for number in range(3):
+            api.call("DELETE", f"/loads/{number}").given()
+        with served(short) as late:
+            for each in (api, peer, late):
+                wait_for(
+                    lambda each=each: metrics(each)["kvstreams_bookings_known"] == 0,  # type: ignore[misc]
+                    PATIENCE_S,
+                    "every booking to expire",
+                )
+                assert each.loads([1]) == {(1, 0): (0, 0, 0)}

@@ -1,0 +1,142 @@
+"""Emptying a scope: by command, by setting, never under somebody who works in it unless told so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from streams.engines.publisher import KvEventPublisher
+from streams.errors import ScopeInUse
+from streams.kafka import describe_topics, group_members
+from streams.local.stack import RouterProcess, Stack, facts, get_json
+from streams.reset import reset_scope
+from streams.settings import Settings, as_environ, tables_path
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+from tests.helpers.truth import Engines, assert_equal
+from tests.kafka.test_pipeline import mode, put_worker
+from tests.kafka.test_table_faults import changelog
+
+COMMAND_TIMEOUT_S = 60.0
+
+
+def run_reset(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "streams.cli", "reset", *arguments],
+        env={**as_environ(settings), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+
+
+def assert_unused(settings: Settings) -> None:
+    """Wait until the last worker's membership and last word are over."""
+    wait_for(lambda: group_members(settings) == [], VISIBLE_TIMEOUT_S, "the group to be empty")
+
+    def refused() -> bool:
+        try:
+            reset_scope(settings)
+        except ScopeInUse:
+            return True
+        return False
+
+    wait_for(lambda: not refused(), VISIBLE_TIMEOUT_S, "nobody to have written lately")
+
+
+def holds(process: RouterProcess, n: int) -> None:
+    wait_for(lambda: len(facts(process.url)) == n, VISIBLE_TIMEOUT_S, f"{n} blocks")
+
+
+def pooled(process: RouterProcess) -> int:
+    return len(get_json(f"{process.url}/state/cxl")["blocks"])
+
+
+def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stack) -> None:
+    """Refused by members, then by the last word of one that was killed; then all is empty, and what comes counts."""
+    settings = stack.settings
+    worker = stack.worker()
+    ids = topic_ids(settings)
+    router = stack.router("router")
+    put_worker(router.url)
+    engines = Engines(settings, seed=1)
+    engines.publish(200)
+    assert_equal(router.url, engines.reference)
+
+    done = run_reset(settings)
+    assert done.returncode == 1
+    assert "1 workers of" in done.stderr
+    assert "another topic_prefix" in done.stderr
+    assert_equal(router.url, engines.reference)
+
+    with KvEventPublisher(settings, worker_id=9, model="m") as publisher:
+        publisher.stored([1], list(range(16)))
+        publisher.publish_cxl_state_transition(1, [1], "in_transit", "pool")
+    wait_for(lambda: pooled(router) == 1, VISIBLE_TIMEOUT_S, "a pooled block")
+    worker.child.kill()
+    with pytest.raises(ScopeInUse, match="take another topic_prefix"):
+        reset_scope(settings)
+    assert_unused(settings)
+    assert all(changelog(settings, partition) == {} for partition in range(settings.partitions))
+    holds(router, 0)  # a router that lives reads that everything is deleted
+    assert get_json(f"{router.url}/state")["ranks"] == []
+    wait_for(lambda: pooled(router) == 0, VISIBLE_TIMEOUT_S, "no pooled block")
+    assert [each["worker_id"] for each in get_json(f"{router.url}/workers")["workers"]] == [1]
+    assert mode(router.url) == "degraded"
+    # No topic is another one.
+    assert topic_ids(settings) == ids
+
+    stack.restart_worker(worker)  # with its old copy, which follows
+    with KvEventPublisher(settings, worker_id=1, model="m") as publisher:
+        publisher.stored([1, 2], list(range(32)))
+    holds(router, 2)
+    late = stack.router("late")
+    holds(late, 2)
+    assert pooled(router) == pooled(late) == 0
+    wait_for(lambda: mode(router.url) == mode(late.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers")
+
+
+def topic_ids(settings: Settings) -> dict[str, str]:
+    states = describe_topics(settings, topics(settings).all())
+    return {name: state.topic_id for name, state in states.items() if state is not None}
+
+
+def test_a_worker_told_to_reset_begins_empty_and_does_not_start_beside_another(stack: Stack) -> None:
+    """By KVSTREAMS_ROUTER_RESET_STATES; a second one with the same setting ends with the reason and the remedy."""
+    settings = stack.settings
+    first = stack.worker("first")
+    engines = Engines(settings, seed=2)
+    engines.publish(100)
+    assert_equal(first.url, engines.reference)
+    first.child.stop()
+    wait_for(lambda: group_members(settings) == [], VISIBLE_TIMEOUT_S, "the group to be empty")
+    env = {"KVSTREAMS_ROUTER_RESET_STATES": "on", "KVSTREAMS_STALE_AFTER_MS": "100"}
+    second = stack.worker("second", env=env)
+    assert facts(second.url) == set()
+    third = stack.worker("third", router=False, env=env)
+    wait_for(lambda: not third.child.running, VISIBLE_TIMEOUT_S, "the third to end")
+    assert "take another topic_prefix" in third.child.log_path.read_text()
+    stack.restart_worker(first)  # persisting is the default
+    with KvEventPublisher(settings, worker_id=1, model="m") as publisher:
+        publisher.stored([1, 2], list(range(32)))
+    holds(first, 2)
+    holds(second, 2)
+
+
+def test_a_scope_emptied_by_force_under_its_worker_is_empty_and_goes_on(stack: Stack) -> None:
+    """The agent is fenced, comes back to an empty table, and indexes what comes from then on."""
+    worker = stack.worker()
+    engines = Engines(stack.settings, seed=3)
+    engines.publish(100)
+    assert_equal(worker.url, engines.reference)
+    done = run_reset(worker.settings, "--force")
+    assert done.returncode == 0, done.stderr
+    assert "is empty" in done.stdout
+    holds(worker, 0)
+    assert any(tables_path(worker.settings).iterdir())  # its copies are in use, and left alone
+    with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
+        publisher.stored([1, 2], list(range(32)))
+    holds(worker, 2)

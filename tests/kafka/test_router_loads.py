@@ -1,0 +1,438 @@
+"""Bookings shared by two routers through a real Kafka (docs/architecture.md, Loads)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core.hashing import pack_hashes
+from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.kafka import ensure_topics, producer
+from streams.router_api.loads_sync import HELD_CALL_TTL_MS, HELD_CALLS_MAX, LoadsSync
+from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX
+from streams.settings import Settings
+from streams.topics import LOAD_BYTES_MAX, topics
+from streams.waiting import wait_for
+from tests.helpers.api import (
+    BLOCK_SIZE,
+    LIVE,
+    OCTETS,
+    PATIENCE_S,
+    TOKENS,
+    Fleet,
+    metrics,
+    packed,
+    rank_of,
+    served,
+)
+
+
+def test_a_look_books_nothing(fleet: Fleet) -> None:
+    """With update_states false nothing is booked, under an id of its own or that of a live booking."""
+    model = fleet.model()
+    ids = fleet.register(model, 2)
+    for _ in range(3):
+        fleet.main.look(model=model, token_ids=TOKENS, request_id=f"{model}-r")
+    assert set(fleet.main.loads(ids).values()) == {(0, 0, 0)}
+    booked = fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-r")
+    before = fleet.main.loads(ids)
+    other = fleet.main.look(model=model, token_ids=TOKENS, request_id=f"{model}-r")
+    assert other["worker_id"] != booked["worker_id"]  # it is a question, and the answer to it counts the booking
+    assert fleet.main.loads(ids) == before == fleet.same_loads(ids, 1)
+
+
+def test_a_request_without_an_id_gets_one(fleet: Fleet) -> None:
+    """An id that the router makes can be used for the rest of the request's life."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    first, second = (fleet.main.route(model=model, token_ids=TOKENS)["request_id"] for _ in range(2))
+    assert first != second
+    for request_id in (first, second):
+        assert fleet.main.call("DELETE", f"/loads/{request_id}").given()["held"] is False
+    assert fleet.same_loads([worker_id], 0) == {(worker_id, 0): (0, 0, 0)}
+
+
+def test_a_repeated_request_books_once(fleet: Fleet) -> None:
+    """A live request id gets the same choice again, whatever it asks now, from every router, and is booked once."""
+    model = fleet.model()
+    ids = fleet.register(model, 3)
+    request_id = f"{model}-r"
+    first = fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
+    fleet.same_loads(ids, 1)
+    for api in (fleet.main, fleet.peer):
+        for tokens in (TOKENS, TOKENS[:16], [1] * 64):
+            again = api.route(model=model, token_ids=tokens, request_id=request_id)
+            assert again == {**first, "cost": None}
+    assert fleet.same_loads(ids, 1)[first["worker_id"], 0] == (64, 4, 1)
+    fleet.main.call("DELETE", f"/loads/{request_id}").given()
+    fleet.same_loads(ids, 0)
+
+
+def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) -> None:
+    """The table of docs/http.md, cell by cell, at the router that booked and at another one."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # that nobody registers
+    asked = {"model": model, "token_ids": TOKENS}
+    booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
+    told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
+    unheard = {"request_id": f"{model}-unheard", "output_tokens": 17}
+    answer = fleet.main.call("POST", f"/loads/{model}-unheard/output", {"output_tokens": 17}).given(202)
+    assert answer == {**unheard, "held": True}
+    for over in ("prefill", "free"):  # unknown to everybody
+        path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
+        answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
+        assert answer == {"request_id": f"{model}-unknown", "phase": over, "held": True}
+    for first in (fleet.main, fleet.peer):
+        route = {**asked, "request_id": f"{model}-r"}
+        mode = {"mode": "degraded", "degraded_because": "nothing_told"}
+        assert first.route(**route).items() >= mode.items()
+        fleet.same_loads([worker_id], 1)
+        for overlap, each in enumerate((fleet.main, fleet.peer)):  # one of them did not book it
+            assert each.route(**route) == {**told, "overlap_blocks": overlap, "cost": None, **mode}
+            assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
+            fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
+            each.call("POST", f"/loads/{model}-r", {**booked, "dp_rank": 1}).refused(404, "unknown_id")
+            each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": stranger}).refused(404, "unknown_id")
+        for each in (fleet.main, fleet.peer, fleet.main):
+            answer = each.call("POST", f"/loads/{model}-r/prefill-complete").given()
+            assert answer == {"request_id": f"{model}-r", "phase": "prefill", "held": False}
+        fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}, "its prompt to be computed")
+        for tokens, each in ((17, fleet.main), (3, fleet.peer), (17, fleet.peer)):
+            answer = each.call("POST", f"/loads/{model}-r/output", {"output_tokens": tokens}).given()
+            assert answer == {"request_id": f"{model}-r", "output_tokens": tokens, "held": False}
+            fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4 + 2, 1)}, "it to grow")
+        second = fleet.peer if first is fleet.main else fleet.main
+        assert second.call("DELETE", f"/loads/{model}-r").given()["held"] is False
+        fleet.same_loads([worker_id], 0)
+        for each in (fleet.main, fleet.peer):  # it is over, and known
+            for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
+                assert each.call(*call).given()["held"] is False
+            assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["held"] is False
+        fleet.same_loads([worker_id], 0)
+    assert fleet.main.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
+    assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}
+    fleet.main.call("DELETE", f"/loads/{model}-r").given()
+    fleet.same_loads([worker_id], 0)
+
+
+def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
+    """POST /loads books what another router of somebody else's chose; the same again changes nothing."""
+    model = fleet.model()
+    first, second = fleet.register(model, 2, dp_size=2)
+    path = f"/loads/{model}-r"
+    body = {"worker_id": first, "dp_rank": 1, "token_ids": [*TOKENS, 1], "overlap_blocks": 3}
+    wanted = {
+        "request_id": f"{model}-r",
+        "worker_id": first,
+        "dp_rank": 1,
+        "overlap_blocks": 3,
+        "request_blocks": 5,
+    }
+    for _ in range(3):
+        assert fleet.main.call("POST", path, body).given() == wanted
+    assert fleet.same_loads([first], 1) == {(first, 0): (0, 0, 0), (first, 1): (65 - 48, 4, 1)}
+    for other in ({"worker_id": second}, {"worker_id": first, "dp_rank": 0}):
+        for api in (fleet.main, fleet.peer):
+            message = api.call("POST", path, {**other, "token_ids": TOKENS}).refused(409, "booking_conflict")
+            assert "DELETE" in message
+    fleet.main.call("POST", path, {**body, "dp_rank": 2}).refused(404, "unknown_id")
+    assert (
+        fleet.main.call("POST", "/route", {"model": model, "token_ids": TOKENS, "request_id": f"{model}-r"}).given()[
+            "dp_rank"
+        ]
+        == 1
+    )
+    more = fleet.main.call("POST", path, {**body, "overlap_blocks": 1000}).given()  # stated anew: it holds more now
+    assert more["overlap_blocks"] == 5
+    assert fleet.same_loads([first], 1)[first, 1] == (0, 4, 1)
+    fleet.main.call("DELETE", path).given()
+    assert fleet.main.call("POST", path, {"worker_id": second, "token_ids": TOKENS}).given()["worker_id"] == second
+    fleet.main.call("DELETE", path).given()
+    fleet.same_loads([first, second], 0)
+
+
+@pytest.mark.parametrize("expected", [0, 1, COUNT_MAX])
+def test_any_expected_output_is_booked(expected: int, fleet: Fleet) -> None:
+    """The number of tokens expected reaches the other routers at both ends of its range."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    asked = {"model": model, "token_ids": TOKENS, "expected_output_tokens": expected, "request_id": f"{model}-r"}
+    fleet.main.route(**asked)
+    fleet.same_loads([worker_id], 1)
+    fleet.peer.call("DELETE", f"/loads/{model}-r").given()
+    fleet.same_loads([worker_id], 0)
+
+
+def test_a_booking_lives_through_its_phases(fleet: Fleet) -> None:
+    """Prefill-complete takes the prefill tokens, free the rest; both may be repeated and told to any router."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    for name in ("a", "b"):
+        fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-{name}")
+    assert fleet.same_loads([worker_id], 2) == {(worker_id, 0): (128, 4, 2)}  # shared blocks count once
+    for api in (fleet.main, fleet.peer, fleet.main):
+        answer = api.call("POST", f"/loads/{model}-a/prefill-complete").given()
+        assert answer == {"request_id": f"{model}-a", "phase": "prefill", "held": False}
+    fleet.wait(lambda: fleet.main.loads([worker_id]) == {(worker_id, 0): (64, 4, 2)}, "one prefill to be over")
+    fleet.same_loads([worker_id], 2)
+    for api in (fleet.main, fleet.peer):
+        answer = api.call("DELETE", f"/loads/{model}-b").given()  # without prefill-complete: free implies it
+        assert answer == {"request_id": f"{model}-b", "phase": "free", "held": False}
+    assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}
+    fleet.peer.call("DELETE", f"/loads/{model}-a").given()
+    assert fleet.same_loads([worker_id], 0) == {(worker_id, 0): (0, 0, 0)}
+
+
+@pytest.mark.parametrize(
+    "body", [None, {}, {"output_tokens": -1}, {"output_tokens": COUNT_MAX + 1}, {"output_tokens": 1.5}, {"tokens": 1}]
+)
+def test_a_wrong_number_of_generated_tokens_is_refused(body: Any, fleet: Fleet) -> None:
+    """It is a whole number that a record has room for, and nothing else is told with it."""
+    fleet.main.call("POST", "/loads/r/output", body).refused(400, "invalid_request")
+
+
+def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
+    """Told to the router that did not book, they make its rank dearer at both, until the request is over."""
+    model = fleet.model()
+    first, second = fleet.register(model, 2)
+    fleet.main.route(model=model, token_ids=TOKENS, worker_id=first, request_id=f"{model}-r")
+    fleet.main.route(model=model, token_ids=TOKENS, worker_id=second, request_id=f"{model}-s")
+    fleet.same_loads([first, second], 2)
+    fleet.peer.call("POST", f"/loads/{model}-r/output", {"output_tokens": COUNT_MAX}).given()
+    most = -(-COUNT_MAX // BLOCK_SIZE)
+    wanted = {(first, 0): (64, 4 + most, 1), (second, 0): (64, 4, 1)}
+    fleet.wait(lambda: fleet.same_loads([first, second], 2) == wanted, "the booking to grow")
+    for api in (fleet.main, fleet.peer):
+        seen = api.look(model=model, token_ids=TOKENS)
+        assert {each["worker_id"]: each["decode_blocks"] for each in seen["candidates"]} == {
+            first: 4 + most,
+            second: 4,
+        }
+        assert seen["worker_id"] == second
+    for name in ("r", "s"):
+        fleet.main.call("DELETE", f"/loads/{model}-{name}").given()
+    fleet.same_loads([first, second], 0)
+
+
+def test_cached_tokens_are_not_charged(fleet: Fleet) -> None:
+    """A booking charges what its rank must compute: the tokens beyond what it holds, a partial block included."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    fleet.agents.hold(rank_of(worker_id), TOKENS[:32])
+    fleet.holds(worker_id, 2)
+    fleet.main.route(model=model, token_ids=[*TOKENS, 1, 2], request_id=f"{model}-r")
+    assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (66 - 32, 4, 1)}
+
+
+def test_potential_loads_are_those_that_a_booking_brings(fleet: Fleet) -> None:
+    """What POST /loads/potential foretells for a rank is what GET /loads says once the request is there."""
+    model = fleet.model()
+    ids = fleet.register(model, 3)
+    fleet.agents.hold(rank_of(ids[0]), TOKENS[:48])
+    fleet.holds(ids[0], 3)
+    fleet.main.call("POST", f"/loads/{model}-0", {"worker_id": ids[1], "token_ids": TOKENS[:32]}).given()
+    asked = {"model": model, "token_ids": [*TOKENS, 1]}
+    potential = fleet.main.call("POST", "/loads/potential", asked).given()
+    assert potential["mode"] in ("exact", "degraded")
+    foretold = {
+        row["worker_id"]: (row["potential_prefill_tokens"], row["potential_decode_blocks"])
+        for row in potential["loads"]
+    }
+    assert foretold == {ids[0]: (17, 4), ids[1]: (32 + 65, 4), ids[2]: (65, 4)}
+    assert fleet.main.call("POST", "/loads/potential", asked).given()["loads"] == potential["loads"]  # books nothing
+    for n, worker_id in enumerate(ids):
+        fleet.main.route(**asked, worker_id=worker_id, request_id=f"{model}-r{n}")
+    loads = fleet.main.loads(ids)
+    assert {worker_id: loads[worker_id, 0][:2] for worker_id in ids} == foretold
+
+
+@pytest.mark.parametrize("phase", ["prefill", "free"])
+def test_a_call_that_comes_too_soon_waits_for_its_booking(phase: str, fleet: Fleet) -> None:
+    """A call for an id that no router has told of yet is 202, held, and applied when the booking arrives."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    request_id = f"{model}-r"
+    call = (
+        ("POST", f"/loads/{request_id}/prefill-complete") if phase == "prefill" else ("DELETE", f"/loads/{request_id}")
+    )
+    for _ in range(2):
+        answer = fleet.peer.call(*call).given(202)
+        assert answer == {"request_id": request_id, "phase": phase, "held": True}
+    fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
+    wanted = {(worker_id, 0): (0, 4, 1) if phase == "prefill" else (0, 0, 0)}
+    fleet.wait(lambda: fleet.main.loads([worker_id]) == wanted, "the call to be applied")
+    fleet.same_loads([worker_id], 1 if phase == "prefill" else 0)
+
+
+def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -> None:
+    """A free repeated after a booking ended changes nothing, and the id's next booking lives."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    request_id = f"{model}-r"
+    for _ in range(2):
+        fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
+        fleet.same_loads([worker_id], 1)
+        for api in (fleet.main, fleet.main, fleet.peer):
+            assert api.call("DELETE", f"/loads/{request_id}").given()["held"] is False
+            fleet.same_loads([worker_id], 0)
+    fleet.peer.route(model=model, token_ids=TOKENS, request_id=request_id)
+    # Another booking of the same id's partition is behind all that might still be on its way for it.
+    fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-other")
+    assert fleet.same_loads([worker_id], 2) == {(worker_id, 0): (128, 4, 2)}
+    for name in (request_id, f"{model}-other"):
+        fleet.main.call("DELETE", f"/loads/{name}").given()
+    fleet.same_loads([worker_id], 0)
+
+
+@given(st.text(min_size=1, max_size=NAME_CHARS_MAX))
+@settings(max_examples=60, deadline=None, print_blob=True)
+def test_any_text_is_a_request_id(fleet: Fleet, model: str, request_id: str) -> None:
+    """Whatever text a request was routed under, its life can be told under the same id in a path."""
+    if len(quote(request_id, safe="")) > 4000:  # the server's limit on a request line is 8 KiB
+        request_id = request_id[:300]
+    answer = fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
+    assert answer["request_id"] == request_id
+    path = f"/loads/{quote(request_id, safe='')}"
+    told = fleet.main.call("POST", f"{path}/prefill-complete").given()
+    assert told == {"request_id": request_id, "phase": "prefill", "held": False}
+    assert fleet.main.call("DELETE", path).given() == {"request_id": request_id, "phase": "free", "held": False}
+
+
+@pytest.mark.parametrize(
+    "request_id", [".", "..", "a/b", "a%2Fb", "{x}", "+", "a b", "?", "#", "prefill-complete", "0"]
+)
+def test_ids_that_look_like_paths_are_ids(request_id: str, fleet: Fleet, model: str) -> None:
+    """Ids that have a meaning in URLs are ids all the same."""
+    fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
+    told = fleet.main.call("DELETE", f"/loads/{quote(request_id, safe='')}").given()
+    assert told == {"request_id": request_id, "phase": "free", "held": False}
+
+
+def test_an_id_that_is_too_long_is_refused(fleet: Fleet) -> None:
+    """The same limit holds for ids in bodies and in paths."""
+    path = f"/loads/{'x' * (NAME_CHARS_MAX + 1)}"
+    for call in (("DELETE", path), ("POST", f"{path}/prefill-complete"), ("POST", path, {"worker_id": 1})):
+        fleet.main.call(*call).refused(400, "invalid_request")
+
+
+def test_a_router_that_starts_late_has_the_same_loads(fleet: Fleet) -> None:
+    """A router that starts at any moment reaches just the loads of those that saw everything happen."""
+    model = fleet.model()
+    ids = fleet.register(model, 2, dp_size=2)
+    rng = random.Random(7)
+    print("seed 7")
+    alive = []
+    for n in range(40):
+        api = rng.choice([fleet.main, fleet.peer])
+        request_id = f"{model}-{n}"
+        tokens = [rng.randrange(2)] * (BLOCK_SIZE * rng.randrange(1, 5) + rng.randrange(3))
+        api.route(model=model, token_ids=tokens, request_id=request_id)
+        if rng.random() < 0.5:
+            api.call("POST", f"/loads/{request_id}/prefill-complete").given()
+        if rng.random() < 0.6:
+            api.call("DELETE", f"/loads/{request_id}").given()
+        else:
+            alive.append(request_id)
+    loads = fleet.same_loads(ids, len(alive))
+    with served(fleet.settings) as late:
+        assert late.loads(ids) == loads
+        assert late.get("/workers") == fleet.main.get("/workers")
+        again = late.route(model=model, token_ids=TOKENS, request_id=alive[0])
+        assert again["cost"] is None
+        for request_id in alive:
+            assert late.call("DELETE", f"/loads/{request_id}").given()["held"] is False
+        fleet.same_loads(ids, 0)
+        assert set(late.loads(ids).values()) == {(0, 0, 0)}
+
+
+def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
+    """A chain of more hashes than a record of Kafka holds by default is a load that every router sees."""
+    tiny = replace(scope, model_block_sizes={"tiny": 1})
+    n = 140_000  # 8 bytes each, against Kafka's default of 1 MiB
+    with served(tiny) as api, served(tiny) as peer:
+        api.call("PUT", "/workers/1", {"url": "http://e", "model": "tiny", "block_size": 1}).given()
+        answer = api.call("POST", "/route?request_id=long", packed([1]) * n, OCTETS).given()
+        assert answer["request_blocks"] == n
+        assert api.loads([1]) == {(1, 0): (n, n, 1)}
+        wait_for(lambda: peer.loads([1]) == {(1, 0): (n, n, 1)}, PATIENCE_S, "the peer to see the load")
+        assert metrics(api)["kvstreams_bookings_unpublished"] == 0.0
+        peer.call("DELETE", "/loads/long").given()
+        wait_for(lambda: api.loads([1]) == {(1, 0): (0, 0, 0)}, PATIENCE_S, "the load to end")
+
+
+@pytest.mark.parametrize("limit", ["the client's", "the topic's"])
+def test_a_booking_too_long_for_a_record_is_charged_and_counted(limit: str, scope: Settings) -> None:
+    """A booking that Kafka will not take counts here, is told as unpublished, and its end is taken."""
+    ensure_topics(scope, [topics(scope).router_loads])
+    more = {} if limit == "the client's" else {"message.max.bytes": 2 * LOAD_BYTES_MAX}
+    kafka = producer(scope, **more)
+    loads = LoadsSync(scope, topics(scope).router_loads, kafka, lambda: 0)
+    n = LOAD_BYTES_MAX // 8 + 20_000
+    loads.book("long", Booking(rank_of(1), "m", n, pack_hashes(range(n)), 0, n))
+    loads.book("short", booking())
+    loads.flush(PATIENCE_S)
+    assert loads.unpublished == 1
+    with loads.locked() as active:
+        assert active.load(rank_of(1)).requests == 2
+    assert loads.tell("long", Phase.FREE) is True
+    with loads.locked() as active:
+        assert active.load(rank_of(1)).requests == 1
+
+
+def loads_of(scope: Settings, clock: Sequence[int]) -> LoadsSync:
+    ensure_topics(scope, [topics(scope).router_loads])
+    return LoadsSync(scope, topics(scope).router_loads, producer(scope), lambda: clock[0])
+
+
+def booking(worker_id: int = 1) -> Booking:
+    return Booking(rank_of(worker_id), "m", 16, pack_hashes([1]), 0, 1)
+
+
+def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
+    """A call that no booking came for is dropped and counted when its time is over; a booking after that lives."""
+    clock = [0]
+    loads = loads_of(scope, clock)
+    assert loads.tell("r", Phase.FREE) is False
+    clock[0] = HELD_CALL_TTL_MS - 1
+    loads.poll()
+    assert loads.unknown_calls == 0
+    clock[0] = HELD_CALL_TTL_MS
+    loads.poll()
+    assert loads.unknown_calls == 1
+    loads.book("r", booking())
+    with loads.locked() as active:
+        assert active.live("r") is not None
+
+
+def test_so_many_calls_are_held_and_no_more(scope: Settings) -> None:
+    """Beyond the limit the oldest call that is held is dropped and counted."""
+    loads = loads_of(scope, [0])
+    for n in range(HELD_CALLS_MAX + 2):
+        assert loads.tell(str(n), Phase.FREE) is False
+    assert loads.unknown_calls == 2
+    for n in (0, 1, 2):
+        loads.book(str(n), booking())
+    with loads.locked() as active:
+        assert [active.live(str(n)) is not None for n in (0, 1, 2)] == [True, True, False]
+
+
+def test_a_booking_that_nobody_ends_expires(scope: Settings) -> None:
+    """After its TTL a booking weighs no more, and its id is free for another rank."""
+    clock = [0]
+    loads = loads_of(scope, clock)
+    loads.book("r", booking(1))
+    clock[0] = int(scope.booking_ttl_s * 1000) - 1
+    with loads.locked() as active:
+        assert active.load(rank_of(1)).requests == 1
+    clock[0] += 1
+    with loads.locked() as active:
+        assert active.load(rank_of(1)).requests == 0
+    assert isinstance(loads.book("r", booking(2)), BookingId)

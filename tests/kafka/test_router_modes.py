@@ -1,0 +1,220 @@
+"""Routers on a real Kafka whose knobs are set: modes, predictions, sessions, busy ranks, what is read at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from streams.core.ids import WorkerId
+from streams.core.routing.selection import RouterMode
+from streams.core.workers import Worker
+from streams.errors import NotReady
+from streams.kafka import ensure_topics
+from streams.router_api.router import Router
+from streams.settings import Settings
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Fleet, rank_of, served
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({}, {"index", "pooled", "workers", "metrics", "loads"}),
+        ({"kv_overlap_score_weight": 0.0}, {"workers", "metrics", "loads"}),
+        ({"kv_events": False}, {"workers", "metrics", "loads"}),
+        ({"router_replica_sync": False}, {"index", "pooled", "workers", "metrics"}),
+        ({"router_event_threads": 64}, {"index", "pooled", "workers", "metrics", "loads"}),
+    ],
+)
+def test_only_what_is_wanted_is_read(changes: dict[str, Any], read: set[str]) -> None:
+    """No index where overlap has no weight or is predicted, no loads where routers do not tell each other."""
+    assert Router(Settings(**changes)).feeds.pending().keys() == {*read, "dead letters"}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO, RouterMode.DEVICE_AWARE_WEIGHTED, RouterMode.DIRECT],
+)
+def test_modes_by_load_follow_the_bookings(mode: RouterMode, fleet: Fleet) -> None:
+    """Of two workers the one without a request is chosen; nothing is read of what they hold. Direct obeys."""
+    model = fleet.model()
+    busy, idle = fleet.register(model, 2)
+    fleet.agents.hold(rank_of(busy), TOKENS)
+    fleet.holds(busy, 4)
+    fleet.main.call("POST", f"/loads/{model}", {"worker_id": busy, "token_ids": TOKENS}).given()
+    fleet.same_loads([busy, idle], 1)
+    with served(replace(fleet.settings, router_mode=mode)) as api:
+        if mode is RouterMode.DIRECT:
+            message = api.call("POST", "/route", {"model": model, "token_ids": TOKENS}).refused(400, "invalid_request")
+            assert "worker_id" in message
+            assert api.look(model=model, token_ids=TOKENS, worker_id=busy)["worker_id"] == busy
+            return
+        for _ in range(10):
+            answer = api.look(model=model, token_ids=TOKENS)
+            assert (answer["worker_id"], answer["mode"], answer["overlap_blocks"]) == (idle, "fallback", 0)
+
+
+@pytest.mark.parametrize("mode", [RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION])
+def test_the_older_policies_without_metrics(mode: RouterMode, fleet: Fleet) -> None:
+    """Hits alone decide the one, where there are any; the other takes the least loaded, and both say so."""
+    model = fleet.model()
+    holder, other = fleet.register(model, 2)
+    fleet.agents.hold(rank_of(holder), TOKENS)
+    for worker_id in (holder, other):
+        fleet.agents.progress(rank_of(worker_id))
+    fleet.holds(holder, 4)
+    fleet.main.call("POST", f"/loads/{model}", {"worker_id": holder, "token_ids": [7] * 64}).given()
+    fleet.same_loads([holder, other], 1)
+    with served(replace(fleet.settings, router_mode=mode)) as api:
+
+        def asked(tokens: list[int]) -> tuple[int, str]:
+            answer = api.look(model=model, token_ids=tokens)
+            return answer["worker_id"], answer["mode"]
+
+        if mode is RouterMode.LOAD_DEVIATION:
+            assert asked(TOKENS) == (other, "fallback")
+            return
+        fleet.wait(lambda: asked(TOKENS) == (holder, "exact"), "hits to decide")
+        assert asked([9] * 64)[1] == "fallback"
+
+
+def test_without_events_a_router_knows_what_it_decided(fleet: Fleet) -> None:
+    """The same prompt goes where it went, in mode `approximate`; what the index says is not read."""
+    model = fleet.model()
+    first, second = fleet.register(model, 2)
+    fleet.agents.hold(rank_of(first), TOKENS)
+    fleet.holds(first, 4)
+    with served(replace(fleet.settings, kv_events=False)) as api:
+        answer = api.look(model=model, token_ids=TOKENS)
+        assert (answer["overlap_blocks"], answer["mode"]) == (0, "approximate")
+        chosen = api.route(model=model, token_ids=TOKENS, request_id=f"{model}-1")["worker_id"]
+        api.call("DELETE", f"/loads/{model}-1").given()
+        for _ in range(5):
+            again = api.look(model=model, token_ids=TOKENS)
+            assert (again["worker_id"], again["overlap_blocks"]) == (chosen, 4)
+        other = second if chosen == first else first
+        api.call("POST", f"/loads/{model}-2", {"worker_id": other, "token_ids": [5] * 32}).given()
+        api.call("DELETE", f"/loads/{model}-2").given()
+        assert api.look(model=model, token_ids=[5] * 32)["worker_id"] == other
+    fleet.same_loads([first, second], 0)
+
+
+def test_a_router_without_weight_answers_by_load(fleet: Fleet) -> None:
+    """A request that asks for overlap nevertheless is told `fallback`."""
+    model = fleet.model()
+    holder, _ = fleet.register(model, 2)
+    fleet.agents.hold(rank_of(holder), TOKENS)
+    fleet.holds(holder, 4)
+    with served(replace(fleet.settings, kv_overlap_score_weight=0.0)) as api:
+        for override in ({}, {"router_config_override": {"overlap_score_weight": 1.0}}):
+            answer = api.look(model=model, token_ids=TOKENS, **override)
+            assert (answer["overlap_blocks"], answer["mode"]) == (0, "fallback")
+        potential = api.call("POST", "/loads/potential", {"model": model, "token_ids": TOKENS}).given()
+        assert potential["mode"] == "fallback"
+        assert {row["potential_prefill_tokens"] for row in potential["loads"]} == {64}
+
+
+def test_a_session_stays_on_its_rank(fleet: Fleet) -> None:
+    """However busy it is, as long as it may be chosen; a phase has a binding of its own, looking binds nothing."""
+    model = fleet.model()
+    ids = fleet.register(model, 3)
+    settings = replace(fleet.settings, router_session_affinity_ttl_s=600.0, router_mode=RouterMode.ROUND_ROBIN)
+    with served(settings) as api:
+
+        def go(session: str, n: int, **asked: Any) -> int:
+            answer = api.route(
+                model=model, token_ids=[n] * 64, session_id=session, request_id=f"{model}-{session}-{n}", **asked
+            )
+            worker_id: int = answer["worker_id"]
+            return worker_id
+
+        assert api.route(model=model, token_ids=TOKENS, session_id="a", update_states=False)["worker_id"] == ids[0]
+        assert [go("a", n) for n in range(4)] == [ids[1]] * 4
+        assert go("b", 0) == ids[2]
+        assert go("a", 5, excluded_worker_ids=[ids[1]]) != ids[1]
+        moved = go("a", 6)
+        assert moved != ids[1]
+        prefill = go("a", 7, phase="prefill")
+        assert {go("a", n, phase="prefill") for n in range(8, 12)} == {prefill}
+        for session, n in [("a", n) for n in range(12) if n != 4] + [("b", 0)]:
+            api.call("DELETE", f"/loads/{model}-{session}-{n}").given()
+    fleet.same_loads(ids, 0)
+
+
+def test_busy_ranks_get_nothing(fleet: Fleet) -> None:
+    """Beyond a threshold a rank is left out, and 503 all_workers_busy is told where all are."""
+    model = fleet.model()
+    holder, other = fleet.register(model, 2)
+    fleet.agents.hold(rank_of(holder), TOKENS)
+    fleet.holds(holder, 4)
+    with served(replace(fleet.settings, active_prefill_tokens_threshold=100)) as api:
+        for n, worker_id in enumerate((holder, other)):
+            assert api.look(model=model, token_ids=TOKENS)["worker_id"] == (holder if n == 0 else other)
+            body = {"worker_id": worker_id, "token_ids": [n] * 101}
+            api.call("POST", f"/loads/{model}-{n}", body).given()
+        api.call("POST", "/route", {"model": model, "token_ids": TOKENS}).refused(503, "all_workers_busy")
+        for n in range(2):
+            api.call("POST", f"/loads/{model}-{n}/prefill-complete").given()
+        assert api.look(model=model, token_ids=TOKENS)["worker_id"] == holder
+        for n in range(2):
+            api.call("DELETE", f"/loads/{model}-{n}").given()
+    fleet.same_loads([holder, other], 0)
+
+
+def test_routers_that_tell_nobody_keep_their_bookings(fleet: Fleet) -> None:
+    """Nothing goes out and nothing comes in."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    with served(replace(fleet.settings, router_replica_sync=False)) as api:
+        api.route(model=model, token_ids=TOKENS, request_id=f"{model}-own")
+        assert api.loads([worker_id])[worker_id, 0] == (64, 4, 1)
+        fleet.main.route(model=model, token_ids=[3] * 32, request_id=f"{model}-other")
+        assert fleet.same_loads([worker_id], 1)[worker_id, 0] == (32, 2, 1)
+        assert api.loads([worker_id])[worker_id, 0] == (64, 4, 1)
+        fleet.main.call("DELETE", f"/loads/{model}-other").given()
+        assert fleet.same_loads([worker_id], 0)[worker_id, 0] == (0, 0, 0)
+
+
+def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
+    """Not ready before as many are registered as are wanted; afterwards it stays ready when they go."""
+    ensure_topics(scope, topics(scope).all())
+    router = Router(replace(scope, router_min_initial_workers=2))
+    router.start()
+    try:
+        wait_for(lambda: not router.feeds.pending(), PATIENCE_S, "the topics to be read")
+        for left in (2, 1):
+            with pytest.raises(NotReady, match=f"{left} more workers") as caught:
+                router.check_ready()
+            assert caught.value.detail == {"workers_left": left}
+            router.put_worker(_worker(left))
+        router.check_ready()
+        for worker_id in (1, 2):
+            router.delete_worker(_worker(worker_id).worker_id)
+        router.check_ready()
+    finally:
+        router.stop()
+
+
+@pytest.mark.parametrize("threads", [1, 3, 64])
+def test_any_number_of_threads_folds_the_same(threads: int, fleet: Fleet) -> None:
+    """Each takes its partitions; every fact, worker and booking arrives."""
+    model = fleet.model()
+    ids = fleet.register(model, 4)
+    for n, worker_id in enumerate(ids):
+        fleet.agents.hold(rank_of(worker_id), [n] * 64)
+        fleet.main.call("POST", f"/loads/{model}-{n}", {"worker_id": worker_id, "token_ids": [n] * 16}).given()
+    for worker_id in ids:
+        fleet.holds(worker_id, 4)
+    with served(replace(fleet.settings, router_event_threads=threads)) as api:
+        fleet.wait(lambda: api.get("/state")["ranks"] == fleet.main.get("/state")["ranks"], "the same state")
+        fleet.wait(lambda: api.loads(ids) == {(worker_id, 0): (16, 1, 1) for worker_id in ids}, "the same loads")
+        assert set(ids) <= api.workers().keys()
+    for n in range(len(ids)):
+        fleet.main.call("DELETE", f"/loads/{model}-{n}").given()
+
+
+def _worker(worker_id: int) -> Worker:
+    return Worker(WorkerId(worker_id), "http://w", "m", BLOCK_SIZE)

@@ -1,0 +1,158 @@
+"""What engines say of themselves, through a real bridge and a real Kafka, to routers that choose by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from streams.codec import encode_metrics
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics
+from streams.core.routing.selection import RouterMode
+from streams.kafka import producer
+from streams.local.stack import Engine, Stack
+from streams.settings import Settings
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, TOKENS, Api, metrics, rank_of, served
+from tests.helpers.engine_double import EngineDouble
+
+#: Short, so that what an engine said is over soon once it says no more.
+INTERVAL_S = 0.2
+
+ASKED = {"token_ids": TOKENS, "model": "m"}
+
+
+def say(engine: EngineDouble, *, usage: float, waiting: int = 0, running: int = 0) -> None:
+    """The engine is as it says from its next scrape on."""
+    engine.gauges = (
+        f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {usage}\n'
+        f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {waiting}\n'
+        f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="200"} 1.0\n'
+    )
+
+
+def told(api: Api) -> dict[int, dict[str, Any]]:
+    """What each worker's only rank says, of those that say anything."""
+    return {worker_id: row["metrics"][0] for worker_id, row in api.workers().items() if row["metrics"]}
+
+
+def usages(api: Api) -> dict[int, float]:
+    return {worker_id: gauges["gpu_cache_usage_perc"] for worker_id, gauges in told(api).items()}
+
+
+def await_usages(api: Api, wanted: dict[int, float]) -> None:
+    wait_for(lambda: usages(api) == wanted, PATIENCE_S, f"engines to say {wanted}")
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[EngineDouble, EngineDouble]]:
+    with EngineDouble() as first, EngineDouble() as second:
+        yield first, second
+
+
+def bridged(stack: Stack, engines: tuple[EngineDouble, ...]) -> Settings:
+    """Start a bridge of these engines as workers 1, 2, ...; gives the scope's settings."""
+    stack.settings = replace(stack.settings, metrics_interval_s=INTERVAL_S)
+    addresses = [
+        Engine(number, None, engine.url, engine.events, engine.replay)  # type: ignore[arg-type]
+        for number, engine in enumerate(engines, 1)
+    ]
+    stack.bridge(addresses)
+    return stack.settings
+
+
+def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
+    """Both older policies, on a router that was there and on one that comes late; the choice follows the engines."""
+    first, second = engines
+    say(first, usage=0.9, waiting=4, running=2)
+    say(second, usage=0.1)
+    settings = bridged(stack, engines)
+    with served(replace(settings, router_mode=RouterMode.HIT_USAGE_WAITING)) as api:
+        await_usages(api, {1: 0.9, 2: 0.1})
+        assert told(api)[1] | {"scraped_at_ms": 0, "scrapes_failed": 0} == {
+            "dp_rank": 0,
+            "gpu_cache_usage_perc": 0.9,
+            "num_requests_waiting": 4,
+            "request_active_slots": 2,
+            "request_total_slots": 0,
+            "kv_active_blocks": 180,
+            "kv_total_blocks": 200,
+            "scraped_at_ms": 0,
+            "scrapes_failed": 0,
+        }
+        by_rank = {row["worker_id"]: row["engine"] for row in api.get("/loads")["loads"]}
+        assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
+        assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
+        chosen = api.look(**ASKED)
+        assert (chosen["worker_id"], chosen["mode"]) == (2, "degraded")  # nobody indexes here; the metrics are there
+        assert {row["worker_id"]: row["cost"] for row in chosen["candidates"]} == {1: 0.9 + 1.0, 2: 0.1}
+        with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as late:
+            await_usages(late, {1: 0.9, 2: 0.1})
+            assert late.look(**ASKED)["worker_id"] == 2
+            say(first, usage=0.2)
+            say(second, usage=0.7, waiting=1)
+            for each in (api, late):
+                await_usages(each, {1: 0.2, 2: 0.7})
+                assert each.look(**ASKED)["worker_id"] == 1
+            say(second, usage=1.0)
+            await_usages(late, {1: 0.2, 2: 1.0})
+            message = late.call("POST", "/route", {**ASKED, "allowed_worker_ids": [2]}).refused(503, "all_workers_busy")
+            assert "full" in message
+
+
+def test_an_engine_that_says_no_more_is_not_believed(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
+    """Whether it answers never, or with a page that cannot be used: its last word runs out, is counted, and comes
+    back; the other engine's word goes on meanwhile."""
+    first, second = engines
+    say(first, usage=0.3)
+    say(second, usage=0.5)
+    settings = bridged(stack, engines)
+    with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as api:
+        await_usages(api, {1: 0.3, 2: 0.5})
+        assert told(api)[1]["scrapes_failed"] == 0
+        first.answers.clear()
+        await_usages(api, {2: 0.5})
+        first.answers.set()
+        await_usages(api, {1: 0.3, 2: 0.5})
+        failed = told(api)[1]["scrapes_failed"]
+        assert failed >= 1
+        assert metrics(api)["kvstreams_scrapes_failed"] >= failed
+        first.gauges = "vllm:num_requests_waiting lots\n"
+        second.gauges = ""
+        await_usages(api, {})
+        assert api.look(**ASKED)["mode"] == "fallback"
+        say(first, usage=0.4)
+        await_usages(api, {1: 0.4})
+        assert told(api)[1]["scrapes_failed"] > failed
+
+
+def test_a_record_that_is_none_stops_nobody(scope: Settings) -> None:
+    """It is counted, and the next one is folded; what lay in the log before a router came is too old for it."""
+    kafka = producer(scope)
+
+    def write(worker_id: int, key: bytes, value: bytes | None = None, usage: float = 0.5) -> None:
+        report = MetricsReport(rank_of(worker_id), WorkerMetrics(usage), 60_000, 0)
+        raw = encode_metrics(report) if value is None else value
+        kafka.produce(topics(scope).worker_metrics.name, key=key, value=raw)
+        assert kafka.flush(PATIENCE_S) == 0
+
+    with served(scope) as api:
+        for worker_id in (1, 2):
+            api.call("PUT", f"/workers/{worker_id}", {"url": "http://e", "model": "m", "block_size": 16}).given()
+        for bad in (b"junk", b"\xc3\x01" + bytes(8)):
+            write(1, b"1", bad)
+        write(1, b"2")
+        write(1, b"1")
+        await_usages(api, {1: 0.5})
+        wait_for(lambda: metrics(api)["kvstreams_bad_records"] == 3.0, PATIENCE_S, "three records to be counted")
+        with served(scope) as late:
+            assert usages(late) == {}
+            write(2, b"2", usage=0.25)
+            for each, known in ((api, {1: 0.5, 2: 0.25}), (late, {2: 0.25})):
+                await_usages(each, known)
+        api.call("DELETE", "/workers/1").given()
+        assert usages(api) == {2: 0.25}

@@ -1,0 +1,1 @@
+"""Tests without Kafka; `make fast` runs them."""

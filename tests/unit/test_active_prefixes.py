@@ -1,0 +1,81 @@
+"""Blocks in use: whatever is added and removed, the tree says what sets of blocks say, and is sound after each step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core.hashing import pack_hashes, unpack_hashes
+from streams.core.loads.active_prefixes import ActivePrefixes, Run
+from tests.helpers.reference import chain_hashes
+
+
+def chain(content: list[int]) -> bytes:
+    return pack_hashes(chain_hashes(content))
+
+
+def shared(tree: ActivePrefixes, row: int, asked: bytes) -> int:
+    return sum(n_blocks for bits, n_blocks in tree.match(asked) if bits >> row & 1)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_the_tree_says_what_sets_say(seed: int) -> None:
+    """Random chains over two symbols, so that they share and part everywhere; each row's blocks counted once."""
+    rng = random.Random(seed)
+    tree = ActivePrefixes()
+    live: list[tuple[int, bytes, Run]] = []
+
+    def used(row: int) -> set[int]:
+        return {block for at, blocks, _ in live if at == row for block in unpack_hashes(blocks).tolist()}
+
+    for _ in range(30):
+        row = rng.choice((1, 2, 70))
+        if live and rng.random() < 0.45:
+            row, blocks, run = live[rng.randrange(len(live))]
+            before = used(row)
+            live.remove((row, blocks, run))
+            assert tree.remove(row, run) == len(before - used(row))
+        else:
+            blocks = chain([rng.choice((7, 7, 7, 8)) for _ in range(rng.randint(0, 9))])
+            before = used(row)
+            run, n_fresh = tree.add(row, blocks)
+            live.append((row, blocks, run))
+            assert n_fresh == len(used(row) - before)
+        tree.check()
+        asked = chain([rng.choice((7, 7, 7, 8)) for _ in range(rng.randint(0, 9))])
+        for each in (1, 2, 70):
+            assert shared(tree, each, asked) == len(used(each) & set(unpack_hashes(asked).tolist()))
+    for row, _, run in live:
+        tree.remove(row, run)
+    tree.check()
+    assert list(tree.runs()) == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 128])
+@pytest.mark.parametrize("parted", [1, 2, 16, 31, 127])
+def test_chains_that_part_anywhere_share_what_is_before(length: int, parted: int) -> None:
+    """The other one goes on with content of its own, or ends there."""
+    tree = ActivePrefixes()
+    tree.add(1, chain([5] * length))
+    same = min(length, parted)
+    assert shared(tree, 1, chain([5] * parted)) == same
+    assert shared(tree, 1, chain([5] * parted + [6] * 3)) == same
+    _, n_fresh = tree.add(1, chain([5] * parted + [6] * 3))
+    assert n_fresh == parted + 3 - same
+    tree.check()
+
+
+def test_a_tree_that_was_split_is_whole_again_when_the_others_are_over() -> None:
+    """Runs do not stay cut up behind requests that are gone."""
+    tree = ActivePrefixes()
+    tree.add(1, chain([5] * 20))
+    others = [tree.add(row, chain([5] * n + [row] * 3))[0] for row, n in ((1, 4), (2, 8), (3, 12))]
+    assert len(list(tree.runs())) > 1
+    for row, run in zip((1, 2, 3), others, strict=True):
+        assert tree.remove(row, run) >= 3
+    assert [run.n_blocks for run in tree.runs()] == [20]
+    tree.check()

@@ -1,0 +1,907 @@
+"""Every record's bytes: there and back, read by a second Avro library, and what is no record refused by its reason."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import avro.io
+import avro.schema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.codec import (
+    codec,
+    decode_batch,
+    decode_load,
+    decode_metrics,
+    decode_resync,
+    decode_worker,
+    encode_batch,
+    encode_load,
+    encode_metrics,
+    encode_resync,
+    encode_worker,
+    from_long,
+    schemas_dir,
+    to_long,
+)
+from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineBatch,
+    EngineEvents,
+    Heartbeat,
+    KvEvent,
+    MoeLabels,
+    RestatedRun,
+    RestatementChunk,
+    ResyncRequest,
+    WorkerRemoved,
+)
+from streams.core.hashing import pack_hashes
+from streams.core.ids import (
+    U32_MAX,
+    U64_MASK,
+    DpRank,
+    EngineHash,
+    Epoch,
+    HashArray,
+    Incarnation,
+    RankId,
+    SequenceHash,
+    Tier,
+    WorkerId,
+)
+from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
+from streams.cxl.records import (
+    BlockKey,
+    BlockRow,
+    EndedLife,
+    OwnerRow,
+    ParkedKey,
+    ParkedRow,
+    Placement,
+    block_key,
+    decode_block,
+    decode_owner,
+    decode_parked,
+    decode_pool,
+    decode_transition,
+    encode_block,
+    encode_owner,
+    encode_parked,
+    encode_pool,
+    encode_transition,
+    owner_key,
+    parked_key,
+    pool_key,
+)
+from streams.cxl.states import CxlMemoryState
+from streams.errors import BadRecord, KvStreamsError
+from streams.tables.records import (
+    PartitionRecord,
+    SourceProgress,
+    decode_partition,
+    decode_progress,
+    decode_run,
+    encode_partition,
+    encode_progress,
+    encode_run,
+    parse_progress_key,
+    parse_run_key,
+    partition_key,
+    progress_key,
+    run_key,
+)
+from tests.helpers.reference import chain_hashes
+
+HEADER_BYTES = 10
+I31 = (1 << 31) - 1
+I63 = (1 << 63) - 1
+
+u64s = st.integers(0, U64_MASK)
+counts = st.integers(0, I31)
+longs = st.integers(-I63 - 1, I63)
+texts = st.text(max_size=12)
+hash_lists = st.lists(u64s, max_size=5)
+some_tier = st.sampled_from(Tier)
+ranks = st.builds(lambda worker, rank: RankId(WorkerId(worker), DpRank(rank)), u64s, counts)
+labels = st.builds(MoeLabels, *[st.one_of(st.none(), counts)] * 3)
+
+
+def u64(values: list[int]) -> HashArray:
+    return np.array(values, dtype=np.uint64)
+
+
+def arrays_of(n: int) -> st.SearchStrategy[HashArray]:
+    return st.lists(u64s, min_size=n, max_size=n).map(u64)
+
+
+cxl = st.builds(CxlMetadata, texts, st.one_of(st.none(), texts), st.lists(u64s, max_size=3).map(tuple))
+stores = st.integers(0, 4).flatmap(
+    lambda n: st.builds(
+        BlocksStored,
+        st.one_of(st.none(), u64s.map(EngineHash)),
+        arrays_of(n),
+        arrays_of(n),
+        some_tier,
+        st.one_of(st.none(), labels),
+        st.one_of(st.none(), cxl),
+    )
+)
+events = st.one_of(stores, st.builds(BlocksRemoved, hash_lists.map(u64), some_tier), st.just(AllBlocksCleared()))
+restated_runs = st.tuples(st.integers(0, 4), st.one_of(st.none(), u64s.map(SequenceHash)), counts, some_tier).flatmap(
+    lambda parts: st.builds(
+        RestatedRun,
+        st.just(0 if parts[1] is None else max(1, parts[2])),
+        st.just(parts[1]),
+        arrays_of(parts[0]),
+        arrays_of(parts[0]),
+        st.just(parts[3]),
+    )
+)
+chunks = st.builds(
+    lambda restatement, n, m, exact, runs: RestatementChunk(restatement, min(n, m - 1), m, exact, tuple(runs)),
+    u64s,
+    counts,
+    st.integers(1, I31),
+    st.booleans(),
+    st.lists(restated_runs, max_size=3),
+)
+bodies = st.one_of(
+    st.builds(lambda told: EngineEvents(tuple(told)), st.lists(events, max_size=4)),
+    chunks,
+    st.builds(WorkerRemoved, texts, st.one_of(st.none(), longs)),
+)
+batches = st.builds(
+    EngineBatch,
+    ranks,
+    texts,
+    st.integers(1, I31),
+    u64s.map(Incarnation),
+    st.integers(0, I63),
+    u64s,
+    longs,
+    bodies,
+    counts,
+)
+workers = st.builds(
+    Worker,
+    worker_id=u64s.map(WorkerId),
+    url=texts,
+    model=st.text(min_size=1, max_size=12),
+    block_size=st.integers(1, I31),
+    dp_size=st.integers(1, DP_SIZE_MAX),
+    role=st.sampled_from(Role),
+    state=st.sampled_from(WorkerState),
+    kv_total_blocks=st.one_of(st.none(), longs),
+    max_requests=st.one_of(st.none(), counts),
+    device_class=texts,
+    taints=st.lists(texts, max_size=3).map(tuple),
+    events_endpoint=st.one_of(st.none(), texts),
+    replay_endpoint=st.one_of(st.none(), texts),
+    registered_at_ms=longs,
+)
+metrics = st.builds(
+    MetricsReport,
+    ranks,
+    st.builds(WorkerMetrics, st.floats(0.0, 1.0), counts, counts, counts, counts, counts),
+    st.integers(1, METRICS_TTL_MS_MAX),
+    longs,
+    st.integers(0, I63),
+)
+booking_ids = st.builds(BookingId, texts, texts, longs)
+bookings = st.builds(
+    Booking,
+    rank=ranks,
+    model=texts,
+    prefill_tokens=st.integers(0, I63),
+    sequence=hash_lists.map(pack_hashes),
+    overlap_blocks=counts,
+    request_blocks=counts,
+    expected_output_tokens=st.one_of(st.none(), counts),
+    output_blocks=counts,
+)
+epochs = st.builds(lambda life, generation: Epoch(Incarnation(life), generation), u64s, counts)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    n = draw(st.integers(1, RUN_BLOCKS_MAX))
+    local = draw(st.lists(u64s, min_size=n, max_size=n))
+    engine = draw(st.lists(u64s, min_size=n, max_size=n))
+    parent = draw(st.one_of(st.none(), u64s))
+    start = 0 if parent is None else draw(st.integers(1, I31))
+    chain = chain_hashes(local, parent)
+    key = RunKey(draw(ranks), draw(some_tier), SequenceHash(chain[0]))
+    present = draw(st.integers(1, (1 << n) - 1))
+    moe = draw(st.dictionaries(st.integers(0, n - 1), labels, max_size=3))
+    before = None if parent is None else SequenceHash(parent)
+    return Run(key, draw(epochs), start, before, local, engine, chain, present, moe)
+
+
+progresses = st.builds(
+    Progress,
+    rank=ranks,
+    epoch=epochs,
+    sequence=st.integers(-1, I63),
+    digest=u64s,
+    health=st.sampled_from(Health),
+    model=texts,
+    block_size=counts,
+    n_blocks=st.integers(0, I63),
+    n_gaps=st.integers(0, I63),
+    n_unknown_parents=st.integers(0, I63),
+    n_unknown_removals=st.integers(0, I63),
+)
+source_progresses = st.builds(SourceProgress, texts, texts, longs, longs, longs, longs)
+partition_records = st.builds(
+    PartitionRecord, st.integers(0, U32_MAX), longs, texts, st.lists(source_progresses, max_size=3).map(tuple)
+)
+
+
+def plain(value: Any) -> Any:
+    """A form that compares: arrays as lists, dataclasses as their fields."""
+    if isinstance(value, np.ndarray):
+        assert value.dtype == np.uint64
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return [type(value).__name__, {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}]
+    return value
+
+
+def witnessed(schema_name: str, raw: bytes) -> dict[str, Any]:
+    """What the avro package reads behind the header, from the schema file itself."""
+    schema = avro.schema.parse((schemas_dir() / f"{schema_name}.avsc").read_text())
+    stream = io.BytesIO(raw[HEADER_BYTES:])
+    datum: dict[str, Any] = avro.io.DatumReader(schema).read(avro.io.BinaryDecoder(stream))
+    assert not stream.read()
+    return datum
+
+
+def reason_of(decode: Callable[[], Any]) -> str | None:
+    """Why a record is bad; None where it is good. Whatever else is raised is a fault."""
+    try:
+        decode()
+    except BadRecord as exc:
+        return exc.reason
+    return None
+
+
+RANK = RankId(WorkerId(U64_MASK), DpRank(3))
+STORED = BlocksStored(
+    EngineHash(7), u64([1, U64_MASK]), u64([3, 4]), Tier.HOST, MoeLabels(1, None, 2), CxlMetadata("evicted", None, (5,))
+)
+BATCH = EngineBatch(
+    RANK,
+    "model",
+    16,
+    Incarnation(U64_MASK),
+    5,
+    6,
+    7,
+    EngineEvents((STORED, BlocksRemoved(u64([9])), AllBlocksCleared())),
+    8,
+)
+CHUNK = replace(
+    BATCH,
+    body=RestatementChunk(1, 0, 2, True, (RestatedRun(2, SequenceHash(5), u64([1]), u64([2]), Tier.DISK),)),
+)
+REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
+HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000))
+RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
+WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
+METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
+BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
+BOOKING_ID = BookingId("request", "router", 3)
+RUN = Run(
+    RunKey(RANK, Tier.HOST, SequenceHash(chain_hashes([1, 2], 8)[0])),
+    Epoch(Incarnation(4), 2),
+    5,
+    SequenceHash(8),
+    [1, 2],
+    [11, 12],
+    chain_hashes([1, 2], 8),
+    0b10,
+    {1: MoeLabels(1, 2, None)},
+)
+PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "model", 16, 1, 2, 3, 4, 6000, True)
+PARTITION = PartitionRecord(3, 5, "owner", (SourceProgress("t", "id", -1, 6, 7, 8),))
+
+ADDRESSES = [
+    (BlockAddress(SequenceHash(5), SequenceHash(4), 1), EngineHash(11)),
+    (BlockAddress(SequenceHash(6), SequenceHash(5), 2), EngineHash(12)),
+]
+TRANSITION = CxlTransition(
+    RANK,
+    "m",
+    Incarnation(2),
+    7,
+    1,
+    CxlMemoryState.IN_TRANSIT,
+    "pool",
+    3,
+    (WorkerId(7),),
+    9,
+    addressed(ADDRESSES),
+)
+POOL = CxlPool("pool", "near", 1 << 40, (WorkerId(7), WorkerId(8)), 3, True, 9)
+POOLED = BlockRow(
+    Placement(CxlMemoryState.CXL_POOLED, "pool", 3, (WorkerId(7),), "m", Incarnation(2), 9),
+    SequenceHash(4),
+    1,
+    EngineHash(11),
+)
+OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedLife(Incarnation(1), 41, 8),))
+
+#: One good record of every kind, its schema and its decoder.
+GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
+    "events": ("kv-events", encode_batch(BATCH), decode_batch),
+    "restatement": ("kv-events", encode_batch(CHUNK), decode_batch),
+    "removal": ("kv-events", encode_batch(REMOVAL), decode_batch),
+    "heartbeat": ("kv-events", encode_batch(HEARTBEAT), decode_batch),
+    "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
+    "worker": ("workers", encode_worker(WORKER), decode_worker),
+    "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
+    "add": ("router-loads", encode_load(BOOKING_ID, Phase.ADD, BOOKING, 1)[1], decode_load),
+    "free": ("router-loads", encode_load(BOOKING_ID, Phase.FREE, None, 1)[1], decode_load),
+    "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),
+    "progress": (
+        "prefix-index-progress",
+        encode_progress(PROGRESS),
+        lambda raw: decode_progress(progress_key(RANK), raw or b""),
+    ),
+    "partition": (
+        "prefix-index-partition",
+        encode_partition(PARTITION),
+        lambda raw: decode_partition(partition_key(3), raw or b""),
+    ),
+    "transition": ("cxl-events", encode_transition(TRANSITION), decode_transition),
+    "pool": ("cxl-pools", encode_pool(POOL), lambda raw: decode_pool(pool_key(POOL.pool_id), raw or b"")),
+    "pooled": (
+        "cxl-block",
+        encode_block(POOLED),
+        lambda raw: decode_block(block_key(BlockKey(SequenceHash(5), RANK, "pool")), raw or b""),
+    ),
+    "owner": ("cxl-owner", encode_owner(OWNER), lambda raw: decode_owner(owner_key(RANK), raw or b"")),
+    "parked": (
+        "cxl-parked",
+        encode_parked(ParkedRow(4, 5, b"as it came")),
+        lambda raw: decode_parked(parked_key(ParkedKey(RANK, 1)), raw or b""),
+    ),
+}
+every_kind = pytest.mark.parametrize("kind", list(GOOD))
+WITH_CONFLUENT_IDS: dict[str, Callable[[bytes, dict[str, int]], Any]] = {
+    "kv-events": decode_batch,
+    "kv-control": decode_resync,
+    "workers": decode_worker,
+    "worker-metrics": decode_metrics,
+    "router-loads": decode_load,
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches)
+def test_batches_come_back_as_they_were(batch: EngineBatch) -> None:
+    """Events, restatements and removals with every field, and the avro package reads the same of them."""
+    raw = encode_batch(batch)
+    assert plain(decode_batch(raw)) == plain(batch)
+    datum = witnessed("kv-events", raw)
+    assert (from_long(datum["worker_id"]), datum["dp_rank"]) == batch.rank
+    assert (datum["model"], datum["block_size"], datum["sequence"]) == (batch.model, batch.block_size, batch.sequence)
+    assert int.from_bytes(datum["digest"], "little") == batch.digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(worker=workers)
+def test_workers_come_back_as_they_were(worker: Worker) -> None:
+    """Every field, optional ones there or not."""
+    raw = encode_worker(worker)
+    assert decode_worker(raw) == worker
+    assert witnessed("workers", raw)["role"] == worker.role.value
+
+
+@settings(max_examples=60, deadline=None)
+@given(report=metrics)
+def test_metrics_come_back_as_they_were(report: MetricsReport) -> None:
+    """Every gauge, and the avro package reads the same of them."""
+    raw = encode_metrics(report)
+    assert decode_metrics(raw) == report
+    datum = witnessed("worker-metrics", raw)
+    assert (from_long(datum["worker_id"]), datum["dp_rank"]) == report.rank
+    assert {name: datum[name] for name in WorkerMetrics.__slots__} == asdict(report.metrics)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpu_cache_usage_perc": -0.01},
+        {"gpu_cache_usage_perc": 1.01},
+        {"gpu_cache_usage_perc": float("nan")},
+        {"num_requests_waiting": -1},
+        {"kv_total_blocks": -1},
+        {"ttl_ms": 0},
+        {"ttl_ms": METRICS_TTL_MS_MAX + 1},
+        {"n_scrapes_failed": -1},
+    ],
+)
+def test_gauges_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    """More than all of a cache, less than nothing, promises for ever."""
+    good = {
+        "worker_id": 1,
+        "dp_rank": 0,
+        "scraped_at_ms": 0,
+        "ttl_ms": 1,
+        "n_scrapes_failed": 0,
+        **asdict(WorkerMetrics()),
+    }
+    assert decode_metrics(codec("worker-metrics").encode(good)).metrics == WorkerMetrics()
+    assert reason_of(lambda: decode_metrics(codec("worker-metrics").encode(good | wrong))) == "bad_metrics"
+
+
+@settings(max_examples=60, deadline=None)
+@given(booking_id=booking_ids, phase=st.sampled_from(Phase), booking=bookings, at_ms=longs)
+def test_loads_come_back_as_they_were(booking_id: BookingId, phase: Phase, booking: Booking, at_ms: int) -> None:
+    """An add with its booking, the other phases with none; the key tells a booking's phases apart."""
+    carried = booking if phase is Phase.ADD else None
+    key, raw = encode_load(booking_id, phase, carried, at_ms)
+    assert decode_load(raw) == (booking_id, phase, carried)
+    assert key.decode().endswith(f"\x1f{booking_id.counter}\x1f{phase.value}")
+    datum = witnessed("router-loads", raw)
+    assert (datum["request_id"], datum["phase"], datum["written_at_ms"]) == (booking_id.request_id, phase.value, at_ms)
+
+
+@settings(max_examples=60, deadline=None)
+@given(run=runs())
+def test_runs_come_back_as_they_were(run: Run) -> None:
+    """From key and value together, the sequence hashes by themselves."""
+    key, raw = run_key(run.key), encode_run(run)
+    assert decode_run(key, raw) == run
+    assert parse_run_key(key) == run.key
+    datum = witnessed("prefix-index-run", raw)
+    assert np.frombuffer(datum["local_hashes"], dtype="<u8").tolist() == run.local
+    assert int.from_bytes(datum["present"], "little") == run.present
+
+
+@settings(max_examples=60, deadline=None)
+@given(progress=progresses, record=partition_records)
+def test_progress_and_partition_records_come_back_as_they_were(progress: Progress, record: PartitionRecord) -> None:
+    """From key and value together, and the avro package reads the same of them."""
+    raw = encode_progress(progress)
+    assert decode_progress(progress_key(progress.rank), raw) == progress
+    assert witnessed("prefix-index-progress", raw)["sequence"] == progress.sequence
+    raw = encode_partition(record)
+    assert decode_partition(partition_key(record.partition), raw) == record
+    assert len(witnessed("prefix-index-partition", raw)["sources"]) == len(record.sources)
+
+
+def test_the_witness_reads_every_schema_to_the_last_field() -> None:
+    """The avro package, given nothing but the schema file and the bytes, finds what was written."""
+    batch = witnessed("kv-events", GOOD["events"][1])
+    stored, removed, cleared = batch["body"]["events"]
+    assert stored["engine_hashes"] == b"\x01" + bytes(7) + b"\xff" * 8
+    assert stored["parent"] == b"\x07" + bytes(7)
+    assert (stored["tier"], stored["moe"]) == ("host", {"layer_id": 1, "expert_id": None, "expert_group": 2})
+    assert stored["cxl_metadata"] == {"state": "evicted", "pool_id": None, "accessible_workers": [5]}
+    assert removed == {"engine_hashes": b"\x09" + bytes(7), "tier": "device"}
+    assert cleared == {}
+    assert (batch["worker_id"], batch["incarnation"]) == (-1, -1)  # u64 as the signed long of the same bits
+    assert witnessed("kv-events", GOOD["restatement"][1])["body"]["n_chunks"] == 2
+    assert witnessed("kv-events", GOOD["removal"][1])["body"] == {"reason": "silent", "seen_sequence": 41}
+    assert witnessed("workers", GOOD["worker"][1])["taints"] == ["a", "b"]
+    assert witnessed("router-loads", GOOD["add"][1])["booking"]["sequence_hashes"] == b"\x01" + bytes(7) + b"\xff" * 8
+    assert witnessed("router-loads", GOOD["free"][1])["booking"] is None
+    assert witnessed("prefix-index-run", GOOD["run"][1])["labels"][0]["expert_id"] == 2
+    assert witnessed("prefix-index-progress", GOOD["progress"][1])["health"] == "degraded"
+    assert witnessed("prefix-index-partition", GOOD["partition"][1])["sources"][0]["applied_offset"] == -1
+
+
+def test_every_schema_has_a_record_here() -> None:
+    """Nobody adds a schema without its witness."""
+    assert {schema for schema, _, _ in GOOD.values()} == {path.stem for path in schemas_dir().glob("*.avsc")}
+
+
+def canonical(schema: Any, known: set[str], namespace: str = "") -> str:
+    """Avro's Parsing Canonical Form, as its specification tells it.
+
+    Not the avro package's: in a union that one writes a named type out again where the form has its name.
+    """
+    if isinstance(schema, list):
+        return "[" + ",".join(canonical(branch, known, namespace) for branch in schema) + "]"
+    if isinstance(schema, str):
+        full = schema if "." in schema or not namespace else f"{namespace}.{schema}"
+        return json.dumps(full if full in known else schema)
+    namespace = schema.get("namespace", namespace)
+    parts: list[str] = []
+    if "name" in schema:
+        known.add(f"{namespace}.{schema['name']}")
+        parts.append(f'"name":"{namespace}.{schema["name"]}"')
+    parts.append(f'"type":"{schema["type"]}"')
+    if "fields" in schema:
+        fields = [
+            f'{{"name":"{each["name"]}","type":{canonical(each["type"], known, namespace)}}}'
+            for each in schema["fields"]
+        ]
+        parts.append(f'"fields":[{",".join(fields)}]')
+    if "symbols" in schema:
+        parts.append(f'"symbols":{json.dumps(schema["symbols"], separators=(",", ":"))}')
+    if "items" in schema:
+        parts.append(f'"items":{canonical(schema["items"], known, namespace)}')
+    if "size" in schema:
+        parts.append(f'"size":{schema["size"]}')
+    return "{" + ",".join(parts) + "}"
+
+
+def crc_64_avro(text: str) -> int:
+    """The fingerprint of the specification, bit by bit."""
+    empty = 0xC15D213AA4D7A795
+    value = empty
+    for byte in text.encode():
+        value ^= byte
+        for _ in range(8):
+            value = (value >> 1) ^ (empty if value & 1 else 0)
+    return value
+
+
+@every_kind
+def test_the_header_is_avros_single_object_encoding(kind: str) -> None:
+    """C3 01 and the schema's CRC-64-AVRO fingerprint, little-endian, computed here from the specification."""
+    schema_name, raw, _ = GOOD[kind]
+    schema = json.loads((schemas_dir() / f"{schema_name}.avsc").read_text())
+    assert raw[:2] == b"\xc3\x01"
+    assert raw[2:HEADER_BYTES] == codec(schema_name).fingerprint
+    assert raw[2:HEADER_BYTES] == crc_64_avro(canonical(schema, set())).to_bytes(8, "little")
+
+
+@every_kind
+def test_what_is_no_record_is_refused_by_its_reason(kind: str) -> None:
+    """Nothing, not Avro, a header alone, an unknown schema, another one of ours, bytes behind the datum."""
+    schema_name, raw, decode = GOOD[kind]
+    assert reason_of(lambda: decode(raw)) is None
+    assert reason_of(lambda: decode(b"")) == "not_avro"
+    assert reason_of(lambda: decode(None)) == "not_avro"
+    assert reason_of(lambda: decode(b"{}")) == "not_avro"
+    assert reason_of(lambda: decode(raw[1:])) == "not_avro"
+    assert reason_of(lambda: decode(raw[:9])) == "not_avro"
+    assert reason_of(lambda: decode(b"\xc3\x02" + raw[2:])) == "not_avro"
+    assert reason_of(lambda: decode(raw[:2] + bytes(8) + raw[HEADER_BYTES:])) == "unknown_schema"
+    for other_name, other, _ in GOOD.values():
+        if other_name != schema_name:
+            assert reason_of(lambda other=other: decode(other)) == "unknown_schema"  # type: ignore[misc]
+    assert reason_of(lambda: decode(raw + b"\x00")) == "bad_avro"
+
+
+@every_kind
+def test_a_record_cut_off_anywhere_is_refused(kind: str) -> None:
+    """No prefix of a record passes for one."""
+    _, raw, decode = GOOD[kind]
+    for n_bytes in range(len(raw)):
+        expected = "not_avro" if n_bytes < HEADER_BYTES else "bad_avro"
+        assert reason_of(lambda n=n_bytes: decode(raw[:n])) == expected, n_bytes  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", ["events", "worker", "add"])
+def test_the_confluent_header_is_read_where_its_id_is_set(kind: str) -> None:
+    """Magic 0 and the schema's id; an id that is not set, another schema's or cut off is refused."""
+    schema_name, raw, decode = GOOD[kind]
+    with_ids = WITH_CONFLUENT_IDS[schema_name]
+    framed = b"\x00" + (300).to_bytes(4, "big") + raw[HEADER_BYTES:]
+    assert plain(with_ids(framed, {schema_name: 300})) == plain(decode(raw))
+    assert plain(with_ids(raw, {schema_name: 300})) == plain(decode(raw))
+    assert reason_of(lambda: decode(framed)) == "unknown_schema"
+    assert reason_of(lambda: with_ids(framed, {schema_name: 301})) == "unknown_schema"
+    assert reason_of(lambda: with_ids(framed, {"another": 300})) == "unknown_schema"
+    assert reason_of(lambda: with_ids(framed[:4], {schema_name: 300})) == "not_avro"
+    assert reason_of(lambda: with_ids(framed[:-1], {schema_name: 300})) == "bad_avro"
+
+
+def by_reason(value: object) -> str:
+    """Name a case by its reason; the bytes beside it would be pages."""
+    return "" if isinstance(value, bytes) else str(value or "good")
+
+
+def batch_datum(**changes: Any) -> bytes:
+    datum = {
+        "worker_id": 1,
+        "dp_rank": 0,
+        "model": "m",
+        "block_size": 16,
+        "incarnation": 1,
+        "sequence": 0,
+        "digest": bytes(8),
+        "emitted_at_ms": 0,
+        "n_unindexed": 0,
+        "body": ("io.kvstreams.EngineEvents", {"events": []}),
+    }
+    return codec("kv-events").encode(datum | changes)
+
+
+def stored_datum(engine: bytes, local: bytes) -> bytes:
+    stored = {"parent": None, "engine_hashes": engine, "local_hashes": local, "tier": "device"}
+    return batch_datum(body=("io.kvstreams.EngineEvents", {"events": [("io.kvstreams.BlocksStored", stored)]}))
+
+
+def chunk_datum(**changes: Any) -> bytes:
+    run = {"start": 0, "parent": None, "engine_hashes": bytes(8), "local_hashes": bytes(8), "tier": "device"}
+    chunk = {"restatement_id": 1, "chunk": 0, "n_chunks": 1, "exact": True}
+    runs = [run | {name: value for name, value in changes.items() if name in run}]
+    chunk |= {name: value for name, value in changes.items() if name in chunk}
+    return batch_datum(body=("io.kvstreams.RestatementChunk", {**chunk, "runs": runs}))
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (batch_datum(), None),
+        (batch_datum(block_size=0), "wrong_block_size"),
+        (batch_datum(block_size=-16), "wrong_block_size"),
+        (batch_datum(dp_rank=-1), "bad_rank"),
+        (batch_datum(dp_rank=1 << 31), "bad_rank"),  # an Avro int has no room for it, but its bytes do
+        (batch_datum(dp_rank=1 << 40), "bad_rank"),
+        (batch_datum(sequence=-1), None),  # a life that begins
+        (batch_datum(sequence=-2), "bad_sequence"),
+        (batch_datum(sequence=-1, body=("io.kvstreams.WorkerRemoved", {"reason": "r"})), "bad_sequence"),
+        (batch_datum(n_unindexed=-1), "bad_count"),
+        (stored_datum(bytes(8), bytes(8)), None),
+        (stored_datum(bytes(7), bytes(8)), "bad_hashes"),
+        (stored_datum(bytes(8), bytes(9)), "bad_hashes"),
+        (stored_datum(bytes(8), bytes(16)), "bad_hashes"),
+        (stored_datum(bytes(8), b""), "bad_hashes"),
+        (chunk_datum(), None),
+        (chunk_datum(chunk=1), "bad_restatement"),
+        (chunk_datum(chunk=-1), "bad_restatement"),
+        (chunk_datum(n_chunks=0), "bad_restatement"),
+        (chunk_datum(start=1), "bad_restatement"),
+        (chunk_datum(parent=bytes(8)), "bad_restatement"),
+        (chunk_datum(parent=bytes(8), start=-1), "bad_restatement"),
+        (chunk_datum(parent=bytes(8), start=1), None),
+        (chunk_datum(engine_hashes=bytes(16)), "bad_hashes"),
+        (chunk_datum(local_hashes=bytes(3)), "bad_hashes"),
+    ],
+    ids=by_reason,
+)
+def test_a_batch_that_cannot_be_is_refused_by_its_reason(raw: bytes, reason: str | None) -> None:
+    """Good Avro with sizes, ranks, numbers or arrays that no engine has."""
+    assert reason_of(lambda: decode_batch(raw)) == reason
+
+
+def test_a_removal_of_odd_length_is_refused() -> None:
+    """Its hashes are whole, too."""
+    removed = ("io.kvstreams.BlocksRemoved", {"engine_hashes": bytes(12), "tier": "device"})
+    raw = batch_datum(body=("io.kvstreams.EngineEvents", {"events": [removed]}))
+    assert reason_of(lambda: decode_batch(raw)) == "bad_hashes"
+
+
+def worker_datum(**changes: Any) -> bytes:
+    return codec("workers").encode(
+        {"worker_id": 1, "url": "u", "model": "m", "block_size": 16, "registered_at_ms": 0} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"block_size": 0}, {"dp_size": 0}, {"dp_size": DP_SIZE_MAX + 1}, {"dp_size": -1}, {"model": ""}]
+)
+def test_a_worker_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    """As at PUT, so on Kafka; what is left out has its default."""
+    assert decode_worker(worker_datum()) == Worker(WorkerId(1), "u", "m", 16)
+    assert reason_of(lambda: decode_worker(worker_datum(**changes))) == "bad_worker"
+
+
+def load_datum(phase: str = "add", **changes: Any) -> bytes:
+    booking: dict[str, Any] = {
+        "worker_id": 1,
+        "dp_rank": 0,
+        "model": "m",
+        "prefill_tokens": 5,
+        "request_blocks": 1,
+        "overlap_blocks": 0,
+        "sequence_hashes": b"",
+        "expected_output_tokens": None,
+        "output_blocks": 0,
+    }
+    return codec("router-loads").encode(
+        {
+            "request_id": "r",
+            "router_id": "o",
+            "counter": 1,
+            "phase": phase,
+            "written_at_ms": 0,
+            "booking": None if "booking" in changes else ("io.kvstreams.Booking", booking | changes),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (load_datum(), None),
+        (load_datum(booking=None), "bad_booking"),
+        (load_datum("free"), "bad_booking"),
+        (load_datum("free", booking=None), None),
+        (load_datum(sequence_hashes=bytes(9)), "bad_hashes"),
+        (load_datum(prefill_tokens=-1), "bad_booking"),
+        (load_datum(request_blocks=-1), "bad_booking"),
+        (load_datum(overlap_blocks=-1), "bad_booking"),
+        (load_datum(output_blocks=-1), "bad_booking"),
+        (load_datum(dp_rank=-1), "bad_rank"),
+        (load_datum(dp_rank=1 << 31), "bad_rank"),
+    ],
+    ids=by_reason,
+)
+def test_a_load_that_cannot_be_is_refused_by_its_reason(raw: bytes, reason: str | None) -> None:
+    """An add has a booking, nothing else has; no load is less than nothing."""
+    assert reason_of(lambda: decode_load(raw)) == reason
+
+
+def run_datum(**changes: Any) -> bytes:
+    datum: dict[str, Any] = {
+        "incarnation": 1,
+        "generation": 0,
+        "start": 0,
+        "parent": None,
+        "local_hashes": (1).to_bytes(8, "little"),
+        "engine_hashes": bytes(8),
+        "present": b"\x01",
+        "labels": [],
+    }
+    return codec("prefix-index-run").encode(datum | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"local_hashes": b""}, "bad_run"),
+        ({"local_hashes": b"", "engine_hashes": b"", "present": b""}, "bad_run"),
+        ({"local_hashes": (2).to_bytes(8, "little")}, "bad_run"),
+        ({"local_hashes": b"\x01" + bytes(33 * 8 - 1), "engine_hashes": bytes(33 * 8)}, "bad_run"),
+        ({"engine_hashes": bytes(16)}, "bad_run"),
+        ({"engine_hashes": bytes(5)}, "bad_hashes"),
+        ({"local_hashes": bytes(5)}, "bad_hashes"),
+        ({"present": b""}, "bad_run"),
+        ({"present": b"\x00"}, "bad_run"),
+        ({"present": b"\x03"}, "bad_run"),
+        ({"present": b"\x01\x00"}, None),
+        ({"present": b"\x01\x01"}, "bad_run"),
+        ({"parent": bytes(8), "start": 1}, "bad_run"),  # its first sequence hash is then another one
+        ({"start": 1}, "bad_run"),
+        ({"start": -1}, "bad_run"),
+        ({"labels": [{"offset": 1, "layer_id": 1, "expert_id": None, "expert_group": None}]}, "bad_run"),
+        ({"labels": [{"offset": -1, "layer_id": 1, "expert_id": None, "expert_group": None}]}, "bad_run"),
+        ({"labels": [{"offset": 0, "layer_id": 1, "expert_id": None, "expert_group": None}]}, None),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_by_its_reason(changes: dict[str, Any], reason: str | None) -> None:
+    """Hashes that do not fit each other or the key, presence of blocks that are not there, nothing present."""
+    key = run_key(RunKey(RANK, Tier.DEVICE, SequenceHash(1)))
+    assert reason_of(lambda: decode_run(key, run_datum(**changes))) == reason
+
+
+@pytest.mark.parametrize(
+    ("key", "parse"),
+    [
+        (run_key(RUN.key), parse_run_key),
+        (progress_key(RANK), parse_progress_key),
+        (partition_key(3), lambda key: decode_partition(key, encode_partition(PARTITION))),
+    ],
+)
+def test_a_key_of_another_length_or_kind_is_refused(key: bytes, parse: Callable[[bytes], Any]) -> None:
+    """Cut off, with more behind, of another letter, of a tier that is none."""
+    assert reason_of(lambda: parse(key)) is None
+    for bad in (b"", key[:-1], key + b"\x00", b"X" + key[1:]):
+        assert reason_of(lambda bad=bad: parse(bad)) == "bad_key"  # type: ignore[misc]
+    if parse is parse_run_key:
+        assert reason_of(lambda: parse(key[:13] + b"\x04" + key[14:])) == "bad_key"
+
+
+def test_keys_sort_by_kind_and_rank() -> None:
+    """A range of RocksDB holds one kind, and within it one rank after the other."""
+    ordered = [RankId(WorkerId(1), DpRank(2)), RankId(WorkerId(1), DpRank(256)), RankId(WorkerId(256), DpRank(0))]
+    keys = [progress_key(rank) for rank in ordered]
+    keys += [run_key(RunKey(rank, tier, SequenceHash(U64_MASK))) for rank in ordered for tier in Tier]
+    assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("value", [0, 1, I63, I63 + 1, U64_MASK])
+def test_a_u64_travels_as_the_long_of_the_same_bits(value: int) -> None:
+    """In Avro's range, and back."""
+    assert -(1 << 63) <= to_long(value) <= I63
+    assert from_long(to_long(value)) == value
+
+
+@pytest.mark.parametrize(
+    "bad", [{"digest": b"short"}, {"model": 5}, {"sequence": "x"}, {"body": ("io.kvstreams.No", {})}]
+)
+def test_a_datum_that_the_schema_has_no_room_for_is_our_own_error(bad: dict[str, Any]) -> None:
+    """Never fastavro's."""
+    with pytest.raises(KvStreamsError):
+        batch_datum(**bad)
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "decode_batch": decode_batch,
+    "decode_worker": decode_worker,
+    "decode_metrics": decode_metrics,
+    "decode_load": decode_load,
+    "decode_run": lambda raw: decode_run(run_key(RUN.key), raw),
+    "decode_progress": lambda raw: decode_progress(progress_key(RANK), raw),
+    "decode_partition": lambda raw: decode_partition(partition_key(3), raw),
+}
+SCHEMA_OF = {
+    "decode_batch": "kv-events",
+    "decode_worker": "workers",
+    "decode_metrics": "worker-metrics",
+    "decode_load": "router-loads",
+    "decode_run": "prefix-index-run",
+    "decode_progress": "prefix-index-progress",
+    "decode_partition": "prefix-index-partition",
+}
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+@settings(max_examples=100, deadline=None)
+@given(raw=st.binary(max_size=80), framed=st.booleans())
+def test_random_bytes_are_a_record_or_a_bad_one(name: str, raw: bytes, framed: bool) -> None:
+    """With the right header or none, nothing but BadRecord is raised."""
+    header = b"\xc3\x01" + codec(SCHEMA_OF[name]).fingerprint
+    reason_of(lambda: DECODERS[name](header + raw if framed else raw))
+
+
+@every_kind
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_record_with_bytes_changed_is_a_record_or_a_bad_one(kind: str, data: st.DataObject) -> None:
+    """Bytes changed, put in or taken out: nothing but BadRecord is raised, and what passes can be written again."""
+    _, good, decode = GOOD[kind]
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    try:
+        value = decode(bytes(raw))
+    except BadRecord:
+        return
+    if isinstance(value, EngineBatch):
+        assert plain(decode_batch(encode_batch(value))) == plain(value)
+        progress_key(value.rank)  # what an agent writes of it has room
+    elif isinstance(value, Run):
+        assert decode_run(run_key(value.key), encode_run(value)) == value
+
+
+@settings(max_examples=50, deadline=None)
+@given(key=st.binary(max_size=24), letter=st.sampled_from([b"", b"R", b"P", b"Z"]))
+def test_random_keys_are_keys_or_bad_ones(key: bytes, letter: bytes) -> None:
+    """Nothing but BadRecord is raised."""
+    for parse in (parse_run_key, parse_progress_key):
+        assert reason_of(lambda parse=parse: parse(letter + key)) in (None, "bad_key")  # type: ignore[misc]
+
+
+def test_arrays_that_were_read_cannot_be_written_to() -> None:
+    """They share the record's bytes."""
+    body = decode_batch(GOOD["events"][1]).body
+    assert isinstance(body, EngineEvents)
+    event: KvEvent = body.events[0]
+    assert isinstance(event, BlocksStored)
+    assert not event.engine.flags.writeable
+
+
+def test_schemas_are_json_with_a_name_and_words() -> None:
+    """Each says what it is, for whoever reads the topic without us."""
+    for path in schemas_dir().glob("*.avsc"):
+        schema = json.loads(path.read_text())
+        assert schema["type"] == "record" and schema["namespace"] == "io.kvstreams" and schema["doc"]

@@ -1,0 +1,216 @@
+"""Engine hashes of blocks in CXL pools: resolved by the ledger, and beyond its time by the names they went there by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from confluent_kafka import Producer
+
+from streams.codec import decode_batch
+from streams.core.events import (
+    BEFORE_FIRST,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineEvents,
+    MoeLabels,
+)
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import EngineHash, SequenceHash, Tier
+from streams.cxl.events import BlockAddress, CxlStateChanged
+from streams.cxl.states import CxlMemoryState
+from streams.engines.cxl_names import CxlNames, stored_states
+from streams.engines.dialects.vllm import decode_payload
+from streams.engines.ledger import Ledger
+from streams.engines.publisher import KvEventPublisher
+from streams.errors import BadRecord
+from streams.settings import Settings
+from streams.topics import EVENT_BYTES_MAX
+from tests.unit.test_holdings import u64
+
+LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
+
+CHAIN = [SequenceHash(each) for each in sequence_hashes(u64(1, 2, 3)).tolist()]
+FIRST, SECOND, THIRD = (
+    BlockAddress(block, parent, position)
+    for position, (block, parent) in enumerate(zip(CHAIN, [None, *CHAIN[:2]], strict=True))
+)
+
+
+def ledger_of_three() -> Ledger:
+    """Blocks 11, 12 and 13, one chain."""
+    ledger = Ledger(counts_copies=True)
+    ledger.apply(BlocksStored(None, u64(11, 12), u64(1, 2)))
+    ledger.apply(BlocksStored(EngineHash(12), u64(13), u64(3), Tier.HOST))
+    return ledger
+
+
+def enter(names: CxlNames, ledger: Ledger, state: CxlMemoryState, *engine: int) -> tuple[list[BlockAddress], list[int]]:
+    blocks, unknown = names.resolve(u64(*engine), state, ledger)
+    return [address for address, _ in blocks.rows()], unknown
+
+
+def test_a_ledger_says_where_a_block_lies() -> None:
+    """Whatever its tier; a name that it does not hold has no place."""
+    ledger = ledger_of_three()
+    assert [ledger.address(EngineHash(name)) for name in (11, 12, 13, 14)] == [FIRST, SECOND, THIRD, None]
+
+
+@pytest.mark.parametrize("gone", [BlocksRemoved(u64(11, 12)), AllBlocksCleared()])
+def test_a_name_outlives_the_ledger_on_its_way_into_a_pool_and_in_it(gone: BlocksRemoved | AllBlocksCleared) -> None:
+    """The GPU's copy goes while the block is in transit; what is told later still finds it, until it is evicted."""
+    ledger, names = ledger_of_three(), CxlNames()
+    assert enter(names, ledger, TRANSIT, 11, 12) == ([FIRST, SECOND], [])
+    ledger.apply(gone)
+    assert enter(names, ledger, POOLED, 12, 11) == ([SECOND, FIRST], [])
+    assert enter(names, ledger, EVICTED, 11, 14) == ([FIRST], [14])
+    assert enter(names, ledger, EVICTED, 11) == ([], [11])
+    assert len(names) == 1
+    assert enter(names, ledger, LOCAL, 12) == ([SECOND], [])
+    assert len(names) == 0
+
+
+def test_a_name_given_to_another_block_is_still_that_of_the_one_in_the_pool() -> None:
+    """Until the other one goes there under it."""
+    ledger, names = ledger_of_three(), CxlNames()
+    enter(names, ledger, TRANSIT, 11)
+    ledger.apply(BlocksRemoved(u64(11)))
+    ledger.apply(BlocksStored(None, u64(11), u64(9)))
+    other = BlockAddress(SequenceHash(9), None, 0)
+    assert enter(names, ledger, POOLED, 11) == ([FIRST], [])
+    assert enter(names, ledger, TRANSIT, 11) == ([other], [])
+    assert enter(names, ledger, EVICTED, 11) == ([other], [])
+
+
+def test_what_was_told_before_is_followed() -> None:
+    """A bridge that reads an engine's batches again ends up with the names that its forerunner had."""
+    names, ledger = CxlNames(), Ledger(counts_copies=True)
+    names.apply(BlocksStored(None, u64(11, 12), u64(1, 2), cxl=CxlMetadata("cxl_pooled", "p", ())), ledger)
+    names.apply(BlocksRemoved(u64(11, 12)), ledger)
+    names.apply(CxlStateChanged(1, u64(12), EVICTED), ledger)
+    assert enter(names, ledger, POOLED, 11, 12) == ([FIRST], [12])
+
+
+def test_a_store_in_a_pool_is_told_as_the_transitions_that_it_amounts_to() -> None:
+    """By way of the bus; a state that is none is refused before anything is told."""
+    stored = BlocksStored(None, u64(11), u64(1), cxl=CxlMetadata("cxl_pooled", "p", (7,)))
+    assert [(each.state, each.pool_id, each.accessible_workers) for each in stored_states(stored)] == [
+        (TRANSIT, "p", (7,)),
+        (POOLED, "p", (7,)),
+    ]
+    assert stored_states(BlocksStored(None, u64(11), u64(1))) == []
+    with pytest.raises(BadRecord, match="no state"):
+        stored_states(BlocksStored(None, u64(11), u64(1), cxl=CxlMetadata("elsewhere", "p", ())))
+
+
+TRANSITION = {
+    "type": "CxlStateTransition",
+    "event_id": 5,
+    "block_hashes": [11, -1],
+    "new_state": "in_transit",
+    "pool_id": "p",
+    "accessible_workers": [7, 8],
+}
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [11],
+    "parent_block_hash": None,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 4,
+    "cxl_metadata": {"state": "cxl_pooled", "pool_id": "p", "accessible_workers": [7]},
+}
+
+
+def payload_of(*events: Any) -> bytes:
+    packed: bytes = msgpack.packb([1.0, list(events), 0])
+    return packed
+
+
+@pytest.mark.parametrize("event", [TRANSITION, ["CxlStateTransition", *list(TRANSITION.values())[1:]]])
+def test_an_engine_tells_transitions_beside_vllms_events(event: Any) -> None:
+    """As a map or as an array, like any event."""
+    (found,) = decode_payload(payload_of(event), 4).events
+    assert isinstance(found, CxlStateChanged)
+    assert (found.event_id, found.state, found.pool_id, found.accessible_workers) == (5, TRANSIT, "p", (7, 8))
+    assert found.engine.tolist() == [11, (1 << 64) - 1]
+
+
+def test_an_engine_tells_where_it_stored_a_block() -> None:
+    """In a store that is a map."""
+    (found,) = decode_payload(payload_of(STORED), 4).events
+    assert isinstance(found, BlocksStored)
+    assert found.cxl == CxlMetadata("cxl_pooled", "p", (7,))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {**TRANSITION, "new_state": "elsewhere"},
+        {**TRANSITION, "pool_id": 5},
+        {**TRANSITION, "pool_id": ""},
+        {**TRANSITION, "block_hashes": None},
+        {**TRANSITION, "accessible_workers": 7},
+        {**TRANSITION, "accessible_workers": list(range(5000))},
+        {**STORED, "cxl_metadata": {"pool_id": "p"}},
+        {**STORED, "cxl_metadata": 5},
+        {**STORED, "cxl_metadata": {"state": "nowhere"}},
+    ],
+)
+def test_what_is_no_transition_makes_its_batch_a_dead_letter(event: Any) -> None:
+    """With the reason of any other event that is none."""
+    with pytest.raises(BadRecord) as caught:
+        decode_payload(payload_of(event), 4)
+    assert caught.value.reason == "bad_event"
+
+
+class Told(Producer):
+    """Keeps what a publisher would send: a client that talks to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
+        self.values: list[bytes] = []
+
+    def produce(self, topic: str, *_: Any, **record: Any) -> None:
+        if topic.endswith("kv-events"):
+            self.values.append(record["value"])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"cxl": CxlMetadata("elsewhere", "p", ())},
+        {"cxl": CxlMetadata("in_transit", None, ())},
+        {"cxl": CxlMetadata("in_transit", "", ())},
+        {"moe": MoeLabels(layer_id=-1)},
+        {"moe": MoeLabels(expert_id=True)},
+        {"moe": MoeLabels(expert_group=1 << 31)},
+    ],
+)
+def test_a_batch_that_cannot_be_told_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
+    """Whatever else is in it: nothing of it is in the ledger, and the next batch has its number."""
+    told = Told()
+    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
+    good = BlocksStored(None, u64(11), u64(1))
+    with pytest.raises(BadRecord):
+        publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2), **bad)])
+    assert publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2))]) == 0
+    begun, batch = map(decode_batch, told.values)
+    assert (begun.sequence, batch.sequence) == (BEFORE_FIRST, 0)
+    assert isinstance(batch.body, EngineEvents)
+    assert [each.engine.tolist() for each in batch.body.events if isinstance(each, BlocksStored)] == [[11], [12]]
+
+
+def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
+    """One that is too large is in the ledger: its number must not be another's."""
+    told = Told()
+    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
+    n = EVENT_BYTES_MAX // 16
+    names = np.arange(1, n + 1, dtype=np.uint64)
+    with pytest.raises(BadRecord, match="bytes"):
+        publisher.publish([BlocksStored(None, names, names)])
+    assert publisher.publish([BlocksRemoved(names[:1])]) == 1
+    assert [decode_batch(value).sequence for value in told.values] == [BEFORE_FIRST, 1]

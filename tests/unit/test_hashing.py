@@ -1,0 +1,508 @@
+"""Hashes byte for byte: the goldens of docs/architecture.md, and xxhash itself as the witness."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core import hashing
+from streams.core.hashing import (
+    BASE_SEED,
+    Placeholder,
+    Tokens,
+    hash_seed,
+    local_hashes,
+    pack_hashes,
+    pack_tokens,
+    pad_value,
+    request_hashes,
+    sequence_hashes,
+    unpack_hashes,
+    with_pad_values,
+)
+from streams.core.ids import U32_MAX, U64_MASK, SequenceHash
+from streams.core.kernels import xxh3
+from streams.errors import BlockSizeMismatch, InvalidRequest
+from tests.helpers.reference import chain_hashes
+
+GOLDEN_TOKENS = list(range(1, 13))
+GOLDEN_LOCAL = [14643705804678351452, 16777012769546811212, 483935686894639516]
+GOLDEN_SEQUENCE = [14643705804678351452, 4945711292740353085, 12583592247330656132]
+
+#: Facts from public tests; beside the checkout where the project is developed, nowhere else.
+CONFORMANCE = Path(__file__).parents[3] / "shared" / "conformance" / "cases.jsonl"
+
+INTEGER_DTYPES = ["i1", "u1", "<i2", ">i2", "<u2", ">u2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8", ">u8"]
+
+u32s = st.integers(0, U32_MAX)
+u64s = st.integers(0, U64_MASK)
+
+
+def witness_local(tokens: list[int], block_size: int, seed: int = 1337) -> list[int]:
+    """Block hashes, one at a time, by the formula."""
+    blocks = [tokens[first : first + block_size] for first in range(0, len(tokens) - block_size + 1, block_size)]
+    return [xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *block), seed) for block in blocks]
+
+
+def test_the_goldens_of_the_documentation() -> None:
+    """Twelve tokens in blocks of four, as NVIDIA Dynamo hashes them."""
+    local = local_hashes(GOLDEN_TOKENS, 4)
+    assert local.tolist() == GOLDEN_LOCAL
+    assert sequence_hashes(local).tolist() == GOLDEN_SEQUENCE
+    assert local.dtype == sequence_hashes(local).dtype == np.uint64
+
+
+@given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 17), seed=u64s)
+@settings(max_examples=100, deadline=None)
+def test_local_hashes_are_xxh3_of_each_full_block(tokens: list[int], block_size: int, seed: int) -> None:
+    """Tokens as u32 little-endian under the seed; what is left over at the end is dropped."""
+    assert local_hashes(tokens, block_size, seed).tolist() == witness_local(tokens, block_size, seed)
+
+
+@given(local=st.lists(u64s, max_size=40), cut=st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_chain_goes_on_where_it_was_cut(local: list[int], cut: int) -> None:
+    """Sequence hashes are the witness's, whole or in two parts with the parent handed over."""
+    cut = min(cut, len(local))
+    whole = sequence_hashes(np.array(local, dtype=np.uint64)).tolist()
+    assert whole == chain_hashes(local)
+    parent = SequenceHash(whole[cut - 1]) if cut else None
+    assert sequence_hashes(np.array(local[cut:], dtype=np.uint64), parent).tolist() == whole[cut:]
+
+
+def test_a_first_blocks_sequence_hash_is_its_local_hash() -> None:
+    """At the root there is nothing to chain; a parent of 0 is a parent."""
+    local = np.array([5], dtype=np.uint64)
+    assert sequence_hashes(local).tolist() == [5]
+    assert sequence_hashes(local, SequenceHash(0)).tolist() == chain_hashes([5], 0) != [5]
+
+
+@pytest.mark.parametrize(("n_tokens", "n_blocks"), [(0, 0), (3, 0), (4, 1), (5, 1), (7, 1), (8, 2), (9, 2)])
+def test_a_partial_last_block_is_dropped(n_tokens: int, n_blocks: int) -> None:
+    """Just full blocks are hashed."""
+    assert len(local_hashes(list(range(n_tokens)), 4)) == n_blocks
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_a_block_has_at_least_one_token(block_size: int) -> None:
+    """Anything less is refused."""
+    with pytest.raises(BlockSizeMismatch):
+        local_hashes([1, 2], block_size)
+
+
+@pytest.mark.parametrize("dtype", INTEGER_DTYPES)
+def test_tokens_of_every_integer_dtype_hash_alike(dtype: str) -> None:
+    """Width and byte order of the caller's array do not matter, nor whether it lies in one piece."""
+    tokens = np.array(GOLDEN_TOKENS, dtype=dtype)
+    assert local_hashes(tokens, 4).tolist() == GOLDEN_LOCAL
+    strided = np.repeat(tokens, 2)[::2]
+    assert local_hashes(strided, 4).tolist() == GOLDEN_LOCAL
+
+
+@pytest.mark.parametrize("code", "bBhHiIlLqQ")
+def test_tokens_of_every_array_type_hash_alike(code: str) -> None:
+    """`array.array` of any integer type."""
+    assert local_hashes(array(code, GOLDEN_TOKENS), 4).tolist() == GOLDEN_LOCAL
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda tokens: range(tokens[0], tokens[-1] + 1)])
+@pytest.mark.parametrize("packed", [bytes, bytearray, memoryview])
+def test_tokens_in_every_container_hash_alike(kind: Any, packed: Any) -> None:
+    """Lists, tuples and ranges, of NumPy's integers too, and u32 little-endian bytes."""
+    assert local_hashes(kind(GOLDEN_TOKENS), 4).tolist() == GOLDEN_LOCAL
+    assert local_hashes(list(np.array(GOLDEN_TOKENS)), 4).tolist() == GOLDEN_LOCAL
+    assert local_hashes(packed(pack_tokens(GOLDEN_TOKENS)), 4).tolist() == GOLDEN_LOCAL
+
+
+@pytest.mark.parametrize("empty", [[], (), b"", np.array([], dtype=np.int64), array("I")])
+def test_no_tokens_are_no_blocks(empty: Tokens) -> None:
+    """Whatever they come in."""
+    assert local_hashes(empty, 4).tolist() == []
+    assert pack_tokens(empty) == b""
+
+
+@pytest.mark.parametrize("value", [0, U32_MAX])
+def test_the_ends_of_u32_are_tokens(value: int) -> None:
+    """In a list, in a tuple and in arrays."""
+    raw = value.to_bytes(4, "little")
+    assert pack_tokens([value]) == pack_tokens((value,)) == pack_tokens(np.array([value])) == raw
+    assert pack_tokens(np.array([value], dtype=np.uint64)) == raw
+
+
+@pytest.mark.parametrize("value", [-1, U32_MAX + 1, -(1 << 63), U64_MASK, 1 << 64])
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("other", [7, np.int64(7)])
+def test_a_token_outside_u32_is_named(value: int, kind: Any, other: Any) -> None:
+    """With its place and its value, whichever integers are around it."""
+    with pytest.raises(InvalidRequest, match=rf"token 2 is {value}\b"):
+        local_hashes(kind([other, other, value, other]), 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("i1", -1), ("<i4", -5), ("<i8", U32_MAX + 1), ("<u8", U64_MASK), (">i8", -(1 << 63))]
+)
+def test_a_token_of_an_array_outside_u32_is_named(dtype: str, value: int) -> None:
+    """With its place and its value, in any dtype that has room for it."""
+    tokens = np.array([1, 2, value, value], dtype=dtype)
+    with pytest.raises(InvalidRequest, match=rf"token 2 is {value}\b"):
+        pack_tokens(tokens)
+
+
+@pytest.mark.parametrize("value", [1.5, "7", None, [1]])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_token_that_is_no_integer_is_named(value: Any, kind: Any) -> None:
+    """With its place and what it is."""
+    with pytest.raises(InvalidRequest, match="token 1 is "):
+        pack_tokens(kind([1, value, 3]))
+
+
+@pytest.mark.parametrize(
+    "tokens", [np.array([1.0]), np.array([[1, 2]]), np.array(["a"]), np.array([None]), array("d", [1])]
+)
+def test_an_array_that_is_no_row_of_integers_is_refused(tokens: Any) -> None:
+    """Floats, two dimensions, text and objects."""
+    with pytest.raises(InvalidRequest):
+        pack_tokens(tokens)
+
+
+@pytest.mark.parametrize("n_bytes", [1, 2, 3, 5, 4095])
+def test_packed_tokens_are_whole(n_bytes: int) -> None:
+    """Bytes that are no multiple of four are refused."""
+    with pytest.raises(InvalidRequest):
+        local_hashes(bytes(n_bytes), 4)
+
+
+@pytest.mark.parametrize(("lora_name", "namespace"), [(None, None), ("", ""), ("", None), (None, "")])
+def test_no_adapter_and_no_namespace_leave_the_seed(lora_name: str | None, namespace: str | None) -> None:
+    """None and "" both mean none."""
+    assert hash_seed(lora_name, namespace) == BASE_SEED == 1337
+
+
+def test_adapter_and_namespace_are_added_to_the_seed() -> None:
+    """Each hashed with its own seed, so that an adapter never passes for a namespace; the sum wraps at 2^64."""
+    lora, namespace = xxhash.xxh3_64_intdigest("poet é".encode(), 0), xxhash.xxh3_64_intdigest(b"a", 1)
+    assert hash_seed("poet é") == (1337 + lora) % 2**64
+    assert hash_seed(None, "a") == (1337 + namespace) % 2**64
+    assert hash_seed("poet é", "a") == (1337 + lora + namespace) % 2**64
+    assert hash_seed("x") != hash_seed(None, "x")
+    assert 1337 + lora + namespace > U64_MASK  # this pair does wrap
+
+
+@given(hashes=st.lists(u64s, max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_hashes_are_packed_little_endian(hashes: list[int]) -> None:
+    """Eight bytes each, and back."""
+    packed = pack_hashes(hashes)
+    assert packed == struct.pack(f"<{len(hashes)}Q", *hashes) == pack_hashes(np.array(hashes, dtype=">u8"))
+    assert unpack_hashes(packed).tolist() == hashes
+
+
+@pytest.mark.parametrize("n_bytes", [1, 7, 9, 15])
+def test_packed_hashes_are_whole(n_bytes: int) -> None:
+    """Bytes that are no multiple of eight are refused."""
+    with pytest.raises(InvalidRequest):
+        unpack_hashes(bytes(n_bytes))
+
+
+@pytest.mark.parametrize("seed", [0, 1337, U64_MASK, random.Random(20).getrandbits(64)])
+@pytest.mark.parametrize("first", range(1, 4097, 512))
+def test_every_block_size_is_hashed_as_the_package_does(first: int, seed: int) -> None:
+    """All lengths from 4 to 16,384 bytes, and with them every path of XXH3; two blocks and their chain each."""
+    print(f"{seed=}")
+    raw = np.random.default_rng(7).bytes(2 * 4096 * 4)
+    for block_size in range(first, first + 512):
+        width = block_size * 4
+        local, sequence = request_hashes(raw[: 2 * width], block_size, seed)
+        expected = [xxhash.xxh3_64_intdigest(raw[at : at + width], seed) for at in (0, width)]
+        assert local.tolist() == expected, block_size
+        assert sequence.tolist() == chain_hashes(expected), block_size
+
+
+@pytest.mark.parametrize("n_bytes", [236, 240, 244, 1020, 1024, 1028, 2044, 2048, 2052, 16384, 16388, 1 << 20])
+def test_input_around_the_rounds_of_long_digests(n_bytes: int) -> None:
+    """XXH3 changes at 240 bytes and works in rounds of 1,024; blocks of more than 4,096 tokens go the same way."""
+    raw = np.random.default_rng(n_bytes).bytes(n_bytes)
+    assert local_hashes(raw, n_bytes // 4, 99).tolist() == [xxhash.xxh3_64_intdigest(raw, 99)]
+
+
+@given(
+    tokens=st.lists(u32s, max_size=90),
+    block_size=st.one_of(st.integers(1, 20), st.just(64)),
+    seed=u64s,
+    eagle=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_one_pass_gives_what_two_give(tokens: list[int], block_size: int, seed: int, eagle: bool) -> None:
+    """Local hashes and their chain, whether or not windows overlap."""
+    local, sequence = request_hashes(tokens, block_size, seed, eagle=eagle)
+    assert local.tolist() == local_hashes(tokens, block_size, seed, eagle=eagle).tolist()
+    assert sequence.tolist() == sequence_hashes(local).tolist() == chain_hashes(local.tolist())
+    assert local.dtype == sequence.dtype == np.uint64
+
+
+@given(tokens=st.lists(u32s, max_size=90), block_size=st.integers(1, 20), seed=u64s)
+@settings(max_examples=100, deadline=None)
+def test_eagle_windows_see_one_token_more(tokens: list[int], block_size: int, seed: int) -> None:
+    """Windows of block_size + 1 tokens, block_size apart, as many as are full."""
+    windows = [tokens[at : at + block_size + 1] for at in range(0, len(tokens), block_size)]
+    full = [window for window in windows if len(window) == block_size + 1]
+    expected = [xxhash.xxh3_64_intdigest(struct.pack(f"<{len(window)}I", *window), seed) for window in full]
+    assert local_hashes(tokens, block_size, seed, eagle=True).tolist() == expected
+    assert len(expected) == max(len(tokens) - 1, 0) // block_size
+
+
+@given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 17), eagle=st.booleans(), offset=st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_every_kind_of_input_hashes_alike(tokens: list[int], block_size: int, eagle: bool, offset: int) -> None:
+    """Writable or not, aligned or not, strided, wider than a token, of either byte order."""
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    shifted = bytearray(bytes(offset) + packed)
+    writable: Any = np.array(tokens, dtype=np.uint32)
+    doubled: Any = np.repeat(np.frombuffer(packed, dtype=np.uint8), 2)
+    kinds: list[Any] = [
+        tuple(tokens),
+        array("I", tokens),
+        array("Q", tokens),
+        writable,
+        np.array(tokens, dtype=">u4"),
+        np.array(tokens, dtype=np.int64),
+        np.array(tokens[::-1], dtype=np.uint32)[::-1],
+        np.frombuffer(packed, dtype=np.uint32),
+        np.frombuffer(memoryview(shifted)[offset:], dtype=np.uint32),
+        packed,
+        bytearray(packed),
+        memoryview(packed),
+        memoryview(shifted)[offset:],
+        memoryview(writable),
+        memoryview(doubled)[::2],
+    ]
+    expected = [hashes.tolist() for hashes in request_hashes(tokens, block_size, eagle=eagle)]
+    for kind in kinds:
+        assert [hashes.tolist() for hashes in request_hashes(kind, block_size, eagle=eagle)] == expected
+        assert pack_tokens(kind) == packed
+
+
+def test_hashes_of_every_layout_chain_alike() -> None:
+    """Read-only as they come off the wire, strided, of the other byte order, and at an odd address."""
+    local = np.array([1, U64_MASK, 3], dtype=np.uint64)
+    expected = chain_hashes(local.tolist())
+    odd = memoryview(b"x" + pack_hashes(local))[1:]
+    layouts: list[Any] = [unpack_hashes(pack_hashes(local)), np.repeat(local, 2)[::2], local.astype(">u8")]
+    for layout in [*layouts, np.frombuffer(odd, dtype=np.uint64), local.tolist()]:
+        assert sequence_hashes(layout).tolist() == expected
+
+
+def test_kernels_are_compiled_for_what_they_were_declared_and_nothing_else() -> None:
+    """Writable and read-only input: a third signature would be seconds of compiling within a request."""
+    test_hashes_of_every_layout_chain_alike()
+    local_hashes(np.zeros(4, dtype=np.uint32), 4)
+    local_hashes(bytes(16), 4)
+    compiled: list[Any] = [xxh3.hash_blocks, xxh3.chain_blocks]
+    assert [len(kernel.signatures) for kernel in compiled] == [2, 2]
+
+
+@given(previous=u64s, local=u64s, byte=st.integers(0, 255))
+@settings(max_examples=100, deadline=None)
+def test_digests_for_other_kernels_are_those_of_the_package(previous: int, local: int, byte: int) -> None:
+    """One step of the chain, and a byte before a u64."""
+    step = xxh3.chain_step(np.uint64(previous), np.uint64(local))
+    assert step == xxhash.xxh3_64_intdigest(struct.pack("<QQ", previous, local), 1337)
+    nine = xxh3.digest_9(np.uint8(byte), np.uint64(local))
+    assert nine == xxhash.xxh3_64_intdigest(struct.pack("<BQ", byte, local), 0)
+
+
+@given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 70), seed=u64s, parent=st.none() | u64s)
+@settings(max_examples=100, deadline=None)
+def test_the_package_serves_where_kernels_cannot(
+    tokens: list[int], block_size: int, seed: int, parent: int | None
+) -> None:
+    """With the same hashes, in every function that has two ways."""
+
+    def answers() -> list[list[int]]:
+        previous = None if parent is None else SequenceHash(parent)
+        given = (tokens, block_size, seed)
+        whole = [*request_hashes(*given), *request_hashes(*given, eagle=True), local_hashes(*given, eagle=True)]
+        return [hashes.tolist() for hashes in (*whole, sequence_hashes(local_hashes(*given), previous))]
+
+    assert hashing.KERNELS_AVAILABLE
+    compiled = answers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashing, "KERNELS_AVAILABLE", False)
+        assert answers() == compiled
+
+
+def test_hashing_works_without_numba() -> None:
+    """A process that cannot import it says so in KERNELS_AVAILABLE and gives the goldens."""
+    program = (
+        "import sys; sys.modules['numba'] = None\n"
+        "from streams.core import hashing\n"
+        "print(hashing.KERNELS_AVAILABLE, *hashing.request_hashes(list(range(1, 13)), 4)[1].tolist())"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
+
+
+@pytest.mark.parametrize("call", [local_hashes, request_hashes])
+def test_a_request_is_checked_in_one_pass_as_in_two(call: Any) -> None:
+    """Block size, tokens and bytes, whichever function they are given to."""
+    with pytest.raises(BlockSizeMismatch):
+        call([1], 0)
+    with pytest.raises(InvalidRequest, match="token 1 is -1"):
+        call(np.array([5, -1]), 1)
+    with pytest.raises(InvalidRequest):
+        call(b"123", 1)
+
+
+@pytest.mark.parametrize(
+    ("mm_hash", "expected"),
+    [
+        (0, 1_000_000),
+        (1, 1_000_001),
+        (2**30 - 1, 1_000_000 + 2**30 - 1),
+        (2**30, 1_000_000),
+        (U64_MASK, 1_000_000 + 2**30 - 1),
+    ],
+)
+def test_a_pad_value_is_the_low_30_bits_above_a_million(mm_hash: int, expected: int) -> None:
+    """Whatever the hash, the value is a token."""
+    assert pad_value(mm_hash) == expected <= U32_MAX
+
+
+def test_placeholders_become_pad_values() -> None:
+    """In all their places and no other; what the caller handed in stays as it is."""
+    tokens = np.arange(8, dtype=np.uint32)
+    padded = with_pad_values(tokens, [Placeholder(1, 2, 7), (6, 2, 2**30 + 9), (0, 0, 5)])
+    assert padded.tolist() == [0, 1_000_007, 1_000_007, 3, 4, 5, 1_000_009, 1_000_009]
+    assert tokens.tolist() == list(range(8))
+    assert with_pad_values([1, 2, 3], [(0, 3, 1), (1, 1, 2)]).tolist() == [1_000_001, 1_000_002, 1_000_001]
+    assert local_hashes(padded, 4).tolist() == witness_local(padded.tolist(), 4)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, 5), (4, 1), (5, 0), (1 << 70, 1)])
+def test_a_placeholder_lies_within_the_tokens(offset: int, length: int) -> None:
+    """One that does not is refused, by its index."""
+    with pytest.raises(InvalidRequest, match="placeholder 1 "):
+        with_pad_values([1, 2, 3, 4], [(0, 4, 1), (offset, length, 1)])
+
+
+def conformance(kind: str) -> list[Any]:
+    if not CONFORMANCE.is_file():
+        return [pytest.param(None, marks=pytest.mark.skip("the conformance cases are not part of the project"))]
+    cases = [json.loads(line) for line in CONFORMANCE.read_text().splitlines()]
+    return [pytest.param(case, id=case["name"]) for case in cases if case["kind"] == kind]
+
+
+@pytest.mark.parametrize("case", conformance("hash"))
+def test_facts_from_public_tests_hold(case: dict[str, Any]) -> None:
+    """Hashes and numbers of blocks that others published."""
+    query = case["query"]
+    if isinstance(query, list):
+        counts = [len(local_hashes(list(range(each["num_tokens"])), each["block_size"])) for each in query]
+        assert counts == case["expect"]
+    elif "tokens" in query:
+        local = local_hashes(query["tokens"], case["block_size"], query["seed"])
+        assert local.tolist() == case["expect"]["local"]
+        assert sequence_hashes(local).tolist() == case["expect"]["sequence"]
+    else:
+        # Of plain bytes the hash function itself is the fact: 9 bytes are no whole number of tokens.
+        assert xxhash.xxh3_64_intdigest(query["bytes_utf8"].encode(), query["seed"]) == case["expect"]
+        assert query["seed"] == BASE_SEED
+
+
+NO_HASHES: list[Any] = [
+    np.ones(2),
+    np.ones(2, dtype=np.int64),
+    np.ones(2, dtype=np.uint32),
+    np.ones((2, 2), dtype=np.uint64),
+    np.ones(2, dtype=bool),
+    [-1],
+    [U64_MASK + 1],
+    [1.5],
+    [2, True],
+    [[1, 2]],
+    5,
+    None,
+    "12",
+]
+NO_NUMBERS: list[Any] = [-1, U64_MASK + 1, 1.0, True, "1", None]
+
+
+@pytest.mark.parametrize("hashes", NO_HASHES, ids=str)
+def test_what_is_no_hashes_is_not_chained(hashes: Any) -> None:
+    """Rather than truncated, flattened or read as something else."""
+    with pytest.raises(InvalidRequest):
+        sequence_hashes(hashes)
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS, ids=str)
+def test_what_is_no_u64_is_refused_as_parent_seed_and_content(number: Any) -> None:
+    """Too small, too great, or of another type; a parent alone may be None."""
+    with pytest.raises(InvalidRequest):
+        local_hashes([1, 2, 3], 2, number)
+    with pytest.raises(InvalidRequest):
+        pad_value(number)
+    with pytest.raises(InvalidRequest):
+        with_pad_values([1, 2, 3], [(0, 1, number)])
+    if number is not None:
+        with pytest.raises(InvalidRequest):
+            sequence_hashes(np.ones(2, dtype=np.uint64), number)
+
+
+@pytest.mark.parametrize("hashes", NO_HASHES, ids=str)
+def test_what_is_no_hashes_is_not_packed(hashes: Any) -> None:
+    """Negative ones do not become great ones, nor fractions whole."""
+    with pytest.raises(InvalidRequest):
+        pack_hashes(hashes)
+
+
+@pytest.mark.parametrize("packed", ["12345678", 8, None, [0] * 8, np.zeros(8, dtype=np.uint8)], ids=str)
+def test_what_is_no_bytes_is_not_unpacked(packed: Any) -> None:
+    """A typed error, whatever it is."""
+    with pytest.raises(InvalidRequest):
+        unpack_hashes(packed)
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 1.0, 16.5, True, "16", None, [16]], ids=str)
+def test_what_is_no_block_size_is_refused(block_size: Any) -> None:
+    """It is a whole number of at least one token."""
+    with pytest.raises(BlockSizeMismatch):
+        local_hashes([1, 2, 3], block_size)
+
+
+@pytest.mark.parametrize("name", [5, b"x", ["x"], True, "\ud800"], ids=repr)
+def test_what_is_no_name_gives_no_seed(name: Any) -> None:
+    """As an adapter and as a namespace."""
+    with pytest.raises(InvalidRequest):
+        hash_seed(name)
+    with pytest.raises(InvalidRequest):
+        hash_seed(None, name)
+
+
+@pytest.mark.parametrize(
+    "tokens", [[True, 2], [5, False], (7, 8, True), [[1, 2], [3]], [[]], None, 5, "12", {1: 2}], ids=str
+)
+def test_what_is_no_tokens_is_refused(tokens: Any) -> None:
+    """True is no token, though Python counts with it; lists within lists are none either."""
+    with pytest.raises(InvalidRequest):
+        local_hashes(tokens, 1)
+
+
+@pytest.mark.parametrize(
+    "placeholder", [(0, 1), (0, 1, 2, 3), 5, None, (0.0, 1, 2), (0, "1", 2), (True, 1, 2)], ids=str
+)
+def test_what_is_no_placeholder_is_refused(placeholder: Any) -> None:
+    """It is an offset, a length and a hash, whole numbers all."""
+    with pytest.raises(InvalidRequest):
+        with_pad_values([1, 2, 3], [placeholder])

@@ -1,0 +1,474 @@
+"""What a rank holds: every history against the plain reference, and the rules one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.codec import encode_batch
+from streams.core.events import (
+    BEFORE_FIRST,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineBatch,
+    EngineEvents,
+    Heartbeat,
+    KvEvent,
+    MoeLabels,
+    RestatementChunk,
+    WorkerRemoved,
+)
+from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.reducer.holdings import Changes, Holdings, PlainHoldings, plain_holdings
+from streams.core.reducer.ordering import Health, Progress, Verdict
+from streams.core.reducer.run_store import PlainRunStore, unchanged
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from tests.helpers.reference import Member, ReferenceFleet, Silence, Told, chain_hashes, told_history
+
+RANK = RankId(WorkerId(7), DpRank(0))
+SIBLING = RankId(WorkerId(7), DpRank(1))
+STRANGER = RankId(WorkerId(8), DpRank(0))
+ALL_TOMBSTONES = 1_000_000
+
+
+def judge(holdings: PlainHoldings, batch: Told) -> Verdict | None:
+    """Give one batch to the holdings, as the agent does; None is no record's verdict."""
+    if isinstance(batch, Silence):
+        holdings.mark_silent(batch.rank)
+        return None
+    if isinstance(batch.body, WorkerRemoved):
+        if batch.body.seen_sequence is not None:
+            return holdings.expire_worker(batch, batch.body.seen_sequence)
+        return holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
+    if isinstance(batch.body, Heartbeat):
+        return holdings.renew(batch, batch.body)
+    if isinstance(batch.body, RestatementChunk):
+        return holdings.restate(batch, encode_batch(batch))
+    assert isinstance(batch.body, EngineEvents)
+    return holdings.apply(batch, batch.body.events)
+
+
+def check(holdings: PlainHoldings) -> None:
+    holdings.runs.check()
+
+
+def members(holdings: PlainHoldings) -> set[Member]:
+    return {(rank, tier, int(block)) for rank, tier, block in holdings.members()}
+
+
+def u64(*values: int) -> HashArray:
+    return np.array(values, dtype=np.uint64)
+
+
+def names(n: int, first: int = 1000) -> HashArray:
+    return np.arange(first, first + n, dtype=np.uint64)
+
+
+def locals_(n: int, first: int = 1) -> HashArray:
+    return np.arange(first, first + n, dtype=np.uint64)
+
+
+def stored(engine: HashArray, local: HashArray, parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:
+    return BlocksStored(None if parent is None else EngineHash(parent), engine, local, tier)
+
+
+def batch(
+    sequence: int, *events: KvEvent, rank: RankId = RANK, incarnation: int = 1, n_unindexed: int = 0
+) -> EngineBatch:
+    return EngineBatch(
+        rank, "m", 16, Incarnation(incarnation), sequence, sequence + 100, 0, EngineEvents(events), n_unindexed
+    )
+
+
+class Fleet:
+    """Holdings that are told events of RANK, one batch each."""
+
+    def __init__(self) -> None:
+        self.store = PlainRunStore(unchanged)
+        self.holdings: PlainHoldings = Holdings(self.store)
+        self._sequence = -1
+
+    def tell(self, *events: KvEvent) -> Verdict | None:
+        self._sequence += 1
+        return judge(self.holdings, batch(self._sequence, *events))
+
+    def blocks(self, tier: Tier = Tier.DEVICE) -> set[int]:
+        return {block for _, where, block in members(self.holdings) if where is tier}
+
+    def progress(self) -> Progress:
+        return self.holdings.progress[RANK]
+
+    @property
+    def runs(self) -> dict[RunKey, Run]:
+        return self.store.runs_of(RANK)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    check(fleet.holdings)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), begins=st.booleans(), bridged=st.booleans())
+def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool, bridged: bool) -> None:
+    """After each batch verdict, epoch and facts are the reference's, and no invariant is broken."""
+    holdings, reference = plain_holdings(), ReferenceFleet()
+    history = told_history(
+        random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins, bridged=bridged, silences=bridged
+    )
+    for told in history:
+        assert (judge(holdings, told) or "silent") == reference.apply(told)
+        check(holdings)
+        assert members(holdings) == reference.members()
+    assert {rank: progress.epoch for rank, progress in holdings.progress.items()} == reference.epochs()
+    for rank, progress in holdings.progress.items():
+        expected = reference.ranks[rank]
+        assert progress.n_unknown_parents == expected.n_unknown_parents
+        assert progress.silent == expected.silent
+        lossy = Health.DEGRADED if expected.lossy else Health.EXACT
+        assert progress.health is (Health.REMOVED if expected.removed else lossy)
+        assert holdings.runs.n_blocks(rank) == len(reference.ranks[rank].facts)
+
+
+#: Names and content from so small a space that every store collides with an older one.
+small_stores = st.tuples(
+    st.sampled_from([None, 0, 1, 2, 3, 4, 5]),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=4),
+    st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST]),
+)
+small_removals = st.tuples(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([Tier.DEVICE, Tier.HOST]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(ops=st.lists(st.one_of(small_stores, small_removals, st.none()), max_size=25))
+def test_names_that_collide_all_the_time_end_in_the_state_of_the_reference(
+    ops: list[tuple[int | None, list[tuple[int, int]], Tier] | tuple[list[int], Tier] | None],
+) -> None:
+    """Six engine names and three contents: moved, doubled and reused names leave what the reference holds."""
+    holdings, reference = plain_holdings(), ReferenceFleet()
+    for sequence, op in enumerate(ops):
+        event: KvEvent
+        if op is None:
+            event = AllBlocksCleared()
+        elif len(op) == 3:
+            parent, blocks, tier = op
+            event = stored(u64(*(name for name, _ in blocks)), u64(*(local for _, local in blocks)), parent, tier)
+        else:
+            event = BlocksRemoved(u64(*op[0]), op[1])
+        told = batch(sequence, event)
+        judge(holdings, told)
+        reference.apply(told)
+        check(holdings)
+        assert members(holdings) == reference.members()
+
+
+@pytest.mark.parametrize(
+    ("sequence", "verdict"),
+    [(0, Verdict.DUPLICATE), (4, Verdict.DUPLICATE), (5, Verdict.APPLIED), (6, Verdict.GAP), (90, Verdict.GAP)],
+)
+def test_a_sequence_number_is_judged_against_the_last_one_applied(sequence: int, verdict: Verdict) -> None:
+    """After batch 4 only 5 is next; older numbers change nothing, later ones are applied and degrade the rank."""
+    holdings = plain_holdings()
+    for number in range(5):
+        assert judge(holdings, batch(number)) is Verdict.APPLIED
+    before = holdings.progress[RANK]
+    assert judge(holdings, batch(sequence, stored(names(1), locals_(1)))) is verdict
+    after = holdings.progress[RANK]
+    if verdict is Verdict.DUPLICATE:
+        assert after == before and not members(holdings)
+    else:
+        assert after.sequence == sequence and len(members(holdings)) == 1
+        assert after.digest == sequence + 100
+        assert (after.health, after.n_gaps) == (
+            (Health.EXACT, 0) if verdict is Verdict.APPLIED else (Health.DEGRADED, 1)
+        )
+
+
+def test_a_first_batch_above_the_engines_first_is_a_gap() -> None:
+    """Engines count from 0; whoever is heard from later was missed before."""
+    holdings = plain_holdings()
+    assert judge(holdings, batch(1)) is Verdict.GAP
+    assert judge(holdings, batch(0, rank=SIBLING)) is Verdict.APPLIED
+
+
+def test_an_older_life_is_stale_and_a_newer_one_ends_it(fleet: Fleet) -> None:
+    """A greater incarnation starts empty, exact and at its own first number; a lesser one changes nothing."""
+    fleet.tell(stored(names(2), locals_(2)))
+    judge(fleet.holdings, batch(9, incarnation=1))
+    assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1, 50)), incarnation=3)) is Verdict.APPLIED
+    assert fleet.blocks() == {50}
+    assert fleet.progress().epoch == Epoch(Incarnation(3), 0)
+    assert fleet.progress().health is Health.EXACT
+    assert judge(fleet.holdings, batch(10, AllBlocksCleared(), incarnation=1)) is Verdict.STALE
+    assert judge(fleet.holdings, batch(0, AllBlocksCleared(), incarnation=2)) is Verdict.STALE
+    assert fleet.blocks() == {50}
+
+
+def test_a_removed_worker_is_refused_until_its_next_life(fleet: Fleet) -> None:
+    """Removal empties every rank of the worker and nobody else's; only a newer life is heard again."""
+    fleet.tell(stored(names(2), locals_(2)))
+    judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=SIBLING))
+    judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=STRANGER))
+    assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.APPLIED
+    assert {rank for rank, _, _ in members(fleet.holdings)} == {STRANGER}
+    assert (fleet.progress().epoch, fleet.progress().health) == (Epoch(Incarnation(1), 1), Health.REMOVED)
+    assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
+    assert judge(fleet.holdings, batch(1, stored(names(1), locals_(1)))) is Verdict.STALE
+    assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), incarnation=2)) is Verdict.APPLIED
+    assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
+    assert fleet.progress().health is Health.EXACT
+    assert len(fleet.blocks()) == 1
+
+
+def test_a_life_that_begins_ends_the_older_one_before_it_tells_anything(fleet: Fleet) -> None:
+    """A batch before the first holds nothing and loses nothing: the rank is empty, and its first batch is next."""
+    fleet.tell(stored(names(2), locals_(2)))
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.APPLIED
+    assert fleet.blocks() == set()
+    assert fleet.progress().sequence == BEFORE_FIRST
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.DUPLICATE
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=1)) is Verdict.STALE
+    assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), incarnation=2)) is Verdict.APPLIED
+    assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.DUPLICATE
+    assert len(fleet.blocks()) == 1
+
+
+def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Fleet) -> None:
+    """Under a new epoch, empty, from its first batch on."""
+    fleet.tell(stored(names(2), locals_(2)))
+    fleet.holdings.remove_worker(WorkerId(7), Incarnation(1))
+    assert judge(fleet.holdings, batch(BEFORE_FIRST)) is Verdict.APPLIED
+    assert (fleet.progress().epoch, fleet.progress().health) == (Epoch(Incarnation(1), 2), Health.EXACT)
+    assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1)))) is Verdict.APPLIED
+    assert len(fleet.blocks()) == 1
+
+
+def test_a_run_whose_rank_is_unknown_is_left_out_and_counted() -> None:
+    """A stranger's record in the table stops nobody."""
+    first, second = Fleet(), plain_holdings()
+    first.tell(stored(names(2), locals_(2)))
+    changes = first.holdings.take_changes(0)
+    runs = [run for _, run in changes.runs if run is not None]
+    stray = replace(runs[0], key=runs[0].key._replace(rank=STRANGER))
+    assert second.load(changes.progress, [*runs, stray]) == 1
+    assert members(second) == members(first.holdings)
+
+
+def test_the_removal_of_an_unknown_worker_changes_nothing() -> None:
+    """Nothing is held of it, so nothing is written."""
+    holdings = plain_holdings()
+    assert holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
+    assert holdings.take_changes(10) == Changes([], [])
+
+
+def test_a_clear_ends_the_emitting_rank_only_and_restores_exact(fleet: Fleet) -> None:
+    """A degraded rank that clears is known exactly; what follows in the same batch is held."""
+    judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=SIBLING))
+    fleet.tell(stored(names(2), locals_(2)), stored(names(1), locals_(1), parent=99))
+    assert fleet.progress().health is Health.DEGRADED
+    fleet.tell(stored(names(1, 70), locals_(1, 70)), AllBlocksCleared(), stored(names(1), locals_(1, 5)))
+    assert fleet.progress().health is Health.EXACT
+    assert fleet.progress().epoch == Epoch(Incarnation(1), 1)
+    assert fleet.blocks() == {5, 1}  # 1 is the sibling's
+    assert {block for rank, _, block in members(fleet.holdings) if rank == RANK} == {5}
+
+
+def test_what_is_lost_after_a_clear_degrades_again(fleet: Fleet) -> None:
+    """A clear answers for what was before it, not for a store behind it whose parent nobody knows."""
+    fleet.tell(AllBlocksCleared(), stored(names(1), locals_(1), parent=99))
+    assert fleet.progress().health is Health.DEGRADED
+    assert fleet.progress().n_unknown_parents == 1
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_blocks_that_no_prefix_describes_make_a_rank_approximate(fleet: Fleet, cleared: bool) -> None:
+    """A batch with blocks that are not indexed is never exact, also where it clears: they may have come after."""
+    events = (AllBlocksCleared(),) if cleared else ()
+    judge(fleet.holdings, batch(0, *events, n_unindexed=3))
+    assert fleet.progress().health is Health.APPROXIMATE
+    judge(fleet.holdings, batch(1))
+    assert fleet.progress().health is Health.APPROXIMATE
+    judge(fleet.holdings, batch(2, AllBlocksCleared()))
+    assert fleet.progress().health is Health.EXACT
+
+
+def test_a_lost_source_degrades_every_exact_rank_and_no_other(fleet: Fleet) -> None:
+    """Exact ranks are degraded and written; a removed one stays removed."""
+    fleet.tell()
+    judge(fleet.holdings, batch(0, rank=STRANGER))
+    fleet.holdings.remove_worker(WorkerId(8), Incarnation(1))
+    fleet.holdings.take_changes(0)
+    fleet.holdings.degrade_all()
+    assert [(p.rank, p.health) for p in fleet.holdings.take_changes(0).progress] == [(RANK, Health.DEGRADED)]
+    assert fleet.holdings.progress[STRANGER].health is Health.REMOVED
+
+
+def test_a_store_behind_an_unknown_parent_is_rejected_whole(fleet: Fleet) -> None:
+    """None of its blocks is held anywhere, and the rank is degraded."""
+    fleet.tell(stored(names(3), locals_(3)), BlocksRemoved(names(1, 1002)))
+    fleet.tell(stored(names(2, 50), locals_(2, 50), parent=1002))  # the parent is removed
+    fleet.tell(stored(names(2, 60), locals_(2, 60), parent=4242))  # the parent was never there
+    assert fleet.blocks() == set(chain_hashes([1, 2]))
+    assert (fleet.progress().n_unknown_parents, fleet.progress().health) == (2, Health.DEGRADED)
+
+
+def test_removals_of_unknown_names_are_counted_and_do_no_harm(fleet: Fleet) -> None:
+    """A name that names nothing, nothing in that tier or nothing any more leaves the rank exact."""
+    fleet.tell(stored(names(2), locals_(2)))
+    fleet.tell(BlocksRemoved(u64(5)), BlocksRemoved(names(2), Tier.HOST), BlocksRemoved(u64(1001, 1001)))
+    assert fleet.blocks() == {1}
+    assert (fleet.progress().n_unknown_removals, fleet.progress().health) == (4, Health.EXACT)
+
+
+def test_a_parent_may_lie_in_another_tier_and_its_own_comes_first(fleet: Fleet) -> None:
+    """A host copy attaches to a device block; where host has that name too, to the host's."""
+    fleet.tell(stored(names(2), locals_(2)))
+    fleet.tell(stored(u64(9), u64(3), parent=1001, tier=Tier.HOST))
+    assert fleet.blocks(Tier.HOST) == {chain_hashes([1, 2, 3])[2]}
+    fleet.tell(stored(u64(1001), u64(40), tier=Tier.HOST))
+    fleet.tell(stored(u64(10), u64(41), parent=1001, tier=Tier.HOST))
+    assert chain_hashes([40, 41])[1] in fleet.blocks(Tier.HOST)
+
+
+@pytest.mark.parametrize(
+    ("n_blocks", "sizes"),
+    [(1, [1]), (31, [31]), (32, [32]), (33, [32, 1]), (64, [32, 32]), (65, [32, 32, 1])],
+)
+@pytest.mark.parametrize("step", [1, 7, 100])
+def test_runs_take_thirty_two_blocks(fleet: Fleet, n_blocks: int, sizes: list[int], step: int) -> None:
+    """However the blocks come, one chain lies in full runs and a last one, each behind the other."""
+    parent: int | None = None
+    for first in range(0, n_blocks, step):
+        n = min(step, n_blocks - first)
+        fleet.tell(stored(names(n, 1000 + first), locals_(n, 1 + first), parent))
+        parent = 1000 + first + n - 1
+    chain = chain_hashes(range(1, n_blocks + 1))
+    runs = sorted(fleet.runs.values(), key=lambda run: run.start)
+    assert RUN_BLOCKS_MAX == 32
+    assert [len(run.sequence) for run in runs] == sizes
+    assert [block for run in runs for block in run.sequence] == chain
+    assert [run.start for run in runs] == list(range(0, n_blocks, 32))
+    assert [run.parent for run in runs] == [None, *chain[31::32]][: len(runs)]
+    assert fleet.blocks() == set(chain)
+
+
+def test_divergence_begins_a_run_of_its_own(fleet: Fleet) -> None:
+    """A child in the middle of a run leaves that run as it is."""
+    fleet.tell(stored(names(4), locals_(4)))
+    fleet.tell(stored(u64(77), u64(50), parent=1001))
+    branch = chain_hashes([1, 2, 50])[2]
+    assert fleet.runs.keys() == {
+        RunKey(RANK, Tier.DEVICE, SequenceHash(1)),
+        RunKey(RANK, Tier.DEVICE, SequenceHash(branch)),
+    }
+    assert fleet.runs[RunKey(RANK, Tier.DEVICE, SequenceHash(branch))].start == 2
+
+
+def test_a_removal_flips_a_bit_and_the_last_one_writes_a_tombstone(fleet: Fleet) -> None:
+    """A run with a hole keeps its hashes; a run with nothing held is gone and says so once."""
+    key = RunKey(RANK, Tier.DEVICE, SequenceHash(1))
+    fleet.tell(stored(names(3), locals_(3)))
+    fleet.holdings.take_changes(0)
+    fleet.tell(BlocksRemoved(u64(1001)))
+    ((written, run),) = fleet.holdings.take_changes(0).runs
+    assert written == key and run is not None and run.present == 0b101
+    fleet.tell(BlocksRemoved(u64(1002, 1000)))
+    assert fleet.holdings.take_changes(0).runs == [(key, None)]
+    assert fleet.holdings.take_changes(0) == Changes([], [])
+
+
+def test_a_block_stored_again_fills_its_hole(fleet: Fleet) -> None:
+    """It takes its old place in the run, under whatever name it has now."""
+    fleet.tell(stored(names(3), locals_(3)), BlocksRemoved(u64(1001)))
+    fleet.tell(stored(u64(500), u64(2), parent=1000))
+    (run,) = fleet.runs.values()
+    assert run.engine == [1000, 500, 1002]
+    assert fleet.blocks() == set(chain_hashes([1, 2, 3]))
+
+
+def test_a_name_given_to_its_own_child_leaves_the_child(fleet: Fleet) -> None:
+    """The later store wins, also where the run's only block gives its name away."""
+    fleet.tell(stored(u64(9), u64(1)))
+    fleet.tell(stored(u64(9), u64(2), parent=9))
+    assert fleet.blocks() == {chain_hashes([1, 2])[1]}
+    fleet.tell(stored(u64(8, 8), u64(1, 2)))  # twice in one event
+    assert fleet.blocks() == {chain_hashes([1, 2])[1]}
+    fleet.tell(BlocksRemoved(u64(9)))  # an older name of that block
+    assert fleet.blocks() == {chain_hashes([1, 2])[1]}
+    fleet.tell(BlocksRemoved(u64(8)))
+    assert fleet.blocks() == set()
+
+
+def test_labels_follow_their_block(fleet: Fleet) -> None:
+    """Labels are kept with the block, gone with it, and not inherited by whoever takes its place unlabelled."""
+    labels = MoeLabels(2, 7, 3)
+    fleet.tell(replace(stored(names(2), locals_(2)), moe=labels))
+    (run,) = fleet.runs.values()
+    assert run.moe == {0: labels, 1: labels}
+    fleet.tell(BlocksRemoved(u64(1001)))
+    assert run.moe == {0: labels}
+    fleet.tell(stored(u64(1001), u64(2), parent=1000))
+    assert run.moe == {0: labels}
+
+
+def test_progress_of_every_touched_rank_comes_once(fleet: Fleet) -> None:
+    """Whatever was judged as news since the last call is written, with the number of blocks as of now."""
+    fleet.tell(stored(names(3), locals_(3)))
+    fleet.tell(BlocksRemoved(u64(1000)))
+    judge(fleet.holdings, batch(0, rank=STRANGER))
+    judge(fleet.holdings, batch(0, rank=STRANGER))
+    changes = fleet.holdings.take_changes(0)
+    assert [(p.rank, p.sequence, p.n_blocks) for p in changes.progress] == [(RANK, 1, 2), (STRANGER, 0, 0)]
+    judge(fleet.holdings, batch(0))
+    assert fleet.holdings.take_changes(0) == Changes([], [])
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 100])
+def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: int) -> None:
+    """No call gives more than it was allowed; later calls give the rest, and none for a key written again."""
+    for first in range(5):
+        fleet.tell(stored(u64(first + 1), u64(10 + first)))
+    fleet.holdings.take_changes(0)
+    fleet.tell(AllBlocksCleared(), stored(u64(90), u64(11)))
+    changes = fleet.holdings.take_changes(limit)
+    assert [p.epoch.generation for p in changes.progress] == [1]
+    assert [key.first for key, run in changes.runs if run is not None] == [11]
+    tombstones = [key.first for key, run in changes.runs if run is None]
+    assert len(tombstones) == min(limit, 4)
+    assert fleet.holdings.owes_tombstones == (limit < 4)
+    while limit and fleet.holdings.owes_tombstones:
+        later = fleet.holdings.take_changes(limit)
+        assert not later.progress
+        assert 0 < len(later.runs) <= limit
+        tombstones += [key.first for key, _ in later.runs]
+    if limit:
+        assert sorted(tombstones) == [10, 12, 13, 14]
+
+
+def test_a_key_written_again_and_emptied_again_gets_its_tombstone(fleet: Fleet) -> None:
+    """An old record, rewritten by the new epoch and then emptied, does not outlive it."""
+    key = RunKey(RANK, Tier.DEVICE, SequenceHash(10))
+    fleet.tell(stored(u64(1), u64(10)))
+    fleet.holdings.take_changes(0)
+    fleet.tell(AllBlocksCleared())
+    fleet.tell(stored(u64(1), u64(10)), BlocksRemoved(u64(1)))
+    assert fleet.holdings.take_changes(0).runs == [(key, None)]
+    assert not fleet.holdings.owes_tombstones
+
+
+def test_a_run_emptied_in_the_batch_that_clears_gets_its_tombstone(fleet: Fleet) -> None:
+    """Its old record lies in the log whether the block was removed or cleared."""
+    key = RunKey(RANK, Tier.DEVICE, SequenceHash(10))
+    fleet.tell(stored(u64(1), u64(10)))
+    fleet.holdings.take_changes(0)
+    fleet.tell(BlocksRemoved(u64(1)), AllBlocksCleared())
+    assert fleet.holdings.take_changes(10).runs == [(key, None)]

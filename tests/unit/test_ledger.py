@@ -1,0 +1,481 @@
+"""The ledger: copies and names as an engine announces them, held or not held as Kafka carries it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineEvents,
+    KvEvent,
+    ResyncRequest,
+)
+from streams.core.events import MoeLabels as Labels
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import Epoch, Incarnation, Tier
+from streams.core.reducer.holdings import plain_holdings
+from streams.core.reducer.run_store import PlainRunStore
+from streams.engines.ledger import Ledger
+from streams.engines.restating import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
+from tests.helpers.reference import chain_hashes, random_history
+from tests.unit.test_holdings import RANK, batch, check, judge, stored, u64
+
+Told = tuple[str, int | None, list[int], list[int]]
+
+#: No engine of these tests ever gives a block this name.
+NOBODY = 10_000
+
+
+class RawRank:
+    """What an engine holds, by its own announcements: physical copies under names.
+
+    names: (tier, engine hash) to (sequence hash, copies). A block is held while any name names it.
+    """
+
+    def __init__(self, counts_copies: bool) -> None:
+        self.counts_copies = counts_copies
+        self.names: dict[tuple[Tier, int], tuple[int, int]] = {}
+
+    def apply(self, event: KvEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.names.clear()
+        elif isinstance(event, BlocksRemoved):
+            for engine in event.engine.tolist():
+                block, copies = self.names.pop((event.tier, engine), (0, 0))
+                if copies > 1:
+                    self.names[event.tier, engine] = (block, copies - 1)
+        else:
+            self.store(event)
+
+    def store(self, event: BlocksStored) -> None:
+        parent = None
+        if event.parent is not None:
+            parent = self.named(event.parent, event.tier)
+            if parent is None:
+                return
+        for engine, block in zip(event.engine.tolist(), chain_hashes(event.local.tolist(), parent), strict=True):
+            known, copies = self.names.get((event.tier, engine), (block, 0))
+            again = copies + 1 if self.counts_copies and known == block else 1
+            self.names[event.tier, engine] = (block, again)
+
+    def named(self, engine: int, tier: Tier) -> int | None:
+        found = [self.names[where, engine][0] for where in (tier, *Tier) if (where, engine) in self.names]
+        return found[0] if found else None
+
+    def facts(self) -> set[tuple[Tier, int]]:
+        return {(tier, block) for (tier, _), (block, _) in self.names.items()}
+
+
+class Published:
+    """A ledger and the holdings that its events reach, one batch an engine event."""
+
+    def __init__(self, counts_copies: bool) -> None:
+        self.ledger = Ledger(counts_copies)
+        self.holdings = plain_holdings()
+        self._sequence = -1
+
+    def tell(self, event: KvEvent) -> list[KvEvent]:
+        out = self.ledger.apply(event)
+        self._sequence += 1
+        judge(self.holdings, batch(self._sequence, *out))
+        check(self.holdings)
+        return out
+
+    def facts(self) -> set[tuple[Tier, int]]:
+        return {(tier, int(block)) for _, tier, block in self.holdings.members()}
+
+
+def told(events: Iterable[KvEvent]) -> list[Told]:
+    """Events in a form that compares."""
+    plain: list[Told] = []
+    for event in events:
+        match event:
+            case BlocksStored():
+                plain.append(("stored", event.parent, event.engine.tolist(), event.local.tolist()))
+            case BlocksRemoved():
+                plain.append(("removed", None, event.engine.tolist(), []))
+            case AllBlocksCleared():
+                plain.append(("cleared", None, [], []))
+    return plain
+
+
+def removed(*engine: int, tier: Tier = Tier.DEVICE) -> BlocksRemoved:
+    return BlocksRemoved(u64(*engine), tier)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_copies_are_stored_once_and_removed_once(copies: int) -> None:
+    """Of n stores the first is published, of n removals the last."""
+    ledger = Ledger(counts_copies=True)
+    outs = [told(ledger.apply(stored(u64(11, 12), u64(1, 2)))) for _ in range(copies)]
+    assert outs == [[("stored", None, [11, 12], [1, 2])]] + [[]] * (copies - 1)
+    outs = [told(ledger.apply(removed(12))) for _ in range(copies)]
+    assert outs == [[]] * (copies - 1) + [[("removed", None, [12], [])]]
+    assert (len(ledger), ledger.unknown_removals) == (1, 0)
+
+
+def test_copies_announced_and_removed_within_one_event_count() -> None:
+    """A removal may name one block twice: once for each copy."""
+    ledger = Ledger(counts_copies=True)
+    ledger.apply(stored(u64(11), u64(1)))
+    ledger.apply(stored(u64(11), u64(1)))
+    assert told(ledger.apply(removed(11, 11))) == [("removed", None, [11], [])]
+    assert len(ledger) == 0
+
+
+def test_a_dialect_that_repeats_stores_is_not_counted() -> None:
+    """However often it was stored, the first removal removes it."""
+    ledger = Ledger(counts_copies=False)
+    for _ in range(3):
+        ledger.apply(stored(u64(11), u64(1)))
+    assert told(ledger.apply(removed(11))) == [("removed", None, [11], [])]
+    assert told(ledger.apply(removed(11))) == [("removed", None, [11], [])]  # for the agent to count
+    assert ledger.unknown_removals == 1
+
+
+def test_a_block_stored_again_after_its_removal_is_news() -> None:
+    """Copies are counted from one again."""
+    ledger = Ledger(counts_copies=True)
+    event = stored(u64(11), u64(1))
+    for _ in range(3):
+        assert told(ledger.apply(event)) == [("stored", None, [11], [1])]
+        assert told(ledger.apply(removed(11))) == [("removed", None, [11], [])]
+
+
+def test_only_what_is_news_is_published_with_the_parent_it_has() -> None:
+    """A store that is news in parts is split, and each part hangs on the published name of the block before it."""
+    ledger = Ledger(counts_copies=False)
+    ledger.apply(stored(u64(11, 12, 13, 14, 15), u64(1, 2, 3, 4, 5)))
+    ledger.apply(removed(11, 13, 14))
+    out = ledger.apply(stored(u64(21, 22, 23, 24, 25, 26), u64(1, 2, 3, 4, 5, 6)))
+    assert told(out) == [
+        ("stored", None, [21], [1]),
+        ("stored", 12, [23, 24], [3, 4]),
+        ("stored", 15, [26], [6]),
+    ]
+
+
+def test_parts_of_a_store_keep_its_tier_and_labels() -> None:
+    """Whatever else was said of the blocks is said of each part."""
+    ledger = Ledger(counts_copies=False)
+    ledger.apply(stored(u64(12), u64(1), tier=Tier.HOST))
+    labels, cxl = Labels(1, 2, 3), CxlMetadata("in_transit", "p", (1,))
+    whole = BlocksStored(None, u64(12, 13), u64(1, 2), Tier.HOST, labels, cxl)
+    (part,) = ledger.apply(whole)
+    assert isinstance(part, BlocksStored)
+    assert (part.tier, part.moe, part.cxl, part.parent) == (Tier.HOST, labels, cxl, 12)
+
+
+def test_a_store_of_nothing_is_nothing() -> None:
+    """Neither a store nor a removal without blocks is published."""
+    ledger = Ledger(counts_copies=True)
+    assert ledger.apply(stored(u64(), u64())) == []
+    assert ledger.apply(removed()) == []
+
+
+def test_two_names_for_one_block_are_two_copies_of_it() -> None:
+    """It is published under the first, children of either hang on that, and the last name's removal removes it."""
+    ledger = Ledger(counts_copies=True)
+    ledger.apply(stored(u64(11), u64(1)))
+    assert ledger.apply(stored(u64(99), u64(1))) == []
+    assert told(ledger.apply(stored(u64(12), u64(2), parent=99))) == [("stored", 11, [12], [2])]
+    assert ledger.apply(removed(11)) == []
+    assert told(ledger.apply(stored(u64(13), u64(3), parent=99))) == [("stored", 11, [13], [3])]
+    assert told(ledger.apply(removed(99))) == [("removed", None, [11], [])]
+
+
+@pytest.mark.parametrize("counts_copies", [True, False])
+def test_a_name_given_to_another_block_takes_the_first_one_with_it(counts_copies: bool) -> None:
+    """The first block is held no more, by whatever count; the second is held once."""
+    published = Published(counts_copies)
+    published.tell(stored(u64(11), u64(1)))
+    published.tell(stored(u64(11), u64(1)))
+    published.tell(stored(u64(11), u64(2)))
+    assert published.facts() == {(Tier.DEVICE, 2)}
+    published.tell(removed(11))
+    assert published.facts() == set()
+    assert len(published.ledger) == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "local"),
+    [([9], [2]), ([9, 8], [2, 3]), ([8, 9], [2, 3]), ([9, 9], [2, 3]), ([9, 9, 9], [2, 3, 4]), ([8, 8, 9], [2, 3, 4])],
+)
+def test_a_name_may_move_to_the_blocks_own_children(engine: list[int], local: list[int]) -> None:
+    """The children are held where they belong, though the parent's name is theirs now."""
+    published = Published(counts_copies=True)
+    raw = RawRank(counts_copies=True)
+    for event in (stored(u64(9), u64(1)), stored(u64(*engine), u64(*local), parent=9)):
+        published.tell(event)
+        raw.apply(event)
+    assert published.facts() == raw.facts()
+    assert published.ledger.unknown_parents == 0
+
+
+def test_a_dropped_name_given_away_leaves_its_old_block_to_its_other_name() -> None:
+    """An engine names copies by their place: place 1 is freed and holds another block, place 2 still holds ours."""
+    published = Published(counts_copies=True)
+    first, other = stored(u64(1), u64(50)), stored(u64(1), u64(60))
+    published.tell(first)
+    published.tell(stored(u64(2), u64(50)))
+    published.tell(removed(1))
+    published.tell(other)
+    assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, 60)}
+    published.tell(removed(2))
+    assert published.facts() == {(Tier.DEVICE, 60)}
+    published.tell(removed(1))
+    assert published.facts() == set()
+
+
+def test_a_dropped_name_removed_once_more_takes_nothing() -> None:
+    """The block is still held under its second name, so that removal is the engine's mistake and is not published."""
+    published = Published(counts_copies=True)
+    published.tell(stored(u64(1), u64(50)))
+    published.tell(stored(u64(2), u64(50)))
+    published.tell(removed(1))
+    assert published.tell(removed(1)) == []
+    assert published.ledger.unknown_removals == 1
+    assert published.facts() == {(Tier.DEVICE, 50)}
+
+
+def test_a_dropped_name_still_says_where_children_belong() -> None:
+    """A store behind it is placed behind the block that it named, as long as that is held at all."""
+    published = Published(counts_copies=True)
+    published.tell(stored(u64(1), u64(50)))
+    published.tell(stored(u64(2), u64(50)))
+    published.tell(removed(1))
+    published.tell(stored(u64(3), u64(51), parent=1))
+    published.tell(stored(u64(3), u64(51), parent=1))
+    assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, chain_hashes([50, 51])[1])}
+    published.tell(removed(3))
+    assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, chain_hashes([50, 51])[1])}
+
+
+def test_what_cannot_be_placed_is_passed_on_as_it_came() -> None:
+    """A store behind an unknown parent and an unknown removal reach the agent, which counts them."""
+    published = Published(counts_copies=True)
+    orphan = stored(u64(1, 2), u64(1, 2), parent=NOBODY)
+    assert published.tell(orphan) == [orphan]
+    assert told(published.tell(removed(7, 8))) == [("removed", None, [7, 8], [])]
+    assert (published.ledger.unknown_parents, published.ledger.unknown_removals) == (1, 2)
+    progress = published.holdings.progress[RANK]
+    assert (progress.n_unknown_parents, progress.n_unknown_removals) == (1, 2)
+    assert len(published.ledger) == 0
+
+
+def test_a_clear_is_published_and_forgets_all() -> None:
+    """What was held is news again, in every tier."""
+    ledger = Ledger(counts_copies=True)
+    for tier in Tier:
+        ledger.apply(stored(u64(11), u64(1), tier=tier))
+    assert len(ledger) == 4
+    assert told(ledger.apply(AllBlocksCleared())) == [("cleared", None, [], [])]
+    assert len(ledger) == 0
+    assert told(ledger.apply(stored(u64(11), u64(1)))) == [("stored", None, [11], [1])]
+    assert told(ledger.apply(stored(u64(12), u64(1), parent=NOBODY))) == [("stored", NOBODY, [12], [1])]
+
+
+def test_tiers_count_for_themselves() -> None:
+    """A copy on the host is news though the device holds the block, and its removal leaves the device's."""
+    published = Published(counts_copies=True)
+    published.tell(stored(u64(11), u64(1)))
+    published.tell(stored(u64(11), u64(1), tier=Tier.HOST))
+    published.tell(removed(11))
+    assert published.facts() == {(Tier.HOST, 1)}
+
+
+#: Six names and three contents, so that every store collides with an older one.
+few_names = st.integers(0, 5)
+tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST])
+stores = st.tuples(
+    st.one_of(st.none(), few_names),
+    st.lists(st.tuples(few_names, st.integers(20, 22)), min_size=1, max_size=4),
+    tiers,
+)
+removals = st.tuples(st.lists(few_names, max_size=4), tiers)
+
+
+@settings(max_examples=500, deadline=None)
+@given(counts_copies=st.booleans(), ops=st.lists(st.one_of(stores, removals, st.none()), max_size=30))
+def test_what_is_published_is_what_the_engine_holds(
+    counts_copies: bool,
+    ops: list[tuple[int | None, list[tuple[int, int]], Tier] | tuple[list[int], Tier] | None],
+) -> None:
+    """However names collide, the holdings behind the ledger are the blocks that some name names."""
+    published, raw = Published(counts_copies), RawRank(counts_copies)
+    for op in ops:
+        event: KvEvent
+        if op is None:
+            event = AllBlocksCleared()
+        elif len(op) == 3:
+            parent, blocks, tier = op
+            if parent is not None and raw.named(parent, tier) is None:
+                parent = NOBODY  # a name dropped is neither known nor unknown; it has a test of its own
+            event = stored(u64(*(name for name, _ in blocks)), u64(*(local for _, local in blocks)), parent, tier)
+        else:
+            event = removed(*op[0], tier=op[1])
+        published.tell(event)
+        raw.apply(event)
+        assert published.facts() == raw.facts()
+        assert len(published.ledger) == len(raw.facts())
+    progress = published.holdings.progress.get(RANK)
+    assert progress is None or progress.n_unknown_parents == published.ledger.unknown_parents
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), counts_copies=st.booleans())
+def test_an_engines_whole_history_is_published_as_what_it_holds(seed: int, counts_copies: bool) -> None:
+    """Long histories of one engine, names doubled and moved, end with the blocks that some name names."""
+    published, raw = Published(counts_copies), RawRank(counts_copies)
+    for one in random_history(random.Random(seed), 150, 1, n_blocks_max=150):
+        for event in one.body.events if isinstance(one.body, EngineEvents) else ():
+            if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
+                continue
+            published.tell(event)
+            raw.apply(event)
+        assert published.facts() == raw.facts()
+
+
+def restored(
+    ledger: Ledger, bytes_max: int = CHUNK_BYTES_MAX
+) -> tuple[set[tuple[Tier, int]], dict[tuple[Tier, int], int]]:
+    """What a store of runs holds after a ledger's restatement in chunks, and under which names."""
+    told = chunks(ledger.restated(), 1, exact=True, bytes_max=bytes_max)
+    assert [piece.chunk for piece in told] == list(range(len(told))) and {piece.n_chunks for piece in told} == {
+        len(told)
+    }
+    store = plain_holdings().runs
+    assert isinstance(store, PlainRunStore)
+    store.end(RANK, Epoch(Incarnation(1), 1))
+    held: set[tuple[Tier, int]] = set()
+    all_held = facts_of(ledger)
+    for piece in told:
+        for run in piece.runs:
+            assert run.parent is None or (run.tier, run.parent) in held or (run.tier, run.parent) not in all_held
+            held |= {(run.tier, block) for block in sequence_hashes(run.local, run.parent).tolist()}
+        store.restate(RANK, piece.runs)
+        assert sum(48 + 16 * len(run.local) for run in piece.runs) <= bytes_max
+    store.check()
+    names = {
+        (key.tier, run.sequence[offset]): run.engine[offset]
+        for key, run in store.runs_of(RANK).items()
+        for offset in run.held()
+    }
+    return {(tier, int(block)) for _, tier, block in store.members()}, names
+
+
+def facts_of(ledger: Ledger) -> set[tuple[Tier, int]]:
+    """What a ledger holds, by its runs."""
+    return {(run.tier, block) for run in ledger.restated() for block in sequence_hashes(run.local, run.parent).tolist()}
+
+
+def raw_history(seed: int, n_batches: int) -> Iterable[KvEvent]:
+    """The events of one engine's random history."""
+    for one in random_history(random.Random(seed), n_batches, 1, n_blocks_max=120):
+        if isinstance(one.body, EngineEvents):
+            yield from one.body.events
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), counts_copies=st.booleans(), bytes_max=st.sampled_from([64, 200, 1024, 1 << 20]))
+def test_a_restatement_is_all_that_the_ledger_holds(seed: int, counts_copies: bool, bytes_max: int) -> None:
+    """Whatever the history and the size of a chunk, an empty store that is restated holds just what the engine does."""
+    published, raw = Published(counts_copies), RawRank(counts_copies)
+    for event in raw_history(seed, 60):
+        if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
+            continue
+        published.tell(event)
+        raw.apply(event)
+    facts, names = restored(published.ledger, bytes_max)
+    assert facts == raw.facts() == published.facts()
+    runs = published.holdings.runs
+    assert isinstance(runs, PlainRunStore)
+    agents = {
+        (key.tier, run.sequence[offset]): run.engine[offset]
+        for key, run in runs.runs_of(RANK).items()
+        for offset in run.held()
+    }
+    assert names == agents  # later events must find the blocks under the names that the agent knows
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_ledger_rebuilt_from_what_was_published_goes_on_and_never_says_more_than_the_engine(seed: int) -> None:
+    """One copy each: it may tell of a removal too early, never too late; no name and no parent is lost."""
+    events = list(raw_history(seed, 60))
+    published, raw = Published(counts_copies=True), RawRank(counts_copies=True)
+    for number, event in enumerate(events):
+        if number == len(events) // 2:
+            before = published.ledger
+            published.ledger = Ledger(counts_copies=True)
+            for run in before.restated():
+                published.ledger.adopt(run)
+            assert facts_of(published.ledger) == facts_of(before)
+        if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
+            continue
+        published.tell(event)
+        raw.apply(event)
+        assert published.facts() == facts_of(published.ledger)
+
+
+def test_a_ledger_is_complete_until_something_is_lost_and_again_after_a_clear() -> None:
+    """A lost batch, or a store behind a parent that never came, is what a restatement cannot tell of."""
+    ledger = Ledger(counts_copies=True)
+    assert ledger.complete
+    ledger.lost_events()
+    ledger.apply(stored(u64(11), u64(1)))
+    assert not ledger.complete
+    ledger.apply(AllBlocksCleared())
+    assert ledger.complete
+    ledger.apply(stored(u64(12), u64(2), parent=NOBODY))
+    assert not ledger.complete
+
+
+def test_a_restatement_of_nothing_is_one_chunk_without_runs() -> None:
+    """That nothing is held must be told as well."""
+    (piece,) = chunks(Ledger(counts_copies=True).restated(), 5, exact=False)
+    assert (piece.restatement_id, piece.chunk, piece.n_chunks, piece.exact, piece.runs) == (5, 0, 1, False, ())
+
+
+def test_consecutive_blocks_are_one_run_and_a_hole_begins_another() -> None:
+    """Runs are as long as they can be; a branch and a block behind a hole name their parent by its sequence hash."""
+    ledger = Ledger(counts_copies=True)
+    ledger.apply(stored(u64(11, 12, 13, 14), u64(1, 2, 3, 4)))
+    ledger.apply(stored(u64(23), u64(9), parent=12))
+    ledger.apply(removed(13))
+    told = [(run.start, run.parent, run.engine.tolist(), run.local.tolist()) for run in ledger.restated()]
+    chain = chain_hashes([1, 2, 3, 4])
+    assert told == [(0, None, [11, 12, 23], [1, 2, 9]), (3, chain[2], [14], [4])]
+
+
+REQUEST = ResyncRequest(RANK, Incarnation(5), 10, 1, "gap", 0)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "at_s", "wanted"),
+    [
+        (replace(REQUEST, incarnation=Incarnation(4)), 100.0, False),  # another life's
+        (replace(REQUEST, incarnation=Incarnation(6)), 100.0, False),
+        (REQUEST, 100.0, True),
+        (replace(REQUEST, sequence=20, attempt=2), 1.0, False),  # answered: restated to 20 at 0 s
+        (replace(REQUEST, sequence=20, attempt=2), ANSWERED_FOR_S, True),  # yet asked again: the answer was lost
+        (replace(REQUEST, sequence=21), RESTATE_EVERY_S / 2, False),  # a new gap, but too soon
+        (replace(REQUEST, sequence=21), RESTATE_EVERY_S, True),
+    ],
+)
+def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, wanted: bool) -> None:
+    """For this life only, and again only when the answer cannot be on its way any more."""
+    restatements = Restatements()
+    assert restatements.wanted(REQUEST, Incarnation(5), 20, 0.0)
+    restatements.told(20, 0.0)
+    assert restatements.wanted(request_of, Incarnation(5), 30, at_s) is wanted
+    assert not Restatements().wanted(REQUEST, Incarnation(5), -1, at_s)  # nothing was published: nothing to say

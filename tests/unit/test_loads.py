@@ -1,0 +1,324 @@
+"""Active loads: bookings folded in any order, any number of times, into the same loads."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core.hashing import pack_hashes, unpack_hashes
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.loads import bookings as loads_module
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Phase, RankLoad, with_output
+from tests.helpers.reference import chain_hashes
+
+TTL_MS = 1000
+A, B = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(1), DpRank(1))
+
+Told = tuple[BookingId, Phase, Booking | None]
+
+
+def request(name: str, counter: int = 1, router: str = "router") -> BookingId:
+    return BookingId(name, router, counter)
+
+
+def booking(rank: RankId = A, n_blocks: int = 3, *, tokens: int = 48, output: int = 0, branch: int = 0) -> Booking:
+    """Blocks 1, 2, 3, ...; from block `branch` on, where that is given, of another content."""
+    local = [number if not branch or number < branch else number + 1000 for number in range(1, n_blocks + 1)]
+    return Booking(rank, "m", tokens, pack_hashes(chain_hashes(local)), 0, n_blocks, None, output)
+
+
+def tell(loads: ActiveLoads, told: Told, at_ms: int = 0) -> None:
+    booking_id, phase, carried = told
+    if phase is Phase.ADD:
+        assert carried is not None
+        loads.add(booking_id, carried, at_ms)
+    elif phase is Phase.PREFILL:
+        loads.prefill_complete(booking_id, at_ms)
+    else:
+        loads.free(booking_id, at_ms)
+
+
+def life(booking_id: BookingId, carried: Booking, *phases: Phase) -> list[Told]:
+    return [(booking_id, phase, carried if phase is Phase.ADD else None) for phase in phases]
+
+
+def told_in(order: list[Told]) -> ActiveLoads:
+    loads = ActiveLoads(TTL_MS)
+    for told in order:
+        tell(loads, told)
+    return loads
+
+
+def seen(loads: ActiveLoads) -> dict[RankId, tuple[int, int, int, int]]:
+    loads.check()
+    return {
+        rank: (load.prefill_tokens, load.output_blocks, load.requests, load.prompt_blocks)
+        for rank, load in loads.ranks().items()
+    }
+
+
+def by_brute_force(told: list[Told]) -> dict[RankId, tuple[int, int, int, int]]:
+    """Loads of the bookings that have an add and no free; of several adds the last one told."""
+    return {rank: (*sums, len(active_blocks(told)[rank])) for rank, sums in _sums(told).items()}
+
+
+def _live(told: list[Told]) -> Iterator[tuple[BookingId, Booking]]:
+    added = {booking_id: carried for booking_id, _, carried in told if carried is not None}
+    freed = {booking_id for booking_id, phase, _ in told if phase is Phase.FREE}
+    return ((booking_id, carried) for booking_id, carried in added.items() if booking_id not in freed)
+
+
+def active_blocks(told: list[Told]) -> dict[RankId, set[int]]:
+    blocks: dict[RankId, set[int]] = {}
+    for _, carried in _live(told):
+        blocks.setdefault(carried.rank, set()).update(unpack_hashes(carried.sequence).tolist())
+    return blocks
+
+
+def _sums(told: list[Told]) -> dict[RankId, tuple[int, int, int]]:
+    prefilled = {booking_id for booking_id, phase, _ in told if phase is Phase.PREFILL}
+    sums: dict[RankId, tuple[int, int, int]] = {}
+    for booking_id, carried in _live(told):
+        tokens, output, requests = sums.get(carried.rank, (0, 0, 0))
+        tokens += 0 if booking_id in prefilled else carried.prefill_tokens
+        sums[carried.rank] = (tokens, output + carried.output_blocks, requests + 1)
+    return sums
+
+
+ALL_PHASES = (Phase.ADD, Phase.PREFILL, Phase.FREE)
+
+
+@pytest.mark.parametrize("n_phases", [1, 2, 3])
+def test_phases_of_two_requests_in_any_order_give_the_same_loads(n_phases: int) -> None:
+    """All permutations of what was told of both, frees before adds included."""
+    told = life(request("r1"), booking(), *ALL_PHASES[:n_phases])
+    told += life(request("r2"), booking(B if n_phases == 2 else A, 5, branch=3), *ALL_PHASES[: 4 - n_phases])
+    expected = by_brute_force(told)
+    for order in itertools.permutations(told):
+        assert seen(told_in(list(order))) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int) -> None:
+    """Shuffled, repeated, of several routers and with one id booked twice: the sum is that of brute force."""
+    rng = random.Random(seed)
+    told: list[Told] = []
+    for number in range(rng.randint(1, 12)):
+        booking_id = request(f"r{number // 2}", number, rng.choice("xy"))
+        carried = booking(
+            rng.choice((A, B)),
+            rng.randint(0, 6),
+            tokens=rng.randint(0, 99),
+            output=rng.randint(0, 3),
+            branch=rng.randint(0, 6),
+        )
+        told += life(booking_id, carried, *rng.sample(ALL_PHASES, rng.randint(1, 3)))
+    expected = by_brute_force(told)
+    order = told + rng.choices(told, k=rng.randint(0, 10))
+    rng.shuffle(order)
+    loads = told_in(order)
+    assert seen(loads) == expected
+    asked = booking(A, rng.randint(0, 8), branch=rng.randint(0, 8)).sequence
+    columns = loads.columns(loads.rows_of((A, B)), asked)
+    for index, rank in enumerate((A, B)):
+        tokens, output, requests, n_blocks = expected.get(rank, (0, 0, 0, 0))
+        joined = len(active_blocks(told).get(rank, set()) | set(unpack_hashes(asked).tolist())) + output
+        assert loads.decode_blocks_with(rank, asked) == columns.decode_blocks[index] == joined
+        assert (columns.prefill_tokens[index], columns.requests[index]) == (tokens, requests)
+        assert loads.load(rank).decode_blocks == n_blocks + output
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_adds_that_grow_a_booking_replace_it(seed: int) -> None:
+    """Of one booking's adds the last one counts, whatever is told in between of other phases."""
+    rng = random.Random(seed)
+    booking_id = request("r")
+    told: list[Told] = []
+    for _ in range(rng.randint(1, 6)):
+        carried = booking(rng.choice((A, B)), rng.randint(1, 4), tokens=rng.randint(0, 99), output=rng.randint(0, 3))
+        told += life(booking_id, carried, Phase.ADD)
+    if rng.random() < 0.5:
+        told.insert(rng.randint(0, len(told)), (booking_id, Phase.PREFILL, None))
+    assert seen(told_in(told)) == by_brute_force(told)
+    told.insert(rng.randint(0, len(told)), (booking_id, Phase.FREE, None))
+    assert seen(told_in(told)) == {}
+
+
+def test_blocks_shared_on_a_rank_count_once() -> None:
+    """Until the last request that uses them is over."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r1"), booking(A, 3), 0)
+    loads.add(request("r2"), booking(A, 5), 0)
+    loads.add(request("r3"), booking(B, 5), 0)
+    assert (loads.load(A).decode_blocks, loads.load(B).decode_blocks) == (5, 5)
+    assert loads.decode_blocks_with(A, booking(A, 7).sequence) == 7
+    assert loads.decode_blocks_with(A, booking(A, 7, branch=3).sequence) == 10
+    assert loads.decode_blocks_with(RankId(WorkerId(9), DpRank(0)), pack_hashes([1, 2])) == 2
+    loads.free(request("r2"), 0)
+    assert loads.load(A).decode_blocks == 3
+    loads.free(request("r1"), 0)
+    assert loads.load(A) == RankLoad()
+    assert loads.ranks().keys() == {B}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(0, 2), (1, 2), (32, 2), (33, 3), (48, 3), (49, 4)], ids=lambda value: str(value)
+)
+def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
+    """A last one that is not full included; a booking never shrinks, and is the same one where it does not grow."""
+    carried = booking(output=2)
+    grown = with_output(carried, tokens, 16)
+    assert grown == carried._replace(output_blocks=blocks)
+    assert (grown is carried) == (blocks == 2)
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r"), carried, 0)
+    loads.add(request("r"), grown, 0)
+    assert loads.booking(request("r")) == grown
+    assert loads.load(A) == RankLoad(48, blocks, 1, 3)
+    loads.free(request("r"), 0)
+    assert loads.booking(request("r")) is None
+    assert loads.booking(request("unknown")) is None
+
+
+def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:
+    """Once, and also for an add that comes after it."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r1"), booking(tokens=48), 0)
+    loads.add(request("r2"), booking(tokens=16), 0)
+    for _ in range(2):
+        loads.prefill_complete(request("r1"), 0)
+        assert (loads.load(A).prefill_tokens, loads.load(A).decode_blocks) == (16, 3)
+    loads.add(request("r1"), booking(tokens=48, output=2), 0)
+    assert (loads.load(A).prefill_tokens, loads.load(A).decode_blocks) == (16, 5)
+
+
+@pytest.mark.parametrize("first", [Phase.FREE, Phase.PREFILL])
+def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: Phase) -> None:
+    """Until it expires; a prefill alone is known and ends nothing."""
+    loads = ActiveLoads(TTL_MS)
+    tell(loads, (request("r"), first, None))
+    assert loads.knows("r") and loads.live("r") is None
+    loads.add(request("r"), booking(), 0)
+    assert (loads.live("r") is None) == (first is Phase.FREE)
+    assert loads.load(A).prefill_tokens == 0
+
+
+def test_the_earliest_live_booking_of_an_id_is_the_one() -> None:
+    """A retry's booking takes its place when that ends."""
+    loads = ActiveLoads(TTL_MS)
+    first, second = request("r", 1), request("r", 2)
+    loads.add(first, booking(A), 0)
+    loads.add(second, booking(B), 0)
+    loads.add(first, booking(A, output=1), 0)
+    assert loads.live("r") == (first, booking(A, output=1))
+    loads.free(first, 0)
+    assert loads.live("r") == (second, booking(B))
+    loads.free(second, 0)
+    assert loads.live("r") is None
+
+
+@pytest.mark.parametrize(("now_ms", "ended"), [(0, 0), (999, 0), (1000, 1), (1499, 1), (1500, 2), (9999, 2)])
+def test_a_booking_ends_a_ttl_after_its_last_word(now_ms: int, ended: int) -> None:
+    """Told at 0 and at 500, with a TTL of 1000."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r1"), booking(A), 0)
+    loads.add(request("r2"), booking(B), 200)
+    loads.prefill_complete(request("r2"), 500)
+    assert loads.expire(now_ms) == loads.expired == ended
+    assert loads.expire(now_ms) == 0
+    assert len(loads) == 2 - ended
+    assert loads.ranks().keys() == {rank for rank, end in ((A, 1000), (B, 1500)) if end > now_ms}
+    assert loads.knows("r1") == (now_ms < 1000)
+
+
+def test_being_stated_again_keeps_a_booking_alive() -> None:
+    """An add of the same booking counts from its own time; an older one told late takes nothing away."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r"), booking(), 0)
+    loads.add(request("r"), booking(), 800)
+    loads.add(request("r"), booking(), 100)
+    assert loads.expire(1799) == 0
+    assert loads.expire(1800) == 1
+    assert (loads.ranks(), len(loads), loads.knows("r")) == ({}, 0, False)
+
+
+def test_a_late_record_of_an_old_booking_expires_in_its_own_time() -> None:
+    """A router that starts reads partition after partition: what is old in one does not wait for another's."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("fresh"), booking(A), 900)
+    loads.add(request("old"), booking(B), 100)
+    loads.prefill_complete(request("old"), 50)
+    assert loads.expire(1099) == 0
+    assert loads.expire(1100) == 1
+    assert loads.ranks().keys() == {A}
+
+
+@settings(max_examples=60, deadline=None)
+@given(told=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(ALL_PHASES), st.integers(0, 3000)), max_size=40))
+def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, Phase, int]]) -> None:
+    """Whatever order the words come in, at any moment just those are remembered that the TTL leaves."""
+    loads = ActiveLoads(TTL_MS)
+    last: dict[str, int] = {}
+    for number, phase, at_ms in told:
+        tell(loads, (request(f"r{number}"), phase, booking() if phase is Phase.ADD else None), at_ms)
+        last[f"r{number}"] = max(last.get(f"r{number}", 0), at_ms)
+    for now_ms in range(500, 4500, 250):
+        loads.expire(now_ms)
+        kept = {name for name, at_ms in last.items() if at_ms + TTL_MS > now_ms}
+        assert {name for name in last if loads.knows(name)} == kept
+        assert len(loads) == len(kept)
+    assert loads.ranks() == {}
+
+
+def test_ended_bookings_expire_as_well() -> None:
+    """Nothing is remembered for ever, and an id is new again afterwards."""
+    loads = ActiveLoads(TTL_MS)
+    for told in life(request("r"), booking(), Phase.FREE, Phase.ADD, Phase.PREFILL):
+        tell(loads, told)
+    assert loads.expire(TTL_MS) == 1
+    assert (len(loads), loads.knows("r")) == (0, False)
+    loads.add(request("r"), booking(), TTL_MS)
+    assert loads.live("r") is not None
+
+
+@pytest.mark.parametrize("n_bookings", [3, 4, 5, 9, 60])
+def test_beyond_the_limit_the_oldest_booking_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, n_bookings: int
+) -> None:
+    """With room for four; being told again is no new booking, and makes one the youngest."""
+    monkeypatch.setattr(loads_module, "BOOKINGS_MAX", 4)
+    loads = ActiveLoads(TTL_MS)
+    for number in range(n_bookings):
+        loads.add(request(f"r{number}"), booking(), number)
+        loads.add(request("r0"), booking(), number)
+    assert len(loads) == min(n_bookings, 4)
+    assert loads.dropped == max(0, n_bookings - 4)
+    assert loads.load(A).requests == min(n_bookings, 4)
+    kept = {"r0"} | {f"r{number}" for number in range(max(1, n_bookings - 3), n_bookings)}
+    assert {f"r{number}" for number in range(n_bookings) if loads.knows(f"r{number}")} == kept
+    assert loads.expire(n_bookings - 1 + TTL_MS) == len(kept)
+    assert (len(loads), loads.ranks()) == (0, {})
+
+
+def test_the_limit_covers_a_fleet() -> None:
+    """A thousand ranks with 256 running requests each stay below it."""
+    assert loads_module.BOOKINGS_MAX >= 1000 * 256
+
+
+@pytest.mark.parametrize("forget", [lambda loads: loads.free(request("r"), 0), lambda loads: loads.expire(TTL_MS)])
+def test_a_rank_without_bookings_has_no_load_left(forget: Callable[[ActiveLoads], object]) -> None:
+    """Whatever was booked, moved to another rank or grown, ends at nothing."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r"), booking(A, output=4), 0)
+    loads.add(request("r"), booking(B)._replace(prefill_tokens=7), 0)
+    assert loads.ranks().keys() == {B}
+    forget(loads)
+    assert loads.ranks() == {}
+    assert loads.load(A) == loads.load(B) == RankLoad()

@@ -1,0 +1,633 @@
+"""Routers that share bookings through one log, in memory: whatever the order, all end with the loads that the log says.
+
+The log is a stand-in for Kafka, so that a test says when it is away, what it acknowledges and what is compacted; the
+same with a real one is in test_replica_sync. What it holds is folded here a second time, by a rule of two lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core.hashing import pack_hashes
+from streams.core.loads.bookings import Booking, Phase
+from streams.errors import BookingConflict
+from streams.kafka import Record, producer
+from streams.local.ports import free_port
+from streams.router_api import outbox as outbox_module
+from streams.router_api.loads_sync import HELD_CALL_TTL_MS, QUIET_MS, LoadsSync
+from streams.settings import Settings
+from streams.topics import topics
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, rank_of
+from tests.replicas import Loads, loads_of
+
+TTL_MS = 10_000
+KNOBS = Settings(partitions=2, booking_ttl_s=TTL_MS / 1000)
+TOPIC = topics(KNOBS).router_loads
+
+
+@dataclass
+class Log:
+    """One compacted topic. away: nothing is acknowledged; now_ms: the broker's clock."""
+
+    partitions: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(TOPIC.partitions)])
+    written: list[Record] = field(default_factory=list)  # all, the superseded too
+    away: bool = False
+    now_ms: int = 1_000_000
+
+    def append(self, partition: int, key: bytes, value: bytes | None) -> None:
+        offset = self.partitions[partition][-1].offset + 1 if self.partitions[partition] else 0
+        record = Record(TOPIC.name, partition, offset, self.now_ms, key, value)
+        self.partitions[partition].append(record)
+        self.written.append(record)
+
+    def compact(self) -> int:
+        """Leave the last record of each key, but for a partition's last one; gives how many are gone."""
+        gone = 0
+        for partition, records in enumerate(self.partitions):
+            last = {record.key: record.offset for record in records}
+            kept = [record for record in records if last[record.key] == record.offset]
+            gone += len(records) - len(kept)
+            self.partitions[partition] = kept
+        return gone
+
+    def loads(self) -> Loads:
+        """What one process says that read every record ever written."""
+        return loads_of(self.written)
+
+
+class Client:
+    """A producer to it: what was handed over is acknowledged when it is polled, unless Kafka is away."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._queue: list[tuple[int, bytes, bytes | None, Callable[[KafkaError | None, Any], None]]] = []
+        self.refusing: KafkaError | BufferError | None = None
+        self.failing: KafkaError | None = None
+
+    def produce(self, topic: str, *, key: bytes, value: bytes | None, partition: int, on_delivery: Any) -> None:
+        assert topic == TOPIC.name
+        if isinstance(self.refusing, BufferError):
+            raise self.refusing
+        if self.refusing is not None:
+            raise KafkaException(self.refusing)
+        self._queue.append((partition, key, value, on_delivery))
+
+    def poll(self, timeout_s: float) -> int:  # noqa: ARG002 - as the client has it
+        if self._log.away and self.failing is None:
+            return 0
+        queue, self._queue = self._queue, []
+        for partition, key, value, on_delivery in queue:
+            if self.failing is None:
+                self._log.append(partition, key, value)
+            on_delivery(self.failing, None)
+        return len(queue)
+
+    def time_out(self, n: int) -> None:
+        """The client gives up its oldest n records; later ones may arrive all the same."""
+        gone, self._queue = self._queue[:n], self._queue[n:]
+        for *_, on_delivery in gone:
+            on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), None)
+
+    def flush(self, timeout_s: float) -> int:
+        self.poll(timeout_s)
+        return len(self._queue)
+
+
+class Replica:
+    """One router's loads: its client, and how far it has read."""
+
+    def __init__(self, log: Log, clock: list[int], knobs: Settings = KNOBS) -> None:
+        self.log = log
+        self.client = Client(log)
+        self.sync = LoadsSync(knobs, TOPIC, self.client, lambda: clock[0])  # type: ignore[arg-type]
+        self.read = [0] * TOPIC.partitions
+
+    def fold(self, partition: int, n: int | None = None) -> int:
+        """Read so many records of a partition, or all; gives how many there were."""
+        ahead = [each for each in self.log.partitions[partition] if each.offset >= self.read[partition]][:n]
+        for record in ahead:
+            self.sync.fold(record)
+            self.read[partition] = record.offset + 1
+        return len(ahead)
+
+    @property
+    def loads(self) -> Loads:
+        with self.sync.locked() as active:
+            return {
+                rank: (load.prefill_tokens, load.decode_blocks, load.requests) for rank, load in active.ranks().items()
+            }
+
+    def __len__(self) -> int:
+        with self.sync.locked() as active:
+            active.check()
+            return len(active)
+
+
+@dataclass
+class World:
+    """Three routers, one log, and one clock for all durations."""
+
+    clock: list[int] = field(default_factory=lambda: [0])
+    log: Log = field(default_factory=Log)
+    replicas: list[Replica] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.replicas = [Replica(self.log, self.clock) for _ in range(3)]
+
+    def pass_time(self, ms: int) -> None:
+        self.clock[0] += ms
+        self.log.now_ms += ms
+
+    def settle(self) -> None:
+        """Kafka is there, and everybody has said and read everything."""
+        self.log.away = False
+        busy = True
+        while busy:
+            for replica in self.replicas:
+                replica.sync.poll()
+            # All of them read, whoever had anything: one that lags would tick, and tick again.
+            busy = sum(replica.fold(n) for replica in self.replicas for n in range(TOPIC.partitions)) > 0
+            busy |= any(replica.sync.unacknowledged for replica in self.replicas)
+
+    def same(self) -> Loads:
+        """Everybody's loads, which are those of the log and of a router that starts late, before and after
+        compaction."""
+        self.settle()
+        truth = self.log.loads()
+        for _ in range(2):
+            late = Replica(self.log, self.clock)
+            for partition in range(TOPIC.partitions):
+                late.fold(partition)
+            for replica in (*self.replicas, late):
+                assert replica.loads == truth
+            self.log.compact()
+        return truth
+
+
+def booking(worker_id: int, blocks: list[int] | None = None, prefill: int = 16) -> Booking:
+    chain = [1] if blocks is None else blocks
+    return Booking(rank_of(worker_id), "m", prefill, pack_hashes(chain), 0, len(chain))
+
+
+def live(replica: Replica, request_id: str) -> int:
+    with replica.sync.locked() as active:
+        return len(active.live_ids(request_id))
+
+
+requests = st.sampled_from(["a", "b", "c", "d"])
+routers = st.integers(0, 2)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("book"), routers, requests, st.integers(1, 3), st.integers(0, 4)),
+        st.tuples(st.just("prefill"), routers, requests),
+        st.tuples(st.just("free"), routers, requests),
+        st.tuples(st.just("output"), routers, requests, st.integers(0, 70)),
+        st.tuples(st.just("fold"), routers, st.integers(0, TOPIC.partitions - 1), st.integers(1, 4)),
+        st.tuples(st.just("poll"), routers),
+        st.tuples(st.just("restart"), routers),
+        st.tuples(st.just("away"), st.booleans()),
+        st.tuples(st.just("time out"), routers, st.integers(1, 3)),
+        st.tuples(st.just("compact")),
+        st.tuples(st.just("time"), st.integers(1, 100)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(actions=actions, in_flight_max=st.sampled_from([1, 2, 10_000]))
+def test_whatever_happens_all_routers_end_with_the_same_loads(
+    actions: list[tuple[Any, ...]], in_flight_max: int
+) -> None:
+    """Bookings, frees and prefills at any router, at any pace of reading; routers that die, Kafka away, records that
+    time out, compaction; before any expiry the loads are those of the log, and after it nothing remains anywhere."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", in_flight_max)
+        play(actions)
+
+
+def play(actions: list[tuple[Any, ...]]) -> None:
+    world = World()
+    for name, *given_ in actions:
+        match name, given_:
+            case "book", (router, request_id, worker_id, n):
+                try:
+                    world.replicas[router].sync.book(request_id, booking(worker_id, list(range(1, n + 1)), 16 * n))
+                except BookingConflict:
+                    assert live(world.replicas[router], request_id)
+            case "prefill" | "free", (router, request_id):
+                world.replicas[router].sync.tell(request_id, Phase(name))
+            case "output", (router, request_id, output_tokens):
+                world.replicas[router].sync.tell_output(request_id, output_tokens)
+            case "fold", (router, partition, n):
+                world.replicas[router].fold(partition, n)
+            case "poll", (router,):
+                world.replicas[router].sync.poll()
+            case "restart", (router,):  # what it had not sent is lost, and it begins at the log's beginning
+                world.replicas[router] = Replica(world.log, world.clock)
+            case "time out", (router, n):
+                world.replicas[router].client.time_out(n)
+            case "away", (away,):
+                world.log.away = away
+            case "compact", ():
+                world.log.compact()
+            case "time", (ms,):
+                world.pass_time(ms)
+    world.same()
+    for _ in range(TTL_MS // QUIET_MS + 3):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    assert [len(replica) for replica in world.replicas] == [0, 0, 0]
+    assert [replica.sync.unacknowledged for replica in world.replicas] == [0, 0, 0]
+
+
+def test_a_prefill_told_behind_another_routers_free_changes_nothing() -> None:
+    """It knew the booking and had not heard that it was over."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book("r", booking(1))
+    world.settle()
+    first.sync.tell("r", Phase.FREE)
+    assert second.sync.tell("r", Phase.PREFILL) is True  # it has not read the free
+    assert world.same() == {}
+
+
+def test_an_id_used_again_while_its_free_is_under_way_lives() -> None:
+    """The free is for the booking that its router knew, and not for the next one, in whatever order they are read."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1))
+    world.settle()
+    third.sync.tell("r", Phase.FREE)
+    with third.sync.locked() as active:
+        assert active.live("r") is None
+    third.sync.book("r", booking(2, [7, 8]))  # first and second know of neither
+    assert (live(first, "r"), live(second, "r")) == (1, 1)
+    assert world.same() == {rank_of(2): (16, 2, 1)}
+
+
+@pytest.mark.parametrize("n_rivals", [2, 3])
+def test_of_bookings_made_at_once_the_last_in_the_log_stays(n_rivals: int) -> None:
+    """A client that was answered by two routers is where it was sent last; no other router need be asked."""
+    world = World()
+    for number, replica in enumerate(world.replicas[:n_rivals], 1):
+        replica.sync.book("r", booking(number))
+        replica.sync.poll()
+    assert world.same() == {rank_of(n_rivals): (16, 1, 1)}
+    world.replicas[0].sync.tell("r", Phase.FREE)
+    assert world.same() == {}
+
+
+def test_a_free_ends_all_bookings_of_its_id() -> None:
+    """Also where it comes before their routers have heard of each other."""
+    world = World()
+    first, second, third = world.replicas
+    for number, replica in ((1, first), (2, second)):
+        replica.sync.book("r", booking(number))
+        replica.sync.poll()
+    for partition in range(TOPIC.partitions):
+        third.fold(partition)
+    assert live(third, "r") == 2
+    third.sync.tell("r", Phase.FREE)
+    assert live(third, "r") == 0
+    assert world.same() == {}
+
+
+def test_what_another_router_states_anew_is_so_for_its_owner_too() -> None:
+    """POST /loads of a live id at a router that did not book it, with another overlap."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book("r", booking(1, prefill=64))
+    world.settle()
+    second.sync.book("r", booking(1, prefill=16))
+    assert world.same() == {rank_of(1): (16, 1, 1)}
+
+
+def test_generated_tokens_make_a_booking_grow_for_all() -> None:
+    """Told to any router, in blocks; what was told before, or less, is not even said; stated anew it stays so."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1))
+    world.settle()
+    for replica, tokens, blocks in ((second, 1, 1), (third, 17, 2), (first, 33, 3), (second, 48, 3), (third, 5, 3)):
+        n_written = len(world.log.written)
+        assert replica.sync.tell_output("r", tokens) is True
+        assert replica.loads == {rank_of(1): (16, 1 + blocks, 1)}
+        assert world.same() == replica.loads
+        assert len(world.log.written) - n_written == (tokens in (1, 17, 33))
+    second.sync.book("r", booking(1, prefill=0))
+    assert world.same() == {rank_of(1): (0, 4, 1)}
+    first.sync.tell("r", Phase.FREE)
+    assert third.sync.tell_output("r", 100) is True  # it has not read the free
+    assert world.same() == {}
+    assert first.sync.tell_output("r", 200) is True
+    assert world.same() == {}
+
+
+def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
+    """With what else was told, and of several the most; a booking that had ended by then does not grow."""
+    world = World()
+    first, second, _ = world.replicas
+    for tokens in (33, 20):
+        assert second.sync.tell_output("r", tokens) is False
+    assert second.sync.tell("r", Phase.PREFILL) is False
+    assert second.sync.tell_output("s", 16) is False
+    first.sync.book("r", booking(1))
+    first.sync.book("s", booking(2))
+    first.sync.tell("s", Phase.FREE)
+    assert world.same() == {rank_of(1): (0, 1 + 3, 1)}
+    assert second.sync.unknown_calls == 0
+    assert second.sync.tell_output("t", 1) is False
+    world.pass_time(HELD_CALL_TTL_MS)
+    second.sync.poll()
+    assert second.sync.unknown_calls == 1
+
+
+def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
+    """Its booking is before the free in the log, and behind the one that the free is for. That log is as well one of
+    two routers asked at once; so nobody ends a booking that nobody named, and if it was meant it ends by TTL."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1))
+    first.sync.poll()
+    for partition in range(TOPIC.partitions):
+        third.fold(partition)
+    second.sync.book("r", booking(2))
+    second.sync.poll()
+    third.sync.tell("r", Phase.FREE)
+    assert world.same() == {rank_of(2): (16, 1, 1)}
+
+
+def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> None:
+    """What began and ended meanwhile is nobody else's business; in sync is who was acknowledged not long ago."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book("before", booking(1))
+    world.settle()
+    assert first.sync.in_sync
+    world.log.away = True
+    n_in_log = len(world.log.written)
+    first.sync.book("during", booking(2))
+    first.sync.tell("before", Phase.FREE)
+    assert first.loads == {rank_of(2): (16, 1, 1)}
+    world.pass_time(KNOBS.stale_after_ms)
+    assert first.sync.in_sync
+    world.pass_time(1)
+    assert not first.sync.in_sync
+    assert second.sync.in_sync  # it has said nothing that is not acknowledged
+    world.pass_time(QUIET_MS)
+    second.sync.poll()  # a tick, since it remembers bookings there
+    world.pass_time(KNOBS.stale_after_ms + 1)
+    assert not second.sync.in_sync
+    assert len(world.log.written) == n_in_log
+    assert world.same() == {rank_of(2): (16, 1, 1)}
+    assert first.sync.in_sync and second.sync.in_sync
+
+
+def test_a_router_without_bookings_finds_out_that_kafka_is_away() -> None:
+    """When it is asked, and as long as it is; nobody's asking is nobody's writing."""
+    world = World()
+    first, second, _ = world.replicas
+
+    def pass_time(ms: int) -> bool:
+        """Whether the first is in sync after so long, in which it was asked often, and the second never."""
+        asked = [first.sync.in_sync]
+        for _ in range(ms // 100):
+            world.pass_time(100)
+            for replica in (first, second):
+                replica.sync.poll()
+                for partition in range(TOPIC.partitions):
+                    replica.fold(partition)
+            asked.append(first.sync.in_sync)
+        return asked[-1]
+
+    assert pass_time(5 * QUIET_MS)
+    assert 4 <= len(world.log.written) <= 5
+    world.log.away = True
+    n_written = len(world.log.written)
+    assert pass_time(QUIET_MS)
+    assert not pass_time(KNOBS.stale_after_ms + QUIET_MS)
+    assert second.sync.in_sync  # it was never asked, and asks nobody by itself
+    world.settle()
+    assert first.sync.in_sync
+    for _ in range(5):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    assert len(world.log.written) - n_written <= 3  # the tick that waited, and one of each that was asked at the end
+
+
+def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for three records in flight and four that wait: what is dropped is counted, and makes its router out
+    of sync for as long as it lives; what begins and ends meanwhile takes no room."""
+    monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 3)
+    monkeypatch.setattr(outbox_module, "WAITING_RECORDS_MAX", 4)
+    world = World()
+    first, second, _ = world.replicas
+    world.log.away = True
+    for number in range(10):
+        first.sync.book(f"short-{number}", booking(99))
+        if number >= 3:  # before, they are in flight, and a free is a record of its own
+            first.sync.tell(f"short-{number}", Phase.FREE)
+        first.sync.book(str(number), booking(number))
+    assert first.sync.unacknowledged == 3 + 4
+    assert first.sync.unpublished > 0
+    world.settle()
+    dropped = {rank for rank in first.loads if rank not in second.loads}
+    assert dropped and rank_of(9) not in dropped
+    assert {rank: second.loads[rank] for rank in second.loads} == world.log.loads()
+    world.pass_time(KNOBS.stale_after_ms + 1)
+    assert not first.sync.in_sync
+    for number in range(10):
+        first.sync.tell(str(number), Phase.FREE)
+        first.sync.tell(f"short-{number}", Phase.FREE)
+    world.same()
+    assert first.sync.in_sync
+
+
+def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long bookings are fewer."""
+    monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 0)
+    monkeypatch.setattr(outbox_module, "WAITING_BYTES_MAX", 30_000)
+    world = World()
+    for number in range(5):
+        world.replicas[0].sync.book(str(number), booking(number, list(range(1, 1001))))
+    assert (world.replicas[0].sync.unacknowledged, world.replicas[0].sync.unpublished) == (3, 2)
+
+
+def test_a_newer_word_replaces_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a word that failed is not sent behind a newer one of its key."""
+    monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 1)
+    world = World()
+    world.log.away = True
+    first = world.replicas[0]
+    for prefill in (64, 48, 32):  # the first of them is in flight
+        first.sync.book("r", booking(1, prefill=prefill))
+    assert first.sync.unacknowledged == 2
+    first.client.failing = KafkaError(KafkaError._MSG_TIMED_OUT)
+    first.client.poll(0)
+    assert first.sync.unacknowledged == 1
+    first.client.failing = None
+    assert world.same() == {rank_of(1): (32, 1, 1)}
+    assert sum(record.value is not None for record in world.log.written) == 1
+
+
+def test_a_word_that_timed_out_is_not_sent_behind_a_newer_one() -> None:
+    """Though both were in flight, and the newer one arrived."""
+    world = World()
+    world.log.away = True
+    first = world.replicas[0]
+    for prefill in (64, 32):
+        first.sync.book("r", booking(1, prefill=prefill))
+    first.client.time_out(1)
+    assert first.sync.unacknowledged == 1
+    assert world.same() == {rank_of(1): (32, 1, 1)}
+
+
+def test_a_booking_that_is_partly_in_flight_is_freed_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stated anew and ended while Kafka is away: its first word may arrive, and so its end is told."""
+    monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 1)
+    world = World()
+    world.log.away = True
+    first = world.replicas[0]
+    for prefill in (64, 32):
+        first.sync.book("r", booking(1, prefill=prefill))
+    first.sync.tell("r", Phase.FREE)
+    assert world.same() == {}
+
+
+def test_a_record_that_timed_out_is_sent_again() -> None:
+    """The client gives up after minutes; the router does not."""
+    world = World()
+    world.log.away = True
+    first = world.replicas[0]
+    first.sync.book("r", booking(1))
+    first.client.failing = KafkaError(KafkaError._MSG_TIMED_OUT)
+    first.client.poll(0)
+    first.client.failing = None
+    assert (first.sync.unacknowledged, first.sync.unpublished) == (1, 0)
+    assert world.same() == {rank_of(1): (16, 1, 1)}
+
+
+@pytest.mark.parametrize("when", ["at once", "by the broker"])
+def test_a_record_that_no_topic_takes_is_counted_and_not_tried_again(when: str) -> None:
+    """Its router stays out of sync while the booking lives."""
+    world = World()
+    first = world.replicas[0]
+    too_large = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
+    if when == "at once":
+        first.client.refusing = too_large
+    else:
+        first.client.failing = too_large
+    first.sync.book("r", booking(1))
+    first.client.refusing = first.client.failing = None
+    assert (first.sync.unacknowledged, first.sync.unpublished) == (0, 1)
+    world.settle()
+    assert first.loads == {rank_of(1): (16, 1, 1)}
+    world.pass_time(KNOBS.stale_after_ms + 1)
+    assert not first.sync.in_sync
+    world.pass_time(TTL_MS)
+    world.settle()
+    assert (first.loads, first.sync.in_sync) == ({}, True)
+
+
+def test_a_full_client_is_asked_again() -> None:
+    """What it had no room for waits here."""
+    world = World()
+    first = world.replicas[0]
+    first.client.refusing = BufferError()
+    for number in range(3):
+        first.sync.book(str(number), booking(number))
+    assert (first.sync.unacknowledged, len(world.log.written)) == (3, 0)
+    first.client.refusing = None
+    assert world.same() == {rank_of(number): (16, 1, 1) for number in range(3)}
+
+
+def test_bookings_end_by_the_logs_clock() -> None:
+    """Not by a router's own, which may be anywhere; a router that starts late ends them with the others."""
+    world = World()
+    first = world.replicas[0]
+    first.sync.book("r", booking(1))
+    world.settle()
+    world.clock[0] += 100 * TTL_MS  # this machine was suspended; the log has not moved
+    assert first.loads == {rank_of(1): (16, 1, 1)}
+    world.log.now_ms += TTL_MS - 1
+    world.settle()  # its tick moves the log's clock on
+    assert first.loads == {rank_of(1): (16, 1, 1)}
+    world.log.now_ms += 1
+    world.clock[0] += QUIET_MS
+    world.settle()
+    for replica in (*world.replicas, late := Replica(world.log, world.clock)):
+        if replica is late:
+            for partition in range(TOPIC.partitions):
+                late.fold(partition)
+        assert len(replica) == 0
+
+
+def test_ticks_end_with_the_bookings() -> None:
+    """A scope in which nobody routes is quiet."""
+    world = World()
+    world.replicas[0].sync.book("r", booking(1))
+    for _ in range(30):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    n_written = len(world.log.written)
+    assert 8 <= n_written <= 1 + 3 * (TTL_MS // QUIET_MS + 1)
+    for _ in range(30):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    assert len(world.log.written) == n_written
+    world.log.compact()
+    assert sum(map(len, world.log.partitions)) <= 3  # the add, and a tick
+
+
+def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() -> None:
+    """They are nobody else's."""
+    log, clock = Log(), [0]
+    alone = Replica(log, clock, Settings(partitions=2, booking_ttl_s=TTL_MS / 1000, router_replica_sync=False))
+    alone.sync.book("r", booking(1))
+    alone.sync.book("s", booking(1))
+    alone.sync.tell("s", Phase.FREE)
+    clock[0] += TTL_MS - 1
+    alone.sync.poll()
+    assert alone.loads == {rank_of(1): (16, 1, 1)}
+    assert alone.sync.in_sync
+    clock[0] += 1
+    alone.sync.poll()
+    assert (len(alone), log.written) == (0, [])
+
+
+@contextmanager
+def nobody() -> Iterator[LoadsSync]:
+    """Loads whose real client finds no broker."""
+    knobs = Settings(kafka=f"127.0.0.1:{free_port()}", partitions=2)
+    clock = [0]
+    client = producer(knobs, **{"message.timeout.ms": 200, "log_level": 0})
+    yield LoadsSync(knobs, TOPIC, client, lambda: clock[0])
+    client.purge()
+
+
+def test_a_real_client_that_gives_up_gives_the_record_back() -> None:
+    """It is tried again and again, and nothing is lost."""
+    with nobody() as sync:
+        sync.book("r", booking(1))
+        tries = 0
+
+        def tried() -> bool:
+            nonlocal tries
+            before = len(sync._outbox._in_flight)
+            sync._kafka.poll(0.05)
+            tries += len(sync._outbox._in_flight) < before
+            sync.poll()
+            return tries >= 2
+
+        wait_for(tried, PATIENCE_S, "the client to give up twice")
+        assert (sync.unacknowledged, sync.unpublished) == (1, 0)

@@ -1,0 +1,422 @@
+"""Every mode as pure code: what it goes by, what it does where nothing is known, and that it changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.core.engine_metrics import WorkerMetrics
+from streams.core.hashing import pack_hashes
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.index.interface import OverlapScores, with_predictions
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.routing.busy import BusyThresholds, idle_ranks
+from streams.core.routing.decision import Chooser, FleetState, RoutePolicy
+from streams.core.routing.policies import hit_usage_waiting, load_deviation
+from streams.core.routing.selection import (
+    RouterMode,
+    select_by_cost,
+    select_device_aware,
+    select_least_loaded,
+    select_power_of_two,
+)
+from streams.core.routing.sessions import SessionAffinity
+from streams.core.workers import Worker
+from streams.errors import AllWorkersBusy
+
+SEED = 20_251_121
+N_DRAWS = 100_000
+BLOCK_SIZE = 16
+
+
+def rank(worker_id: int, dp_rank: int = 0) -> RankId:
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+RANKS = tuple(rank(worker_id) for worker_id in (1, 2, 3))
+HITS = OverlapScores({RANKS[0]: 2, RANKS[1]: 5, RANKS[2]: 8})
+
+
+NOTHING_KNOWN = FleetState()
+
+
+class Untouchable(OverlapScores):
+    """Scores that nobody may look at."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    @property
+    def scores(self) -> Mapping[RankId, int]:
+        refuse()
+
+    @property
+    def by_tier(self) -> Mapping[RankId, tuple[int, ...]]:
+        refuse()
+
+    def effective_blocks(self, rank: RankId, tier_weights: tuple[float, ...]) -> float:  # noqa: ARG002
+        refuse()
+
+
+def refuse() -> NoReturn:
+    raise AssertionError("overlap was read")
+
+
+def loads_of(*requests: int, blocks: int = 0) -> ActiveLoads:
+    """As many requests on each rank, of blocks of their own."""
+    loads = ActiveLoads(60_000)
+    for each, n in zip(RANKS, requests, strict=True):
+        for number in range(n):
+            first = 1000 * number + 10**6 * each.worker_id
+            carried = Booking(each, "m", 0, pack_hashes(range(first, first + blocks)), 0, blocks)
+            loads.add(BookingId(f"{each}-{number}", "router", number), carried, 0)
+    return loads
+
+
+def choose(
+    mode: RouterMode,
+    loads: ActiveLoads,
+    *,
+    scores: OverlapScores = HITS,
+    fleet: FleetState = NOTHING_KNOWN,
+    seed: int = SEED,
+    **policy: Any,
+) -> Any:
+    return Chooser(random.Random(seed)).choose(
+        RoutePolicy(mode=mode, **policy),
+        RANKS,
+        scores,
+        loads,
+        sequence=pack_hashes([1, 2]),
+        request_blocks=10,
+        block_size=BLOCK_SIZE,
+        fleet=fleet,
+    )
+
+
+# --- the cost of mode kv ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.5, 2.0])
+def test_frequencies_of_the_softmax_are_those_of_theory(temperature: float) -> None:
+    """Of the documented costs, within 1 % of all draws, over 100,000 of them."""
+    costs = [18.0, 10.0, 11.0]
+    weights = [math.exp(-cost / (8.0 * temperature)) for cost in costs]
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
+    counts = Counter(select_by_cost(costs, temperature, rng) for _ in range(N_DRAWS))
+    for index, weight in enumerate(weights):
+        assert abs(counts[index] / N_DRAWS - weight / sum(weights)) < 0.01
+
+
+@pytest.mark.parametrize("mode", RouterMode)
+def test_a_weight_of_nothing_never_reads_overlap(mode: RouterMode) -> None:
+    """In no mode; and round-robin and those that go by load read it at no weight either."""
+    loads = loads_of(1, 2, 3)
+    choose(mode, loads, scores=Untouchable(), overlap_score_weight=0.0)
+    if RoutePolicy(mode=mode).reads_index:
+        with pytest.raises(AssertionError, match="overlap was read"):
+            choose(mode, loads, scores=Untouchable())
+    else:
+        choose(mode, loads, scores=Untouchable())
+
+
+def test_blocks_that_are_not_tracked_cost_nothing() -> None:
+    """The busiest rank wins for what it holds."""
+    loads = loads_of(1, 1, 9, blocks=10)
+    tracked, untracked = (choose(RouterMode.KV, loads, track_active_blocks=on) for on in (True, False))
+    assert [each.decode_blocks for each in tracked.candidates] == [12, 12, 92]
+    assert [each.cost for each in untracked.candidates] == [8.0, 5.0, 2.0]
+    assert (tracked.chosen.rank, untracked.chosen.rank) == (RANKS[1], RANKS[2])
+
+
+# --- by load ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "wanted"), [([3, 1, 2], {1}), ([0], {0}), ([1, 1, 2], {0, 1}), ([4, 4, 4], {0, 1, 2})]
+)
+def test_least_loaded_takes_the_fewest_requests(in_flight: list[int], wanted: set[int]) -> None:
+    """Equals each at some time."""
+    rng = random.Random(SEED)
+    assert {select_least_loaded(in_flight, rng) for _ in range(100)} == wanted
+
+
+def test_power_of_two_draws_pairs_uniformly_and_takes_the_better() -> None:
+    """Of 1, 2, 3, 4 requests the first wins three pairs of six, the second two, the third one, the last none."""
+    rng = random.Random(SEED)
+    counts = Counter(select_power_of_two([1, 2, 3, 4], rng) for _ in range(N_DRAWS))
+    assert counts[3] == 0
+    for index, share in enumerate((3 / 6, 2 / 6, 1 / 6)):
+        assert abs(counts[index] / N_DRAWS - share) < 0.01, f"seed {SEED}"
+
+
+def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
+    """Nobody is favoured by his place."""
+    rng = random.Random(SEED)
+    counts = Counter(select_power_of_two([5, 5, 5], rng) for _ in range(N_DRAWS))
+    assert all(abs(counts[index] / N_DRAWS - 1 / 3) < 0.01 for index in range(3))
+    assert select_power_of_two([7], rng) == 0
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "on_cpu", "ratio", "wanted"),
+    [
+        # One CPU, one other of eight times its throughput: the CPU's turn is when it has less than an eighth.
+        ([0, 0], [True, False], 8.0, {1}),
+        ([0, 1], [True, False], 8.0, {0}),
+        ([1, 8], [True, False], 8.0, {1}),
+        ([1, 9], [True, False], 8.0, {0}),
+        ([2, 9], [True, False], 8.0, {1}),
+        ([1, 1], [True, False], 1.0, {1}),
+        ([1, 2], [True, False], 1.0, {0}),
+        # Groups count as wholes, by how many they are; within, the least loaded.
+        ([1, 0, 9, 8], [True, True, False, False], 8.0, {1}),
+        ([2, 1, 9, 8], [True, True, False, False], 8.0, {3}),
+        ([1, 7, 9], [True, False, False], 8.0, {1}),  # 1 / 1 is 16 / 16
+        ([1, 8, 9], [True, False, False], 8.0, {0}),  # 1 / 1 is less than 17 / 16
+        # One group alone.
+        ([3, 1, 2], [True, True, True], 8.0, {1}),
+        ([3, 1, 1], [False, False, False], 8.0, {1, 2}),
+    ],
+)
+def test_devices_are_compared_by_normalised_load(
+    in_flight: list[int], on_cpu: list[bool], ratio: float, wanted: set[int]
+) -> None:
+    """Requests in flight / (candidates * throughput); equal loads go to the faster devices."""
+    rng = random.Random(SEED)
+    assert {select_device_aware(in_flight, on_cpu, ratio, rng) for _ in range(60)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "requests", "wanted"),
+    [
+        (RouterMode.LEAST_LOADED, (2, 1, 3), {RANKS[1]}),
+        (RouterMode.DIRECT, (2, 1, 3), {RANKS[1]}),
+        (RouterMode.POWER_OF_TWO, (2, 1, 3), {RANKS[0], RANKS[1]}),
+        (RouterMode.DEVICE_AWARE_WEIGHTED, (0, 8, 8), {RANKS[0]}),
+        (RouterMode.DEVICE_AWARE_WEIGHTED, (2, 8, 9), {RANKS[1]}),
+    ],
+)
+def test_modes_by_load_read_requests_in_flight(
+    mode: RouterMode, requests: tuple[int, ...], wanted: set[RankId]
+) -> None:
+    """The first worker is one on a CPU."""
+    fleet = FleetState(cpu_workers=frozenset({RANKS[0].worker_id}))
+    loads = loads_of(*requests)
+    assert {choose(mode, loads, fleet=fleet, seed=seed).chosen.rank for seed in range(40)} == wanted
+
+
+# --- the older policies -------------------------------------------------------------------------------------------
+
+
+def metrics(**fields: Any) -> WorkerMetrics:
+    return WorkerMetrics(**fields)
+
+
+def test_hits_weigh_twice_usage_and_waiting_once() -> None:
+    """2 * hit rate - cache usage - waiting / the most waiting, written as a cost."""
+    told = [
+        metrics(gpu_cache_usage_perc=0.5, num_requests_waiting=2),
+        metrics(gpu_cache_usage_perc=0.25, num_requests_waiting=4),
+        None,
+    ]
+    assert hit_usage_waiting([0.2, 0.5, 0.8], told) == pytest.approx([-0.4 + 0.5 + 0.5, -1.0 + 0.25 + 1.0, -1.6])
+    assert hit_usage_waiting([0.0, 0.5], [metrics(), metrics()]) == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("told", [[None, None], [metrics(), None], [metrics(), metrics(kv_active_blocks=9)]])
+def test_all_zero_is_no_preference(told: list[WorkerMetrics | None]) -> None:
+    """Then nobody is better than anybody."""
+    assert hit_usage_waiting([0.0, 0.0], told) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 50)), min_size=1, max_size=6),
+)
+def test_hit_usage_waiting_is_its_formula(rows: list[tuple[float, float, int]]) -> None:
+    """Whatever the numbers."""
+    most = max(waiting for _, _, waiting in rows)
+    wanted = [2 * hit - usage - (waiting / most if most else 0) for hit, usage, waiting in rows]
+    told = [metrics(gpu_cache_usage_perc=usage, num_requests_waiting=waiting) for _, usage, waiting in rows]
+    found = hit_usage_waiting([hit for hit, _, _ in rows], told)
+    if found is None:
+        assert not any(wanted)
+    else:
+        assert [-cost for cost in found] == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("active", "alpha"), [((50, 50), 0.3), ((10, 90), 0.7), ((50, 60), 0.3), ((50, 62), 0.7), ((0, 0), 0.3)]
+)
+def test_uneven_loads_weigh_more(active: tuple[int, int], alpha: float) -> None:
+    """The deviation's weight is 0.7 where the loads' standard deviation exceeds a tenth of their mean, else 0.3.
+
+    50 and 60 of 100: 0.05 against 0.055. 50 and 62: 0.06 against 0.056.
+    """
+    told = [
+        metrics(kv_active_blocks=blocks, kv_total_blocks=100, request_active_slots=n, request_total_slots=10)
+        for blocks, n in zip(active, (1, 4), strict=True)
+    ]
+    mean = sum(active) / 200
+    wanted = [
+        alpha * (blocks / 100 - mean) + (1 - alpha) * new + 0.1 * n / 10
+        for blocks, n, new in zip(active, (1, 4), (0.8, 0.2), strict=True)
+    ]
+    assert load_deviation([0.8, 0.2], told) == pytest.approx(wanted)
+
+
+def test_full_ranks_are_never_the_cheapest() -> None:
+    """No block left, or no slot; a rank of which nothing is known counts as one of mean load."""
+    told = [
+        metrics(kv_active_blocks=100, kv_total_blocks=100),
+        metrics(kv_active_blocks=1, kv_total_blocks=100, request_active_slots=8, request_total_slots=8),
+        metrics(kv_active_blocks=50, kv_total_blocks=100),
+        None,
+    ]
+    costs = load_deviation([0.0, 0.0, 1.0, 1.0], told)
+    assert costs is not None
+    assert costs[:2] == [math.inf, math.inf]
+    mean = (1.0 + 0.01 + 0.5) / 3
+    assert costs[2:] == pytest.approx([0.7 * (0.5 - mean) + 0.3, 0.3])
+
+
+def test_load_deviation_without_metrics_knows_nothing() -> None:
+    """Of nobody."""
+    assert load_deviation([0.1, 0.9], [None, None]) is None
+
+
+def test_the_older_policies_choose_and_say_what_by() -> None:
+    """The cost told is the policy's; where it has none, least-loaded or lot decide and the choice says so."""
+    told = {each: metrics(gpu_cache_usage_perc=usage) for each, usage in zip(RANKS, (0.0, 0.0, 1.0), strict=True)}
+    decision = choose(RouterMode.HIT_USAGE_WAITING, loads_of(0, 0, 0), fleet=FleetState(told))
+    assert (decision.chosen.rank, decision.preferred) == (RANKS[1], True)
+    assert [each.cost for each in decision.candidates] == pytest.approx([-0.4, -1.0, -0.6])
+    nothing = {
+        seed: choose(RouterMode.HIT_USAGE_WAITING, loads_of(9, 0, 0), scores=OverlapScores({}), seed=seed)
+        for seed in range(40)
+    }
+    assert {decision.chosen.rank for decision in nothing.values()} == set(RANKS)
+    assert not any(decision.preferred for decision in nothing.values())
+
+    even = {each: metrics(kv_active_blocks=5, kv_total_blocks=10) for each in RANKS}
+    decision = choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=FleetState(even))
+    assert (decision.chosen.rank, decision.preferred) == (RANKS[2], True)
+    assert [each.cost for each in decision.candidates] == pytest.approx([0.7 * 0.8, 0.7 * 0.5, 0.7 * 0.2])
+    decision = choose(RouterMode.LOAD_DEVIATION, loads_of(1, 0, 1))
+    assert (decision.chosen.rank, decision.preferred) == (RANKS[1], False)
+
+
+def test_nobody_left_is_all_workers_busy() -> None:
+    """503, another fault than that nobody may serve the request."""
+    full = FleetState({each: metrics(kv_active_blocks=10, kv_total_blocks=10) for each in RANKS})
+    with pytest.raises(AllWorkersBusy) as caught:
+        choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=full)
+    assert (caught.value.code, caught.value.http_status) == ("all_workers_busy", 503)
+    some = FleetState({each: metrics(kv_active_blocks=10, kv_total_blocks=10) for each in RANKS[1:]})
+    assert choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=some).chosen.rank == RANKS[0]
+
+
+# --- busy ranks ---------------------------------------------------------------------------------------------------
+
+
+def worker(worker_id: int, kv_total_blocks: int | None) -> Worker:
+    return Worker(WorkerId(worker_id), "http://w", "m", BLOCK_SIZE, kv_total_blocks=kv_total_blocks)
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens", "idle"),
+    [
+        (0.0, 0, {1, 2, 3}),
+        (0.5, 0, {1, 3}),
+        (0.49, 0, {3}),
+        (0.6, 0, {1, 2, 3}),
+        (0.0, 64, {1, 3}),
+        (0.0, 65, {1, 2, 3}),
+    ],
+)
+def test_busy_ranks_are_left_out(share: float, tokens: int, idle: set[int]) -> None:
+    """Beyond a threshold, not at it: 10 of 20 blocks, 12 of 20, and 12 of a room that nobody knows; 0, 65, 0 tokens."""
+    loads = ActiveLoads(60_000)
+    for each, blocks, prefill in zip(RANKS, (10, 12, 12), (0, 65, 0), strict=True):
+        loads.add(BookingId(str(each), "r", 1), Booking(each, "m", prefill, pack_hashes(range(blocks)), 0, blocks), 0)
+    workers = {WorkerId(n): worker(n, total) for n, total in ((1, 20), (2, 20), (3, None))}
+    found = idle_ranks(RANKS, BusyThresholds(share, tokens), workers, loads, {})
+    assert {each.worker_id for each in found} == idle
+    assert (found is RANKS) == (len(idle) == 3)
+
+
+def test_an_engine_may_say_that_it_is_busier_than_our_bookings() -> None:
+    """And how much room it has, where its registration does not."""
+    told = {RANKS[0]: metrics(kv_active_blocks=9, kv_total_blocks=10)}
+    workers = {WorkerId(n): worker(n, None) for n in (1, 2, 3)}
+    assert idle_ranks(RANKS, BusyThresholds(0.8), workers, loads_of(0, 0, 0), told) == RANKS[1:]
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_stays_until_it_was_idle_for_its_ttl() -> None:
+    """Each use begins the time anew, and each rank it goes to is the next one's."""
+    sessions = SessionAffinity(ttl_s=10.0)
+    assert sessions.rank_of("s", 0.0) is None
+    sessions.bind("s", RANKS[0], 0.0)
+    assert sessions.rank_of("s", 9.999) == RANKS[0]
+    sessions.bind("s", RANKS[0], 9.0)
+    assert sessions.rank_of("s", 18.999) == RANKS[0]
+    sessions.bind("s", RANKS[1], 18.0)
+    assert sessions.rank_of("s", 27.999) == RANKS[1]
+    assert sessions.rank_of("s", 28.0) is None
+    assert len(sessions) == 0
+
+
+def test_without_a_ttl_nothing_is_bound() -> None:
+    """0 is off."""
+    sessions = SessionAffinity(ttl_s=0.0)
+    sessions.bind("s", RANKS[0], 5.0)
+    assert sessions.rank_of("s", 5.0) is None
+    assert len(sessions) == 0
+
+
+def test_the_session_used_longest_ago_makes_room() -> None:
+    """At the limit, and is counted."""
+    sessions = SessionAffinity(ttl_s=100.0, sessions_max=2)
+    for now, session in enumerate(("a", "b", "a", "c")):
+        sessions.bind(session, RANKS[0], float(now))
+    assert [sessions.rank_of(session, 5.0) for session in "abc"] == [RANKS[0], None, RANKS[0]]
+    assert sessions.forgotten == 1
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_counts_where_it_is_longer() -> None:
+    """Of each rank; one as long brings blocks up from below the device; a shorter one changes nothing."""
+    one, two, three = RANKS
+    known = OverlapScores({one: 4, two: 4}, {one: (1, 3, 0, 0)})
+    joined, predicted = with_predictions(known, OverlapScores({one: 4, two: 3, three: 2}))
+    assert dict(joined.scores) == {one: 4, two: 4, three: 2}
+    assert dict(joined.by_tier) == {}
+    assert predicted == {one, three}
+    same, nobody = with_predictions(known, OverlapScores({one: 3, two: 4}))
+    assert same is known
+    assert nobody == frozenset()
+
+
+def test_a_choice_changes_neither_loads_nor_metrics() -> None:
+    """In any mode: booking is the caller's."""
+    loads = loads_of(1, 2, 3, blocks=4)
+    before = {each: (load.requests, load.decode_blocks, load.prefill_tokens) for each, load in loads.ranks().items()}
+    fleet = FleetState({each: metrics(kv_active_blocks=1, kv_total_blocks=9) for each in RANKS})
+    for mode, seed in itertools.product(RouterMode, range(3)):
+        choose(mode, loads, fleet=fleet, seed=seed)
+    after = {each: (load.requests, load.decode_blocks, load.prefill_tokens) for each, load in loads.ranks().items()}
+    assert after == before

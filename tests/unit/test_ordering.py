@@ -1,0 +1,123 @@
+"""The order of a rank's records, as values: what is news, what a repeat, what of an older life."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, Heartbeat
+from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
+from streams.core.reducer.ordering import Health, Progress, Verdict, judge, renew
+
+RANK = RankId(WorkerId(7), DpRank(0))
+LEASE_MS = 3000
+
+#: A rank in its fifth life, cleared twice, that was heard of up to batch 10.
+KNOWN = Progress(RANK, Epoch(Incarnation(5), 2), 10, 110, Health.EXACT, "m", 16, n_blocks=4, lease_ms=LEASE_MS)
+REMOVED = replace(KNOWN, health=Health.REMOVED)
+EXPIRED = replace(REMOVED, silent=True)
+
+
+def batch(sequence: int, incarnation: int = 5, n_unindexed: int = 0) -> EngineBatch:
+    return EngineBatch(
+        RANK, "m", 16, Incarnation(incarnation), sequence, sequence + 100, 0, EngineEvents(()), n_unindexed
+    )
+
+
+def heartbeat(sequence: int, incarnation: int = 5) -> EngineBatch:
+    return replace(batch(sequence, incarnation), body=Heartbeat("b", LEASE_MS))
+
+
+@pytest.mark.parametrize(
+    ("known", "incarnation", "sequence", "verdict", "epoch"),
+    [
+        (KNOWN, 4, 11, Verdict.STALE, (5, 2)),
+        (KNOWN, 5, BEFORE_FIRST, Verdict.DUPLICATE, (5, 2)),
+        (KNOWN, 5, 10, Verdict.DUPLICATE, (5, 2)),
+        (KNOWN, 5, 11, Verdict.APPLIED, (5, 2)),
+        (KNOWN, 5, 12, Verdict.GAP, (5, 2)),
+        (KNOWN, 6, BEFORE_FIRST, Verdict.APPLIED, (6, 0)),
+        (KNOWN, 6, 0, Verdict.APPLIED, (6, 0)),
+        (KNOWN, 6, 1, Verdict.GAP, (6, 0)),
+        (REMOVED, 4, 0, Verdict.STALE, (5, 2)),
+        (REMOVED, 5, 11, Verdict.STALE, (5, 2)),
+        (REMOVED, 5, BEFORE_FIRST, Verdict.APPLIED, (5, 3)),
+        (REMOVED, 6, 0, Verdict.APPLIED, (6, 0)),
+        (EXPIRED, 5, 11, Verdict.STALE, (5, 2)),
+        (EXPIRED, 5, BEFORE_FIRST, Verdict.APPLIED, (5, 3)),
+    ],
+)
+def test_a_batch_is_judged_by_its_life_and_then_by_its_number(
+    known: Progress, incarnation: int, sequence: int, verdict: Verdict, epoch: tuple[int, int]
+) -> None:
+    """An older life changes nothing, a newer one begins an epoch, and within one only the next number leaves no gap."""
+    judgement = judge(known, batch(sequence, incarnation))
+    assert (judgement.verdict, judgement.progress.epoch) == (verdict, epoch)
+    assert judgement.begins_epoch == (judgement.progress.epoch != known.epoch)
+    if verdict in (Verdict.STALE, Verdict.DUPLICATE):
+        assert judgement.progress == known
+    else:
+        assert (judgement.progress.sequence, judgement.progress.silent) == (sequence, False)
+        assert judgement.progress.health is (Health.DEGRADED if verdict is Verdict.GAP else Health.EXACT)
+
+
+@pytest.mark.parametrize(
+    ("known", "incarnation", "sequence", "verdict", "epoch", "health"),
+    [
+        (KNOWN, 4, 99, Verdict.STALE, (5, 2), Health.EXACT),
+        (KNOWN, 5, 10, Verdict.RENEWED, (5, 2), Health.EXACT),
+        (KNOWN, 5, 3, Verdict.RENEWED, (5, 2), Health.EXACT),
+        (KNOWN, 5, 11, Verdict.GAP, (5, 2), Health.DEGRADED),
+        (KNOWN, 6, BEFORE_FIRST, Verdict.RENEWED, (6, 0), Health.EXACT),
+        (KNOWN, 6, 0, Verdict.GAP, (6, 0), Health.DEGRADED),
+        (replace(KNOWN, health=Health.DEGRADED), 5, 11, Verdict.RENEWED, (5, 2), Health.DEGRADED),
+        (replace(KNOWN, health=Health.APPROXIMATE), 5, 11, Verdict.RENEWED, (5, 2), Health.APPROXIMATE),
+        (REMOVED, 5, BEFORE_FIRST, Verdict.STALE, (5, 2), Health.REMOVED),
+        (REMOVED, 5, 10, Verdict.STALE, (5, 2), Health.REMOVED),
+        (REMOVED, 6, BEFORE_FIRST, Verdict.RENEWED, (6, 0), Health.EXACT),
+        (EXPIRED, 5, BEFORE_FIRST, Verdict.RENEWED, (5, 3), Health.EXACT),
+        (EXPIRED, 5, 10, Verdict.GAP, (5, 3), Health.DEGRADED),
+        (EXPIRED, 4, 10, Verdict.STALE, (5, 2), Health.REMOVED),
+    ],
+)
+def test_a_heartbeat_tells_what_is_missing_and_moves_no_number(
+    known: Progress, incarnation: int, sequence: int, verdict: Verdict, epoch: tuple[int, int], health: Health
+) -> None:
+    """Above the last batch it tells a loss, once; a newer life begins by it; who was taken for dead is back."""
+    judgement = renew(known, heartbeat(sequence, incarnation), LEASE_MS)
+    progress = judgement.progress
+    assert (judgement.verdict, progress.epoch, progress.health) == (verdict, epoch, health)
+    assert progress.sequence == (BEFORE_FIRST if epoch[0] > 5 else known.sequence)
+    assert progress.n_gaps == (verdict is Verdict.GAP)
+    assert judgement.begins_epoch == (epoch != known.epoch)
+    if verdict is not Verdict.STALE:
+        assert (progress.lease_ms, progress.silent) == (LEASE_MS, False)
+
+
+def test_a_heartbeat_that_says_nothing_new_gives_the_same_progress() -> None:
+    """So that it is not written; a lease of another length and the end of a silence are news."""
+    assert renew(KNOWN, heartbeat(10), LEASE_MS).progress is KNOWN
+    assert renew(KNOWN, heartbeat(10), LEASE_MS + 1).progress == replace(KNOWN, lease_ms=LEASE_MS + 1)
+    assert renew(replace(KNOWN, silent=True), heartbeat(10), LEASE_MS).progress == KNOWN
+
+
+def test_a_new_life_has_promised_nothing_yet() -> None:
+    """The lease of an older life ends with it, or the embedding publisher that follows a bridge would be silent."""
+    assert judge(KNOWN, batch(0, 6)).progress.lease_ms == 0
+    assert judge(KNOWN, batch(11)).progress.lease_ms == LEASE_MS
+
+
+@pytest.mark.parametrize(
+    ("health", "n_unindexed", "sequence", "after"),
+    [
+        (Health.EXACT, 1, 11, Health.APPROXIMATE),
+        (Health.DEGRADED, 1, 11, Health.APPROXIMATE),
+        (Health.APPROXIMATE, 0, 11, Health.APPROXIMATE),
+        (Health.APPROXIMATE, 0, 12, Health.APPROXIMATE),
+        (Health.DEGRADED, 0, 11, Health.DEGRADED),
+    ],
+)
+def test_health_only_gets_worse_by_a_batch(health: Health, n_unindexed: int, sequence: int, after: Health) -> None:
+    """Numbers alone never make a rank exact again."""
+    assert judge(replace(KNOWN, health=health), batch(sequence, n_unindexed=n_unindexed)).progress.health is after

@@ -1,0 +1,128 @@
+"""The kernel of prices against the formula in Python, and a choice between equals against a look at every cost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.core.hashing import pack_hashes, unpack_hashes
+from streams.core.ids import DpRank, EngineHash, Float64Array, RankId, Tier, WorkerId
+from streams.core.index.interface import RankPlaces
+from streams.core.index.run_tree import RunTreeIndex
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.routing import pricing
+from streams.core.routing.kernels.price import price_ranks
+from streams.core.routing.pricing import price, price_plainly
+from streams.core.routing.selection import select_by_cost, select_lowest
+from tests.helpers.reference import chain_hashes
+
+WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.5])
+
+
+def rank(worker_id: int) -> RankId:
+    return RankId(WorkerId(worker_id), DpRank(0))
+
+
+def loads_of(rng: random.Random, n_ranks: int) -> tuple[ActiveLoads, dict[RankId, set[int]]]:
+    """Some bookings, of chains that share beginnings; and the blocks that each rank has in use."""
+    loads, blocks = ActiveLoads(1000), dict[RankId, set[int]]()
+    for number in range(rng.randint(0, 3 * n_ranks)):
+        each = rank(rng.randrange(n_ranks))
+        chain = chain_of(rng)
+        loads.add(BookingId(str(number), "r", 1), Booking(each, "m", rng.randrange(500), chain, 0, 9), 0)
+        blocks.setdefault(each, set()).update(unpack_hashes(chain).tolist())
+    return loads, blocks
+
+
+def chain_of(rng: random.Random) -> bytes:
+    shared, own = rng.randrange(5), rng.randrange(4)
+    return pack_hashes(chain_hashes([*range(1, shared + 1), *(100 * rng.randint(1, 3) + n for n in range(own))]))
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(seed=st.integers(0, 2**32), n_ranks=st.sampled_from([1, 3, 64, 130]), weight=WEIGHTS, tracked=st.booleans())
+def test_the_kernel_gives_the_bits_of_the_formula(seed: int, n_ranks: int, weight: float, tracked: bool) -> None:
+    """For any loads, shared blocks and overlaps; and decode blocks are those of sets."""
+    rng = random.Random(seed)
+    loads, blocks = loads_of(rng, n_ranks)
+    ranks = [rank(number) for number in rng.sample(range(n_ranks + 1), rng.randint(1, n_ranks))]  # one has no load
+    rows, sequence = loads.rows_of(ranks), chain_of(rng)
+    effective = np.array([rng.choice([0.0, rng.uniform(0.0, 12.0)]) for _ in ranks])
+    request_blocks, full_blocks, block_size = rng.randrange(12), len(sequence) // 8, rng.choice([1, 3, 16, 64])
+    shared = loads.shared_blocks(sequence)
+
+    def by(priced: Any) -> tuple[int, Float64Array]:
+        terms = np.empty((4, len(ranks)))
+        sizes = (request_blocks, full_blocks, block_size)
+        return priced(loads.table, rows, shared, effective, *sizes, weight, tracked, terms), terms
+
+    (lowest, by_kernel), (lowest_plainly, by_formula) = by(price_ranks), by(price_plainly)
+    assert lowest == lowest_plainly
+    assert by_kernel.tobytes() == by_formula.tobytes()
+    if tracked:
+        asked = set(unpack_hashes(sequence).tolist())
+        assert by_kernel[2].tolist() == [len(blocks.get(each, set()) | asked) for each in ranks]
+    else:
+        assert not by_kernel[2].any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(costs=st.lists(st.sampled_from([0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=70), seed=st.integers(0, 2**32))
+def test_the_first_of_the_cheapest_is_chosen_as_by_all_costs(costs: list[float], seed: int) -> None:
+    """One that is alone without a draw; of several the same one that the same draw takes out of all costs."""
+    first, n_lowest = costs.index(min(costs)), costs.count(min(costs))
+    ours, theirs = random.Random(seed), random.Random(seed)
+    assert select_lowest(np.array(costs), first, n_lowest, ours) == select_by_cost(costs, 0.0, theirs)
+    assert ours.random() == theirs.random()
+
+
+@pytest.mark.parametrize("by", [price_ranks, price_plainly], ids=["kernel", "plain"])
+def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented example, and the same with a rank more that is as cheap as the cheapest."""
+    monkeypatch.setattr(pricing, "price_ranks", by)
+    loads = ActiveLoads(1000)
+    ranks = [rank(number) for number in range(1, 5)]
+    for each, n_blocks in zip(ranks, (10, 5, 9, 5), strict=True):
+        carried = Booking(each, "m", 0, pack_hashes(range(100, 100 + n_blocks)), 0, n_blocks)
+        loads.add(BookingId(str(each), "r", 1), carried, 0)
+    overlap = np.array([2, 5, 8, 5])
+    for n, n_lowest in ((3, 1), (4, 2)):
+        priced = price(
+            ranks[:n],
+            loads,
+            loads.rows_of(ranks[:n]),
+            sequence=b"",
+            request_blocks=10,
+            overlap_blocks=overlap[:n],
+            effective_cached_blocks=overlap[:n].astype(np.float64),
+            block_size=16,
+            overlap_score_weight=1.0,
+            track_active_blocks=True,
+        )
+        assert (priced.first, priced.n_lowest) == (1, n_lowest)
+        assert priced.columns.cost.tolist() == [18.0, 10.0, 11.0, 10.0][:n]
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(seed=st.integers(0, 2**32), tiered=st.booleans())
+def test_an_answers_columns_are_its_mappings(seed: int, tiered: bool) -> None:
+    """For candidates that hold nothing, and beside ranks that hold something and are no candidates."""
+    rng = random.Random(seed)
+    index, local = RunTreeIndex(), np.arange(1, 9, dtype=np.uint64)
+    for number in rng.sample(range(80), rng.randint(0, 80)):
+        n_device, n_all = sorted((rng.randrange(9), rng.randrange(9)))
+        n_device = n_device if tiered else n_all
+        index.store(rank(number), Tier.DEVICE, None, local[:n_device], local[:n_device])
+        if n_device < n_all:
+            parent = EngineHash(n_device) if n_device else None
+            index.store(rank(number), Tier.HOST, parent, local[n_device:n_all], local[n_device:n_all])
+    answer, weights = index.find_matches(local), (1.0, 0.75, 0.25, 0.0)
+    candidates = [rank(number) for number in rng.sample(range(90), rng.randint(1, 90))]
+    overlap, effective = answer.columns(RankPlaces(candidates), weights)
+    assert overlap.tolist() == [answer.scores.get(each, 0) for each in candidates]
+    assert effective.tolist() == [answer.effective_blocks(each, weights) for each in candidates]

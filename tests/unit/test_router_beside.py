@@ -1,0 +1,320 @@
+"""What pooled blocks and labels do to a router's choice, its booking and its mode; without Kafka."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from streams.core.block_facts import fact_sets as block_sets
+from streams.core.events import MoeLabels
+from streams.core.hashing import local_hashes, sequence_hashes
+from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
+from streams.cxl import pooled_view
+from streams.cxl.events import CxlPool
+from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.cxl.states import CxlMemoryState
+from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
+from streams.kafka import partition_of
+from streams.router_api.router import Router
+from streams.router_api.wire import RouteRequest, parse_route_query
+from streams.settings import Settings
+from streams.tables.records import (
+    PartitionRecord,
+    SourceProgress,
+    encode_partition,
+    encode_progress,
+    encode_run,
+    partition_key,
+    progress_key,
+    run_key,
+)
+from tests.helpers.api import TOKENS, packed
+from tests.unit.test_beside import rank, run_of
+from tests.unit.test_router_choices import router_of
+from tests.unit.test_view_predictions import BLOCK_SIZE, hold
+
+LOCAL = local_hashes(TOKENS, BLOCK_SIZE)
+CHAIN = [SequenceHash(block) for block in sequence_hashes(LOCAL).tolist()]
+PLACED = Placement(CxlMemoryState.CXL_POOLED, "p", 0, (), "m", Incarnation(1), 0)
+QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
+LABELS = MoeLabels(2, 7, 3)
+
+#: Worker 1's blocks are those of a worker that is gone; all others have told that they hold nothing.
+DEAD = 9
+
+
+def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
+    """The worker's partition has an owner that is at work."""
+    partition = partition_of(WorkerId(worker_id), Settings().partitions)
+    source = SourceProgress("t", "id", 0, 0, 1, behind_ms)
+    record = PartitionRecord(partition, 0, "test", (source,))
+    router.view.fold_index(partition_key(partition), encode_partition(record))
+
+
+def put(router: Router, *positions: int, placement: Placement = PLACED) -> None:
+    """Blocks of the request, of the dead owner, are pooled."""
+    for at in positions:
+        row = BlockRow(placement, CHAIN[at - 1] if at else None, at, EngineHash(at))
+        router.view.fold_pooled(block_key(BlockKey(CHAIN[at], rank(DEAD), "p")), encode_block(row))
+
+
+def hosts(router: Router, *workers: int) -> None:
+    pool = CxlPool("p", members=tuple(map(WorkerId, workers)))
+    router.view.fold_worker(pool_key("p"), encode_pool(pool))
+
+
+def label(router: Router, worker_id: int, first: int, last: int, labels: MoeLabels = LABELS) -> None:
+    run = run_of(LOCAL, rank(worker_id), first, last, moe=dict.fromkeys(range(last - first), labels))
+    router.view.fold_index(run_key(run.key), encode_run(run))
+
+
+def look(router: Router, override: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"token_ids": TOKENS, "update_states": False, "explain": True, **fields}
+    if override is not None:
+        asked["router_config_override"] = override
+    return router.route(msgspec.convert(asked, RouteRequest))
+
+
+def terms(answer: dict[str, Any]) -> dict[int, tuple[int, int, int, float, float]]:
+    return {
+        each["worker_id"]: (
+            each["overlap_blocks"],
+            each["cxl_accessible_blocks"],
+            each["moe_blocks"],
+            each["effective_cached_blocks"],
+            each["cost"],
+        )
+        for each in answer["candidates"]
+    }
+
+
+def test_a_dead_owners_pooled_prefix_draws_a_request_to_who_reaches_it() -> None:
+    """Every term is told, and the cost is that of the formula."""
+    router = router_of(3)
+    put(router, 0, 1, 2)
+    hosts(router, 2, DEAD)
+    hold(router.view, rank(3), LOCAL[:1])
+    answer = look(router)
+    assert (answer["worker_id"], answer["overlap_blocks"]) == (2, 0)
+    assert terms(answer) == {1: (0, 0, 0, 0.0, 8.0), 2: (0, 3, 0, 2.25, 5.75), 3: (1, 0, 0, 1.0, 7.0)}
+    assert look(router, excluded_worker_ids=[2])["worker_id"] == 3
+
+
+def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:
+    """The rank's own come first, whoever has them pooled as well."""
+    router = router_of(2)
+    put(router, 0, 1, 2, 3)
+    hosts(router, 1, 2)
+    hold(router.view, rank(1), LOCAL[:2])
+    assert terms(look(router)) == {1: (2, 2, 0, 3.5, 4.5), 2: (0, 4, 0, 3.0, 5.0)}
+
+
+@pytest.mark.parametrize(
+    ("weight", "effective"), [(0.0, 0.0), (0.5, 1.5), (2.0, 6.0)], ids=["not looked for", "half", "double"]
+)
+def test_the_weight_is_a_setting_and_a_requests_own(weight: float, effective: float) -> None:
+    """By JSON, as a query parameter, and for the whole router."""
+    for knobs, override in (({}, {"cxl_score_weight": weight}), ({"cxl_score_weight": weight}, None)):
+        router = router_of(1, **knobs)
+        put(router, 0, 1, 2)
+        hosts(router, 1)
+        assert terms(look(router, override))[1][3] == effective
+    query = {"update_states": "false", "explain": "true", "cxl_score_weight": str(weight)}
+    assert terms(router.route(parse_route_query(query), packed(TOKENS)))[1][3] == effective
+
+
+def test_what_a_pool_has_is_not_booked_as_prefill_and_what_labels_are_worth_is() -> None:
+    """A label says what a block is worth to a request; it computes nothing."""
+    router = router_of(1)
+    put(router, 2, 3)
+    hosts(router, 1)
+    label(router, 1, 0, 2)
+    asked = {"token_ids": TOKENS, "request_id": "r", "router_config_override": {"moe_query": QUERY}}
+    router.route(msgspec.convert(asked, RouteRequest))
+    (row,) = router.rank_loads()["loads"]
+    assert row["active_prefill_tokens"] == len(TOKENS) - int((2 + 0.75 * 2) * BLOCK_SIZE)
+
+
+def test_the_potential_load_knows_what_a_pool_has() -> None:
+    """As the booking would."""
+    router = router_of(2)
+    put(router, 0, 1, 2, 3)
+    hosts(router, 2)
+    rows = router.potential(msgspec.convert({"token_ids": TOKENS}, RouteRequest))["loads"]
+    assert [row["potential_prefill_tokens"] for row in rows] == [64, 16]
+
+
+def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> None:
+    """Of the rank's own leading blocks; without a query nobody asks for labels."""
+    router = router_of(3)
+    hold(router.view, rank(1), LOCAL[:2])
+    label(router, 2, 0, 2)
+    label(router, 3, 0, 1, MoeLabels(2, 8, 3))
+    label(router, 3, 2, 4)  # behind a hole
+    assert terms(look(router, {"moe_query": QUERY, "moe_score_weight": 0.25})) == {
+        1: (2, 0, 0, 2.0, 6.0),
+        2: (2, 0, 2, 2.5, 5.5),
+        3: (1, 0, 0, 1.0, 7.0),
+    }
+    assert look(router, {"moe_query": QUERY})["worker_id"] == 2
+    assert {each[2] for each in terms(look(router)).values()} == {0}
+    assert {each[2] for each in terms(look(router, {"moe_query": {}})).values()} == {0}
+
+
+@pytest.mark.parametrize("mode", ["kv", "random", "least-loaded"])
+def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
+    """In every mode, since it is a filter; where nobody matches all stay."""
+    router = router_of(3, router_mode=mode)
+    hold(router.view, rank(1), LOCAL)
+    label(router, 2, 0, 1)
+    strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
+    for _ in range(8):
+        assert terms(look(router, strict)).keys() == {2}
+    assert len(terms(look(router, {"moe_query": QUERY}))) == 3
+    nobody = {"moe_query": {**QUERY, "expert_ids": [99], "fallback_to_unlabeled": False}}
+    assert len(terms(look(router, nobody))) == 3
+
+
+def test_exclusions_apply_last() -> None:
+    """Who alone matches and is excluded leaves nobody; who else matches stays."""
+    router = router_of(3)
+    label(router, 2, 0, 1)
+    strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
+    with pytest.raises(NoEligibleWorker, match="excluded") as caught:
+        look(router, strict, excluded_worker_ids=[2])
+    assert caught.value.detail == {"matching": 1}
+    assert terms(look(router, strict, allowed_worker_ids=[1, 3])).keys() == {1, 3}  # who may not serve does not match
+    label(router, 3, 0, 1)
+    assert terms(look(router, strict, excluded_worker_ids=[2])).keys() == {3}
+
+
+def test_a_labelled_rank_that_restarts_matches_nothing_any_more() -> None:
+    """Though the router knows of its new life by a progress record alone."""
+    router = router_of(1)
+    label(router, 1, 0, 2)
+    assert terms(look(router, {"moe_query": QUERY}))[1][:3] == (2, 0, 2)
+    hold(router.view, rank(1), LOCAL)
+    progress = router.view.progress_of(WorkerId(1))[0]
+    later = replace(progress, epoch=progress.epoch._replace(generation=1))
+    router.view.fold_index(progress_key(rank(1)), encode_progress(later))
+    assert terms(look(router, {"moe_query": QUERY}))[1][:3] == (0, 0, 0)
+
+
+def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
+    """Who writes the rows of the dead owner must be at work, unless pooled blocks do not count."""
+    router = router_of(1)
+    hold(router.view, rank(1), LOCAL)
+    other = next(n for n in range(100, 200) if partition_of(WorkerId(n), 8) != partition_of(WorkerId(1), 8))
+    row = BlockRow(PLACED, None, 0, EngineHash(0))
+    key = block_key(BlockKey(CHAIN[0], rank(other), "p"))
+    assert look(router)["mode"] == "exact"
+    router.view.fold_pooled(key, encode_block(row))
+    assert (look(router)["mode"], look(router)["degraded_because"]) == ("degraded", "pooled_owner_silent")
+    assert look(router, {"cxl_score_weight": 0.0})["mode"] == "exact"
+    alive(router, other)
+    assert look(router)["mode"] == "exact"
+    alive(router, other, behind_ms=5000)
+    assert look(router)["degraded_because"] == "pooled_owner_behind"
+    router.view.fold_pooled(key, None)
+    assert look(router)["mode"] == "exact"
+
+
+def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is a bad record; what is known may change and end."""
+    monkeypatch.setattr(pooled_view.PooledView.__init__, "__defaults__", (None, 2))
+    router = router_of(1)
+    hold(router.view, rank(1), LOCAL)
+    alive(router, DEAD)
+    put(router, 0, 1)
+    put(router, 0, placement=replace(PLACED, state=CxlMemoryState.EVICTED))
+    assert look(router)["mode"] == "exact"
+    with pytest.raises(BadRecord, match="2 rows"):
+        put(router, 2)
+    assert (router.view.n_pooled(), look(router)["degraded_because"]) == (2, "pooled_no_room")
+    router.view.fold_pooled(block_key(BlockKey(CHAIN[0], rank(DEAD), "p")), None)
+    put(router, 2)
+    assert router.view.n_pooled() == 2
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
+    monkeypatch: pytest.MonkeyPatch, in_batches: bool
+) -> None:
+    """Of the rank in question, by who asks for labels that count, until its record finds room or ends."""
+    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    router = router_of(3)
+
+    def tell(worker_id: int, *, labelled: bool = True, ends: bool = False) -> None:
+        moe = dict.fromkeys(range(4), LABELS) if labelled else {}
+        run = run_of(LOCAL, rank(worker_id), 0, 4, moe=moe)
+        record = (run_key(run.key), None if ends else encode_run(run))
+        if in_batches:
+            assert router.view.fold_index_batch([record]) == []
+        else:
+            router.view.fold_index(*record)
+
+    strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
+
+    def strictly() -> tuple[str, set[int]]:
+        answer = look(router, strict)
+        return answer["mode"], set(terms(answer))
+
+    for worker_id in (1, 2, 3):
+        hold(router.view, rank(worker_id), LOCAL[:1])
+    tell(1)
+    assert strictly() == ("exact", {1})
+    tell(2)
+    for override in ({"moe_query": QUERY}, strict, {**strict, "moe_score_weight": 0.0}):
+        assert look(router, override)["degraded_because"] == "labels_no_room"
+    assert terms(look(router, strict)).keys() == {1, 2}
+    assert router.view.labelled() == (2, 4)
+    unasked: list[dict[str, Any] | None] = [None, {"moe_query": {}}, {"moe_query": QUERY, "moe_score_weight": 0.0}]
+    for nothing in unasked:
+        assert look(router, nothing)["mode"] == "exact"
+    assert look(router, {"moe_query": QUERY}, excluded_worker_ids=[2])["mode"] == "exact"
+    booked = {"token_ids": TOKENS, "request_id": "r", "allowed_worker_ids": [2]}
+    for _ in range(2):  # the second finds the booking
+        again = msgspec.convert({**booked, "router_config_override": {"moe_query": QUERY}}, RouteRequest)
+        assert router.route(again)["degraded_because"] == "labels_no_room"
+    # Another rank's leave makes room, which is taken when the record is written again.
+    tell(1, labelled=False)
+    assert look(router, strict)["mode"] == "degraded"
+    tell(2)
+    assert strictly() == ("exact", {2})
+    tell(1)
+    assert terms(look(router, strict)).keys() == {1, 2}
+    tell(1, ends=True)
+    assert strictly() == ("exact", {2})
+
+
+def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What found no room went with its life."""
+    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    router = router_of(2)
+    for worker_id in (1, 2):
+        hold(router.view, rank(worker_id), LOCAL[:1])
+        label(router, worker_id, 0, 1)
+    assert look(router, {"moe_query": QUERY})["degraded_because"] == "labels_no_room"
+    progress = router.view.progress_of(WorkerId(2))[0]
+    later = replace(progress, epoch=progress.epoch._replace(generation=1))
+    router.view.fold_index(progress_key(rank(2)), encode_progress(later))
+    assert look(router, {"moe_query": QUERY})["mode"] == "exact"
+
+
+@pytest.mark.parametrize("query", ['{"layer_id": "x"}', "[1]", "7", "{", '{"layer": 1}', '{"expert_ids": [-1]}'])
+def test_a_query_that_is_none_is_refused(query: str) -> None:
+    """As a parameter too."""
+    with pytest.raises(InvalidRequest):
+        parse_route_query({"moe_query": query})
+
+
+def test_a_query_may_be_a_parameter() -> None:
+    """In JSON."""
+    asked = parse_route_query({"moe_query": '{"layer_id": 2, "expert_ids": [7]}', "moe_score_weight": "2"})
+    override = asked.router_config_override
+    assert override is not None
+    assert override.moe_query is not None
+    assert (override.moe_query.layer_id, override.moe_query.expert_ids, override.moe_score_weight) == (2, [7], 2.0)

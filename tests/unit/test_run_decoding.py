@@ -1,0 +1,442 @@
+"""The compiled decoder of run records takes what decode_run takes, gives the same, and reads nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from streams.codec import codec
+from streams.core.events import MoeLabels
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.index.arenas import TreeLimits
+from streams.core.index.kernels.fold import FOLD_FIRST, FOLD_PRESENT
+from streams.core.index.run_fold import PlainRunFold
+from streams.core.index.tree_fold import RunColumns, TreeRunFold, columns_of
+from streams.core.reducer.holdings import plain_holdings
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.errors import BadRecord, IndexFull
+from streams.router_api.view import AnswerMode, View
+from streams.settings import Settings
+from streams.tables.kernels.runs import OTHER, decode_records
+from streams.tables.records import (
+    PartitionRecord,
+    decode_run,
+    encode_partition,
+    encode_progress,
+    encode_run,
+    parse_run_key,
+    partition_key,
+    progress_key,
+    run_key,
+)
+from streams.tables.run_decoding import decode, decode_runs, join, labels_of
+from tests.unit.test_holdings import batch, names, stored, u64
+from tests.unit.test_table_properties import Record, commit, compacted, folded, random_log, state_of_view
+
+HEADER = b"\xc3\x01" + codec("prefix-index-run").fingerprint
+
+hashes = st.integers(0, 2**64 - 1) | st.integers(0, 3)
+numbers = st.none() | st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def any_run(draw: st.DrawFn) -> Run:
+    """A run that an agent could write."""
+    local = draw(st.lists(hashes, min_size=1, max_size=RUN_BLOCKS_MAX))
+    parent = draw(st.none() | hashes)
+    chained = sequence_hashes(
+        np.array(local, dtype=np.uint64), None if parent is None else SequenceHash(parent)
+    ).tolist()
+    rank = RankId(WorkerId(draw(hashes)), DpRank(draw(st.integers(0, 2**32 - 1))))
+    return Run(
+        key=RunKey(rank, draw(st.sampled_from(list(Tier))), SequenceHash(chained[0])),
+        epoch=Epoch(Incarnation(draw(hashes)), draw(st.integers(0, 2**31 - 1))),
+        start=0 if parent is None else draw(st.integers(1, 2**31 - 1)),
+        parent=None if parent is None else SequenceHash(parent),
+        local=local,
+        engine=[draw(hashes)] * len(local),
+        sequence=chained,
+        present=draw(st.integers(1, (1 << len(local)) - 1)),
+        moe=draw(
+            st.dictionaries(st.integers(0, len(local) - 1), st.builds(MoeLabels, numbers, numbers, numbers), max_size=3)
+        ),
+    )
+
+
+def zigzag(value: int) -> bytes:
+    """Avro's long."""
+    left = (value << 1 ^ value >> 63) & (1 << 64) - 1
+    out = bytearray()
+    while left > 127:
+        out.append(left & 127 | 128)
+        left >>= 7
+    return bytes([*out, left])
+
+
+def datum(**fields: bytes) -> bytes:
+    """A value of one block 42 at the root, with some fields replaced."""
+    plain = {
+        "incarnation": zigzag(1),
+        "generation": zigzag(2),
+        "start": zigzag(0),
+        "parent": zigzag(0),
+        "local": zigzag(8) + struct.pack("<Q", 42),
+        "engine": zigzag(8) + bytes(8),
+        "present": zigzag(1) + b"\x01",
+        "labels": zigzag(0),
+    }
+    return HEADER + b"".join({**plain, **fields}.values())
+
+
+ROOT_KEY = struct.pack(">cQIBQ", b"R", 7, 1, 0, 42)
+
+
+def slow(key: bytes, value: bytes | None) -> Run | None:
+    """What decode_run says; None where it refuses the record."""
+    try:
+        return decode_run(key, value or b"")
+    except BadRecord:
+        return None
+
+
+def same(columns: RunColumns, at: int, expected: Run) -> None:
+    """One row is this run, in every column."""
+    wanted, row = columns_of([expected.key], [expected]), slice(*columns.offset[at : at + 2].tolist())
+    assert columns.place_of(at) == (expected.key.rank, expected.key.tier)
+    assert columns.epoch_of(at) == expected.epoch
+    assert columns.local[row].view(np.uint64).tolist() == expected.local
+    for which in range(FOLD_FIRST, FOLD_PRESENT + 1):
+        assert columns.column(which)[at] == wanted.column(which)[0]
+
+
+def agree(records: list[Record]) -> None:
+    """Decoder and decode_run are of one mind on every record."""
+    columns, others = decode_runs(records)
+    for at, (key, value) in enumerate(records):
+        if value is None:
+            try:
+                expected = parse_run_key(key)
+            except BadRecord:
+                assert at in others
+            else:
+                assert at not in others and columns.present[at] == 0
+                assert columns.place_of(at) == (expected.rank, expected.tier)
+                assert int(columns.column(FOLD_FIRST)[at]) & (1 << 64) - 1 == expected.first
+            continue
+        run = slow(key, value)
+        assert (run is None) == (at in others), (key.hex(), value.hex())
+        if run is None:
+            assert columns.present[at] == OTHER
+            assert columns.offset[at] == columns.offset[at + 1]
+        else:
+            same(columns, at, run)
+    n = len(records)
+    for first, last in ((0, n), (n // 2, n), (0, n // 2)):
+        runs = {at: slow(*records[at]) for at in range(first, last)}
+        labelled = {at: labelled_blocks(run) for at, run in runs.items() if run is not None}
+        assert labels_of(columns, first, last) == {at: blocks for at, blocks in labelled.items() if blocks}
+
+
+def labelled_blocks(run: Run) -> list[tuple[int, MoeLabels]]:
+    """Held blocks of a run, with their labels."""
+    return [(run.sequence[at], run.moe[at]) for at in run.held() if at in run.moe]
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs=st.lists(any_run(), max_size=8), data=st.data())
+def test_every_run_that_is_encoded_is_decoded(runs: list[Run], data: st.DataObject) -> None:
+    """Among tombstones and records of other kinds, and with MoE labels."""
+    records: list[Record] = [(run_key(run.key), encode_run(run)) for run in runs]
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(records)))
+        strange = [(ROOT_KEY, None), (b"", None), (b"", b""), (ROOT_KEY, b""), (b"P" * 22, None), (b"R", b"\xc3\x01")]
+        records.insert(at, data.draw(st.sampled_from(strange)))
+    agree(records)
+    for at, run in zip(range(len(runs)), runs, strict=True):
+        columns, others = decode_runs([(run_key(run.key), encode_run(run))])
+        assert not others, at
+        same(columns, 0, run)
+
+
+@settings(max_examples=150, deadline=None)
+@given(run=any_run(), seed=st.integers(0, 2**32))
+def test_a_record_that_was_tampered_with_is_judged_as_decode_run_does(run: Run, seed: int) -> None:
+    """Cut off, with bytes flipped, inserted, removed or repeated, in value and key."""
+    rng = random.Random(seed)
+    key, value = run_key(run.key), encode_run(run)
+    records: list[Record] = [(key, value)]
+    for _ in range(60):
+        raw = bytearray(rng.choice((value, value, value, key)))
+        in_key = bytes(raw) == key
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            at = rng.randrange(len(raw) or 1)
+            match rng.randrange(6):
+                case 0:
+                    raw = raw[:at]
+                case 1 if raw:
+                    raw[at] ^= 1 << rng.randrange(8)
+                case 2 if raw:
+                    raw[at] = rng.choice((0, 1, 2, 3, 127, 128, 254, 255))
+                case 3:
+                    raw.insert(at, rng.choice((0, 1, 2, 128, 255)))
+                case 4:
+                    del raw[at : at + rng.choice((1, 2, 8))]
+                case _:
+                    raw[at:at] = raw[at : at + rng.choice((1, 8))]
+        records.append((bytes(raw), value) if in_key else (key, bytes(raw)))
+    agree([record for record in records if not left_alone(record[1])])
+
+
+def left_alone(value: bytes | None) -> bool:
+    """More than ten bytes of a varint may follow each other here: what decode_run makes of them is the platform's."""
+    run = 0
+    for byte in value or b"":
+        run = run + 1 if byte & 128 else 0
+        if run >= 10:
+            return True
+    return False
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=st.binary(max_size=30), value=st.binary(max_size=120), framed=st.booleans(), keyed=st.booleans())
+def test_random_bytes_are_judged_as_decode_run_does(key: bytes, value: bytes, framed: bool, keyed: bool) -> None:
+    """With and without the frame and a key that fits."""
+    if not left_alone(value):
+        agree([(ROOT_KEY if keyed else key, HEADER + value if framed else value)])
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [
+        (datum(), True),
+        (datum(parent=zigzag(-2)), True),  # as Python counts a union's branches
+        (datum(parent=zigzag(2)), False),
+        (datum(parent=zigzag(-3)), False),
+        (datum(parent=zigzag(1) + bytes(8)), False),
+        (datum(start=zigzag(1)), False),
+        (datum(start=zigzag(-1)), False),
+        (datum(generation=b"\x84\x80\x80\x00"), True),
+        (datum(generation=b"\xff" * 9 + b"\x01"), True),
+        (datum(incarnation=b"\xff" * 9 + b"\x7f"), True),
+        (datum(present=zigzag(9) + b"\x01" + bytes(8)), True),
+        (datum(present=zigzag(5) + b"\x01\0\0\0\x01"), False),
+        (datum(present=zigzag(1) + b"\x02"), False),
+        (datum(present=zigzag(1) + b"\x00"), False),
+        (datum(present=zigzag(0)), False),
+        (datum(present=zigzag(-1)), False),
+        (datum(present=zigzag((1 << 63) - 1) + b"\x01"), False),
+        (datum(local=zigzag(7) + bytes(7)), False),
+        (datum(local=zigzag(1 << 62) + bytes(8)), False),
+        (datum(local=zigzag(0), engine=zigzag(0)), False),
+        (datum(engine=zigzag(0)), False),
+        (datum(engine=zigzag(16) + bytes(16)), False),
+        (datum(labels=zigzag(1) + zigzag(0) * 4 + zigzag(0)), True),
+        (datum(labels=zigzag(1) + zigzag(1) + zigzag(0) * 3 + zigzag(0)), False),
+        (datum(labels=zigzag(1) + zigzag(-1) + zigzag(0) * 3 + zigzag(0)), False),
+        (datum(labels=zigzag(-1) + zigzag(9999) + zigzag(0) * 4 + zigzag(0)), True),
+        (datum(labels=zigzag(1) + zigzag(0) + zigzag(-1) + zigzag(77) + zigzag(0) * 2 + zigzag(0)), True),
+        (datum(labels=zigzag(1) + zigzag(0) + zigzag(2) + zigzag(0) * 2 + zigzag(0)), False),
+        (datum(labels=zigzag(1 << 60) + zigzag(0)), False),
+        (datum() + b"\0", False),
+        (b"", False),
+        (b"\0\0\0\0\1" + datum()[10:], False),  # a registry's id: none is configured for the index
+        (b"\xc3\x01" + bytes(8) + datum()[10:], False),
+        (datum()[:9], False),
+    ],
+)
+def test_what_avro_and_the_rules_of_a_run_allow(value: bytes, taken: bool) -> None:
+    """Each is taken or left as decode_run takes or refuses it."""
+    assert (slow(ROOT_KEY, value) is not None) == taken
+    agree([(ROOT_KEY, value), (ROOT_KEY, datum())])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [datum(generation=b"\x80" * 20 + b"\x00"), datum(labels=zigzag(-(1 << 63)) + zigzag(0) + zigzag(0))],
+)
+def test_what_no_writer_makes_is_left_to_decode_run(value: bytes) -> None:
+    """Which takes it, and so does a view."""
+    assert slow(ROOT_KEY, value) is not None
+    assert decode_runs([(ROOT_KEY, value)])[1] == [0]
+    view = View(Settings(), lambda: 0)
+    assert view.fold_index_batch([(ROOT_KEY, value)]) == []
+    assert len(view.members()) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(run=any_run())
+@example(run=slow(ROOT_KEY, datum()) or pytest.fail("a plain datum is refused"))
+def test_no_record_is_read_beyond_its_end(run: Run) -> None:
+    """Cut anywhere it is refused, though what was cut off lies behind it as the next record's key."""
+    key, value = run_key(run.key), encode_run(run)
+    for cut in range(len(value)):
+        columns, others = decode_runs([(key, value[:cut]), (value[cut:], b"")])
+        assert others == [0, 1] and columns.present.tolist() == [OTHER, OTHER]
+        # And where the buffer ends: lengths that promise more than there is.
+        data, lengths = join([(key, value)])
+        assert decode(data[: len(key) + cut], lengths)[1] == [0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(run=any_run(), seed=st.integers(0, 2**32))
+def test_no_byte_behind_the_buffer_is_touched(run: Run, seed: int) -> None:
+    """A page that nobody may read lies behind it: a load beyond the end would end this process."""
+    rng = random.Random(seed)
+    key, value = run_key(run.key), encode_run(run)
+    with guarded(2 * mmap.PAGESIZE) as put:
+        for _ in range(40):
+            raw = bytearray(value[: rng.randint(0, len(value))])
+            if len(raw) > len(HEADER):
+                raw[rng.randrange(len(HEADER), len(raw))] = rng.choice((1, 127, 128, 255, rng.randrange(256)))
+            data, lengths = join([(key, bytes(raw)), (key, bytes(raw[: rng.randint(0, 12)]))])
+            columns = RunColumns(2, len(data) // 16)
+            decode_records(put(data), len(data), lengths.ctypes.data, 2, *header(), columns.address)
+
+
+def header() -> tuple[int, int]:
+    """The frame as `decode_records` takes it."""
+    return int.from_bytes(HEADER[:8], "little", signed=True), int.from_bytes(HEADER[8:], "little")
+
+
+@contextmanager
+def guarded(n_bytes: int) -> Iterator[Callable[[bytes], int]]:
+    """Give what puts bytes right before a page without access, and tells their address."""
+    whole = mmap.mmap(-1, n_bytes + mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    libc = ctypes.CDLL(None, use_errno=True)
+    guard = ctypes.c_void_p(begin + n_bytes)
+    assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+
+    def put(data: bytes) -> int:
+        whole[n_bytes - len(data) : n_bytes] = data
+        return begin + n_bytes - len(data)
+
+    try:
+        yield put
+    finally:
+        libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+# --- what is decoded, folded ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 200))
+def test_batches_of_any_size_give_what_single_records_give(seed: int, size: int) -> None:
+    """Ranks and epochs mixed, progress among runs, bad records among good ones; along the log and permuted."""
+    rng = random.Random(seed)
+    log = random_log(seed, 80, 4, 6)
+    permuted = [*compacted(log.records).items()]
+    rng.shuffle(permuted)
+    for records in (log.records, permuted, log.records + permuted):
+        some = list(records)
+        for _ in range(5):
+            key, value = rng.choice(records)
+            some.insert(rng.randrange(len(some)), (key, (value or b"x")[:-1]))
+        view, plain = View(Settings(), lambda: 0), View(Settings(), lambda: 0, PlainRunFold)
+        bad: list[tuple[int, str]] = []
+        for at in range(0, len(some), size):
+            found = view.fold_index_batch(some[at : at + size])
+            bad += [(at + position, f"{reason.reason} {reason}") for position, reason in found]
+        expected = plain.fold_index_batch(some)
+        assert bad == [(position, f"{reason.reason} {reason}") for position, reason in expected]
+        assert state_of_view(view) == state_of_view(plain) == state_of_view(folded(records))
+        assert view.rank_states() == plain.rank_states()
+        view.index.check()
+
+
+def test_the_end_of_a_rank_comes_where_it_stands_among_its_runs() -> None:
+    """A tombstone of progress ends the runs before it in the batch and none behind it."""
+    log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
+    forget = (log[0][0], None)
+    for records, held in (([*log, forget], 0), ([*log, forget, *log], 3), ([log[1], forget, log[1], log[0]], 3)):
+        view = View(Settings(), lambda: 0)
+        assert view.fold_index_batch(records) == []
+        assert len(view.members()) == held
+        view.index.check()
+
+
+def test_a_rank_that_was_forgotten_is_another_one_when_it_comes_again() -> None:
+    """What its number was given to meanwhile keeps its own blocks."""
+    fold = TreeRunFold()
+    for n_ranks in (3, 200):  # the second more than the table of known holders has room for at first
+        ranks = [RankId(WorkerId(n), DpRank(0)) for n in range(n_ranks)]
+        for rank in ranks:
+            fold.fold_records(columns_of(*_run_of(rank, 1)))
+        for rank in ranks[::2]:
+            fold.forget_rank(rank)
+        fold.fold_records(columns_of(*_run_of(RankId(WorkerId(5000 + n_ranks), DpRank(0)), 1)))
+        for rank in ranks[::2]:
+            fold.fold_records(columns_of(*_run_of(rank, 1)))
+        fold.check()
+        assert {rank for rank, _, _ in fold.members()} >= set(ranks)
+
+
+def _run_of(rank: RankId, block: int, epoch: int = 1) -> tuple[list[RunKey], list[Run | None]]:
+    key = RunKey(rank, Tier.DEVICE, SequenceHash(block))
+    return [key], [Run(key, Epoch(Incarnation(epoch), 0), 0, None, [block], [block], [block], 1)]
+
+
+def test_a_full_index_takes_what_fits_and_says_what_does_not() -> None:
+    """Tombstones and new epochs are folded all the same."""
+    fold = TreeRunFold(limits=TreeLimits(blocks_max=1024))
+    rank, other = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(0))
+    runs = [_run_of(rank, block) for block in range(1, 400)]
+    keys, values = [key for (key,), _ in runs], [value for _, (value,) in runs]
+    refused = fold.fold_records(columns_of(keys, values))
+    assert refused and len(fold) == 399 - len(refused)
+    with pytest.raises(IndexFull, match="no room"):
+        fold.fold(*_run_of(other, 1000))
+    fold.fold(keys, [None] * 399)
+    assert not len(fold)
+    fold.check()
+
+
+def test_a_rank_that_the_index_has_no_room_for_is_degraded_until_its_next_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is said once, counted, and told in every answer; other ranks stay exact."""
+    full, well = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(0))
+    view = View(Settings(), lambda: 0, lambda: TreeRunFold(limits=TreeLimits(blocks_max=1024)))
+
+    def progress(rank: RankId, epoch: int) -> Record:
+        told = Progress(rank, Epoch(Incarnation(epoch), 0), 0, 0, Health.EXACT, "m", 16)
+        return progress_key(rank), encode_progress(told)
+
+    def run(rank: RankId, block: int) -> Record:
+        (key,), (value,) = _run_of(rank, block)
+        assert value is not None
+        return run_key(key), encode_run(value)
+
+    def partition(number: int) -> Record:
+        return partition_key(number), encode_partition(PartitionRecord(number, 0, "o", ()))
+
+    records = [progress(well, 1), progress(full, 1), run(well, 1), *(run(full, block) for block in range(2, 600))]
+    assert view.fold_index_batch([*map(partition, range(Settings().partitions)), *records]) == []
+    assert view.records_without_room > 100
+    assert len([record for record in caplog.records if "no room" in record.message]) == 1
+    assert view.trust([well]).mode is AnswerMode.EXACT
+    assert view.trust([well, full]).mode is AnswerMode.DEGRADED
+    view.fold_index(*progress(full, 2))
+    assert view.trust([well, full]).mode is AnswerMode.EXACT
+    view.reset()
+    assert view.records_without_room == 0
+
+
+def test_a_view_without_kernels_folds_batches_too() -> None:
+    """One record at a time."""
+    log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
+    view = View(Settings(), lambda: 0, PlainRunFold)
+    assert view.fold_index_batch([*log, (b"?", None)])[0][0] == len(log)
+    assert len(view.members()) == 3

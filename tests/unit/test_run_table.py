@@ -1,0 +1,356 @@
+"""The compiled store of runs against the plain one, and batches decoded by kernels against those of fastavro."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.codec import decode_batch, encode_batch
+from streams.core.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CxlMetadata,
+    EngineBatch,
+    EngineEvents,
+    KvEvent,
+    MoeLabels,
+    RestatedRun,
+)
+from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.reducer.holdings import Holdings, PlainHoldings, plain_holdings
+from streams.core.reducer.kernels import layout
+from streams.core.reducer.kernels.layout import EVENT_BLOCKS, EVENT_KIND
+from streams.core.reducer.run_store import PlainRunStore, unchanged
+from streams.errors import BadRecord
+from streams.tables.event_decoding import EventRows, decode_events, rows_of
+from streams.tables.records import decode_run, encode_run, run_key
+from streams.tables.run_table import RunTable
+from tests.helpers.reference import random_history
+from tests.unit.test_holdings import RANK, batch, names, stored, u64
+
+ALL = 1 << 30
+
+seeds = st.integers(0, 2**32)
+
+Records = dict[bytes, bytes]
+
+
+def folded(records: Records, changes: Iterable[tuple[bytes, bytes | None]]) -> None:
+    """Write changes to a table."""
+    for key, value in changes:
+        if value is None:
+            records.pop(key, None)
+        else:
+            records[key] = value
+
+
+def plain_changes(holdings: PlainHoldings, tombstones_max: int = ALL) -> list[tuple[bytes, bytes | None]]:
+    return [
+        (run_key(key), None if run is None else encode_run(run))
+        for key, run in holdings.take_changes(tombstones_max).runs
+    ]
+
+
+class Pair:
+    """Both stores, told the same; `check` compares what they hold and what they have written."""
+
+    def __init__(self) -> None:
+        self.table = RunTable()
+        self.fast: Holdings[Iterable[KvEvent], tuple[bytes, bytes | None]] = Holdings(self.table)
+        self.plain = plain_holdings()
+        self.written: tuple[Records, Records] = ({}, {})
+
+    def apply(self, told: EngineBatch, events: Iterable[KvEvent]) -> None:
+        assert self.fast.apply(told, events) is self.plain.apply(told, list(events))
+
+    def remove(self, worker_id: int, incarnation: Incarnation) -> None:
+        assert self.fast.remove_worker(worker_id, incarnation) is self.plain.remove_worker(worker_id, incarnation)
+
+    def take(self, tombstones_max: int = ALL) -> None:
+        changes = self.fast.take_changes(tombstones_max)
+        assert {p.rank: p for p in changes.progress} == {
+            rank: replace(self.plain.progress[rank], n_blocks=self.plain.runs.n_blocks(rank))
+            for rank in (p.rank for p in changes.progress)
+        }
+        folded(self.written[0], changes.runs)
+        folded(self.written[1], plain_changes(self.plain, tombstones_max))
+
+    def check(self) -> None:
+        self.table.check()
+        self.plain.runs.check()
+        assert set(self.fast.members()) == set(self.plain.members())
+        assert self.fast.progress.keys() == self.plain.progress.keys()
+        for rank in self.plain.progress:
+            assert self.fast.runs.n_blocks(rank) == self.plain.runs.n_blocks(rank)
+
+    def check_written(self) -> None:
+        """What both have written, to the last byte, once all is written."""
+        self.take()
+        assert self.written[0] == self.written[1]
+        assert not self.fast.owes_tombstones
+        assert not self.plain.owes_tombstones
+
+    def recovered(self) -> None:
+        """Both begin anew from what they have written."""
+        self.table.begin_load({rank: progress.epoch for rank, progress in self.fast.progress.items()})
+        strays, bad = self.table.load_records(sorted(self.written[0].items()))
+        assert (strays, bad) == (0, [])
+        runs = [decode_run(key, value) for key, value in self.written[1].items()]
+        self.plain.load(list(self.plain.progress.values()), runs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, n_ranks=st.integers(1, 5), takes=st.floats(0.0, 1.0), recovers=st.floats(0.0, 0.1))
+def test_every_history_is_held_and_written_as_the_plain_store_does(
+    seed: int, n_ranks: int, takes: float, recovers: float
+) -> None:
+    """Batches as records, decoded by the kernel; written in transactions of one to many; recovered now and then."""
+    rng = random.Random(seed)
+    pair = Pair()
+    for told in random_history(random.Random(seed), 150, n_ranks, n_blocks_max=150):
+        if isinstance(told.body, EngineEvents):
+            (decoded,) = decode_events([encode_batch(told)])
+            assert isinstance(decoded, EngineBatch)
+            assert isinstance(decoded.body, EngineEvents)
+            pair.apply(decoded, decoded.body.events)
+        else:
+            pair.remove(told.rank.worker_id, told.incarnation)
+        if rng.random() < takes:
+            pair.take(rng.choice((0, 1, 5, ALL)))
+        if rng.random() < recovers:
+            pair.take(rng.choice((0, 3)))
+            pair.recovered()
+        pair.check()
+    pair.check_written()
+
+
+#: Names and content from so small a space that every store collides with an older one.
+small_events = st.one_of(
+    st.builds(
+        lambda parent, blocks, tier, moe: (
+            stored(u64(*(name for name, _ in blocks)), u64(*(local for _, local in blocks)), parent, tier)
+            if moe is None
+            else BlocksStored(
+                None if parent is None else EngineHash(parent),
+                u64(*(name for name, _ in blocks)),
+                u64(*(local for _, local in blocks)),
+                tier,
+                MoeLabels(*moe),
+            )
+        ),
+        st.sampled_from([None, None, 0, 1, 2, 3, 4, 5]),
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=5),
+        st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST]),
+        st.sampled_from([None, None, (1, None, -3), (None, None, None), (2**31 - 1, -(2**31), 0)]),
+    ),
+    st.builds(
+        BlocksRemoved,
+        st.lists(st.integers(0, 5), max_size=4).map(lambda found: u64(*found)),
+        st.sampled_from([Tier.DEVICE, Tier.HOST]),
+    ),
+    st.just(AllBlocksCleared()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches=st.lists(st.lists(small_events, max_size=4), max_size=12), seed=seeds)
+def test_names_that_move_and_content_that_repeats(batches: list[list[KvEvent]], seed: int) -> None:
+    """The later store wins a name, a block lies once, labels stay with their block; as the plain store has it."""
+    rng = random.Random(seed)
+    pair = Pair()
+    for number, events in enumerate(batches):
+        (decoded,) = decode_events([encode_batch(batch(number, *events))])
+        assert isinstance(decoded, EngineBatch)
+        assert isinstance(decoded.body, EngineEvents)
+        pair.apply(decoded, decoded.body.events)
+        pair.check()
+        if rng.random() < 0.5:
+            pair.take(rng.choice((0, 1, ALL)))
+        if rng.random() < 0.2:
+            pair.take(0)
+            pair.recovered()
+            pair.check()
+    pair.check_written()
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=st.lists(small_events, max_size=8))
+def test_rows_are_the_events_again(events: list[KvEvent]) -> None:
+    """By the kernel from bytes, and made from events: the same rows tell the same."""
+    told = batch(3, *events)
+    (decoded,) = decode_events([encode_batch(told)])
+    assert isinstance(decoded, EngineBatch)
+    assert isinstance(decoded.body, EngineEvents)
+    assert isinstance(decoded.body.events, EventRows)
+    assert replace(decoded, body=told.body) == told
+    assert encode_batch(replace(told, body=EngineEvents(tuple(decoded.body.events)))) == encode_batch(told)
+    by_hand, by_kernel = rows_of(events)[0], rows_of(decoded.body.events)[0]
+    for one, other in zip(by_hand.tolist(), by_kernel.tolist(), strict=True):
+        assert one[EVENT_KIND] == other[EVENT_KIND]
+        assert one[EVENT_BLOCKS] == other[EVENT_BLOCKS]
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=seeds, data=st.data())
+def test_whatever_bytes_come_both_decoders_agree(seed: int, data: st.DataObject) -> None:
+    """Good records, cut, changed and joined ones: the kernel takes what decode_batch takes, or leaves it."""
+    rng = random.Random(seed)
+    events: list[KvEvent] = data.draw(st.lists(small_events, max_size=3))
+    raw = bytearray(encode_batch(batch(rng.randrange(-1, 3), *events)))
+    for _ in range(rng.randrange(3)):
+        kind = rng.randrange(4)
+        at = rng.randrange(len(raw) or 1)
+        if kind == 0:
+            del raw[at:]
+        elif kind == 1 and raw:
+            raw[at] = rng.randrange(256)
+        elif kind == 2:
+            raw[at:at] = rng.randbytes(rng.randrange(12))
+        else:
+            raw += rng.randbytes(rng.randrange(4))
+    value = bytes(raw)
+    (found,) = decode_events([value])
+    try:
+        expected: EngineBatch | BadRecord = decode_batch(value)
+    except BadRecord as exc:
+        expected = exc
+    if isinstance(expected, BadRecord):
+        assert isinstance(found, BadRecord)
+        assert (found.reason, str(found)) == (expected.reason, str(expected))
+    else:
+        assert isinstance(found, EngineBatch)
+        assert encode_batch(found) == encode_batch(expected)
+
+
+def test_what_is_no_ordinary_batch_is_left_to_the_codec() -> None:
+    """Stores into CXL memory, empty values and None among good ones, each at its place."""
+    pooled = replace(stored(names(1), u64(1)), cxl=CxlMetadata("in_transit", "p", (1,)))
+    values = [encode_batch(batch(1)), None, b"", encode_batch(batch(2, pooled)), encode_batch(batch(3))]
+    found = decode_events(values)
+    assert [isinstance(each, BadRecord) for each in found] == [False, True, True, False, False]
+    last = found[3]
+    assert isinstance(last, EngineBatch)
+    assert isinstance(last.body, EngineEvents)
+    assert last.body.events[0].cxl is not None  # type: ignore[union-attr]
+
+
+def test_a_batch_of_many_clears_is_decoded_though_rows_run_out() -> None:
+    """An event of one byte needs a row too; a record for which there is none is decoded by itself."""
+    many = batch(1, *[AllBlocksCleared()] * 5000)
+    (found,) = decode_events([encode_batch(many)])
+    assert isinstance(found, EngineBatch)
+    assert isinstance(found.body, EngineEvents)
+    assert len(found.body.events) == 5000
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 31, 32, 33, 5000])
+def test_runs_of_every_length_and_many_of_them(n_blocks: int) -> None:
+    """Spans of every class, maps that grow, and records that take more than one call."""
+    pair = Pair()
+    for number in range(3):
+        first = number * n_blocks
+        event = stored(names(n_blocks, 1 + first), names(n_blocks, 10**6 + first), None if number == 0 else first)
+        pair.apply(batch(number, event), [event])
+    singles: list[KvEvent] = [stored(u64(10**7 + n), u64(10**8 + n)) for n in range(n_blocks)]
+    pair.apply(batch(3, *singles), singles)
+    pair.check()
+    pair.take()
+    pair.recovered()
+    pair.check()
+    gone: list[KvEvent] = [BlocksRemoved(names(n_blocks, 1)), BlocksRemoved(u64(*range(10**7, 10**7 + n_blocks, 2)))]
+    pair.apply(batch(4, *gone), gone)
+    pair.check()
+    pair.apply(batch(5, AllBlocksCleared()), [AllBlocksCleared()])
+    pair.take(2)
+    pair.check()
+    pair.check_written()
+    assert pair.written == ({}, {})
+
+
+def test_restated_runs_are_held_as_the_plain_store_holds_them() -> None:
+    """Their parents are named by sequence hash, and one that is not held is no hindrance."""
+    rng = random.Random(5)
+    table, plain = RunTable(), PlainRunStore(unchanged)
+    epoch = Epoch(Incarnation(1), 1)
+    for store in (table, plain):
+        store.end(RANK, epoch)
+    for n in range(200):
+        n_blocks = rng.randrange(1, 40)
+        parent = None if rng.random() < 0.4 else SequenceHash(rng.choice([b for _, _, b in plain.members()] or [7]))
+        run = RestatedRun(
+            0 if parent is None else 3,
+            parent,
+            u64(*(rng.randrange(500) for _ in range(n_blocks))),
+            u64(*(rng.randrange(3) for _ in range(n_blocks))),
+            rng.choice([Tier.DEVICE, Tier.DISK]),
+        )
+        table.restate(RANK, [run])
+        plain.restate(RANK, [run])
+        assert set(table.members()) == set(plain.members()), n
+    written = [(run_key(key), encode_run(run)) for key, run in plain.take_changes(ALL) if run is not None]
+    assert {key: value for key, value in table.take_changes(ALL) if value is not None} == dict(written)
+
+
+def test_records_that_are_none_and_of_nobody_are_told_apart() -> None:
+    """Bad bytes are given back by position, a stranger's run is counted, a former epoch's is owed its tombstone."""
+    plain = plain_holdings()
+    stranger = RankId(WorkerId(99), DpRank(1))
+    for rank in (RANK, stranger):
+        plain.apply(batch(0, rank=rank), [stored(names(3), u64(1, 2, 3))])
+    good = {key: value for key, value in plain_changes(plain) if value is not None}
+    table = RunTable()
+    table.begin_load({RANK: Epoch(Incarnation(1), 0)})
+    records = [*good.items(), (b"Rx", b"y"), (next(iter(good)), b"\xc3\x01")]
+    strays, bad = table.load_records(records)
+    assert (strays, [(position, exc.reason) for position, exc in bad]) == (1, [(2, "bad_key"), (3, "not_avro")])
+    assert len(list(table.members())) == 3
+    table.begin_load({RANK: Epoch(Incarnation(1), 1)})
+    assert table.load_records([*good.items()]) == (1, [])
+    assert list(table.members()) == []
+    assert table.owes_tombstones
+    ((key, value),) = table.take_changes(ALL)
+    assert value is None
+    assert key in good
+    assert not table.owes_tombstones
+
+
+def test_incarnations_are_compared_as_unsigned() -> None:
+    """The largest is newer than any, though its sign bit is set."""
+    plain = plain_holdings()
+    plain.apply(batch(0, incarnation=2**63 + 5), [stored(names(3), u64(1, 2, 3))])
+    records = [(key, value) for key, value in plain_changes(plain) if value is not None]
+    table = RunTable()
+    table.begin_load({RANK: Epoch(Incarnation(2**63 + 5), 0)})
+    assert table.load_records(records) == (0, [])
+    assert len(list(table.members())) == 3
+    table.begin_load({RANK: Epoch(Incarnation(2**63 + 6), 0)})
+    assert table.load_records(records) == (0, [])
+    assert list(table.members()) == []
+    table.begin_load({RANK: Epoch(Incarnation(6), 0)})
+    table.load_records(records)
+    assert len(list(table.members())) == 3
+
+
+def test_memory_is_given_back_to_those_who_come_later() -> None:
+    """Stored and removed again and again, a store's spans and runs are used again."""
+    table = RunTable()
+    table.end(RANK, Epoch(Incarnation(1), 0))
+    event, gone = stored(names(500), names(500)), BlocksRemoved(names(500))
+    table.apply(RANK, [event])
+    table.apply(RANK, [gone])
+    table.take_changes(ALL)
+    high_water = table._words[[layout.N_RUNS, layout.N_SPAN_WORDS]].tolist()
+    for _ in range(50):
+        table.apply(RANK, [event])
+        table.apply(RANK, [gone])
+        table.take_changes(ALL)
+    assert table._words[[layout.N_RUNS, layout.N_SPAN_WORDS]].tolist() == high_water
+    table.check()
+    assert np.count_nonzero(table._maps[layout.BY_ENGINE].words) == 0

@@ -1,0 +1,373 @@
+"""The table's log, without Kafka: cut anywhere, compacted, permuted, read while it is compacted (docs/architecture.md).
+
+Each history is judged in transactions of one to a few batches. The log is the list of these transactions' records,
+bytes as they would lie on Kafka; readers of it see committed transactions only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.codec import decode_batch, encode_worker
+from streams.core.events import BlocksRemoved
+from streams.core.ids import Epoch, Incarnation, RankId, Tier, WorkerId
+from streams.core.reducer.holdings import Changes, PlainHoldings, plain_holdings
+from streams.core.reducer.ordering import Health
+from streams.core.runs import Run, RunKey
+from streams.core.workers import Worker
+from streams.errors import BadRecord
+from streams.router_api.view import View
+from streams.settings import Settings
+from streams.tables.records import (
+    PARKED_PREFIX,
+    PROGRESS_PREFIX,
+    RUN_PREFIX,
+    decode_progress,
+    decode_run,
+    encode_progress,
+    encode_run,
+    parked_key,
+    parse_parked_key,
+    progress_key,
+    run_key,
+)
+from tests.helpers.reference import Member, ReferenceFleet, Told, told_history
+from tests.unit.test_holdings import RANK, batch, check, judge, members, names, stored, u64
+
+Record = tuple[bytes, bytes | None]
+
+#: So few at a time that at most cuts some are still owed.
+TOMBSTONES_MAX = 3
+
+WORKER = Worker(WorkerId(7), "http://w", "m", 16)
+
+seeds = st.integers(0, 2**32)
+
+
+@dataclass
+class State:
+    """What two sides must agree on."""
+
+    members: set[Member]
+    epochs: dict[RankId, Epoch]
+    silent: set[RankId] = field(default_factory=set)
+
+
+@dataclass
+class Log:
+    """A history, judged: its transactions, the batches that each applied, and the reference behind each."""
+
+    batches: list[list[Told]] = field(default_factory=list)
+    transactions: list[list[Record]] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for transaction in self.transactions for record in transaction]
+
+
+def written(changes: Changes[tuple[RunKey, Run | None]]) -> list[Record]:
+    """The records of one transaction, as the agent writes them."""
+    records: list[Record] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
+    records += [(parked_key(key), raw) for key, raw in changes.parked]
+    return records + [(run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs]
+
+
+def commit(holdings: PlainHoldings, batches: Iterable[Told]) -> list[Record]:
+    for one in batches:
+        judge(holdings, one)
+    return written(holdings.take_changes(TOMBSTONES_MAX))
+
+
+def judged(history: list[Told], rng: random.Random, batches_max: int) -> Log:
+    """Judge a history in transactions of 1 to `batches_max` batches."""
+    log, holdings, reference = Log(), plain_holdings(), ReferenceFleet()
+    while history:
+        n = rng.randint(1, batches_max)
+        taken, history = history[:n], history[n:]
+        log.batches.append(taken)
+        log.transactions.append(commit(holdings, taken))
+        for one in taken:
+            reference.apply(one)
+        silent = {rank for rank, state in reference.ranks.items() if state.silent}
+        log.states.append(State(reference.members(), reference.epochs(), silent))
+    return log
+
+
+def random_log(seed: int, n_batches: int, n_ranks: int, batches_max: int, *, begins: bool | None = None) -> Log:
+    """begins: lives are announced, and bridges tell of ranks; every second seed's are where it is left open."""
+    rng = random.Random(seed)
+    announced = seed % 2 == 1 if begins is None else begins
+    history = told_history(
+        rng, n_batches, n_ranks, n_blocks_max=120, begins=announced, bridged=announced, silences=announced
+    )
+    return judged(history, rng, batches_max)
+
+
+def compacted(records: Iterable[Record]) -> dict[bytes, bytes | None]:
+    """Last value of each key, tombstones kept, in the order of these last values."""
+    table: dict[bytes, bytes | None] = {}
+    for key, value in records:
+        table.pop(key, None)
+        table[key] = value
+    return table
+
+
+def recovered(table: dict[bytes, bytes | None]) -> PlainHoldings:
+    """What an agent starts from."""
+    progress, runs, parked = [], [], []
+    for key, value in table.items():
+        if value is not None and key.startswith(PROGRESS_PREFIX):
+            progress.append(decode_progress(key, value))
+        elif value is not None and key.startswith(PARKED_PREFIX):
+            parked.append((parse_parked_key(key), decode_batch(value), len(value)))
+        elif value is not None:
+            runs.append(decode_run(key, value))
+    holdings = plain_holdings()
+    holdings.load(progress, runs, parked)
+    check(holdings)
+    return holdings
+
+
+def folded(records: Iterable[Record], view: View | None = None) -> View:
+    view = view or View(Settings(), lambda: 0)
+    for key, value in records:
+        view.fold_index(key, value)
+    return view
+
+
+def state_of_view(view: View) -> State:
+    found = {(rank, tier, int(block)) for rank, tier, block in view.members()}
+    states = view.rank_states()
+    return State(found, {state.rank: state.epoch for state in states}, {state.rank for state in states if state.silent})
+
+
+def state_of_holdings(holdings: PlainHoldings) -> State:
+    known = holdings.progress
+    silent = {rank for rank, progress in known.items() if progress.silent}
+    return State(members(holdings), {rank: progress.epoch for rank, progress in known.items()}, silent)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=seeds, batches_max=st.integers(1, 4))
+def test_a_log_cut_at_every_record_goes_on_to_the_reference_state(seed: int, batches_max: int) -> None:
+    """What was complete at the cut is recovered, what was cut off is judged again, and nothing differs after."""
+    log = random_log(seed, 60, 3, batches_max)
+    n_records = len(log.records)
+    complete = [n for n, transaction in enumerate(log.transactions) for _ in transaction]
+    cuts_of_transaction: dict[int, int] = {}
+    for cut in range(n_records + 1):
+        # Readers see committed transactions only: of the one that the cut goes through, nothing.
+        first_lost = complete[cut] if cut < n_records else len(log.transactions)
+        cuts_of_transaction[first_lost] = cuts_of_transaction.get(first_lost, 0) + 1
+    assert sum(cuts_of_transaction.values()) == n_records + 1
+    for first_lost in cuts_of_transaction:
+        kept = [record for transaction in log.transactions[:first_lost] for record in transaction]
+        table = compacted(kept)
+        holdings = recovered(table)
+        if first_lost:
+            assert state_of_holdings(holdings) == log.states[first_lost - 1]
+        for number in range(first_lost, len(log.batches)):
+            for key, value in commit(holdings, log.batches[number]):
+                table[key] = value
+            check(holdings)
+            assert state_of_holdings(holdings) == log.states[number]
+        assert state_of_view(folded(table.items())) == log.states[-1]
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=seeds)
+def test_a_batch_judged_again_after_its_commit_changes_nothing(seed: int) -> None:
+    """Killed between commit and acknowledgement, an agent is given batches that its table knows: all are old news."""
+    log = random_log(seed, 60, 3, 3, begins=False)
+    for number in range(len(log.batches)):
+        holdings = recovered(compacted(r for transaction in log.transactions[: number + 1] for r in transaction))
+        assert all(value is None for _, value in commit(holdings, log.batches[number]))
+        assert state_of_holdings(holdings) == log.states[number]
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=seeds, batches_max=st.integers(1, 12))
+def test_a_view_equals_the_reference_behind_every_transaction(seed: int, batches_max: int) -> None:
+    """A router that reads along holds the facts and epochs of the reference, and scores by them."""
+    log = random_log(seed, 150, 4, batches_max)
+    view = View(Settings(), lambda: 0)
+    for transaction, state in zip(log.transactions, log.states, strict=True):
+        assert state_of_view(folded(transaction, view)) == state
+    states = {state.rank: state.n_blocks for state in view.rank_states()}
+    assert states == {
+        rank: sum(1 for member in log.states[-1].members if member[0] == rank) for rank in log.states[-1].epochs
+    }
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, batches_max=st.integers(1, 8), tombstones=st.booleans())
+def test_any_permutation_of_the_compacted_log_gives_the_same_view(
+    seed: int, batches_max: int, tombstones: bool
+) -> None:
+    """Children before parents, runs before their progress, tombstones there or gone: the state is the same."""
+    log = random_log(seed, 80, 3, batches_max)
+    records = [item for item in compacted(log.records).items() if tombstones or item[1] is not None]
+    random.Random(seed).shuffle(records)
+    assert state_of_view(folded(records)) == log.states[-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, batches_max=st.integers(1, 8), data=st.data())
+def test_a_reader_overtaken_by_compaction_ends_in_the_same_state(
+    seed: int, batches_max: int, data: st.DataObject
+) -> None:
+    """Records that a later one replaces may be missing anywhere in what a reader sees, and it ends up the same."""
+    log = random_log(seed, 120, 3, batches_max)
+    records = log.records
+    last = {key: number for number, (key, _) in enumerate(records)}
+    rng = random.Random(data.draw(seeds))
+    share = rng.random()
+    seen = [record for number, record in enumerate(records) if last[record[0]] == number or rng.random() > share]
+    assert state_of_view(folded(seen)) == log.states[-1]
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=seeds)
+def test_everything_delivered_again_changes_nothing(seed: int) -> None:
+    """All batches once more are duplicates and stale ones; the whole log once more ends in the same view."""
+    log = random_log(seed, 80, 3, 4, begins=False)
+    holdings = recovered(compacted(log.records))
+    again = [record for batches in log.batches for record in commit(holdings, batches)]
+    assert all(value is None for _, value in again)  # but for tombstones still owed
+    assert state_of_holdings(holdings) == log.states[-1]
+    view = folded(log.records)
+    assert state_of_view(folded(log.records, view)) == log.states[-1]
+    assert state_of_view(folded(again, view)) == log.states[-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, data=st.data())
+def test_tombstones_owed_at_a_cut_are_written_by_the_heir(seed: int, data: st.DataObject) -> None:
+    """However little the former owner wrote of them, in the end no record of an ended epoch lies in the table."""
+    log = random_log(seed, 60, 3, 4)
+    cut = data.draw(st.integers(0, len(log.transactions)))
+    table = compacted(record for transaction in log.transactions[:cut] for record in transaction)
+    holdings = recovered(table)
+    for batches in log.batches[cut:]:
+        table.update(commit(holdings, batches))
+    while holdings.owes_tombstones:
+        records = written(holdings.take_changes(TOMBSTONES_MAX))
+        assert 0 < len(records) <= TOMBSTONES_MAX
+        table.update(records)
+    live = {key: value for key, value in table.items() if value is not None}
+    for key, value in live.items():
+        if key.startswith(RUN_PREFIX):
+            run = decode_run(key, value)
+            assert run.epoch == log.states[-1].epochs[run.key.rank]
+    assert state_of_holdings(recovered(dict(live))) == log.states[-1]
+
+
+def test_a_block_that_moves_to_another_run_stays_in_the_view() -> None:
+    """Evicted and stored again, a run grows over a block whose own run ends then: that end takes nothing from it."""
+    holdings = plain_holdings()
+    log = commit(
+        holdings,
+        [
+            batch(0, stored(names(2), u64(1, 50))),
+            batch(1, stored(u64(2000), u64(2), parent=1000)),  # a branch, in a run of its own
+            batch(2, BlocksRemoved(u64(1000, 1001))),
+        ],
+    )
+    log += commit(holdings, [batch(3, stored(u64(1000), u64(1)))])  # the root's run again, of one block now
+    log += commit(
+        holdings,
+        [
+            batch(4, BlocksRemoved(u64(1000)), stored(u64(1000), u64(1))),
+            batch(5, BlocksRemoved(u64(2000)), stored(u64(2000), u64(2), parent=1000)),
+        ],
+    )
+    assert state_of_view(folded(log)) == state_of_holdings(holdings)
+    assert len(members(holdings)) == 2
+
+
+def test_a_new_life_drops_the_old_one_before_any_tombstone() -> None:
+    """One progress record ends all of an epoch's runs at once, and their late copies are not taken in again."""
+    holdings = plain_holdings()
+    old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
+    new = [record for record in commit(holdings, [batch(0, incarnation=2)]) if record[1] is not None]
+    view = folded(old + new)
+    assert state_of_view(view) == State(set(), {RANK: Epoch(Incarnation(2), 0)})
+    assert state_of_view(folded(old[1:], view)).members == set()
+
+
+def test_a_run_of_a_new_life_is_enough_to_end_the_old_one() -> None:
+    """A permuted log may show it before its progress record."""
+    holdings = plain_holdings()
+    old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
+    new = commit(holdings, [batch(0, stored(u64(5), u64(6)), incarnation=2)])
+    run = [record for record in new if record[0].startswith(RUN_PREFIX) and record[1] is not None]
+    view = folded(old + run)
+    assert state_of_view(view) == State({(RANK, Tier.DEVICE, 6)}, {RANK: Epoch(Incarnation(2), 0)})
+
+
+def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
+    """Neither one of an older epoch nor one of an older batch of this epoch."""
+    holdings = plain_holdings()
+    first = commit(holdings, [batch(0)])
+    second = commit(holdings, [batch(2)])
+    third = commit(holdings, [batch(0, incarnation=2)])
+    view = folded([*second, *first])
+    assert [(state.sequence, state.health) for state in view.rank_states()] == [(2, Health.DEGRADED)]
+    folded([*third, *second], view)
+    assert [(state.epoch.incarnation, state.sequence) for state in view.rank_states()] == [(2, 0)]
+
+
+def test_a_batch_of_records_is_folded_around_the_bad_ones() -> None:
+    """Which are given back by position, and stop none of the others."""
+    holdings = plain_holdings()
+    log = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
+    (key, run), (progress_of, progress) = log[-1], log[0]
+    assert run is not None
+    view = View(Settings(), lambda: 0)
+    records: list[Record] = [(b"?", run), (key, run), (key, b""), (progress_of, progress), (key[:-1], None)]
+    bad = view.fold_index_batch(records)
+    assert [position for position, _ in bad] == [0, 2, 4]
+    assert all(type(reason) is BadRecord for _, reason in bad)
+    assert state_of_view(view) == state_of_holdings(holdings)
+    assert view.fold_index_batch([]) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        (b"", encode_worker(WORKER), "bad_key"),
+        (b"pool/1", encode_worker(WORKER), "unknown_schema"),
+        (b"8", encode_worker(WORKER), "wrong_key"),
+        (b" 7", encode_worker(WORKER), "wrong_key"),
+        (b"0_7", None, "wrong_key"),
+        (b"7", b"", "not_avro"),
+    ],
+)
+def test_a_worker_is_known_by_its_own_key_only(key: bytes, value: bytes | None, reason: str) -> None:
+    """A record of the registry that is not the key's leaves the view as it was, and the key's own tombstone ends it."""
+    view = View(Settings(), lambda: 0)
+    view.fold_worker(b"7", encode_worker(WORKER))
+    with pytest.raises(BadRecord) as caught:
+        view.fold_worker(key, value)
+    assert caught.value.reason == reason
+    assert view.workers == {WORKER.worker_id: WORKER}
+    view.fold_worker(b"7", None)
+    assert view.workers == {}
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_every_tier_is_a_table_of_its_own(tier: Tier) -> None:
+    """A copy in one tier is written, recovered and dropped without a trace in the others."""
+    holdings = plain_holdings()
+    log = commit(holdings, [batch(0, *(stored(names(2), u64(1, 2), tier=each) for each in Tier))])
+    log += commit(recovered(compacted(log)), [batch(1, BlocksRemoved(names(2), tier))])
+    view = folded(log)
+    assert {where for _, where, _ in view.members()} == set(Tier) - {tier}
+    assert len(view.members()) == 6

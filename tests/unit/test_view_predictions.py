@@ -1,0 +1,243 @@
+"""What a view answers beside what it folds: predictions, metrics, and who may be asked; without Kafka."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streams.codec import encode_metrics, encode_worker
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics
+from streams.core.hashing import local_hashes, sequence_hashes
+from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.index.run_fold import PlainRunFold
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.eligibility import Wanted
+from streams.core.runs import Run, RunKey
+from streams.core.workers import Worker
+from streams.errors import BadRecord
+from streams.kafka import partition_of
+from streams.router_api import view as view_module
+from streams.router_api.view import AnswerMode, View
+from streams.settings import Settings
+from streams.tables.records import (
+    PartitionRecord,
+    encode_partition,
+    encode_progress,
+    encode_run,
+    partition_key,
+    progress_key,
+    run_key,
+)
+
+BLOCK_SIZE = 16
+TTL_MS = 5_000
+LOCAL = local_hashes(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE)
+
+
+class Clock:
+    """Milliseconds, as the test has it."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_000
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+def rank(worker_id: int, dp_rank: int = 0) -> RankId:
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+def view_of(clock: Clock, **knobs: Any) -> View:
+    return View(Settings(**knobs), clock, PlainRunFold)
+
+
+def register(view: View, worker_id: int, **changes: Any) -> None:
+    worker = replace(Worker(WorkerId(worker_id), "http://w", "m", BLOCK_SIZE), **changes)
+    view.fold_worker(str(worker_id).encode(), encode_worker(worker))
+
+
+def report(view: View, of: RankId, **gauges: Any) -> None:
+    """The rank's engine says this of itself."""
+    told = MetricsReport(of, WorkerMetrics(**gauges), TTL_MS, 0, 3)
+    view.fold_report(str(of.worker_id).encode(), encode_metrics(told))
+
+
+def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
+    """The rank's events have come: it holds these blocks, is exact, and its owner is at work."""
+    sequence = sequence_hashes(local).tolist()
+    epoch = Epoch(Incarnation(1), 0)
+    run = Run(
+        RunKey(of, tier, SequenceHash(sequence[0])),
+        epoch,
+        0,
+        None,
+        local.tolist(),
+        sequence,
+        sequence,
+        (1 << len(sequence)) - 1,
+    )
+    view.fold_index(run_key(run.key), encode_run(run))
+    progress = Progress(of, epoch, 0, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
+    view.fold_index(progress_key(of), encode_progress(progress))
+    partition = partition_of(of.worker_id, Settings().partitions)
+    view.fold_index(partition_key(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_without_events_own_decisions_are_what_is_known(clock: Clock) -> None:
+    """For 120 s from the last one, and the answer is `approximate`; what the index holds is not looked at."""
+    view = view_of(clock, kv_events=False)
+    hold(view, rank(2), LOCAL)
+    view.predict(rank(1), LOCAL[:3])
+    scores, predicted = view.overlap(LOCAL)
+    assert dict(scores.scores) == {rank(1): 3}
+    assert predicted == {rank(1)}
+    assert view.trust([rank(1)], predicted).mode is AnswerMode.APPROXIMATE
+    clock.now_ms += 119_999
+    assert view.overlap(LOCAL)[0].scores == {rank(1): 3}
+    clock.now_ms += 1
+    assert view.overlap(LOCAL)[0].scores == {}
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+def test_without_weight_nothing_is_known_or_predicted(kv_events: bool, clock: Clock) -> None:
+    """A request that asks for overlap nevertheless is answered in mode `fallback`."""
+    view = view_of(clock, kv_overlap_score_weight=0.0, kv_events=kv_events, router_predicted_ttl_s=5.0)
+    hold(view, rank(2), LOCAL)
+    view.predict(rank(1), LOCAL)
+    assert view.overlap(LOCAL)[0].scores == {}
+    assert view.trust([rank(1), rank(2)]).mode is AnswerMode.FALLBACK
+
+
+def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
+    """With a TTL: longer than what is held it makes the answer approximate; off, it is not looked at."""
+    view, off = view_of(clock, router_predicted_ttl_s=2.0), view_of(clock)
+    for each in (view, off):
+        hold(each, rank(1), LOCAL[:2])
+        hold(each, rank(2), LOCAL[:2])
+        each.predict(rank(1), LOCAL)
+    scores, predicted = view.overlap(LOCAL)
+    assert dict(scores.scores) == {rank(1): 4, rank(2): 2}
+    assert predicted == {rank(1)}
+    assert view.trust([rank(1), rank(2)], predicted).mode is AnswerMode.APPROXIMATE
+    assert view.trust([rank(2)], predicted).mode is AnswerMode.EXACT
+    assert dict(off.overlap(LOCAL)[0].scores) == {rank(1): 2, rank(2): 2}
+    hold(view, rank(1), LOCAL)
+    scores, predicted = view.overlap(LOCAL)
+    assert (dict(scores.scores), predicted) == ({rank(1): 4, rank(2): 2}, frozenset())
+    assert view.trust([rank(1), rank(2)], predicted).mode is AnswerMode.EXACT
+    clock.now_ms += 2_000
+    assert dict(view.overlap(np.concatenate([LOCAL, LOCAL]))[0].scores) == {rank(1): 4, rank(2): 2}
+
+
+def test_a_request_of_no_full_block_predicts_nothing(clock: Clock) -> None:
+    """There is nothing that could be held."""
+    view = view_of(clock, kv_events=False)
+    view.predict(rank(1), LOCAL[:0])
+    assert view.overlap(LOCAL)[0].scores == {}
+
+
+def test_a_worker_that_leaves_takes_its_predictions_and_metrics_along(clock: Clock) -> None:
+    """One of its id that comes later has another cache."""
+    view = view_of(clock, kv_events=False)
+    for worker_id in (1, 2):
+        register(view, worker_id, dp_size=2)
+        view.predict(rank(worker_id, 1), LOCAL)
+        report(view, rank(worker_id, 1), num_requests_waiting=worker_id)
+    view.fold_worker(b"1", None)
+    assert dict(view.overlap(LOCAL)[0].scores) == {rank(2, 1): 4}
+    assert view.fleet().metrics == {rank(2, 1): WorkerMetrics(num_requests_waiting=2)}
+
+
+def test_the_fleet_is_told_as_it_is_now(clock: Clock) -> None:
+    """Metrics and device classes as last told; what was given out before does not change."""
+    view = view_of(clock)
+    register(view, 1, device_class="cpu")
+    register(view, 2)
+    before = view.fleet()
+    assert (before.metrics, before.cpu_workers) == ({}, {1})
+    report(view, rank(1), kv_active_blocks=7)
+    assert view.fleet().metrics == {rank(1): WorkerMetrics(kv_active_blocks=7)}
+    clock.now_ms += TTL_MS
+    register(view, 1)
+    assert (view.fleet().metrics, view.fleet().cpu_workers, before.metrics) == ({}, frozenset(), {})
+
+
+@pytest.mark.parametrize(("later_ms", "known"), [(TTL_MS - 1, True), (TTL_MS, False), (TTL_MS + 1, False)])
+def test_what_an_engine_said_ends_with_its_time(later_ms: int, known: bool, clock: Clock) -> None:
+    """Counted from receipt by our own clock; a newer word counts from its own."""
+    view = view_of(clock)
+    worker = Worker(WorkerId(1), "http://w", "m", BLOCK_SIZE)
+    report(view, rank(1), num_requests_waiting=1)
+    clock.now_ms += 1_000
+    report(view, rank(2), num_requests_waiting=2)
+    clock.now_ms += later_ms - 1_000
+    assert (rank(1) in view.fleet().metrics) is known
+    assert [each.n_scrapes_failed for each in view.reports_of(worker)] == ([3] if known else [])
+    assert rank(2) in view.fleet().metrics
+    clock.now_ms += TTL_MS
+    assert (view.reports(), view.fleet().metrics) == ([], {})
+
+
+def test_totals_that_an_engine_does_not_tell_are_those_of_its_registration(clock: Clock) -> None:
+    """Whichever comes first; what the engine tells stands."""
+    view = view_of(clock)
+    for worker_id in (1, 2):
+        report(view, rank(worker_id), gpu_cache_usage_perc=0.25, request_active_slots=3)
+        register(view, worker_id, kv_total_blocks=200, max_requests=12)
+        report(view, rank(worker_id, 1), kv_active_blocks=5, kv_total_blocks=10, request_total_slots=4)
+    for worker_id in (1, 2):
+        filled, told = (view.fleet().metrics[rank(worker_id, dp_rank)] for dp_rank in (0, 1))
+        assert (filled.kv_active_blocks, filled.kv_total_blocks, filled.request_total_slots) == (50, 200, 12)
+        assert (told.kv_active_blocks, told.kv_total_blocks, told.request_total_slots) == (5, 10, 4)
+
+
+def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another worker's key, no record at all, or one rank more than there is room for; old ones make room."""
+    view = view_of(clock)
+    raw = encode_metrics(MetricsReport(rank(1), WorkerMetrics(), TTL_MS, 0))
+    for key, value, reason in ((b"2", raw, "wrong_key"), (b"1", b"junk", "not_avro"), (b"1", None, "not_avro")):
+        with pytest.raises(BadRecord) as caught:
+            view.fold_report(key, value)
+        assert caught.value.reason == reason
+    assert view.fleet().metrics == {}
+    monkeypatch.setattr(view_module, "REPORTS_MAX", 2)
+    for worker_id in (1, 2, 1):
+        report(view, rank(worker_id))
+    with pytest.raises(BadRecord) as caught:
+        report(view, rank(3))
+    assert caught.value.reason == "no_room"
+    clock.now_ms += TTL_MS
+    report(view, rank(3))
+    assert view.fleet().metrics.keys() == {rank(3)}
+
+
+def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
+    """Kept between requests, and made anew when a worker comes, changes or goes, or a rank falls silent."""
+    view = view_of(clock)
+    wanted = Wanted("m")
+    register(view, 1)
+    found = view.eligible(wanted)
+    assert found == (rank(1),)
+    assert view.eligible(Wanted("m")) is found
+    register(view, 2, dp_size=2)
+    assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
+    silent = Progress(rank(2), Epoch(Incarnation(1), 0), 0, health=Health.EXACT, model="m", block_size=16, silent=True)
+    view.fold_index(progress_key(rank(2)), encode_progress(silent))
+    assert view.eligible(wanted) == (rank(1), rank(2, 1))
+    view.fold_index(progress_key(rank(2)), encode_progress(replace(silent, silent=False, sequence=1)))
+    assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
+    view.fold_worker(b"2", None)
+    assert view.eligible(wanted) == (rank(1),)
+    for number in range(1000):  # more filters than are kept
+        assert view.eligible(Wanted("m", excluded=frozenset({WorkerId(number)}))) == (() if number == 1 else (rank(1),))
+    view.reset()
+    assert view.eligible(wanted) == ()

@@ -1,0 +1,441 @@
+"""vLLM's payloads: every form that it writes, and whatever else may come instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.codec import decode_batch, encode_batch
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvents, MoeLabels
+from streams.core.hashing import hash_seed, local_hashes
+from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
+from streams.cxl.events import CxlStateChanged
+from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, Payload, decode_payload, engine_hash
+from streams.engines.ledger import Ledger
+from streams.errors import BadRecord
+from streams.sim.model import EngineConfig, KvCleared, KvRemoved, KvStored, Output
+from streams.sim.server import EventDialect, HashDialect, SimServerConfig, _wire_events
+
+BLOCK = 4
+TOKENS = list(range(1, 13))
+LOCAL = local_hashes(TOKENS, BLOCK).tolist()
+REASONS = ("bad_event", "wrong_block_size", "not_msgpack")
+
+
+def pack(*events: Any, ts: Any = 1.5, rank: Any = 0) -> bytes:
+    raw: bytes = msgpack.packb([ts, list(events), rank])
+    return raw
+
+
+def stored_event(**changes: Any) -> dict[str, Any]:
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": [11, 12, 13],
+        "parent_block_hash": None,
+        "token_ids": TOKENS,
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    return event | changes
+
+
+def only_stored(payload: Payload) -> BlocksStored:
+    (event,) = payload.events
+    assert isinstance(event, BlocksStored)
+    return event
+
+
+def stored_from(**changes: Any) -> BlocksStored:
+    return only_stored(decode_payload(pack(stored_event(**changes)), BLOCK))
+
+
+def as_array(event: dict[str, Any]) -> list[Any]:
+    return list(event.values())
+
+
+def decoded_or_reason(raw: bytes) -> Payload | str:
+    try:
+        return decode_payload(raw, BLOCK)
+    except BadRecord as exc:
+        return exc.reason
+
+
+@pytest.mark.parametrize("form", ["array", "map", "map_batch"])
+def test_every_form_of_a_batch_says_the_same(form: str) -> None:
+    """Events as arrays or maps, the batch as an array or a map: time, rank and events are those sent."""
+    raw_events: list[dict[str, Any]] = [
+        stored_event(parent_block_hash=10),
+        {"type": "BlockRemoved", "block_hashes": [11, 12], "medium": "GPU"},
+        {"type": "AllBlocksCleared"},
+    ]
+    events: list[Any] = raw_events if form != "array" else [as_array(event) for event in raw_events]
+    outer: Any = {"ts": 1.5, "events": events, "data_parallel_rank": 3} if form == "map_batch" else [1.5, events, 3]
+    payload = decode_payload(msgpack.packb(outer), BLOCK)
+    assert (payload.emitted_at_ms, payload.dp_rank, payload.n_unindexed) == (1500, 3, 0)
+    stored, removed, cleared = payload.events
+    assert isinstance(stored, BlocksStored)
+    assert (stored.parent, stored.engine.tolist(), stored.local.tolist()) == (10, [11, 12, 13], LOCAL)
+    assert stored.engine.dtype == stored.local.dtype == np.uint64
+    assert isinstance(removed, BlocksRemoved)
+    assert (removed.engine.tolist(), removed.tier) == ([11, 12], Tier.DEVICE)
+    assert cleared == AllBlocksCleared()
+
+
+@pytest.mark.parametrize("outer", [[1.5, []], [1.5, [], None], {"ts": 1.5, "events": []}])
+def test_a_batch_that_names_no_rank_is_of_rank_0(outer: Any) -> None:
+    """Engines without data parallelism leave it out."""
+    assert decode_payload(msgpack.packb(outer), BLOCK) == Payload(1500, 0, (), 0)
+
+
+def test_a_short_event_of_an_older_vllm_is_read() -> None:
+    """Fields at the end may be missing: medium, LoRA name and what came later."""
+    payload = decode_payload(pack(["BlockStored", [11], None, TOKENS[:4], BLOCK], ["BlockRemoved", [11]]), BLOCK)
+    stored, removed = payload.events
+    assert isinstance(stored, BlocksStored) and isinstance(removed, BlocksRemoved)
+    assert stored.local.tolist() == LOCAL[:1]
+    assert stored.tier is removed.tier is Tier.DEVICE
+
+
+def test_a_longer_event_of_a_newer_vllm_is_read() -> None:
+    """Fields that nobody knows yet are passed over."""
+    event = [*as_array(stored_event()), None, None, "full_attention", None, "local"]
+    assert only_stored(decode_payload(pack(event), BLOCK)).local.tolist() == LOCAL
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        (0, 0),
+        (U64_MASK, U64_MASK),
+        (-1, U64_MASK),
+        (-(1 << 63), 1 << 63),
+        (b"\x00" * 24 + b"\x01\x02\x03\x04\x05\x06\x07\x08", 0x0102030405060708),
+        (b"\xff" * 32, U64_MASK),
+        (b"\x01\x02\x03\x04\x05\x06\x07\x08", 0x0102030405060708),
+    ],
+)
+def test_a_block_hash_is_a_u64_however_it_is_written(raw: Any, name: int) -> None:
+    """Signed values are bit-cast, of bytes the last eight count, as hash and as parent."""
+    assert engine_hash(raw) == name
+    stored = stored_from(block_hashes=[raw, 1, 2], parent_block_hash=raw)
+    assert (stored.engine.tolist(), stored.parent) == ([name, 1, 2], name)
+
+
+@pytest.mark.parametrize("raw", [None, "11", 1.0, True, [1], {}])
+def test_what_is_no_block_hash_is_refused(raw: Any) -> None:
+    """Neither text nor a float nor a bool is a hash."""
+    with pytest.raises(TypeError):
+        engine_hash(raw)
+    with pytest.raises(BadRecord, match="no block hash"):
+        decode_payload(pack(["BlockRemoved", [raw]]), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, Tier.DEVICE),
+        ("GPU", Tier.DEVICE),
+        ("gpu", Tier.DEVICE),
+        ("CPU", Tier.HOST),
+        ("DISK", Tier.DISK),
+        ("STORAGE", Tier.DISK),
+        ("a lake", Tier.EXTERNAL),
+    ],
+)
+def test_the_medium_is_the_tier(medium: str | None, tier: Tier) -> None:
+    """Of a store and of a removal; a medium that nobody knows is external, where it counts for nothing."""
+    stored, removed = decode_payload(
+        pack(stored_event(medium=medium), {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}), BLOCK
+    ).events
+    assert isinstance(stored, BlocksStored) and isinstance(removed, BlocksRemoved)
+    assert stored.tier is removed.tier is tier
+
+
+@pytest.mark.parametrize(
+    ("lora_id", "lora_name", "hashed_as"),
+    [(None, None, None), (None, "", None), (3, "poet", "poet"), (None, "poet", "poet"), (3, None, "3"), (3, "", "3")],
+)
+def test_blocks_of_an_adapter_are_hashed_with_its_name(
+    lora_id: int | None, lora_name: str | None, hashed_as: str | None
+) -> None:
+    """Without a name its id must do, so that they never match the base model's."""
+    stored = stored_from(lora_id=lora_id, lora_name=lora_name)
+    assert stored.local.tolist() == local_hashes(TOKENS, BLOCK, hash_seed(hashed_as)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("extra_keys", "lora_name", "n_kept"),
+    [
+        (None, None, 3),
+        ([None, None, None], None, 3),
+        ([None, [], None], None, 3),
+        ([["an image"], None, None], None, 0),
+        ([None, ["an image"], None], None, 1),
+        ([None, None, [["an image", 2]]], None, 2),
+        ([["a salt"], None, None], None, 0),
+        ([["poet"], ["poet"], ["poet"]], "poet", 3),
+        ([["poet", "a salt"], ["poet"], ["poet"]], "poet", 0),
+        ([["poet"], ["poet", ["an image", 0]], ["poet"]], "poet", 1),
+        ([["poet"], ["poet"], ["poet"]], None, 0),
+        ([["poet"], ["poet"], ["poet"]], "painter", 0),
+    ],
+)
+def test_blocks_whose_content_is_more_than_their_tokens_are_counted_and_not_indexed(
+    extra_keys: Any, lora_name: str | None, n_kept: int
+) -> None:
+    """From the first image or salt on; the adapter's own name, which vLLM writes there too, is in our hash already."""
+    payload = decode_payload(pack(stored_event(extra_keys=extra_keys, lora_name=lora_name)), BLOCK)
+    assert payload.n_unindexed == 3 - n_kept
+    if n_kept == 0:
+        assert payload.events == ()
+    else:
+        stored = only_stored(payload)
+        assert stored.engine.tolist() == [11, 12, 13][:n_kept]
+        assert stored.local.tolist() == local_hashes(TOKENS, BLOCK, hash_seed(lora_name)).tolist()[:n_kept]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_other_cache_groups_are_counted_and_not_indexed(group: int) -> None:
+    """Sliding windows and state spaces say how many blocks, whatever their size, and change nothing else."""
+    payload = decode_payload(
+        pack(
+            stored_event(group_idx=group, block_size=1024, token_ids=[]),
+            {"type": "BlockRemoved", "block_hashes": [1, 2], "medium": "GPU", "group_idx": group},
+            stored_event(group_idx=0),
+        ),
+        BLOCK,
+    )
+    assert payload.n_unindexed == 5
+    assert only_stored(payload).engine.tolist() == [11, 12, 13]
+
+
+def test_a_store_of_nothing_is_no_event() -> None:
+    """No blocks and no tokens are a batch that says nothing."""
+    assert decode_payload(pack(stored_event(block_hashes=[], token_ids=[])), BLOCK).events == ()
+
+
+@pytest.mark.parametrize("block_size", [None, 0, 3, 5, 16, "4"])
+def test_another_block_size_is_refused_by_that_name(block_size: Any) -> None:
+    """Hashes of other blocks would never match and never be missed."""
+    with pytest.raises(BadRecord) as caught:
+        stored_from(block_size=block_size)
+    assert caught.value.reason == "wrong_block_size"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xc1",
+        pack(stored_event())[:-1],
+        pack(stored_event()) + b"\x00",
+        b"\x91" * 2000,
+        msgpack.packb({"ts": 1.0})[:-1],
+    ],
+)
+def test_what_is_no_msgpack_is_refused_by_that_name(raw: bytes) -> None:
+    """Empty, cut off, with bytes behind, nested beyond reason."""
+    with pytest.raises(BadRecord) as caught:
+        decode_payload(raw, BLOCK)
+    assert caught.value.reason == "not_msgpack"
+
+
+def test_a_payload_beyond_the_limit_is_refused_unread() -> None:
+    """Its size is the reason, not its content."""
+    with pytest.raises(BadRecord) as caught:
+        decode_payload(b"\xc0" * (PAYLOAD_BYTES_MAX + 1), BLOCK)
+    assert caught.value.reason == "too_large"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        7,
+        None,
+        [],
+        "BlockStored",
+        ["BlockMoved", [1]],
+        {"type": "BlockMoved"},
+        {"block_hashes": [1]},
+        ["BlockRemoved"],
+        ["BlockRemoved", 5],
+        ["BlockRemoved", b"\x01" * 32],
+        ["BlockRemoved", {"1": 2}],
+        ["BlockRemoved", [1], 5],
+        stored_event(block_hashes=None),
+        stored_event(block_hashes=[1, 2]),
+        stored_event(token_ids=None),
+        stored_event(token_ids=TOKENS[:-1]),
+        stored_event(token_ids=[*TOKENS[:-1], -1]),
+        stored_event(token_ids=[*TOKENS[:-1], 1 << 32]),
+        stored_event(token_ids=[*TOKENS[:-1], 1.5]),
+        stored_event(token_ids=bytes(12)),
+        stored_event(token_ids="abcdefghijkl"),
+        stored_event(token_ids={str(token): 1 for token in TOKENS}),
+        stored_event(parent_block_hash="x"),
+        stored_event(lora_name=5),
+        stored_event(lora_name=b"poet"),
+        stored_event(medium=5),
+        stored_event(extra_keys=5),
+    ],
+)
+def test_what_is_no_event_is_refused_by_that_name(event: Any) -> None:
+    """Whatever field is not what vLLM writes, the whole batch is a dead letter and nothing else happens."""
+    with pytest.raises(BadRecord) as caught:
+        decode_payload(pack(event), BLOCK)
+    assert caught.value.reason == "bad_event"
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        None,
+        5,
+        "abc",
+        [],
+        [1.0],
+        [1.0, None],
+        [1.0, 5],
+        ["x", []],
+        [None, []],
+        [float("nan"), []],
+        [float("inf"), []],
+        [1e300, []],
+        [-1e300, []],
+        [1.0, [], "x"],
+        [1.0, [], -1],
+        [1.0, [], 1 << 40],
+        {},
+        {"ts": 1.0},
+        {"events": []},
+    ],
+)
+def test_what_is_no_batch_is_refused_by_that_name(outer: Any) -> None:
+    """Neither time nor rank may be what no record has room for."""
+    with pytest.raises(BadRecord) as caught:
+        decode_payload(msgpack.packb(outer), BLOCK)
+    assert caught.value.reason == "bad_event"
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), U64_MASK),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=34),
+    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "GPU", BLOCK]),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5),
+        st.dictionaries(st.one_of(st.text(max_size=5), st.integers(0, 5), st.sampled_from(["type", "ts"])), inner),
+    ),
+    max_leaves=10,
+)
+fields = ["type", *stored_event(), "extra_keys", "group_idx"]
+nearly_stored = st.builds(
+    lambda name, value: stored_event() | {name: value}, st.sampled_from(fields), st.one_of(scalars, anything)
+)
+nearly_an_event = st.one_of(
+    nearly_stored,
+    nearly_stored.map(as_array),
+    st.lists(anything, max_size=3).map(lambda rest: ["BlockRemoved", *rest]),
+    anything,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    outer=st.one_of(
+        anything,
+        st.tuples(st.one_of(st.floats(), scalars), st.lists(nearly_an_event, max_size=3), scalars),
+        st.lists(nearly_an_event, max_size=3).map(lambda events: {"ts": 1.0, "events": events}),
+    )
+)
+def test_any_message_is_a_batch_that_can_be_published_or_a_dead_letter(outer: Any) -> None:
+    """Nothing but BadRecord is raised, and what is taken passes ledger and codec and comes back as it was."""
+    payload = decoded_or_reason(msgpack.packb(outer))
+    if isinstance(payload, str):
+        assert payload in REASONS
+        return
+    ledger = Ledger(counts_copies=True)
+    news = tuple(
+        out for event in payload.events if not isinstance(event, CxlStateChanged) for out in ledger.apply(event)
+    )
+    rank = RankId(WorkerId(1), DpRank(payload.dp_rank))
+    body = EngineEvents(news)
+    batch = EngineBatch(rank, "m", BLOCK, Incarnation(1), 0, 0, payload.emitted_at_ms, body, payload.n_unindexed)
+    back = decode_batch(encode_batch(batch))
+    assert (back.rank, back.emitted_at_ms, back.n_unindexed) == (rank, payload.emitted_at_ms, payload.n_unindexed)
+    assert isinstance(back.body, EngineEvents) and len(back.body.events) == len(news)
+
+
+@settings(max_examples=200, deadline=None)
+@given(raw=st.one_of(st.binary(max_size=200), st.tuples(st.integers(0, 200), st.integers(0, 255))))
+def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) -> None:
+    """Random bytes, and a good payload with one byte changed, raise nothing but BadRecord."""
+    if isinstance(raw, tuple):
+        good = bytearray(pack(stored_event(), ["BlockRemoved", [11, 12], "GPU"]))
+        good[raw[0] % len(good)] = raw[1]
+        raw = bytes(good)
+    payload = decoded_or_reason(raw)
+    assert isinstance(payload, Payload) or payload in REASONS
+
+
+@pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        (None, None),
+        ({"layer_id": 2, "expert_id": 7, "expert_group": 3}, MoeLabels(2, 7, 3)),
+        ({"expert_id": 0}, MoeLabels(None, 0, None)),
+        ({}, MoeLabels(None, None, None)),
+    ],
+)
+def test_labels_of_a_store_are_read(told: dict[str, int] | None, read: MoeLabels | None) -> None:
+    """Whichever of them are there; a store without them has none."""
+    assert only_stored(decode_payload(pack(stored_event(moe=told)), BLOCK)).moe == read
+
+
+@pytest.mark.parametrize(
+    "told", [{"layer_id": -1}, {"expert_id": 1 << 31}, {"expert_group": "3"}, {"layer_id": True}, 7]
+)
+def test_labels_that_are_none_are_a_bad_event(told: Any) -> None:
+    """A number that has no room, or no number at all."""
+    assert decoded_or_reason(pack(stored_event(moe=told))) == "bad_event"
+
+
+@pytest.mark.parametrize("event_dialect", ["array", "map"])
+@pytest.mark.parametrize("hash_dialect", ["int", "bytes32"])
+@pytest.mark.parametrize("lora_name", [None, "poet"])
+def test_the_simulated_engine_speaks_this_dialect(
+    event_dialect: EventDialect, hash_dialect: HashDialect, lora_name: str | None
+) -> None:
+    """What its own encoder writes is read as what its model said."""
+    config = SimServerConfig(
+        engine=EngineConfig(block_size=BLOCK),
+        event_dialect=event_dialect,
+        hash_dialect=hash_dialect,
+        lora_names=("poet",),
+    )
+    engine = np.array([U64_MASK, 5, 1 << 63], dtype=np.uint64)
+    local = local_hashes(TOKENS, BLOCK, hash_seed(lora_name))
+    tokens = np.array(TOKENS, dtype="<u4").tobytes()
+    outputs: list[Output] = [
+        KvStored(0.0, EngineHash(77), engine, local, local, tokens, 4, lora_name),
+        KvRemoved(1.0, engine[:2]),
+        KvCleared(2.0),
+    ]
+    stored, *removals, cleared = decode_payload(pack(*_wire_events(outputs, config)), BLOCK).events
+    assert isinstance(stored, BlocksStored)
+    assert (stored.parent, stored.engine.tolist(), stored.local.tolist()) == (77, engine.tolist(), local.tolist())
+    assert [event.engine.tolist() for event in removals if isinstance(event, BlocksRemoved)] == [[U64_MASK], [5]]
+    assert cleared == AllBlocksCleared()
