@@ -257,21 +257,10 @@ def topics_describe(resolved: Resolved) -> None:
 @cli.command()
 def warm() -> None:
     """Compile the kernels, once after an installation; a start without it does the same, and takes longer."""
-    warm_up()
+    from streams.warming import warm as warm_kernels
 
-
-def warm_up() -> None:
-    """Compile or load the kernels behind a progress bar; without numba there are none."""
-    try:
-        from streams.core.kernels.warm import ENTRIES, warm
-    except ImportError as exc:
-        _console().print(f"no kernels here, plain Python serves: {exc}")
-        return
-    columns = (TextColumn("kernels"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=_console(), transient=True) as progress:
-        task = progress.add_task("", total=len(ENTRIES))
-        for done, name in enumerate(warm()):
-            progress.update(task, completed=done, description=name)
+    if not warm_kernels(console=_console()):
+        click.echo("no kernel had to be compiled")
 
 
 @cli.command()
@@ -615,6 +604,8 @@ def demo(
 ) -> None:
     """Run everything on this machine and show what it does."""
     from streams.local.demo import DEMO_POLICIES, DemoConfig, require_extra, run_demo
+    from streams.warming import WORKER
+    from streams.warming import warm as warm_kernels
 
     require_extra("psutil", "matplotlib")
     try:
@@ -635,7 +626,7 @@ def demo(
         blocks=blocks,
         policies=tuple(mode for mode in DEMO_POLICIES if mode in modes),
     )
-    warm_up()  # once and not in each of the demo's processes
+    warm_kernels(WORKER)  # here, and not in each of the demo's processes
     run_demo(config, start_kafka)
 
 
@@ -646,9 +637,11 @@ def demo(
 def up(workers: int, directory: Path, kafka_directory: Path) -> None:
     """Run everything on this machine in the foreground, to be tried with curl."""
     from streams.local.demo import require_extra, run_up
+    from streams.warming import WORKER
+    from streams.warming import warm as warm_kernels
 
     require_extra("psutil")
-    warm_up()
+    warm_kernels(WORKER)
     run_up(workers, directory, kafka_directory, start_kafka)
 
 
