@@ -55,7 +55,7 @@ N_POOLS = 8
 #: Bars of the issue that asked for pooled blocks.
 WITH_MAX, WITHOUT_MAX = 1.5, 1.05
 
-BOTH, PLAIN, UNASKED = "with pools and labels", "without any, asked", "without any"
+BOTH, PLAIN, WITHOUT_QUERY = "with pools and labels", "without any, asked", "without any"
 
 LABELS = MoeLabels(2, 7, 3)
 QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
@@ -161,7 +161,7 @@ def request(*, moe: bool, explain: bool = False) -> RouteRequest:
     return msgspec.convert(asked, RouteRequest)
 
 
-def check(fleet: Fleet, router: Router, prompt: Prompt, asked: RouteRequest, *, beside: bool) -> None:
+def check(fleet: Fleet, router: Router, prompt: Prompt, asked: RouteRequest, *, supplementary: bool) -> None:
     """The terms are those that were planted, and the cheapest rank was chosen."""
     answer = router.route(asked, prompt.tokens)
     members = set() if prompt.pool is None else set(fleet.members(prompt.pool))
@@ -170,8 +170,8 @@ def check(fleet: Fleet, router: Router, prompt: Prompt, asked: RouteRequest, *, 
         reached = (
             prompt.n_known - own if each["worker_id"] in members and (prompt.holder is None or own == N_OWN) else 0
         )
-        wanted = (own, reached if beside else 0, own if beside else 0)
-        found = (each["overlap_blocks"], each["cxl_accessible_blocks"], each["moe_blocks"])
+        wanted = (own, reached if supplementary else 0, own if supplementary else 0)
+        found = (each["scores"], each["cxl_accessible_scores"], each["moe_scores"])
         if found != wanted:
             raise SystemExit(f"worker {each['worker_id']}: {found}, and {wanted} were planted")
     if answer["cost"] != min(each["cost"] for each in answer["candidates"]):
@@ -198,8 +198,8 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     samples = Samples()
     fleet = Fleet(ranks, pooled)
     plain = fleet.router(pooled=False, labelled=False)
-    unasked = fleet.router(pooled=False, labelled=False)  # as plain, and the question what is beside is left out
-    unasked._beside = lambda *_: None  # type: ignore[method-assign]
+    without_query = fleet.router(pooled=False, labelled=False)  # as plain, and the question what is beside is left out
+    without_query._supplementary = lambda *_: None  # type: ignore[method-assign]
     begun = time.monotonic()
     full = fleet.router(pooled=True, labelled=True)
     case = f"{ranks} ranks, {N_TOKENS} tokens, {full.view.n_pooled()} rows, {full.view.labelled()[0]} labelled records"
@@ -214,14 +214,14 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     series = (
         (BOTH, full, request(moe=True), prompts),
         (PLAIN, plain, request(moe=False), prompts),
-        (UNASKED, unasked, request(moe=False), prompts),
+        (WITHOUT_QUERY, without_query, request(moe=False), prompts),
         (f"{BOTH}, new ends", full, request(moe=True), new_ends),
         (f"{PLAIN}, new ends", plain, request(moe=False), new_ends),
     )
     for _, router, asked, these in series:
-        beside = router is full
+        supplementary = router is full
         for prompt in these[:: max(1, decisions // 100)]:
-            check(fleet, router, prompt, request(moe=beside, explain=True), beside=beside)
+            check(fleet, router, prompt, request(moe=supplementary, explain=True), supplementary=supplementary)
         measure(router, these, asked)  # caches are filled
     gc.collect()
     gc.freeze()
@@ -229,7 +229,7 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     for repeat in range(repeats):
         for name, router, asked, these in series if repeat % 2 else series[::-1]:
             found[name] = measure(router, these, asked)
-        for name, than in ((BOTH, PLAIN), (f"{BOTH}, new ends", f"{PLAIN}, new ends"), (PLAIN, UNASKED)):
+        for name, than in ((BOTH, PLAIN), (f"{BOTH}, new ends", f"{PLAIN}, new ends"), (PLAIN, WITHOUT_QUERY)):
             for metric, which in (("decision p50", 0), ("decision mean", 1)):
                 samples.add(name, metric, "us", OURS, found[name][which])
                 samples.add(name, metric, "us", than, found[than][which])

@@ -25,7 +25,7 @@ from streams.codec import encode_load
 from streams.core.hashing import pack_hashes, request_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index.run_tree import RunTreeIndex
-from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Phase
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 
 SEED = 7
@@ -101,7 +101,7 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
     booking_id = BookingId(str(number), "bench", number)
     fleet.loads.add(booking_id, booking, 0)
     booked = clock()
-    encode_load(booking_id, Phase.ADD, booking, 0)
+    encode_load(booking_id, BookingPhase.ADD, booking, 0)
     encoded = clock()
     if number % 50 == 0:
         costs = [terms.cost for terms in decision.candidates]

@@ -141,8 +141,8 @@ def apply_case(file: File) -> None:
                 told = file.ask(f"apply {peer} 128")
                 file.expect(f"errors of {peer}", told["errors"], 0)
                 others = ("apply_ns_per_block_batch_16", "apply_ns_per_block_batch_1", "apply_ns_per_block_presized")
-                for beside in (metric, *others) if peer == "chain" else (metric,):
-                    take(beside, "ns", run.label(peer), told["ns_per_block"])
+                for peer_metric in (metric, *others) if peer == "chain" else (metric,):
+                    take(peer_metric, "ns", run.label(peer), told["ns_per_block"])
         target = file.fresh(presized=True)
         take("apply_ns_per_block_presized", "ns", OURS, ours.time_apply(target, 128) / blocks)
         del target
@@ -295,7 +295,7 @@ def writer_case(file: File) -> None:
             stop.set()
             writer.join()
             take(f"{name}beside_writer_us_p50", "µs", OURS, percentile_us(took, 0.5))
-            take(f"{name}beside_writer_us_p99", "µs", OURS, percentile_us(took, 0.99))
+            take(f"{name}concurrent_writer_us_p99", "µs", OURS, percentile_us(took, 0.99))
             take(f"{name}beside_writer_us_max", "µs", OURS, percentile_us(took, 1.0))
             take(f"{name}beside_writer_mblocks_per_s", "M/s", OURS, sum(applied) / seconds / 1e6)
     file.expect("entries held after the writer", len(target.index), file.workload.facts.live_entries)
@@ -368,7 +368,7 @@ def bars(every: Sequence[Row]) -> list[Bar]:
             value_bar(f"{metric}, 2,048 tokens", [row for row in told if "_d128" in row.case], 8, "µs"),
             value_bar(f"{metric}, 32,768 tokens", [row for row in told if "_d2048" in row.case], 25, "µs"),
         ]
-    found.append(value_bar("match p99 beside a writer", select(rows, "beside_writer_us_p99"), 10, "µs"))
+    found.append(value_bar("match p99 beside a writer", select(rows, "concurrent_writer_us_p99"), 10, "µs"))
     return found
 
 

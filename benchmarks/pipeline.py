@@ -41,7 +41,7 @@ BLOCK_SIZE = 16
 #: Conversations that decode at any moment, over all engines; and the length at which one ends and another begins.
 LIVE_RUNS = 4096
 RUN_BLOCKS = 256
-STORES_A_RECORD = 16
+STORES_PER_RECORD = 16
 LARGE_BLOCKS = 128
 #: Share of records that carry decode steps.
 DECODE_SHARE = 0.7
@@ -77,7 +77,7 @@ class Engine:
         """One record of one-block stores on runs drawn uniformly; gives it and its blocks."""
         events: list[bytes] = []
         ended = 0
-        for choice in self._random.integers(len(self._runs), size=STORES_A_RECORD).tolist():
+        for choice in self._random.integers(len(self._runs), size=STORES_PER_RECORD).tolist():
             run = self._runs[choice]
             if len(run.names) == RUN_BLOCKS:
                 events.append(_removed(np.array(run.names, dtype=np.uint64)))
@@ -90,8 +90,8 @@ class Engine:
             events.append(b"".join(one))
             run.tail = name
             run.names.append(name)
-        self.n_blocks += STORES_A_RECORD
-        return self._record(events), STORES_A_RECORD + ended
+        self.n_blocks += STORES_PER_RECORD
+        return self._record(events), STORES_PER_RECORD + ended
 
     def large(self) -> tuple[bytes, int]:
         """One record of a prompt stored or, where as many are kept as there is room for, of the oldest removed."""
@@ -164,14 +164,14 @@ def _check(engine: Engine) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Published:
     """Records made before the clock runs: key and value each, and the blocks in all of them."""
 
     records: list[tuple[bytes, bytes]]
     n_blocks: int
 
 
-def mixed(engines: list[Engine], n_records: int, rng: random.Random) -> Told:
+def mixed(engines: list[Engine], n_records: int, rng: random.Random) -> Published:
     """Decode steps and prompts, of engines in turn."""
     records, n_blocks = [], 0
     for number in range(n_records):
@@ -179,16 +179,16 @@ def mixed(engines: list[Engine], n_records: int, rng: random.Random) -> Told:
         value, blocks = engine.decode_steps() if rng.random() < DECODE_SHARE else engine.large()
         records.append((engine.key, value))
         n_blocks += blocks
-    return Told(records, n_blocks)
+    return Published(records, n_blocks)
 
 
-def large(engines: list[Engine], n_records: int) -> Told:
+def large(engines: list[Engine], n_records: int) -> Published:
     """Prompts only."""
     records = []
     for number in range(n_records):
         engine = engines[number % len(engines)]
         records.append((engine.key, engine.large()[0]))
-    return Told(records, n_records * LARGE_BLOCKS)
+    return Published(records, n_records * LARGE_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +219,15 @@ class Fleet:
         self.kafka.flush()
         self.await_known()
 
-    def send(self, told: Told, records_a_second: float | None) -> float:
+    def send(self, told: Published, records_per_second: float | None) -> float:
         """Hand records over, evenly; gives the seconds that it took."""
         produce, poll, topic = self.kafka.produce, self.kafka.poll, self.topics.kv_events.name
         began = time.perf_counter()
         for number, (key, value) in enumerate(told.records):
             if number % 64 == 0:
                 poll(0)
-                if records_a_second is not None:
-                    ahead = number / records_a_second - (time.perf_counter() - began)
+                if records_per_second is not None:
+                    ahead = number / records_per_second - (time.perf_counter() - began)
                     if ahead > 0:
                         time.sleep(ahead)
             while True:
@@ -239,13 +239,13 @@ class Fleet:
         self.kafka.flush()
         return time.perf_counter() - began
 
-    def passed(self, told: Told, records_a_second: float | None) -> Passed:
+    def passed(self, told: Published, records_per_second: float | None) -> Passed:
         """Send records and wait until the router knows them all."""
         changelog = self.topics.index_changelog.name
         n_bytes = self._parts.topic_bytes(changelog)
         cpu = [cpu_seconds(process.child.pid) for process in (self.worker, self.router)]
         began = time.perf_counter()
-        sent = self.send(told, records_a_second)
+        sent = self.send(told, records_per_second)
         self.await_known()
         took = time.perf_counter() - began
         used = [cpu_seconds(p.child.pid) - before for p, before in zip((self.worker, self.router), cpu, strict=True)]
@@ -277,10 +277,10 @@ class Fleet:
         return found
 
 
-def latencies(fleet: Fleet, told: Told, records_a_second: float, seed: int) -> list[float]:
+def latencies(fleet: Fleet, told: Published, records_per_second: float, seed: int) -> list[float]:
     """Seconds from publishing a prompt to the first answer of /route that uses it, beside other traffic."""
     found: list[float] = []
-    sender = threading.Thread(target=fleet.send, args=(told, records_a_second))
+    sender = threading.Thread(target=fleet.send, args=(told, records_per_second))
     sender.start()
     probe = Engine(1_000_001, 1, seed)
     worker = Worker(probe.rank.worker_id, "http://probe", MODEL, BLOCK_SIZE)

@@ -36,7 +36,7 @@ from streams.waiting import wait_for
 MODEL = "m"
 BLOCK_SIZE = 16
 OVERWRITES = 10
-RECORDS_A_TRANSACTION = 500
+RECORDS_PER_TRANSACTION = 500
 #: Tokens of a prompt, where no trace tells: Mooncake's conversations have 12,035 on average, most of them fewer.
 PROMPT_TOKENS_MEDIAN, PROMPT_TOKENS_SIGMA = 7000.0, 1.05
 ANSWER_TOKENS_MEDIAN, ANSWER_TOKENS_SIGMA = 300.0, 0.8
@@ -111,11 +111,11 @@ def write(parts: Machinery, written: Written, times: int, seed: int) -> float:
         kafka.init_transactions(30.0)
         for _ in range(times):
             order = rng.permutation(len(records)).tolist()
-            for first in range(0, len(order), RECORDS_A_TRANSACTION):
+            for first in range(0, len(order), RECORDS_PER_TRANSACTION):
                 kafka.begin_transaction()
                 for key, value in written.progress[partition]:
                     kafka.produce(topic, value, key, partition)
-                for position in order[first : first + RECORDS_A_TRANSACTION]:
+                for position in order[first : first + RECORDS_PER_TRANSACTION]:
                     key, value = records[position]
                     kafka.produce(topic, value, key, partition)
                 kafka.commit_transaction(30.0)

@@ -26,7 +26,7 @@ from streams import __version__, log
 from streams.core.ids import U64_MASK, WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.settings import ENV_PREFIX, NEEDLESS, Resolved, Settings, as_environ, load, unknown_variables
+from streams.settings import ENV_PREFIX, UNNEEDED_KNOBS, Resolved, Settings, as_environ, load, unknown_variables
 from streams.topics import topics as scope_topics
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ def with_settings(command: _F) -> _F:
     """Give a command every knob as an option; it is called with `resolved`."""
 
     def run(config: Path | None, **options: Any) -> Any:
-        knobs = {name: options.pop(f"knob_{name}") for name in (*(knob.name for knob in fields(Settings)), *NEEDLESS)}
+        knobs = {
+            name: options.pop(f"knob_{name}") for name in (*(knob.name for knob in fields(Settings)), *UNNEEDED_KNOBS)
+        }
         resolved = load(knobs, config_file=config)
         for warning in resolved.warnings:
             click.echo(f"kvstreams: {warning}", err=True)
@@ -112,7 +114,7 @@ def with_settings(command: _F) -> _F:
         else:
             option = click.option(f"--{flag}", f"knob_{knob.name}", default=None, metavar="VALUE", help=text)
         wrapped = option(wrapped)
-    for name in NEEDLESS:
+    for name in UNNEEDED_KNOBS:
         flag = name.replace("_", "-")
         # Switches take no value, in Dynamo's own command line as well.
         form = f"--{flag}" if name == "router_snapshot_threshold" else f"--{flag}/--no-{flag}"
@@ -359,7 +361,7 @@ def cxl_pool(
 
     What is left out stays as it is. A new pool, and one that is lost, needs --member or --no-members.
     """
-    from streams.cxl.directory import PoolChange, change_pool, lose_pool
+    from streams.cxl.pool_registry import PoolChange, change_pool, lose_pool
 
     if members and no_members:
         raise click.UsageError("--member and --no-members contradict each other")
@@ -416,20 +418,20 @@ def cxl_transition(
     """
     from streams.core.ids import DpRank, RankId
     from streams.cxl.events import state_changed
-    from streams.engines.scripted import tell_transition
+    from streams.engines.script_transitions import send_transition
 
     (owner,) = worker_ids((worker_id,))
     changed = state_changed(event_id, hashes, state, pool_id, worker_ids(workers))
     rank = RankId(owner, DpRank(dp_rank))
-    told = tell_transition(resolved.settings, rank, changed, any_pool=force, wait_s=wait_s)
-    n_sent = len(hashes) - len(told.unknown)
+    sent = send_transition(resolved.settings, rank, changed, any_pool=force, wait_s=wait_s)
+    n_sent = len(hashes) - len(sent.unknown)
     if n_sent:
-        judged = "" if told.verdict is not None else "; the agents judge it, and --wait tells how"
+        judged = "" if sent.verdict is not None else "; the agents judge it, and --wait tells how"
         click.echo(f"sent: {n_sent} blocks of worker {worker_id} rank {dp_rank} to {state}{judged}")
-    wrong = _verdict_lines(told.verdict, wait_s or 0.0)
-    if told.unknown:
-        wrong.append(f"{len(told.unknown)} hashes name no block of it: {' '.join(map(str, told.unknown[:10]))}")
-    if told.verdict is not None and told.verdict.applied:
+    wrong = _verdict_lines(sent.verdict, wait_s or 0.0)
+    if sent.unknown:
+        wrong.append(f"{len(sent.unknown)} hashes name no block of it: {' '.join(map(str, sent.unknown[:10]))}")
+    if sent.verdict is not None and sent.verdict.applied:
         click.echo("applied")
     for line in wrong:
         click.echo(line, err=True)
@@ -439,16 +441,16 @@ def cxl_transition(
 
 def _verdict_lines(verdict: TransitionVerdict | None, wait_s: float) -> list[str]:
     """What is wrong with a transition, for people; nothing where it was applied, or nobody waited."""
-    from streams.cxl.verdicts import Judged
+    from streams.cxl.verdicts import VerdictStatus
 
     if verdict is None:
         return []
     lines = [f"refused: {reason}: {message}" for reason, message in verdict.refused]
-    if verdict.judged is Judged.PARKED:
+    if verdict.judged is VerdictStatus.PARKED:
         lines.append(
             f"not judged within {wait_s:g} s: it waits for its batch of kv-events, or behind another that does"
         )
-    elif verdict.judged is Judged.UNKNOWN:
+    elif verdict.judged is VerdictStatus.UNKNOWN:
         lines.append(f"not judged within {wait_s:g} s: no agent has read it; does a worker run in this scope?")
     return lines
 
@@ -515,7 +517,7 @@ def sim(
         moe=moe,
         event_dialect="array" if moe is None else "map",  # events that are arrays have no room for labels
     )
-    run(sim_config, lambda server: _tell_addresses(server.info(), info))
+    run(sim_config, lambda server: _print_addresses(server.info(), info))
 
 
 @cli.command("sim-pool")
@@ -566,11 +568,11 @@ def sim_pool(
     )
     run(
         PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale),
-        lambda server: _tell_addresses(server.info(), info),
+        lambda server: _print_addresses(server.info(), info),
     )
 
 
-def _tell_addresses(addresses: dict[str, str], path: Path | None) -> None:
+def _print_addresses(addresses: dict[str, str], path: Path | None) -> None:
     """Print where a process listens, and write it to a file where one is named."""
     text = orjson.dumps(addresses).decode()
     click.echo(text)

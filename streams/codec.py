@@ -51,7 +51,7 @@ from streams.core.ids import (
     Tier,
     WorkerId,
 )
-from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.workers import BridgeLease, Role, Worker, WorkerState
 from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 
@@ -310,14 +310,14 @@ _KEY_SEPARATOR = "\x1f"
 _BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output_blocks")
 
 
-def load_key(booking_id: BookingId, phase: Phase) -> bytes:
+def load_key(booking_id: BookingId, phase: BookingPhase) -> bytes:
     """Key of one phase's record of router-loads."""
     parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value)
     return _KEY_SEPARATOR.join(parts).encode()
 
 
 def encode_load(
-    booking_id: BookingId, phase: Phase, booking: Booking | None, written_at_ms: int
+    booking_id: BookingId, phase: BookingPhase, booking: Booking | None, written_at_ms: int
 ) -> tuple[bytes, bytes]:
     """Encode one record of router-loads; gives key and value."""
     value = codec("router-loads").encode(
@@ -347,13 +347,13 @@ def encode_load(
 
 def decode_load(
     raw: bytes | None, schema_ids: Mapping[str, int] | None = None
-) -> tuple[BookingId, Phase, Booking | None]:
+) -> tuple[BookingId, BookingPhase, Booking | None]:
     """Decode one record of router-loads; raises BadRecord."""
     datum = codec("router-loads").decode(raw, schema_ids)
     booking_id = BookingId(datum["request_id"], datum["router_id"], datum["counter"])
-    phase = Phase(datum["phase"])
+    phase = BookingPhase(datum["phase"])
     found = datum["booking"]
-    if (phase is Phase.ADD) != (found is not None):
+    if (phase is BookingPhase.ADD) != (found is not None):
         raise BadRecord("bad_booking", f"phase {phase.value} {'lacks' if found is None else 'has'} a booking")
     if found is None:
         return booking_id, phase, None

@@ -25,7 +25,7 @@ from faust.types import TP
 from streams.codec import decode_batch, encode_batch, encode_resync
 from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
 from streams.core.reducer.holdings import Holdings
-from streams.core.reducer.maintenance import Caretaker
+from streams.core.reducer.maintenance import RankMaintenance
 from streams.core.reducer.ordering import Progress, Verdict
 from streams.core.reducer.restatement import ChunkKey
 from streams.errors import BadRecord
@@ -78,7 +78,7 @@ class IndexReducer:
         self._verdicts = verdicts
         self._runs, self._decode_events = index_runs()
         self.holdings = Holdings(self._runs, on_effect)
-        self._caretaker = Caretaker(
+        self._maintenance = RankMaintenance(
             self.holdings,
             grace_ms=int(settings.worker_grace_s * 1000),
             clear_degraded_after_ms=int(settings.clear_degraded_after_s * 1000),
@@ -108,7 +108,7 @@ class IndexReducer:
                 else:
                     raise BadRecord("bad_key", f"{key.hex()} is no key of ours")
             except BadRecord as exc:
-                self._pass_over(table, exc)
+                self._skip(table, exc)
         if not begun:
             self.holdings.load(progress, (), parked)
         strays += self._load_runs(table, runs)
@@ -118,10 +118,10 @@ class IndexReducer:
     def _load_runs(self, table: TableSpec, runs: list[tuple[bytes, bytes]]) -> int:
         strays, bad = self._runs.load_records(runs)
         for _, exc in bad:
-            self._pass_over(table, exc)
+            self._skip(table, exc)
         return strays
 
-    def _pass_over(self, table: TableSpec, exc: BadRecord) -> None:
+    def _skip(self, table: TableSpec, exc: BadRecord) -> None:
         # A stranger wrote to the changelog. It stops nobody; what the rank lacks of it can only under-report.
         self._verdicts["bad_table_record"] += 1
         log.warning("%s: a record is passed over: %s", table.name, exc)
@@ -184,23 +184,23 @@ class IndexReducer:
         """Records of the source were lost before this partition saw them."""
         self.holdings.degrade_all()
 
-    def look(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
+    def tick(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
         """Requests to bridges, and expiries, which are applied when they come back in order with everything else."""
-        care = self._caretaker.look(monotonic_ms, wall_ms, applied_until)
-        self._verdicts.update(care.counts)
+        actions = self._maintenance.tick(monotonic_ms, wall_ms, applied_until)
+        self._verdicts.update(actions.counts)
         names = topics(self._settings)
-        for request in care.requests:
+        for request in actions.requests:
             log.info(
                 "rank %s is asked for a restatement, attempt %d: %s", request.rank, request.attempt, request.reason
             )
-        for expiry in care.expiries:
+        for expiry in actions.expiries:
             log.warning("worker %s has been silent for too long and is removed", expiry.rank.worker_id)
         return [
             Outgoing(names.kv_control.name, worker_key(request.rank.worker_id), encode_resync(request))
-            for request in care.requests
+            for request in actions.requests
         ] + [
             Outgoing(names.kv_events.name, worker_key(expiry.rank.worker_id), encode_batch(expiry))
-            for expiry in care.expiries
+            for expiry in actions.expiries
         ]
 
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
@@ -320,20 +320,20 @@ class Indexer:
             await asyncio.sleep(first)
             now = time.monotonic()
             for partition, table in list(self._partitions.items()):
-                if partition in self._paused and table.wanted(self._source.name) is not None and table.has_drained:
+                if partition in self._paused and table.next_offset(self._source.name) is not None and table.has_drained:
                     self._resume(partition)  # it drained between being found full and being paused
                 for tp in self._topic_partitions(partition):
-                    wanted = table.wanted(tp.topic)
+                    next_offset = table.next_offset(tp.topic)
                     # What waits is of any source; one that nothing reaches is sought however busy the others are.
                     paused = partition in self._paused or table.is_full
-                    if wanted is None or paused or self._source_end(tp.topic, partition) <= wanted:
+                    if next_offset is None or paused or self._source_end(tp.topic, partition) <= next_offset:
                         seen.pop(tp, None)
                         continue
                     last = seen.get(tp)
-                    if last is None or last[0] != wanted:
-                        seen[tp] = (wanted, now, first * 2)
+                    if last is None or last[0] != next_offset:
+                        seen[tp] = (next_offset, now, first * 2)
                     elif now - last[1] >= last[2]:
-                        seen[tp] = (wanted, now, min(last[2] * 2, longest))
+                        seen[tp] = (next_offset, now, min(last[2] * 2, longest))
                         self._realign(tp)
 
     def _feed(self, event: Any) -> None:
@@ -356,8 +356,8 @@ class Indexer:
             for record in records
         ]
         offered[-1].handle = event
-        wanted = table.offer(offered)
-        if wanted is not None and wanted >= 0:
+        next_offset = table.offer(offered)
+        if next_offset is not None and next_offset >= 0:
             self._realign(TP(records[0].topic, partition))
         elif table.is_full and partition not in self._paused:
             self._paused.add(partition)
@@ -377,35 +377,35 @@ class Indexer:
         topic, partition = tp.topic, tp.partition
         try:
             table = self._partitions.get(partition)
-            wanted = table.wanted(topic) if table else None
-            if table is None or wanted is None:
+            next_offset = table.next_offset(topic) if table else None
+            if table is None or next_offset is None:
                 return
-            found = await asyncio.to_thread(first_offset, self._settings, topic, partition, wanted)
+            found = await asyncio.to_thread(first_offset, self._settings, topic, partition, next_offset)
             first = found.end if found.first is None else found.first
-            if first > wanted:
-                lost = found.low > wanted
+            if first > next_offset:
+                lost = found.low > next_offset
                 log.log(
                     logging.WARNING if lost else logging.INFO,
                     "%s [%d] has nothing from %d to %d",
-                    *(topic, partition, wanted, first - 1),
+                    *(topic, partition, next_offset, first - 1),
                 )
-                table.skip_to(topic, wanted, first, lost)
+                table.skip_to(topic, next_offset, first, lost)
             # What Faust fetched before the seek is still on its way and would move its own position on again.
             await asyncio.sleep(REALIGN_EVERY_S[0] / 2)
             if self._partitions.get(partition) is table:
-                wanted = table.wanted(topic)
-                if wanted is not None:
-                    await self._seek(tp, wanted)
+                next_offset = table.next_offset(topic)
+                if next_offset is not None:
+                    await self._seek(tp, next_offset)
         except Exception as exc:
             log.warning("%s [%d] was not sought back: %s", topic, partition, exc)  # `watch` tries again
         finally:
             self._realigning.discard(tp)
 
-    async def _seek(self, tp: TP, wanted: int) -> None:
+    async def _seek(self, tp: TP, next_offset: int) -> None:
         # Not `seek`: that reaches from this thread into a client that lives in another, where a fetch may be handing
         # out what the seek throws away, and the whole consumer ends.
         try:
-            await self._app.consumer.seek_wait({tp: wanted})
+            await self._app.consumer.seek_wait({tp: next_offset})
         except Exception as exc:  # revoked in between, in words that differ between drivers
             log.warning("%s [%d] was not sought back: %s", tp.topic, tp.partition, exc)  # `watch` tries again
 
@@ -435,10 +435,10 @@ class Indexer:
         return self._wiring
 
     def _is_ours(self, partition: int) -> bool:
-        wanted = (self._source.name, partition)
+        next_offset = (self._source.name, partition)
         members = group_members(self._settings)
         return members is not None and any(
-            member.client_id == self._app.conf.broker_client_id and wanted in member.assigned for member in members
+            member.client_id == self._app.conf.broker_client_id and next_offset in member.assigned for member in members
         )
 
     def _acknowledge(self, handles: list[Any]) -> None:
@@ -450,8 +450,8 @@ class Indexer:
         if partition in self._paused:
             self._call(lambda: self._resume(partition))
 
-    def _opened(self, partition: int, wanted: dict[str, int]) -> None:
-        where = ", ".join(f"{topic} from {offset}" for topic, offset in wanted.items())
+    def _opened(self, partition: int, next_offset: dict[str, int]) -> None:
+        where = ", ".join(f"{topic} from {offset}" for topic, offset in next_offset.items())
         log.info("partition %d is open, and wants %s", partition, where)
         self._call(lambda: self._begin(partition))
 
@@ -467,12 +467,12 @@ class Indexer:
     def _resume(self, partition: int) -> None:
         table = self._partitions.get(partition)
         tps = self._topic_partitions(partition)
-        wanted = {tp: table.wanted(tp.topic) for tp in tps} if table else {}
-        if not wanted or None in wanted.values():
+        next_offset = {tp: table.next_offset(tp.topic) for tp in tps} if table else {}
+        if not next_offset or None in next_offset.values():
             return  # it is being opened again, and `_opened` comes
         self._paused.discard(partition)
         self._app.consumer.resume_partitions(set(tps))
-        for tp, offset in wanted.items():
+        for tp, offset in next_offset.items():
             assert offset is not None
             # Faust drops what it had fetched of a paused partition; without this nothing flows until `watch` looks.
             self._tasks.add(task := asyncio.get_running_loop().create_task(self._seek(tp, offset)))

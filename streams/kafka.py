@@ -440,12 +440,12 @@ def group_members(settings: Settings) -> list[GroupMember] | None:
 _BETWEEN_ASSIGNMENTS = frozenset({"PreparingRebalance", "CompletingRebalance"})
 
 
-def _member(told: Any) -> GroupMember:  # a client's class, whose fields have no types
+def _member(description: Any) -> GroupMember:  # a client's class, whose fields have no types
     assigned: frozenset[tuple[str, int]] = frozenset()
-    if told.assignment:  # as the consumers' group protocol encodes it
-        partitions = ConsumerProtocolMemberAssignment.decode(told.assignment).partitions()
+    if description.assignment:  # as the consumers' group protocol encodes it
+        partitions = ConsumerProtocolMemberAssignment.decode(description.assignment).partitions()
         assigned = frozenset((each.topic, each.partition) for each in partitions)
-    return GroupMember(told.client_id, told.client_host, assigned)
+    return GroupMember(description.client_id, description.client_host, assigned)
 
 
 def delete_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:

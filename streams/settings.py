@@ -207,7 +207,7 @@ _DURABLE = "events are on Kafka, which is durable; there is no other way to swit
 
 #: Knobs of NVIDIA Dynamo's router that mean nothing here, accepted from everywhere so that a launch script runs as it
 #: is, and why they are needless. docs/from-dynamo.md maps all others.
-NEEDLESS = {
+UNNEEDED_KNOBS = {
     "router_snapshot_threshold": "nothing is snapshotted; the compacted changelog is the snapshot",
     "durable_kv_events": _DURABLE,
     "router_durable_kv_events": _DURABLE,
@@ -247,8 +247,8 @@ def load(
     for source, layer in layers:
         for name, value in layer.items():
             label = f"{ENV_PREFIX}{name.upper()}" if source == "environment" else source
-            if name in NEEDLESS:
-                warnings.append(f"{name} (from: {label}) is not needed: {NEEDLESS[name]}")
+            if name in UNNEEDED_KNOBS:
+                warnings.append(f"{name} (from: {label}) is not needed: {UNNEEDED_KNOBS[name]}")
                 continue
             if name not in hints:
                 raise SettingsError(f"{name} in {source} is no knob", remedy="`kvstreams config` prints all of them")
@@ -281,13 +281,15 @@ def as_environ(settings: Settings) -> dict[str, str]:
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`KVSTREAMS_*` variables that nobody reads, each with what to say of it; those of our tests are passed over."""
     knobs = [*(ENV_PREFIX + knob.name.upper() for knob in fields(Settings)), CONFIG_ENV]
-    read = {*knobs, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in NEEDLESS)}
-    told = {}
+    read = {*knobs, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in UNNEEDED_KNOBS)}
+    messages = {}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in read and not name.startswith(_TESTS_PREFIX):
             nearest = difflib.get_close_matches(name, knobs, n=1, cutoff=0.0)[0]
-            told[name] = f"{name} is set and is no knob; the nearest is {nearest}, and `kvstreams config` prints all"
-    return told
+            messages[name] = (
+                f"{name} is set and is no knob; the nearest is {nearest}, and `kvstreams config` prints all"
+            )
+    return messages
 
 
 def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
@@ -306,7 +308,7 @@ def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str,
     for key, value in env.items():
         name = key.removeprefix(ENV_PREFIX).lower()
         # Other KVSTREAMS_ variables belong to other parts (the tests, the demo); only a knob's own name is one.
-        if key.startswith(ENV_PREFIX) and (name in hints or name in NEEDLESS):
+        if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_KNOBS):
             found[name] = value
     return found
 
@@ -326,7 +328,9 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
     try:
         return msgspec.convert(parsed, kind, strict=False)
     except msgspec.ValidationError as exc:
-        raise SettingsError(f"{name} is {value!r}, not {_wanted(kind)}", remedy=f"It came from: {source}") from exc
+        raise SettingsError(
+            f"{name} is {value!r}, not {_expected_kind(kind)}", remedy=f"It came from: {source}"
+        ) from exc
 
 
 def _parse_dict(text: str) -> Any:
@@ -340,7 +344,7 @@ def _parse_dict(text: str) -> Any:
     return {name.strip(): number.strip() for name, _, number in pairs}
 
 
-def _wanted(kind: Any) -> str:
+def _expected_kind(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return f"one of {', '.join(str(member) for member in kind)}"
     if kind is bool:

@@ -18,7 +18,6 @@ import faust
 from faust.types import TP
 
 from streams import faults, log
-from streams.cxl.agent import partition_plan
 from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
@@ -26,8 +25,9 @@ from streams.kafka import ensure_topics
 from streams.reset import reset_scope
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
-from streams.router_api.server import favour_answers, tick_forever
+from streams.router_api.server import prefer_request_threads, tick_forever
 from streams.settings import Settings, load, unknown_variables
+from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
 
 #: Between two heartbeats to the group; a third of the session timeout, as is usual, makes a fail-over 1 s longer.
@@ -101,7 +101,7 @@ def create_app(settings: Settings) -> faust.App:
     async def start() -> None:
         background.append(asyncio.create_task(indexer.watch()))
         if router is not None:
-            favour_answers()
+            prefer_request_threads()
             router.start()
             background.append(asyncio.create_task(tick_forever(router)))
 

@@ -29,17 +29,17 @@ from streams.codec import encode_worker
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.core.index.interface import OverlapScores, PrefixIndex, RankPlaces
+from streams.core.index.interface import Candidates, OverlapScores, PrefixIndex
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.routing.cost import TIER_WEIGHTS, TermColumns, price_terms
-from streams.core.routing.eligibility import Wanted
+from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import select_by_cost
 from streams.core.workers import Worker
 from streams.errors import UnknownParent
 from streams.router_api.view import View
 from streams.router_api.wire import MoeQuery
 from streams.settings import Settings
-from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, tell
+from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, apply_event
 from tests.unit.test_holdings import batch
 from tests.unit.test_table_properties import Record, commit, compacted, folded, recovered
 
@@ -164,7 +164,7 @@ class IndexSubject:
     def event(self, rank: RankId, event: KvEvent) -> None:
         self._ranks.add(rank)
         try:
-            tell(self.index, rank, event)
+            apply_event(self.index, rank, event)
         except UnknownParent:
             pass
 
@@ -180,7 +180,7 @@ class IndexSubject:
         events = list(self.index.dump())
         self.index = self._make_index()
         for rank, event in events:
-            tell(self.index, rank, event)
+            apply_event(self.index, rank, event)
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         return self.index.find_matches(local)
@@ -411,12 +411,14 @@ def _ask_labels(
 ) -> None:
     known = {name: value for name, value in asked.items() if name != "local_hashes"}
     query = msgspec.convert(known, MoeQuery)
-    ranks = view.eligible(Wanted(MODEL))
+    ranks = view.eligible(WorkerFilter(MODEL))
     scores = view.find_matches(local)
-    beside = view.beside(sequence_hashes(local), MODEL, query.wanted(), pooled=False)
-    places = RankPlaces(ranks)
-    weighed = None if beside is None else beside.weigh(places, *scores.columns(places, TIER_WEIGHTS), 0.0, 0.0)
-    blocks = None if weighed is None else weighed.labelled
+    supplementary = view.supplementary(sequence_hashes(local), MODEL, query.selector(), pooled=False)
+    places = Candidates(ranks)
+    weighed = (
+        None if supplementary is None else supplementary.weigh(places, *scores.columns(places, TIER_WEIGHTS), 0.0, 0.0)
+    )
+    blocks = None if weighed is None else weighed.moe_scores
     labelled = {} if blocks is None else {rank: n for rank, n in zip(ranks, blocks.tolist(), strict=True) if n}
     for name, value in expected.items():
         match name:
@@ -425,7 +427,7 @@ def _ask_labels(
             case "moe_scores":
                 _compare(f"{where}: moe_scores", labelled, {_rank(*told): blocks for *told, blocks in value if blocks})
             case "stays":
-                matching = set[RankId]() if beside is None else beside.matching(ranks, scores)
+                matching = set[RankId]() if supplementary is None else supplementary.matching(ranks, scores)
                 stays = ranks if query.fallback_to_unlabeled or not matching else matching
                 _compare(f"{where}: who stays", sorted(stays), sorted(_rank(*told) for told in value))
             case _:

@@ -30,7 +30,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from streams.codec import decode_load
 from streams.core.hashing import unpack_hashes
 from streams.core.ids import RankId
-from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.errors import KvStreamsError
 from streams.kafka import Record, admin, ensure_topics
 from streams.local.kafka import LocalKafka, LocalKafkaConfig
@@ -63,7 +63,7 @@ class Broken(AssertionError):
 def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, bool]]:
     """The bookings that have an add and no free, each with whether its prompt is computed."""
     adds: dict[BookingId, Booking] = {}
-    over: dict[Phase, set[BookingId]] = {Phase.PREFILL: set(), Phase.FREE: set()}
+    over: dict[BookingPhase, set[BookingId]] = {BookingPhase.PREFILL: set(), BookingPhase.FREE: set()}
     for record in records:
         if record.value is not None:
             booking_id, phase, booking = decode_load(record.value)
@@ -72,9 +72,9 @@ def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, b
             else:
                 over[phase].add(booking_id)
     return {
-        booking_id: (booking, booking_id in over[Phase.PREFILL])
+        booking_id: (booking, booking_id in over[BookingPhase.PREFILL])
         for booking_id, booking in adds.items()
-        if booking_id not in over[Phase.FREE]
+        if booking_id not in over[BookingPhase.FREE]
     }
 
 
@@ -94,7 +94,7 @@ def loads_of(records: Iterable[Record]) -> Loads:
 
 
 @dataclass
-class Told:
+class SentCalls:
     """What clients did. simple: ids with one booking, by a router that lives on, and whether they were freed."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -115,7 +115,7 @@ class Replicas:
         self._routers: list[RouterProcess] = []
         self._lock = threading.Lock()
         self._written: dict[tuple[int, int], Record] = {}
-        self.told = Told()
+        self.told = SentCalls()
 
     def run(self, n_bookings: int, outage_s: float, stop: Callable[[], None], go_on: Callable[[], None]) -> None:
         """Play it. stop, go_on: Kafka goes away and comes back. Raises Broken or KvStreamsError."""
@@ -249,7 +249,7 @@ class Replicas:
 
     def _mode_is(self, mode: str) -> bool:
         asked = {"model": "m", "token_ids": [1] * BLOCK_SIZE}
-        return all(Api(router.url).look(**asked)["mode"] == mode for router in self._routers)
+        return all(Api(router.url).ask(**asked)["mode"] == mode for router in self._routers)
 
     def _modes(self, mode: str) -> None:
         wait_for(lambda: self._mode_is(mode), EQUAL_TIMEOUT_S, f"the routers to answer {mode}")

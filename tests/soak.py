@@ -132,14 +132,14 @@ def _same(name: str, found: set[Member], expected: set[Member]) -> None:
 def _compare_dump(index: PrefixIndex, copy: PrefixIndex, history: IndexHistory) -> None:
     """An index rebuilt from a dump holds the same facts in the same places."""
     for rank, event in index.dump():
-        tell(copy, rank, event)
+        apply_event(copy, rank, event)
     _compare(copy, history)
     copy.check()
     for step in history.queries(20):
         _apply(copy, step, history)
 
 
-def tell(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
+def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
     """Give an index one event."""
     match event:
         case BlocksStored():

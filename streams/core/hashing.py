@@ -46,8 +46,8 @@ TokenArray: TypeAlias = "npt.NDArray[np.uint32]"
 PAD_BASE = 1_000_000
 PAD_MASK = (1 << 30) - 1
 
-_BYTES_A_TOKEN = 4
-_BYTES_A_HASH = 8
+_BYTES_PER_TOKEN = 4
+_BYTES_PER_HASH = 8
 _U32_LE = np.dtype("<u4")
 _U64_LE = np.dtype("<u8")
 _NO_HASHES = np.empty(0, dtype=np.uint64)
@@ -178,7 +178,7 @@ def unpack_hashes(packed: bytes) -> HashArray:
         if not isinstance(packed, bytearray | memoryview):
             raise InvalidRequest(f"packed hashes are a {type(packed).__name__}, not bytes")
         packed = bytes(packed)
-    if len(packed) % _BYTES_A_HASH:
+    if len(packed) % _BYTES_PER_HASH:
         raise InvalidRequest("packed hashes are u64 little-endian, 8 bytes each", n_bytes=len(packed))
     return np.frombuffer(packed, dtype="<u8")
 
@@ -208,7 +208,7 @@ def _hash(tokens: Tokens, block_size: int, seed: int, eagle: bool, *, chained: b
 
 def _local_by_package(words: TokenArray, window: int, stride: int, n_blocks: int, seed: int) -> HashArray:
     packed = memoryview(words.tobytes())
-    width, step = window * _BYTES_A_TOKEN, stride * _BYTES_A_TOKEN
+    width, step = window * _BYTES_PER_TOKEN, stride * _BYTES_PER_TOKEN
     digest = xxhash.xxh3_64_intdigest
     starts = range(0, n_blocks * step, step)
     return np.fromiter((digest(packed[at : at + width], seed) for at in starts), dtype=np.uint64, count=n_blocks)
@@ -219,12 +219,12 @@ def _chain_by_package(local: HashArray, parent: SequenceHash | None) -> HashArra
     raw = local.astype(_U64_LE, copy=False).tobytes()
     chained: list[int] = []
     previous: int | None = parent
-    for at in range(0, len(raw), _BYTES_A_HASH):
-        own = raw[at : at + _BYTES_A_HASH]
+    for at in range(0, len(raw), _BYTES_PER_HASH):
+        own = raw[at : at + _BYTES_PER_HASH]
         if previous is None:
             previous = int.from_bytes(own, "little")
         else:
-            previous = digest(int(previous).to_bytes(_BYTES_A_HASH, "little") + own, BASE_SEED)
+            previous = digest(int(previous).to_bytes(_BYTES_PER_HASH, "little") + own, BASE_SEED)
         chained.append(previous)
     return np.array(chained, dtype=np.uint64)
 
@@ -258,7 +258,7 @@ def _token_array(tokens: Tokens) -> TokenArray:
         return np.empty(0, dtype=_U32_LE)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise InvalidRequest("tokens must be one dimension of integers", dtype=str(values.dtype), ndim=values.ndim)
-    roomy = values.dtype.kind == "i" or values.dtype.itemsize > _BYTES_A_TOKEN
+    roomy = values.dtype.kind == "i" or values.dtype.itemsize > _BYTES_PER_TOKEN
     # The bits of all tokens together, in one pass, are below zero if a token is and above u32 if a token is.
     if roomy and not 0 <= int(np.bitwise_or.reduce(values)) <= U32_MAX:
         index = int(np.argmax((values < 0) | (values > U32_MAX)))
@@ -270,7 +270,7 @@ def _view_packed(packed: bytes | bytearray | memoryview) -> TokenArray:
     if isinstance(packed, memoryview) and not packed.c_contiguous:
         packed = bytes(packed)
     n_bytes = packed.nbytes if isinstance(packed, memoryview) else len(packed)
-    if n_bytes % _BYTES_A_TOKEN:
+    if n_bytes % _BYTES_PER_TOKEN:
         raise InvalidRequest("packed tokens are u32 little-endian, 4 bytes each", n_bytes=n_bytes)
     return _in_one_piece(np.frombuffer(packed, dtype=_U32_LE))
 
@@ -298,7 +298,7 @@ def _hash_array(hashes: Sequence[int] | HashArray) -> HashArray:
     Raises InvalidRequest: conversion would make great numbers of negative ones, and whole ones of fractions.
     """
     if isinstance(hashes, np.ndarray):
-        if hashes.dtype.kind != "u" or hashes.dtype.itemsize != _BYTES_A_HASH or hashes.ndim != 1:
+        if hashes.dtype.kind != "u" or hashes.dtype.itemsize != _BYTES_PER_HASH or hashes.ndim != 1:
             raise InvalidRequest("hashes are not uint64 of one dimension", dtype=str(hashes.dtype), ndim=hashes.ndim)
         return hashes.astype(_U64_LE, copy=False)
     try:
@@ -314,6 +314,6 @@ def _name_bad_token(tokens: Sequence[object]) -> str:
     for index, value in enumerate(tokens):
         # NumPy's integers are Integral and no int; they are tokens like any other.
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= U32_MAX:
-            told = str(value) if isinstance(value, Integral) else repr(value)
-            return f"token {index} is {told}, not an integer in 0..{U32_MAX}"
+            shown = str(value) if isinstance(value, Integral) else repr(value)
+            return f"token {index} is {shown}, not an integer in 0..{U32_MAX}"
     return f"tokens must be integers in 0..{U32_MAX}"

@@ -181,14 +181,14 @@ class CxlPool:
             raise InvalidRequest(f"pool {self.pool_id}: epoch {self.epoch}, {self.capacity_blocks} blocks")
 
 
-def newest_pool(known: CxlPool | None, told: CxlPool) -> CxlPool:
+def newest_pool(known: CxlPool | None, arriving: CxlPool) -> CxlPool:
     """Of two records of a pool, in order of the log, the one that counts: of the greater epoch, of equal ones the lost.
 
     Whoever wrote the other had not read this one yet, and would bring back what was lost. Of equals the later counts.
     """
-    if known is not None and (told.epoch, told.lost) < (known.epoch, known.lost):
+    if known is not None and (arriving.epoch, arriving.lost) < (known.epoch, known.lost):
         return known
-    return told
+    return arriving
 
 
 def check_pool_id(pool_id: str) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from streams.core.block_facts.fact_sets import BlockSets, Question, Questions, RankNumbers
-from streams.core.block_facts.interner import FactNumbers
+from streams.core.block_facts.fact_sets import FactQueries, FactQuery, FactSets, RankNumbering
+from streams.core.block_facts.interner import FactInterner
 from streams.core.ids import SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import reachable_workers
@@ -25,7 +25,7 @@ from streams.errors import IndexFull
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PoolFact:
     """Where blocks are pooled, as far as it decides who reaches them; whoever owns them.
 
     accessible_workers: in order and each once, so that owners who name the same ones name one place.
@@ -40,18 +40,18 @@ class _Place:
 class PooledIndex:
     """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: its shell has a lock.
 
-    pools: of the registry, which its shell changes; it says so by forget_answers.
+    pools: of the registry, which its shell changes; it says so by invalidate_masks.
     """
 
-    def __init__(self, sets: BlockSets, pools: Mapping[str, CxlPool]) -> None:
+    def __init__(self, sets: FactSets, pools: Mapping[str, CxlPool]) -> None:
         self._sets = sets
         self._pools = pools
-        self._questions = Questions()
-        self._places: FactNumbers[_Place] = FactNumbers()
+        self._queries = FactQueries()
+        self._places: FactInterner[_PoolFact] = FactInterner()
         # Rows that found no room, of one block and place each; no more than there are rows. A place is either told of
         # a block or refused, for all of its owners.
-        self._refused: Counter[tuple[SequenceHash, _Place]] = Counter()
-        self.without_room = 0
+        self._refused: Counter[tuple[SequenceHash, _PoolFact]] = Counter()
+        self.over_capacity = 0
 
     def __len__(self) -> int:
         """Blocks that are pooled anywhere."""
@@ -61,55 +61,55 @@ class PooledIndex:
         """A row has changed: what it said before and says now, None for nothing.
 
         A place for which there is no room is counted, and its blocks count for nobody, until another row says the same
-        of the block when there is room. without_room: rows of which that is true now.
+        of the block when there is room. over_capacity: rows of which that is true now.
         """
         old, new = _counted(before), _counted(after)
         if old == new:
             return
         if old is not None:  # first: it may make the room that the new one needs
-            self._take_back(sequence, old)
+            self._remove_facts(sequence, old)
         if new is not None:
-            self._tell(sequence, new)
+            self._add_fact(sequence, new)
 
-    def forget_answers(self) -> None:
+    def invalidate_masks(self) -> None:
         """A pool has changed."""
-        self._sets.forget_answers()
+        self._sets.invalidate_masks()
 
-    def question(self, model: str, numbers: RankNumbers) -> Question:
+    def query(self, model: str, numbers: RankNumbering) -> FactQuery:
         """Who of these reaches a model's blocks; the same object for the same question."""
-        known = self._questions.get(model, numbers)
+        known = self._queries.get(model, numbers)
         if known is not None:
             return known
-        return self._questions.put(model, Question(self._sets, model, numbers, partial(self._reached, model, numbers)))
+        return self._queries.put(model, FactQuery(self._sets, model, numbers, partial(self._reached, model, numbers)))
 
-    def _tell(self, sequence: SequenceHash, place: _Place) -> None:
-        number = self._places.use(place)
+    def _add_fact(self, sequence: SequenceHash, place: _PoolFact) -> None:
+        number = self._places.intern(place)
         try:
-            self._sets.tell(sequence, number)
+            self._sets.add_fact(sequence, number)
         except IndexFull:
             self._places.release(number)
             self._refused[sequence, place] += 1
-            self.without_room += 1
+            self.over_capacity += 1
             return
         if self._refused:
             n_refused = self._refused.pop((sequence, place), 0)
-            self.without_room -= n_refused
+            self.over_capacity -= n_refused
             for _ in range(n_refused):  # other owners' rows: the place is in the block's set now, and needs no other
-                self._sets.tell(sequence, self._places.use(place))
+                self._sets.add_fact(sequence, self._places.intern(place))
 
-    def _take_back(self, sequence: SequenceHash, place: _Place) -> None:
+    def _remove_facts(self, sequence: SequenceHash, place: _PoolFact) -> None:
         if (sequence, place) in self._refused:
             self._refused[sequence, place] -= 1
-            self.without_room -= 1
+            self.over_capacity -= 1
             if not self._refused[sequence, place]:
                 del self._refused[sequence, place]
             return
         number = self._places.number_of(place)
         assert number is not None  # a row's place is told or refused
-        self._sets.take_back(sequence, number)
+        self._sets.remove_fact(sequence, number)
         self._places.release(number)
 
-    def _reached(self, model: str, numbers: RankNumbers, places: frozenset[int]) -> int:
+    def _reached(self, model: str, numbers: RankNumbering, places: frozenset[int]) -> int:
         mask = 0
         for place in map(self._places.facts.__getitem__, places):
             if place.model == model:
@@ -120,12 +120,12 @@ class PooledIndex:
         return mask
 
 
-def _counted(placement: Placement | None) -> _Place | None:
+def _counted(placement: Placement | None) -> _PoolFact | None:
     """What counts of a row; in transit and evicted nobody scores it."""
     if placement is None or placement.state is not CxlMemoryState.CXL_POOLED:
         return None
     named = placement.accessible_workers
-    return _Place(
+    return _PoolFact(
         placement.model,
         placement.pool_id,
         placement.pool_epoch,

@@ -40,7 +40,7 @@ from streams.cxl.records import (
     parse_owner_key,
     parse_pool_key,
 )
-from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState, after_life
+from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState, after_owner_ended
 from streams.errors import BadRecord
 
 #: Rows of all pooled blocks: some 4 GB of a router's memory, where a stranger's rows must not fill it.
@@ -100,21 +100,21 @@ def is_over(owner: OwnerRow | None, incarnation: Incarnation) -> bool:
 
 def metadata_of(placement: Placement, owner: OwnerRow | None) -> CxlMemoryMetadata:
     """What is true of a row's block: what was on its way when its owner's life ended counts as evicted."""
-    told = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
-    return after_life(told) if is_over(owner, placement.incarnation) else told
+    metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
+    return after_owner_ended(metadata) if is_over(owner, placement.incarnation) else metadata
 
 
 class PooledView:
     """The fold. Not thread-safe: its shell has a lock.
 
-    rows_max: a block beyond it is refused, and counted in without_room. _last: the placement of the row before, which
+    rows_max: a block beyond it is refused, and counted in over_capacity. _last: the placement of the row before, which
     rows that went together share.
     """
 
     def __init__(self, schema_ids: Mapping[str, int] | None = None, rows_max: int = POOLED_ROWS_MAX) -> None:
         self._rows_max = rows_max
         self._last: Placement | None = None
-        self.without_room = 0
+        self.over_capacity = 0
         self._schema_ids = schema_ids or {}
         self._rows: dict[SequenceHash, dict[tuple[RankId, str], BlockRow]] = {}
         self._owners: dict[RankId, OwnerRow] = {}
@@ -184,8 +184,8 @@ class PooledView:
         rows = self._rows.get(where.sequence)
         known = None if rows is None else rows.get((where.owner, where.pool_id))
         if row is not None and known is None and self._n_rows >= self._rows_max:
-            self.without_room += 1
-            raise BadRecord("no_room", f"{self._rows_max} rows of pooled blocks are known already")
+            self.over_capacity += 1
+            raise BadRecord("over_capacity", f"{self._rows_max} rows of pooled blocks are known already")
         if row is not None and row.placement == self._last:
             row = replace(row, placement=self._last)
         if row is None:

@@ -40,7 +40,7 @@ PARKED_PREFIX = b"K"
 #: Rows that say of one rank what it told.
 TRANSITION_ROWS = (BLOCK_PREFIX, PARKED_PREFIX)
 
-_NO_LIFE = Incarnation(0)
+_NO_INCARNATION = Incarnation(0)
 _I32_MAX = (1 << 31) - 1
 _BLOCK_KEY = struct.Struct(">cQQI")
 _OWNER_KEY = struct.Struct(">cQI")
@@ -83,7 +83,7 @@ class BlockRow:
     engine: EngineHash
 
 
-class EndedLife(NamedTuple):
+class EndedIncarnation(NamedTuple):
     """A life that is over, or began anew under its old number. sequence: the last batch that kv-events had of it.
 
     ended_at_ms: append time of what ended it.
@@ -102,11 +102,11 @@ class OwnerRow:
     say it is in, whether it was removed in it, and when that began to be so. lives: those that are over, ascending.
     """
 
-    told: Incarnation = _NO_LIFE
-    incarnation: Incarnation = _NO_LIFE
+    newest_incarnation: Incarnation = _NO_INCARNATION
+    incarnation: Incarnation = _NO_INCARNATION
     ended: bool = False
     ended_at_ms: int = 0
-    lives: tuple[EndedLife, ...] = ()
+    ended_incarnations: tuple[EndedIncarnation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +129,25 @@ class ParkedRow:
 # -- cxl-events ----------------------------------------------------------------------------------------------------
 
 
-def encode_transition(told: CxlTransition) -> bytes:
+def encode_transition(transition: CxlTransition) -> bytes:
     """Encode one record of cxl-events."""
     return codec("cxl-events").encode(
         {
-            "worker_id": to_long(told.rank.worker_id),
-            "dp_rank": told.rank.dp_rank,
-            "model": told.model,
-            "incarnation": to_long(told.incarnation),
-            "follows": told.follows,
-            "event_id": to_long(told.event_id),
-            "emitted_at_ms": told.emitted_at_ms,
-            "state": told.state.value,
-            "pool_id": told.pool_id,
-            "pool_epoch": told.pool_epoch,
-            "accessible_workers": [to_long(worker) for worker in told.accessible_workers],
-            "sequence_hashes": pack_hashes(told.blocks.sequence),
-            "parents": pack_hashes(told.blocks.parents),
-            "positions": told.blocks.positions.astype("<u4").tobytes(),
-            "engine_hashes": pack_hashes(told.blocks.engine),
+            "worker_id": to_long(transition.rank.worker_id),
+            "dp_rank": transition.rank.dp_rank,
+            "model": transition.model,
+            "incarnation": to_long(transition.incarnation),
+            "follows": transition.follows,
+            "event_id": to_long(transition.event_id),
+            "emitted_at_ms": transition.emitted_at_ms,
+            "state": transition.state.value,
+            "pool_id": transition.pool_id,
+            "pool_epoch": transition.pool_epoch,
+            "accessible_workers": [to_long(worker) for worker in transition.accessible_workers],
+            "sequence_hashes": pack_hashes(transition.blocks.sequence),
+            "parents": pack_hashes(transition.blocks.parents),
+            "positions": transition.blocks.positions.astype("<u4").tobytes(),
+            "engine_hashes": pack_hashes(transition.blocks.engine),
         }
     )
 
@@ -325,13 +325,17 @@ def encode_owner(row: OwnerRow) -> bytes:
     """Value of an owner's row."""
     return codec("cxl-owner").encode(
         {
-            "told": to_long(row.told),
+            "told": to_long(row.newest_incarnation),
             "incarnation": to_long(row.incarnation),
             "ended": row.ended,
             "ended_at_ms": row.ended_at_ms,
             "lives": [
-                {"incarnation": to_long(life.incarnation), "sequence": life.sequence, "ended_at_ms": life.ended_at_ms}
-                for life in row.lives
+                {
+                    "incarnation": to_long(ended.incarnation),
+                    "sequence": ended.sequence,
+                    "ended_at_ms": ended.ended_at_ms,
+                }
+                for ended in row.ended_incarnations
             ],
         }
     )
@@ -353,13 +357,13 @@ def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
     rank = parse_owner_key(key)
     datum = codec("cxl-owner").decode(value)
     return rank, OwnerRow(
-        told=Incarnation(from_long(datum["told"])),
+        newest_incarnation=Incarnation(from_long(datum["told"])),
         incarnation=Incarnation(from_long(datum["incarnation"])),
         ended=datum["ended"],
         ended_at_ms=datum["ended_at_ms"],
-        lives=tuple(
-            EndedLife(Incarnation(from_long(life["incarnation"])), life["sequence"], life["ended_at_ms"])
-            for life in datum["lives"]
+        ended_incarnations=tuple(
+            EndedIncarnation(Incarnation(from_long(ended["incarnation"])), ended["sequence"], ended["ended_at_ms"])
+            for ended in datum["lives"]
         ),
     )
 

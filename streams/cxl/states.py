@@ -1,7 +1,7 @@
 """States of a block in CXL memory, and which may follow which: a table, as data, and the one function that reads it.
 
-What lives here: `RULES`, `transition`, `after_life`, and the diagram of docs/cxl.md, which is drawn from the rules.
-What must not: who owns a block, when a transition counts (pooled_blocks), bytes.
+What lives here: `RULES`, `transition`, `after_owner_ended`, and the diagram of docs/cxl.md, which is drawn from the
+rules. What must not: who owns a block, when a transition counts (pooled_block_table), bytes.
 
 A block that no pool knows of is in `local_gpu`: to be unknown and to be plain are the same state.
 """
@@ -40,7 +40,7 @@ class CxlMemoryMetadata:
 PLAIN = CxlMemoryMetadata(CxlMemoryState.LOCAL_GPU)
 
 
-class Place(enum.Enum):
+class PlacementEffect(enum.Enum):
     """What entering a state does to pool and accessible workers."""
 
     SET = "sets"
@@ -54,21 +54,23 @@ class Rule:
 
     sources: frozenset[CxlMemoryState]
     needs_pool: bool
-    place: Place
+    place: PlacementEffect
 
 
 _ANY = frozenset(CxlMemoryState)
 
 #: By the state entered. Whatever is not here is refused.
 RULES: Mapping[CxlMemoryState, Rule] = {
-    CxlMemoryState.LOCAL_GPU: Rule(_ANY, needs_pool=False, place=Place.DROPPED),
-    CxlMemoryState.IN_TRANSIT: Rule(_ANY, needs_pool=True, place=Place.SET),
-    CxlMemoryState.CXL_POOLED: Rule(frozenset({CxlMemoryState.IN_TRANSIT}), needs_pool=False, place=Place.KEPT),
-    CxlMemoryState.EVICTED: Rule(_ANY, needs_pool=False, place=Place.KEPT),
+    CxlMemoryState.LOCAL_GPU: Rule(_ANY, needs_pool=False, place=PlacementEffect.DROPPED),
+    CxlMemoryState.IN_TRANSIT: Rule(_ANY, needs_pool=True, place=PlacementEffect.SET),
+    CxlMemoryState.CXL_POOLED: Rule(
+        frozenset({CxlMemoryState.IN_TRANSIT}), needs_pool=False, place=PlacementEffect.KEPT
+    ),
+    CxlMemoryState.EVICTED: Rule(_ANY, needs_pool=False, place=PlacementEffect.KEPT),
 }
 
 #: What a block is found in when its owner's life is over: what was on its way never arrives.
-AFTER_LIFE: Mapping[CxlMemoryState, CxlMemoryState] = {CxlMemoryState.IN_TRANSIT: CxlMemoryState.EVICTED}
+AFTER_OWNER_ENDED: Mapping[CxlMemoryState, CxlMemoryState] = {CxlMemoryState.IN_TRANSIT: CxlMemoryState.EVICTED}
 
 #: States in which a block has a place in a pool that a transition may contradict.
 _PLACED = frozenset({CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED})
@@ -106,16 +108,16 @@ def transition(
         return Refused(RefusalReason.NOT_IN_TRANSIT, f"{new_state} follows in_transit, and the block is {known.state}")
     if rule.needs_pool and not pool_id:
         return Refused(RefusalReason.NO_POOL, f"{new_state} names no pool")
-    if rule.place is Place.SET:
+    if rule.place is PlacementEffect.SET:
         return CxlMemoryMetadata(new_state, pool_id, accessible_workers)
     if pool_id and known.state in _PLACED and pool_id != known.pool_id:
         return Refused(RefusalReason.OTHER_POOL, f"the block is {known.state} in {known.pool_id!r}, not {pool_id!r}")
-    return CxlMemoryMetadata(new_state) if rule.place is Place.DROPPED else replace(known, state=new_state)
+    return CxlMemoryMetadata(new_state) if rule.place is PlacementEffect.DROPPED else replace(known, state=new_state)
 
 
-def after_life(known: CxlMemoryMetadata) -> CxlMemoryMetadata:
+def after_owner_ended(known: CxlMemoryMetadata) -> CxlMemoryMetadata:
     """Give a block's metadata when its owner's life is over: what is in a pool stays there."""
-    state = AFTER_LIFE.get(known.state)
+    state = AFTER_OWNER_ENDED.get(known.state)
     return known if state is None else replace(known, state=state)
 
 
@@ -137,5 +139,5 @@ def _edges() -> Iterator[str]:
             if source in rule.sources:
                 needs = ", needs a pool" if rule.needs_pool else ""
                 yield f"    {source} --> {target}: {rule.place.value} the place{needs}"
-        if source in AFTER_LIFE:
-            yield f"    {source} --> {AFTER_LIFE[source]}: its owner's life ends"
+        if source in AFTER_OWNER_ENDED:
+            yield f"    {source} --> {AFTER_OWNER_ENDED[source]}: its owner's life ends"

@@ -30,7 +30,7 @@ _READ_RECORDS = 500
 _POLL_S = 0.1
 
 
-class Judged(enum.Enum):
+class VerdictStatus(enum.Enum):
     """How far the agents have come with a transition."""
 
     TAKEN = enum.auto()  # and refused of what `refused` says, of nothing where that is empty
@@ -42,13 +42,13 @@ class Judged(enum.Enum):
 class TransitionVerdict:
     """What became of the records of one transition. refused: reason and words of each that is a dead letter."""
 
-    judged: Judged
+    judged: VerdictStatus
     refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def applied(self) -> bool:
         """Whether all of its blocks have entered the state."""
-        return self.judged is Judged.TAKEN and not self.refused
+        return self.judged is VerdictStatus.TAKEN and not self.refused
 
 
 class VerdictWatch:
@@ -84,7 +84,7 @@ class VerdictWatch:
         while time.monotonic() < deadline:
             for message in consume(self._consumer, _READ_RECORDS, _POLL_S):
                 self._take(message)
-            if self._standing(wanted) is not Judged.TAKEN:
+            if self._status(wanted) is not VerdictStatus.TAKEN:
                 ends = None
             elif ends is None:
                 try:
@@ -92,10 +92,10 @@ class VerdictWatch:
                 except KafkaException as exc:
                     raise KvStreamsError(f"the agents' verdicts cannot be read: {exc.args[0].str()}") from exc
             elif all(self._read.get(topic, -1) >= end for topic, end in ends.items()):
-                return self._told(Judged.TAKEN, wanted)
-        standing = self._standing(wanted)
+                return self._verdict(VerdictStatus.TAKEN, wanted)
+        status = self._status(wanted)
         # Taken, as it seems, but not read up to where a refusal may lie: nobody may be told that there is none.
-        return self._told(Judged.UNKNOWN if standing is Judged.TAKEN else standing, wanted)
+        return self._verdict(VerdictStatus.UNKNOWN if status is VerdictStatus.TAKEN else status, wanted)
 
     def close(self) -> None:
         """End the reading."""
@@ -107,12 +107,12 @@ class VerdictWatch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _standing(self, wanted: frozenset[int]) -> Judged:
+    def _status(self, wanted: frozenset[int]) -> VerdictStatus:
         if self._applied < max(wanted):
-            return Judged.UNKNOWN
-        return Judged.PARKED if wanted.intersection(self._parked.values()) else Judged.TAKEN
+            return VerdictStatus.UNKNOWN
+        return VerdictStatus.PARKED if wanted.intersection(self._parked.values()) else VerdictStatus.TAKEN
 
-    def _told(self, judged: Judged, wanted: frozenset[int]) -> TransitionVerdict:
+    def _verdict(self, judged: VerdictStatus, wanted: frozenset[int]) -> TransitionVerdict:
         return TransitionVerdict(judged, tuple(why for at, why in sorted(self._refused.items()) if at in wanted))
 
     def _take(self, message: Message) -> None:

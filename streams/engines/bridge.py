@@ -23,14 +23,14 @@ from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import U64_MASK, RankId, WorkerId
 from streams.core.workers import DP_SIZE_MAX, Worker
-from streams.cxl.directory import PoolDirectory
+from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.feed import RETRY_S, EngineAddress, FeedWiring, RankFeed
-from streams.engines.inbox import Inbox
-from streams.engines.lease import Lease
+from streams.engines.lease import EngineLease
+from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.publisher import event_producer
-from streams.engines.recollection import RankMemory, recall
+from streams.engines.recovery import RecoveredRank, recover_ranks
+from streams.engines.registry_reader import RegistryReader
 from streams.engines.scraping import Scraper
-from streams.engines.tenure import LeaseLost, Tenure
 from streams.errors import KvStreamsError, SettingsError
 from streams.kafka import worker_key
 from streams.settings import Settings
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 FLUSH_TIMEOUT_S = 3.0
 
 #: Changelogs read at once. Each is a partition's whole table; a bridge that starts has many engines to look up.
-RECALLS_AT_ONCE = 2
+RECOVERIES_AT_ONCE = 2
 
 #: Leases are looked at this often within one: a claim comes this much late at most.
 _TICKS_PER_LEASE = 30
@@ -66,24 +66,24 @@ class Bridge:
         self._engines = engines
         self._kafka = event_producer(settings)
         self._context = zmq.asyncio.Context()
-        self._recalls = asyncio.Semaphore(RECALLS_AT_ONCE)
+        self._recoveries = asyncio.Semaphore(RECOVERIES_AT_ONCE)
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
-        self._tenures = {engine.worker_id: self._tenure(engine.worker_id) for engine in engines}
+        self._lease_handles = {engine.worker_id: self._lease_handle(engine.worker_id) for engine in engines}
         self._feeds: dict[RankId, RankFeed] = {}
         self._pools: PoolDirectory | None = None
 
     async def run(self) -> None:
         """Run until cancelled."""
-        inbox = Inbox(self._settings, [engine.worker_id for engine in self._engines], self)
+        registry_reader = RegistryReader(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
             async with aiohttp.ClientSession(timeout=_HTTP_TIMEOUT) as http, asyncio.TaskGroup() as tasks:
-                tasks.create_task(inbox.run())
+                tasks.create_task(registry_reader.run())
                 tasks.create_task(self._tick())
                 for engine in self._engines:
                     tasks.create_task(self._bridge(engine, http))
         finally:
-            for tenure in self._tenures.values():
-                tenure.release()
+            for lease_handle in self._lease_handles.values():
+                lease_handle.release()
             if self._pools is not None:
                 self._pools.close()
             self._context.destroy(linger=0)
@@ -93,12 +93,12 @@ class Bridge:
 
     def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
         """See inbox.Reader."""
-        self._tenures[worker_id].on_record(worker)
+        self._lease_handles[worker_id].on_record(worker)
 
     def on_end(self, worker_ids: Collection[WorkerId]) -> None:
         """See inbox.Reader."""
         for worker_id in worker_ids:
-            self._tenures[worker_id].on_end()
+            self._lease_handles[worker_id].on_end()
 
     def on_resync(self, request: ResyncRequest) -> None:
         """See inbox.Reader."""
@@ -111,8 +111,8 @@ class Bridge:
     async def _tick(self) -> None:
         while True:
             self._kafka.poll(0)
-            for tenure in self._tenures.values():
-                tenure.tick()
+            for lease_handle in self._lease_handles.values():
+                lease_handle.tick()
             await asyncio.sleep(min(0.05, self._settings.bridge_lease_s / _TICKS_PER_LEASE))
 
     async def _bridge(self, engine: EngineAddress, http: aiohttp.ClientSession) -> None:
@@ -124,13 +124,13 @@ class Bridge:
             except (aiohttp.ClientError, TimeoutError, KvStreamsError) as exc:
                 log.info("worker %d at %s does not answer yet: %s", engine.worker_id, engine.url, exc)
                 await asyncio.sleep(RETRY_S)
-        tenure = self._tenures[engine.worker_id]
-        tenure.lease.want(self._registration(engine, model))
+        lease_handle = self._lease_handles[engine.worker_id]
+        lease_handle.lease.want(self._registration(engine, model))
         while True:
-            term = await tenure.held()
+            term = await lease_handle.held()
             log.info("worker %d: %s serves %s; term %d is ours", engine.worker_id, engine.url, model, term)
             wiring = FeedWiring(
-                self._settings, self._kafka, self._context, http, engine, model, tenure, term, self._epoch_of
+                self._settings, self._kafka, self._context, http, engine, model, lease_handle, term, self._epoch_of
             )
             try:
                 await self._feed(wiring)
@@ -142,8 +142,8 @@ class Bridge:
 
     async def _feed(self, wiring: FeedWiring) -> None:
         """Feed every rank of an engine until one cannot be fed any more."""
-        memories = await self._recall(wiring.engine.worker_id)
-        feeds = [RankFeed(wiring, rank, memories.get(rank)) for rank in range(wiring.engine.dp_size)]
+        recovered_ranks = await self._recover(wiring.engine.worker_id)
+        feeds = [RankFeed(wiring, rank, recovered_ranks.get(rank)) for rank in range(wiring.engine.dp_size)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for feed in feeds:
@@ -160,18 +160,18 @@ class Bridge:
             self._pools = PoolDirectory(self._settings)
         return self._pools.epoch_of(pool_id)
 
-    async def _recall(self, worker_id: WorkerId) -> dict[int, RankMemory]:
+    async def _recover(self, worker_id: WorkerId) -> dict[int, RecoveredRank]:
         """What Kafka has of a worker, after everything that this process has said of it."""
-        async with self._recalls:
+        async with self._recoveries:
             left = await asyncio.to_thread(self._kafka.flush, FLUSH_TIMEOUT_S)
             if left:
                 raise KvStreamsError(f"Kafka has not taken {left} records yet")
             try:
-                return await asyncio.to_thread(recall, self._settings, worker_id)
+                return await asyncio.to_thread(recover_ranks, self._settings, worker_id)
             except KafkaException as exc:
                 raise KvStreamsError(f"the table cannot be read: {exc.args[0].str()}") from exc
 
-    def _tenure(self, worker_id: WorkerId) -> Tenure:
+    def _lease_handle(self, worker_id: WorkerId) -> LeaseHandle:
         topic, key = topics(self._settings).workers.name, worker_key(worker_id)
 
         def write(worker: Worker | None) -> None:
@@ -180,7 +180,7 @@ class Bridge:
             except BufferError as exc:  # Kafka is away; the lease runs out, and is claimed again when it is back
                 log.warning("worker %d: the lease is not written: %s", worker_id, exc)
 
-        return Tenure(Lease(self.name, self._settings.bridge_lease_s), write)
+        return LeaseHandle(EngineLease(self.name, self._settings.bridge_lease_s), write)
 
     def _registration(self, engine: EngineAddress, model: str) -> Worker:
         return Worker(

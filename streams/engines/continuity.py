@@ -17,7 +17,7 @@ from streams.core.events import BEFORE_FIRST
 from streams.core.ids import Incarnation
 
 
-class Proof(enum.Enum):
+class ReplayCheck(enum.Enum):
     """What the replay socket says of the last batch known."""
 
     SAME = "the engine has the batch, with the same bytes"
@@ -28,7 +28,7 @@ class Proof(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class KnownLife:
+class KnownIncarnation:
     """The last life known of a rank. sequence: its last batch known, BEFORE_FIRST for none; digest: of its payload."""
 
     incarnation: Incarnation
@@ -45,17 +45,19 @@ class Evidence:
 
     reachable: bool
     started: Incarnation | None
-    proof: Proof = Proof.SILENT
+    replay_check: ReplayCheck = ReplayCheck.SILENT
 
     def __str__(self) -> str:
         if self.started is not None:
             return f"its metrics say that the engine started at {self.started} us"
-        told = "its metrics do not say when the engine started" if self.reachable else "its metrics do not answer"
-        return f"{told}, and {self.proof.value}"
+        metrics_text = (
+            "its metrics do not say when the engine started" if self.reachable else "its metrics do not answer"
+        )
+        return f"{metrics_text}, and {self.replay_check.value}"
 
 
 @dataclass(frozen=True, slots=True)
-class SameLife:
+class SameIncarnation:
     """The rank goes on as it is known."""
 
     def __str__(self) -> str:
@@ -63,7 +65,7 @@ class SameLife:
 
 
 @dataclass(frozen=True, slots=True)
-class NewLife:
+class NewIncarnation:
     """A life begins; what is known of the rank is over."""
 
     incarnation: Incarnation
@@ -73,44 +75,49 @@ class NewLife:
 
 
 @dataclass(frozen=True, slots=True)
-class NotTold:
+class Undecided:
     """Nobody answered at all: to begin anything would be a guess, so one asks again."""
 
     def __str__(self) -> str:
         return "nobody tells which life it is"
 
 
-Decision = SameLife | NewLife | NotTold
+Decision = SameIncarnation | NewIncarnation | Undecided
 
 
-def needs_proof(known: KnownLife | None, evidence: Evidence) -> bool:
+def needs_replay_check(known: KnownIncarnation | None, evidence: Evidence) -> bool:
     """Whether the replay socket has to be asked; a start time that is known, or newer than all that is, needs none."""
     if known is None or known.sequence == BEFORE_FIRST:
         return False
     return evidence.started is None or evidence.started < known.incarnation
 
 
-def begins(known: KnownLife | None, evidence: Evidence, now_us: int) -> Decision:
+def decide_at_start(known: KnownIncarnation | None, evidence: Evidence, now_us: int) -> Decision:
     """Decide for a bridge that starts. known: what the index has of the rank."""
     if known is None:
         if evidence.started is not None:
-            return NewLife(evidence.started)
-        answered = evidence.reachable or evidence.proof is not Proof.SILENT
-        return NewLife(Incarnation(now_us)) if answered else NotTold()
+            return NewIncarnation(evidence.started)
+        answered = evidence.reachable or evidence.replay_check is not ReplayCheck.SILENT
+        return NewIncarnation(Incarnation(now_us)) if answered else Undecided()
     if evidence.started == known.incarnation:
-        return SameLife()
+        return SameIncarnation()
     if evidence.started is not None and evidence.started > known.incarnation:
-        return NewLife(evidence.started)
+        return NewIncarnation(evidence.started)
     # Not told, or an earlier time than what is known: that was minted when nobody told, or the clock was set back.
-    if evidence.proof is Proof.SAME:
-        return SameLife()
-    if not evidence.reachable and evidence.proof is Proof.SILENT:
-        return NotTold()
-    return NewLife(minted(known.incarnation, now_us))
+    if evidence.replay_check is ReplayCheck.SAME:
+        return SameIncarnation()
+    if not evidence.reachable and evidence.replay_check is ReplayCheck.SILENT:
+        return Undecided()
+    return NewIncarnation(mint_incarnation(known.incarnation, now_us))
 
 
-def goes_on(
-    known: KnownLife, seen_start: Incarnation | None, evidence: Evidence, now_us: int, *, contradicted: bool = False
+def decide_while_feeding(
+    known: KnownIncarnation,
+    seen_start: Incarnation | None,
+    evidence: Evidence,
+    now_us: int,
+    *,
+    contradicted: bool = False,
 ) -> Decision:
     """Decide for a bridge that is feeding.
 
@@ -119,18 +126,18 @@ def goes_on(
     """
     if evidence.started is not None and seen_start is not None:
         if evidence.started == seen_start:
-            return SameLife()
-        return NewLife(_after(known.incarnation, evidence.started))
-    if evidence.proof is Proof.SAME:
-        return SameLife()
-    if contradicted or evidence.proof in (Proof.OTHER, Proof.UNSENT):
+            return SameIncarnation()
+        return NewIncarnation(_after(known.incarnation, evidence.started))
+    if evidence.replay_check is ReplayCheck.SAME:
+        return SameIncarnation()
+    if contradicted or evidence.replay_check in (ReplayCheck.OTHER, ReplayCheck.UNSENT):
         if evidence.started is not None:
-            return NewLife(_after(known.incarnation, evidence.started))
-        return NewLife(minted(known.incarnation, now_us))
-    return SameLife()
+            return NewIncarnation(_after(known.incarnation, evidence.started))
+        return NewIncarnation(mint_incarnation(known.incarnation, now_us))
+    return SameIncarnation()
 
 
-def minted(known: Incarnation, now_us: int) -> Incarnation:
+def mint_incarnation(known: Incarnation, now_us: int) -> Incarnation:
     """A life greater than the last one known, whatever the clock says."""
     return Incarnation(max(now_us, known + 1))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from streams.core.events import BlocksStored, KvEvent
 from streams.core.ids import EngineHash, HashArray, WorkerId
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
-from streams.cxl.states import RULES, CxlMemoryState, Place, stored_as
+from streams.cxl.states import RULES, CxlMemoryState, PlacementEffect, stored_as
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
 
@@ -51,7 +51,7 @@ class CxlNames:
         A name on its way into a pool is the ledger's; later it is that of the block that went there under it, whatever
         the engine has given it to since. Raises BadRecord where there is no room for more names.
         """
-        enters = RULES[state].place is Place.SET
+        enters = RULES[state].place is PlacementEffect.SET
         found: list[tuple[BlockAddress, EngineHash]] = []
         unknown: list[int] = []
         for name in map(EngineHash, engine.tolist()):
@@ -62,7 +62,9 @@ class CxlNames:
             else:
                 found.append((address, name))
         if enters and len(self._pooled) + len(found) > POOLED_NAMES_MAX:
-            raise BadRecord("no_room", f"{len(self._pooled)} blocks of a rank are in pools; at most {POOLED_NAMES_MAX}")
+            raise BadRecord(
+                "over_capacity", f"{len(self._pooled)} blocks of a rank are in pools; at most {POOLED_NAMES_MAX}"
+            )
         for address, name in found:
             if enters:
                 self._pooled[name] = address
@@ -71,15 +73,15 @@ class CxlNames:
         return addressed(found), unknown
 
 
-def states_told(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
+def announced_states(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
     """Changes of state that one event tells; raises BadRecord for what is none whatever state a block is in."""
-    told = _changes(event)
+    changes = _changes(event)
     try:
-        for changed in told:
+        for changed in changes:
             check_change(changed)
     except InvalidRequest as exc:
         raise BadRecord("bad_transition", exc.message) from exc
-    return told
+    return changes
 
 
 def _changes(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:

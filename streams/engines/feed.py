@@ -32,22 +32,22 @@ from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.continuity import (
     Decision,
     Evidence,
-    KnownLife,
-    NewLife,
-    NotTold,
-    Proof,
-    begins,
-    goes_on,
-    needs_proof,
+    KnownIncarnation,
+    NewIncarnation,
+    ReplayCheck,
+    Undecided,
+    decide_at_start,
+    decide_while_feeding,
+    needs_replay_check,
 )
 from streams.engines.cxl_names import CxlNames
 from streams.engines.dialects.vllm import COUNTS_COPIES, decode_payload
+from streams.engines.lease_handle import LeaseHandle
 from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
-from streams.engines.recollection import RankMemory, ledger_of
-from streams.engines.replay import FILL_BACKOFF_S, SEQUENCE, Batch, ReplaySilent, Window, prove, replay
-from streams.engines.restating import Restatements
-from streams.engines.tenure import Tenure
+from streams.engines.recovery import RecoveredRank, ledger_of
+from streams.engines.replay import FILL_BACKOFF_S, SEQUENCE, Batch, ReplaySilent, Window, check_last_batch, replay
+from streams.engines.restatements import Restatements
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
 from streams.settings import Settings
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 RECEIVE_HWM = 100_000
 
 #: How often an engine's life is checked when nothing else tells of it, and its last batches are asked for.
-LIFE_CHECK_S = 2.0
+INCARNATION_CHECK_S = 2.0
 
 #: Between attempts to reach an engine that does not answer.
 RETRY_S = 1.0
@@ -72,13 +72,13 @@ GAP_HOLD_S = 10.0
 DIGESTS_MAX = 16_384
 
 #: A connection that broke and came back is looked into for so long, if nobody answers, before batches are taken again.
-RECONNECT_PROOF_S = 10.0
+RECONNECT_CHECK_S = 10.0
 
 #: Requests waiting for the loop; a partition's owner asks one at a time, and again.
 REQUESTS_MAX = 4
 
 #: What a bridge promises of a rank whose engine is gone: the next owner's look finds it silent.
-GONE_LEASE_MS = 1
+ENDED_ENGINE_LEASE_MS = 1
 
 #: How long the loop waits for a batch before it looks at everything else.
 IDLE_S = 0.25
@@ -120,7 +120,7 @@ class FeedCounters:
     replays: int = 0
     replays_silent: int = 0
     foreign: int = 0  # batches of another life than the one that answers
-    lives: int = 0
+    incarnations: int = 0
     resumed: int = 0
     resumed_from_table: int = 0
     resyncs_asked: int = 0
@@ -139,7 +139,7 @@ class FeedWiring:
     http: aiohttp.ClientSession
     engine: EngineAddress
     model: str
-    tenure: Tenure
+    lease_handle: LeaseHandle
     term: int
     epoch_of: Callable[[str], int]
 
@@ -164,7 +164,7 @@ class _Fill:
 
 
 @dataclass(slots=True)
-class _Life:
+class _IncarnationState:
     """What belongs to one life of the engine and ends with it."""
 
     window: Window
@@ -190,24 +190,24 @@ class _Life:
 class RankFeed:
     """Feeds one rank, as long as the lease is held."""
 
-    def __init__(self, wiring: FeedWiring, dp_rank: int, memory: RankMemory | None) -> None:
+    def __init__(self, wiring: FeedWiring, dp_rank: int, recovered: RecoveredRank | None) -> None:
         """memory: what Kafka has of the rank."""
         self._wiring = wiring
-        self._memory = memory
+        self._recovered = recovered
         self.rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
         self._events = port_above(wiring.engine.events, dp_rank)
         self._replay = port_above(wiring.engine.replay, dp_rank) if wiring.engine.replay else None
         self._block_size = wiring.settings.block_size_of(wiring.model)
-        known = memory.incarnation if memory else Incarnation(0)
+        known = recovered.incarnation if recovered else Incarnation(0)
         self._writer = RankWriter(
             wiring.settings, wiring.kafka, self.rank, wiring.model, known, COUNTS_COPIES, wiring.epoch_of
         )
-        self._life = _Life(Window(0), None)
+        self._state = _IncarnationState(Window(0), None)
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
-        self._heard_at_s = time.monotonic()
+        self._last_message_at_s = time.monotonic()
         self._checked_at_s = 0.0
         self._begun = False
-        self._gone_at_s = float("-inf")  # when we last said that the engine is gone
+        self._engine_ended_at_s = float("-inf")  # when we last said that the engine is gone
         self._break_checked_at_s = 0.0
         self._lease_s = wiring.settings.bridge_lease_s
         self.counters = FeedCounters()
@@ -220,13 +220,13 @@ class RankFeed:
     async def run(self) -> None:
         """Feed until cancelled; raises LeaseLost, and whatever else ends the feed."""
         try:
-            await self._lives()
+            await self._run_incarnations()
         finally:
-            log.info("rank %s: the feed ends: %s", self.rank, told(self.counters))
+            log.info("rank %s: the feed ends: %s", self.rank, counters_text(self.counters))
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
-    async def _lives(self) -> None:
+    async def _run_incarnations(self) -> None:
         """One life of the engine after the other; each has a socket of its own."""
         decision: Decision | None = None
         while True:
@@ -238,7 +238,7 @@ class RankFeed:
                 try:
                     socket.connect(self._events)
                     started, decision = await self._first_decision() if decision is None else (None, decision)
-                    if isinstance(decision, NewLife):
+                    if isinstance(decision, NewIncarnation):
                         await self._begin(decision.incarnation, started)
                         contradicted = await self._fill_and_judge()
                     else:
@@ -251,13 +251,13 @@ class RankFeed:
 
     async def _first_decision(self) -> tuple[Incarnation | None, Decision]:
         """Decide which life this is, as soon as the engine tells anything."""
-        known = self._memory.life if self._memory else None
+        known = self._recovered.known_incarnation if self._recovered else None
         while True:
             evidence = await self._start_time()
-            if needs_proof(known, evidence) and known is not None:
-                evidence = await self._proven(evidence, known)
-            decision = begins(known, evidence, _now_us())
-            if not isinstance(decision, NotTold):
+            if needs_replay_check(known, evidence) and known is not None:
+                evidence = await self._with_replay_check(evidence, known)
+            decision = decide_at_start(known, evidence, _now_us())
+            if not isinstance(decision, Undecided):
                 log.info("rank %s: %s: %s", self.rank, decision, evidence)
                 return evidence.started, decision
             await asyncio.sleep(RETRY_S)
@@ -265,11 +265,11 @@ class RankFeed:
     async def _begin(self, incarnation: Incarnation, started: Incarnation | None) -> None:
         """Begin a life, and say so: what an older one held is gone before the new one tells anything."""
         log.info("rank %s: life %d begins", self.rank, incarnation)
-        self.counters.lives += 1
+        self.counters.incarnations += 1
         if started is None:
             started = (await self._start_time()).started
-        self._life = _Life(Window(0), started)
-        self._writer.new_life(incarnation)
+        self._state = _IncarnationState(Window(0), started)
+        self._writer.begin_incarnation(incarnation)
         await self._announce()
 
     async def _announce(self) -> None:
@@ -279,28 +279,28 @@ class RankFeed:
         self._renew()
         self._begun = True
 
-    async def _resume(self, started: Incarnation | None) -> NewLife | None:
-        """Go on in the life that Kafka knows, behind its last batch; a NewLife where the engine contradicts."""
-        memory = self._memory
-        assert memory is not None  # else there was no life to go on with
-        self._memory = None  # it is of this moment only
+    async def _resume(self, started: Incarnation | None) -> NewIncarnation | None:
+        """Go on in the life that Kafka knows, behind its last batch; a NewIncarnation where the engine contradicts."""
+        recovered = self._recovered
+        assert recovered is not None  # else there was no life to go on with
+        self._recovered = None  # it is of this moment only
         self.counters.resumed += 1
-        self._life = _Life(Window(0), started)
-        if memory.gone or memory.sequence == BEFORE_FIRST:
-            self._writer.new_life(memory.incarnation)
+        self._state = _IncarnationState(Window(0), started)
+        if recovered.is_removed or recovered.sequence == BEFORE_FIRST:
+            self._writer.begin_incarnation(recovered.incarnation)
             await self._announce()  # a removed worker comes back by it
             return await self._fill_and_judge()
-        told_by_engine = await self._ledger_from_engine(memory.sequence)
-        if told_by_engine is None:
+        from_engine = await self._ledger_from_engine(recovered.sequence)
+        if from_engine is None:
             self.counters.resumed_from_table += 1
-            ledger = ledger_of(memory.ledger.restated(), memory.ledger.complete, counts_copies=COUNTS_COPIES)
-            names = memory.names
+            ledger = ledger_of(recovered.ledger.restated(), recovered.ledger.complete, counts_copies=COUNTS_COPIES)
+            names = recovered.names
         else:
-            ledger, names = told_by_engine
-        log.info("rank %s: goes on behind batch %d with %d blocks", self.rank, memory.sequence, len(ledger))
-        self._writer.resume(memory.sequence, memory.digest, ledger, names)
-        self._life.window = Window(memory.sequence + 1)
-        self._life.digests[memory.sequence] = memory.digest
+            ledger, names = from_engine
+        log.info("rank %s: goes on behind batch %d with %d blocks", self.rank, recovered.sequence, len(ledger))
+        self._writer.resume(recovered.sequence, recovered.digest, ledger, names)
+        self._state.window = Window(recovered.sequence + 1)
+        self._state.digests[recovered.sequence] = recovered.digest
         self._begun = True
         return await self._fill_and_judge()
 
@@ -319,7 +319,7 @@ class RankFeed:
                     self._heard()
                     if batch.sequence != following:
                         return None
-                    self._life.remember(batch)
+                    self._state.remember(batch)
                     try:
                         for event in decode_payload(batch.payload, self._block_size).events:
                             names.apply(event, ledger)
@@ -332,29 +332,29 @@ class RankFeed:
             log.warning("rank %s: %s", self.rank, exc)
         return None
 
-    async def _judge(self, *, contradicted: bool = False) -> NewLife | None:
+    async def _judge(self, *, contradicted: bool = False) -> NewIncarnation | None:
         """Ask whether the engine is the same process still."""
-        life, writer = self._life, self._writer
+        state, writer = self._state, self._writer
         self._checked_at_s = time.monotonic()
         evidence = await self._start_time()
-        known = KnownLife(writer.incarnation, writer.sequence, writer.digest)
-        if evidence.started is None or life.started is None:
-            evidence = await self._proven(evidence, known)
-        decision = goes_on(known, life.started, evidence, _now_us(), contradicted=contradicted)
-        if isinstance(decision, NewLife):
+        known = KnownIncarnation(writer.incarnation, writer.sequence, writer.digest)
+        if evidence.started is None or state.started is None:
+            evidence = await self._with_replay_check(evidence, known)
+        decision = decide_while_feeding(known, state.started, evidence, _now_us(), contradicted=contradicted)
+        if isinstance(decision, NewIncarnation):
             log.info("rank %s: the engine began a new life: %s", self.rank, evidence)
             return decision
-        if life.started is None and evidence.proof is Proof.SAME:
-            life.started = evidence.started
+        if state.started is None and evidence.replay_check is ReplayCheck.SAME:
+            state.started = evidence.started
         return None
 
-    async def _proven(self, evidence: Evidence, known: KnownLife) -> Evidence:
+    async def _with_replay_check(self, evidence: Evidence, known: KnownIncarnation) -> Evidence:
         if known.sequence == BEFORE_FIRST:
             return evidence
-        proof = await prove(self._wiring.context, self._replay, known.sequence, known.digest)
-        if proof is not Proof.SILENT:
+        replay_check = await check_last_batch(self._wiring.context, self._replay, known.sequence, known.digest)
+        if replay_check is not ReplayCheck.SILENT:
             self._heard()
-        return Evidence(evidence.reachable, evidence.started, proof)
+        return Evidence(evidence.reachable, evidence.started, replay_check)
 
     async def _start_time(self) -> Evidence:
         try:
@@ -366,7 +366,7 @@ class RankFeed:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    async def _receive(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewLife:
+    async def _receive(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewIncarnation:
         """Receive until the engine begins a new life."""
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(self._beat())
@@ -375,11 +375,11 @@ class RankFeed:
             finally:
                 beating.cancel()
 
-    async def _receive_all(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewLife:
+    async def _receive_all(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewIncarnation:
         quiet_since_s = time.monotonic()
-        told_counters = told(self.counters)
+        logged_counters = counters_text(self.counters)
         while True:
-            begun: NewLife | None = None
+            begun: NewIncarnation | None = None
             if await socket.poll(int(IDLE_S * 1000)):
                 frames = await socket.recv_multipart()
                 self._heard()
@@ -391,10 +391,10 @@ class RankFeed:
                 await self._attend_break()
             begun = begun or await self._attend_gap()
             now_s = time.monotonic()
-            if begun is None and now_s - quiet_since_s >= LIFE_CHECK_S:
+            if begun is None and now_s - quiet_since_s >= INCARNATION_CHECK_S:
                 quiet_since_s = now_s
                 begun = await self._fill_and_judge()  # the last batch before a quiet time may have been dropped as well
-            if begun is None and now_s - self._checked_at_s >= LIFE_CHECK_S:
+            if begun is None and now_s - self._checked_at_s >= INCARNATION_CHECK_S:
                 begun = await self._judge()
             if begun is not None:
                 return begun
@@ -402,15 +402,15 @@ class RankFeed:
                 await self._restate(self._requests.popleft())
             if self._writer.failed:
                 raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
-            if told(self.counters) != told_counters:
-                told_counters = told(self.counters)
-                log.info("rank %s: %s", self.rank, told_counters)
+            if counters_text(self.counters) != logged_counters:
+                logged_counters = counters_text(self.counters)
+                log.info("rank %s: %s", self.rank, logged_counters)
 
-    async def _reconnected(self, monitor: zmq.asyncio.Socket) -> NewLife | None:
+    async def _reconnected(self, monitor: zmq.asyncio.Socket) -> NewIncarnation | None:
         """The connection broke: what comes now may be another process's, whose numbers happen to fit."""
         while await monitor.poll(0):
             await monitor.recv_multipart()
-        until_s = time.monotonic() + RECONNECT_PROOF_S
+        until_s = time.monotonic() + RECONNECT_CHECK_S
         while True:
             evidence = await self._start_time()
             if evidence.reachable or time.monotonic() > until_s:
@@ -430,50 +430,54 @@ class RankFeed:
         try:
             await engine_start(self._wiring.http, self._wiring.engine.metrics_url)
         except aiohttp.ClientConnectorError as exc:
-            if exc.os_error.errno == errno.ECONNREFUSED and not self._gone and self._wiring.tenure.may_publish():
+            if (
+                exc.os_error.errno == errno.ECONNREFUSED
+                and not self._engine_ended
+                and self._wiring.lease_handle.may_publish()
+            ):
                 log.warning("rank %s: the engine is gone: its connection broke, and %s", self.rank, exc)
-                self._gone_at_s = now_s
-                self._promise(GONE_LEASE_MS)
+                self._engine_ended_at_s = now_s
+                self._promise(ENDED_ENGINE_LEASE_MS)
         except (aiohttp.ClientError, TimeoutError):
             pass  # it may be busy
         else:
-            was_gone = self._gone
+            was_gone = self._engine_ended
             self._heard()
-            if was_gone and self._wiring.tenure.may_publish():
+            if was_gone and self._wiring.lease_handle.may_publish():
                 self._renew()
 
     @property
-    def _gone(self) -> bool:
+    def _engine_ended(self) -> bool:
         """Whether we said that the engine is gone, and have not heard of it since."""
-        return self._gone_at_s >= self._heard_at_s
+        return self._engine_ended_at_s >= self._last_message_at_s
 
-    async def _received(self, frames: list[bytes]) -> NewLife | None:
+    async def _received(self, frames: list[bytes]) -> NewIncarnation | None:
         """Take one message of the live socket."""
         if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
             exc = BadRecord("bad_frames", f"{len(frames)} frames, no sequence number")
             self._dead_letter(b"".join(frames), exc)
             return None
-        batch, life = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._life
-        if batch.sequence < life.window.next:
+        batch, state = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state
+        if batch.sequence < state.window.next:
             # It came by replay already, or the engine restarted and counts from 0 again.
-            if life.differs(batch):
+            if state.differs(batch):
                 return await self._judge(contradicted=True)
-            if batch.sequence not in life.digests:
+            if batch.sequence not in state.digests:
                 return await self._judge()
             self.counters.repeated += 1
             return None
-        life.window.offer(batch)
+        state.window.offer(batch)
         await self._drain()
         return None
 
     async def _drain(self) -> None:
         """Publish whatever has its turn."""
-        while (batch := self._life.window.take()) is not None:
+        while (batch := self._state.window.take()) is not None:
             await self._publish(batch)
 
     async def _publish(self, batch: Batch) -> None:
         await self._allowed()
-        digest = self._life.remember(batch)
+        digest = self._state.remember(batch)
         try:
             payload = decode_payload(batch.payload, self._block_size)
             self._writer.write(batch.sequence, digest, payload.emitted_at_ms, payload.events, payload.n_unindexed)
@@ -486,43 +490,43 @@ class RankFeed:
 
     # -- gaps ----------------------------------------------------------------------------------------------------------
 
-    async def _attend_gap(self) -> NewLife | None:
+    async def _attend_gap(self) -> NewIncarnation | None:
         """Fill the gap before the batches held, or give it up."""
-        life = self._life
-        while (until := life.window.gap_until) is not None:
+        state = self._state
+        while (until := state.window.gap_until) is not None:
             now_s = time.monotonic()
-            if life.gap is None:
+            if state.gap is None:
                 self.counters.gaps += 1
-                life.gap = _Gap(now_s, now_s)
-            gap = life.gap
-            over = gap.attempts > len(FILL_BACKOFF_S) or now_s - gap.since_s >= GAP_HOLD_S or life.window.full
+                state.gap = _Gap(now_s, now_s)
+            gap = state.gap
+            over = gap.attempts > len(FILL_BACKOFF_S) or now_s - gap.since_s >= GAP_HOLD_S or state.window.full
             if self._replay is None or over:
                 await self._lose(until)
-                life.gap = None
+                state.gap = None
                 continue
             if now_s < gap.due_at_s:
                 return None  # live batches are taken meanwhile
-            missing = life.window.next
+            missing = state.window.next
             fill = await self._fill()
             if fill.contradicted:
                 return await self._judge(contradicted=True)
             if fill.answered and fill.highest < until:
                 # The engine itself has never numbered so high: what is held is an older life's.
                 log.warning("rank %s: batch %d is none of this life", self.rank, until)
-                self.counters.foreign += life.window.drop()
-                life.gap = None
+                self.counters.foreign += state.window.drop()
+                state.gap = None
                 return await self._judge()
             if fill.progressed:
-                self.counters.gap_batches_filled += max(0, min(until, life.window.next) - missing)
+                self.counters.gap_batches_filled += max(0, min(until, state.window.next) - missing)
                 gap.attempts = 0
             else:
                 gap.due_at_s = time.monotonic() + FILL_BACKOFF_S[min(gap.attempts, len(FILL_BACKOFF_S) - 1)]
                 gap.attempts += 1
-        life.gap = None
+        state.gap = None
         return None
 
-    async def _fill_and_judge(self) -> NewLife | None:
-        """Fill what is missing at the end; a NewLife where the engine's batches are not those published."""
+    async def _fill_and_judge(self) -> NewIncarnation | None:
+        """Fill what is missing at the end; a NewIncarnation where the engine's batches are not those published."""
         if self._replay is None:
             return None
         fill = await self._fill()
@@ -533,10 +537,10 @@ class RankFeed:
 
         The last one published is asked for as well: its bytes prove that this is the life that they continue.
         """
-        life, fill = self._life, _Fill()
+        state, fill = self._state, _Fill()
         assert self._replay is not None
-        proof = life.window.next - 1
-        start = proof if proof in life.digests else life.window.next
+        replay_check = state.window.next - 1
+        start = replay_check if replay_check in state.digests else state.window.next
         self.counters.replays += 1
         first = True
         try:
@@ -544,20 +548,20 @@ class RankFeed:
                 async for batch in batches:
                     self._heard()
                     fill.highest = max(fill.highest, batch.sequence)
-                    if life.differs(batch):
+                    if state.differs(batch):
                         fill.contradicted = True
                         return fill
                     if first and batch.sequence > start:
                         # A jump further on is the socket's, which drops beyond its mark: the next attempt asks again.
                         await self._forgotten(batch.sequence)
                     first = False
-                    before = life.window.next
-                    life.window.offer(batch)
+                    before = state.window.next
+                    state.window.offer(batch)
                     await self._drain()
-                    fill.progressed |= life.window.next > before
+                    fill.progressed |= state.window.next > before
             fill.answered = True
             # Of what it sent an engine has kept at least the last, so who has nothing from here on never sent it.
-            fill.contradicted = fill.highest == BEFORE_FIRST and start == proof
+            fill.contradicted = fill.highest == BEFORE_FIRST and start == replay_check
         except ReplaySilent as exc:
             self.counters.replays_silent += 1
             log.warning("rank %s: %s", self.rank, exc)
@@ -565,14 +569,14 @@ class RankFeed:
 
     async def _forgotten(self, kept_from: int) -> None:
         """The engine has nothing before `kept_from`; what is held may still be older."""
-        while self._life.window.next < kept_from:
-            held = self._life.window.gap_until
+        while self._state.window.next < kept_from:
+            held = self._state.window.gap_until
             await self._lose(kept_from if held is None else min(kept_from, held))
 
     async def _lose(self, until: int) -> None:
         """Publish what is there behind a gap; if Kafka lacks it too, the agent sees that in the numbers."""
-        first = self._life.window.next
-        lost = self._life.window.skip_to(until)
+        first = self._state.window.next
+        lost = self._state.window.skip_to(until)
         if lost:
             log.warning("rank %s: batches %d to %d are lost", self.rank, first, until - 1)
             self.counters.gap_batches_lost += lost
@@ -583,8 +587,8 @@ class RankFeed:
 
     async def _restate(self, request: ResyncRequest) -> None:
         """Send the whole ledger, if the request is for this life and was not answered already."""
-        life, writer = self._life, self._writer
-        if not life.restatements.wanted(request, writer.incarnation, writer.sequence, time.monotonic()):
+        state, writer = self._state, self._writer
+        if not state.restatements.wanted(request, writer.incarnation, writer.sequence, time.monotonic()):
             log.info("rank %s: not restated for attempt %d at %d", self.rank, request.attempt, request.sequence)
             return
         now_us = _now_us()
@@ -594,7 +598,7 @@ class RankFeed:
             await self._allowed()
             writer.send_chunk(piece, now_us // 1000)
             await asyncio.sleep(0)
-        life.restatements.told(writer.sequence, time.monotonic())
+        state.restatements.sent(writer.sequence, time.monotonic())
         self.counters.restatements += 1
         self.counters.restatement_chunks += len(pieces)
         log.info(
@@ -610,22 +614,22 @@ class RankFeed:
         """Say every third of the lease that this rank is fed, while its engine is heard of."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            heard = time.monotonic() - self._heard_at_s < self._lease_s
-            if self._begun and heard and not self._gone and self._wiring.tenure.may_publish():
+            heard = time.monotonic() - self._last_message_at_s < self._lease_s
+            if self._begun and heard and not self._engine_ended and self._wiring.lease_handle.may_publish():
                 self._renew()
 
     def _renew(self) -> None:
         self._promise(round(self._lease_s * 1000))
 
     def _promise(self, lease_ms: int) -> None:
-        self._writer.heartbeat(self._wiring.tenure.lease.bridge, lease_ms, _now_us() // 1000)
+        self._writer.heartbeat(self._wiring.lease_handle.lease.bridge, lease_ms, _now_us() // 1000)
         self.counters.heartbeats += 1
 
     async def _allowed(self) -> None:
-        await self._wiring.tenure.allowed(self._wiring.term)
+        await self._wiring.lease_handle.allowed(self._wiring.term)
 
     def _heard(self) -> None:
-        self._heard_at_s = time.monotonic()
+        self._last_message_at_s = time.monotonic()
 
     def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
         self.counters.dead_letters += 1
@@ -638,7 +642,7 @@ class RankFeed:
         )
 
 
-def told(counters: FeedCounters) -> str:
+def counters_text(counters: FeedCounters) -> str:
     """The counters that a person may want to know of, as text; the rest follows from traffic."""
     usual = ("published", "heartbeats", "replays", "repeated")
     return (

@@ -36,13 +36,13 @@ OWN_SHARE = 2 / 3
 RENEWALS_IN_FLIGHT_MAX = 8
 
 #: Writes of any term that may still come back and are then known as ours; older ones pass for somebody's.
-WRITES_REMEMBERED = 64
+WRITES_TRACKED_MAX = 64
 
 #: Other bridges whose last renewal is kept; each start of a bridge is a new name.
-BRIDGES_REMEMBERED = 64
+BRIDGES_TRACKED_MAX = 64
 
 
-class Phase(enum.Enum):
+class LeasePhase(enum.Enum):
     """Where a bridge stands with one engine."""
 
     READING = "reading"
@@ -68,13 +68,13 @@ class _Sent:
     term: int
 
 
-class Lease:
+class EngineLease:
     """One engine's lease as one bridge sees it. Records and moments in, writes out."""
 
     def __init__(self, bridge: str, lease_s: float) -> None:
         """bridge: a name that no other process has."""
         self.bridge = bridge
-        self.phase = Phase.READING
+        self.phase = LeasePhase.READING
         self.term = 0  # of ours, once claimed
         self._lease_s = lease_s
         self._own: Worker | None = None
@@ -106,18 +106,18 @@ class Lease:
         if self._base is None or registration:
             self._base, self._base_number = worker, self._base_number + 1
         self._renew_at_s = now_s  # a holder puts his lease on what somebody else wrote
-        if self.phase is Phase.DISMISSED:
-            self.phase = Phase.WAITING
+        if self.phase is LeasePhase.DISMISSED:
+            self.phase = LeasePhase.WAITING
         if lease is not None and (lease.bridge != self.bridge or self._known is None) and self._counts(lease):
             self._known, self._known_at_s = lease, now_s
-            if self.phase in (Phase.CLAIMING, Phase.HOLDING):
-                self._stop(Phase.WAITING)
+            if self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING):
+                self._stop(LeasePhase.WAITING)
         return []
 
     def on_end(self) -> None:
         """The topic has been read to its end."""
-        if self.phase is Phase.READING:
-            self.phase = Phase.WAITING
+        if self.phase is LeasePhase.READING:
+            self.phase = LeasePhase.WAITING
 
     def _is_registration(self, lease: BridgeLease | None) -> bool:
         """Whether a record is somebody's word on the worker, and no bridge's renewal on top of what it knew then.
@@ -129,7 +129,7 @@ class Lease:
             return True
         seen = self._renewal if lease.bridge == self.bridge else self._seen.pop(lease.bridge, -1)
         self._seen[lease.bridge] = max(seen, lease.renewal)
-        if len(self._seen) > BRIDGES_REMEMBERED:
+        if len(self._seen) > BRIDGES_TRACKED_MAX:
             del self._seen[next(iter(self._seen))]
         return lease.renewal <= seen
 
@@ -142,7 +142,7 @@ class Lease:
 
     def _on_own(self, lease: BridgeLease, now_s: float) -> list[Write]:
         sent = self._sent.pop(lease.renewal)
-        if self.phase is Phase.DISMISSED:
+        if self.phase is LeasePhase.DISMISSED:
             return [Write(None)]  # it crossed the deletion, and must not register the worker again
         if lease.term != self.term or not self._counts(lease):
             return []
@@ -150,7 +150,7 @@ class Lease:
             # It may have renewed while our claim was on its way, and goes on until it reads that.
             self._not_before_s = self._known_at_s + self._known.lease_ms / 1000
         self._known, self._known_at_s = lease, now_s
-        self.phase = Phase.HOLDING
+        self.phase = LeasePhase.HOLDING
         self._confirmed_at_s = sent.sent_at_s
         if sent.base != self._base_number:
             self._renew_at_s = now_s  # it crossed somebody else's write, which must not be lost
@@ -159,11 +159,11 @@ class Lease:
     def _on_tombstone(self) -> list[Write]:
         self._base, self._base_number = None, self._base_number + 1
         self._known = None  # every reader forgets it here, so terms begin again for all of them
-        if self.phase is not Phase.READING:  # deleted before our time: whoever starts a bridge wants it back
-            self._stop(Phase.DISMISSED)
+        if self.phase is not LeasePhase.READING:  # deleted before our time: whoever starts a bridge wants it back
+            self._stop(LeasePhase.DISMISSED)
         return []
 
-    def _stop(self, phase: Phase) -> None:
+    def _stop(self, phase: LeasePhase) -> None:
         self.phase = phase
         self._confirmed_at_s = None
 
@@ -171,12 +171,12 @@ class Lease:
 
     def tick(self, now_s: float) -> list[Write]:
         """Claim or renew where it is time."""
-        if self.phase is Phase.WAITING and self._own is not None and self._is_over(now_s):
+        if self.phase is LeasePhase.WAITING and self._own is not None and self._is_over(now_s):
             self.term = 1 + (self._known.term if self._known else 0)
-            self.phase = Phase.CLAIMING
+            self.phase = LeasePhase.CLAIMING
             self._base = _addressed(self._base, self._own)
             return [self._write(now_s)]
-        late = self.phase in (Phase.CLAIMING, Phase.HOLDING) and now_s >= self._renew_at_s
+        late = self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING) and now_s >= self._renew_at_s
         if not late or sum(sent.term == self.term for sent in self._sent.values()) >= RENEWALS_IN_FLIGHT_MAX:
             return []
         return [self._write(now_s)]
@@ -190,9 +190,9 @@ class Lease:
 
     def release(self) -> list[Write]:
         """Give the lease up at once; the next bridge need not wait for its end."""
-        if self.phase is not Phase.HOLDING:
+        if self.phase is not LeasePhase.HOLDING:
             return []
-        self._stop(Phase.DISMISSED)
+        self._stop(LeasePhase.DISMISSED)
         return [Write(self._leased(lease_ms=0))]
 
     def _is_over(self, now_s: float) -> bool:
@@ -204,7 +204,7 @@ class Lease:
     def _write(self, now_s: float) -> Write:
         self._renewal += 1
         self._sent[self._renewal] = _Sent(now_s, self._base_number, self.term)
-        if len(self._sent) > WRITES_REMEMBERED:
+        if len(self._sent) > WRITES_TRACKED_MAX:
             del self._sent[next(iter(self._sent))]
         self._renew_at_s = now_s + self._lease_s / RENEWALS_PER_LEASE
         return Write(self._leased(round(self._lease_s * 1000)))

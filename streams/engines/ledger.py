@@ -36,7 +36,7 @@ class _Name:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldBlock:
     """One block held: the name it was published under, how many engine hashes name it, and where it lies on its chain.
 
     before: sequence hash of the block before it, None at the root.
@@ -69,7 +69,7 @@ class Ledger:
     def __init__(self, counts_copies: bool) -> None:
         self._counts_copies = counts_copies
         self._names: tuple[dict[int, _Name], ...] = tuple({} for _ in Tier)
-        self._held: tuple[dict[int, _Held], ...] = tuple({} for _ in Tier)
+        self._held: tuple[dict[int, _HeldBlock], ...] = tuple({} for _ in Tier)
         self._published: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self.complete = True
         self.unknown_parents = 0
@@ -110,7 +110,7 @@ class Ledger:
         ):
             if block not in self._held[run.tier] and engine not in self._names[run.tier]:
                 self._names[run.tier][engine] = _Name(block, 1)
-                self._held[run.tier][block] = _Held(engine, 1, local, before, run.start + offset)
+                self._held[run.tier][block] = _HeldBlock(engine, 1, local, before, run.start + offset)
                 self._published[run.tier][engine] = block
             before = SequenceHash(block)
 
@@ -129,7 +129,7 @@ class Ledger:
         """Give all that is held, as the longest runs of consecutive blocks, parents before children."""
         lying = [(held.position, tier, block, held) for tier in Tier for block, held in self._held[tier].items()]
         lying.sort(key=lambda row: row[:3])  # by position, so that a block's run is there before its children's
-        runs: list[tuple[Tier, _Held, list[int], list[int]]] = []
+        runs: list[tuple[Tier, _HeldBlock, list[int], list[int]]] = []
         ends: dict[tuple[Tier, int | None], int] = {}  # tier and last block of a run, to its number
         for _, tier, block, held in lying:
             number = ends.pop((tier, held.before), None) if held.before is not None else None
@@ -204,7 +204,7 @@ class Ledger:
             held.names += 1
             return False
         published_as = self._free_name(engine, block)
-        self._held[tier][block] = _Held(published_as, 1, local, before, position)
+        self._held[tier][block] = _HeldBlock(published_as, 1, local, before, position)
         self._published[tier][published_as] = block
         return True
 

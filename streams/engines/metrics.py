@@ -28,7 +28,7 @@ _USAGE, _WAITING, _RUNNING, _SLOTS, _USED, _TOTAL, _TOTAL_TOKENS = range(7)
 class _Reading(NamedTuple):
     """What a sample tells. only: a label that it must have. label: the number is in this label instead."""
 
-    tells: int
+    gauge: int
     only: tuple[str, str] | None = None
     label: str | None = None
 
@@ -93,16 +93,16 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
                 for reading in _NAMES.get(sample.name, ()):
                     value = _value(reading, sample.name, sample.labels, sample.value)
                     if value is not None:
-                        told = (-_PREFERENCE[sample.name], value)
-                        place = (rank, reading.tells)
-                        found[place] = max(found.get(place, told), told)
+                        reported = (-_PREFERENCE[sample.name], value)
+                        place = (rank, reading.gauge)
+                        found[place] = max(found.get(place, reported), reported)
     except ValueError as exc:
         raise BadRecord("bad_page", f"a line is no sample of Prometheus: {exc}") from exc
     if not found:
         raise BadRecord("no_metrics", "the page has none of the names that vLLM, SGLang or TensorRT-LLM use")
     ranks = sorted({rank for rank, _ in found})
     return {
-        rank: _gauges({tells: value for (of, tells), (_, value) in found.items() if of == rank}, block_size)
+        rank: _gauges({gauge: value for (of, gauge), (_, value) in found.items() if of == rank}, block_size)
         for rank in ranks
     }
 
@@ -122,10 +122,10 @@ def _value(reading: _Reading, name: str, labels: Mapping[str, str], value: float
     if reading.only is not None and labels.get(reading.only[0]) != reading.only[1]:
         return None
     if reading.label is not None:
-        told = labels.get(reading.label, "")
-        if not told.isascii() or not told.isdigit() or len(told) > 18:
+        reported = labels.get(reading.label, "")
+        if not reported.isascii() or not reported.isdigit() or len(reported) > 18:
             return None
-        value = float(told)
+        value = float(reported)
     if math.isnan(value):
         return None
     if not 0.0 <= value <= COUNT_MAX:
@@ -133,19 +133,19 @@ def _value(reading: _Reading, name: str, labels: Mapping[str, str], value: float
     return value
 
 
-def _gauges(told: Mapping[int, float], block_size: int) -> WorkerMetrics:
-    total = int(told.get(_TOTAL, told.get(_TOTAL_TOKENS, 0.0) // block_size))
-    usage = told.get(_USAGE)
-    used = told.get(_USED)
+def _gauges(reported: Mapping[int, float], block_size: int) -> WorkerMetrics:
+    total = int(reported.get(_TOTAL, reported.get(_TOTAL_TOKENS, 0.0) // block_size))
+    usage = reported.get(_USAGE)
+    used = reported.get(_USED)
     if used is None:
         used = (usage or 0.0) * total
     if usage is None:
         usage = used / total if total else 0.0
     return WorkerMetrics(
         gpu_cache_usage_perc=min(usage, 1.0),  # engines that round to pages may tell a little more than all
-        num_requests_waiting=int(told.get(_WAITING, 0.0)),
-        request_active_slots=int(told.get(_RUNNING, 0.0)),
-        request_total_slots=int(told.get(_SLOTS, 0.0)),
+        num_requests_waiting=int(reported.get(_WAITING, 0.0)),
+        request_active_slots=int(reported.get(_RUNNING, 0.0)),
+        request_total_slots=int(reported.get(_SLOTS, 0.0)),
         kv_active_blocks=round(used),
         kv_total_blocks=total,
     )

@@ -34,7 +34,6 @@ from streams.core.events import (
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.cxl.directory import PoolDirectory
 from streams.cxl.events import (
     TRANSITION_BLOCKS_MAX,
     AddressedBlocks,
@@ -42,10 +41,11 @@ from streams.cxl.events import (
     CxlTransition,
     state_changed,
 )
+from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
-from streams.engines.cxl_names import CxlNames, states_told
+from streams.engines.cxl_names import CxlNames, announced_states
 from streams.engines.ledger import Ledger
-from streams.engines.restating import chunks
+from streams.engines.restatements import chunks
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import producer, require_topic, worker_key
 from streams.settings import Settings
@@ -119,7 +119,7 @@ class RankWriter:
         which the ledger knows and the log does not: its number is then missing there.
         """
         news: list[KvEvent] = []
-        for event, states in [(event, states_told(event)) for event in events]:  # all, before the ledger has any
+        for event, states in [(event, announced_states(event)) for event in events]:  # all, before the ledger has any
             if not isinstance(event, CxlStateChanged):
                 news += self.ledger.apply(event)
             for changed in states:
@@ -145,7 +145,7 @@ class RankWriter:
     def _send_transition(
         self, changed: CxlStateChanged, blocks: AddressedBlocks, follows: int, emitted_at_ms: int
     ) -> None:
-        told = CxlTransition(
+        transition = CxlTransition(
             rank=self.rank,
             model=self.model,
             incarnation=self.incarnation,
@@ -158,7 +158,7 @@ class RankWriter:
             emitted_at_ms=emitted_at_ms,
             blocks=blocks,
         )
-        self._produce(self._cxl_topic, encode_transition(told))
+        self._produce(self._cxl_topic, encode_transition(transition))
 
     def restatement(self, restatement_id: int) -> list[RestatementChunk]:
         """The whole ledger, complete to the last batch, in chunks.
@@ -199,7 +199,7 @@ class RankWriter:
         deadline = time.monotonic() + PUBLISH_TIMEOUT_S
         while True:
             try:
-                self._kafka.produce(topic, key=key, value=value, on_delivery=self._told)
+                self._kafka.produce(topic, key=key, value=value, on_delivery=self._on_delivery)
                 break
             except BufferError as exc:
                 if time.monotonic() > deadline:
@@ -207,7 +207,7 @@ class RankWriter:
                 self._kafka.poll(0.05)
         self._kafka.poll(0)
 
-    def new_life(self, incarnation: Incarnation) -> None:
+    def begin_incarnation(self, incarnation: Incarnation) -> None:
         """Begin anew with an empty ledger, in this life or a greater one."""
         self.incarnation = incarnation
         self.resume(BEFORE_FIRST, 0, Ledger(self._counts_copies))
@@ -219,7 +219,7 @@ class RankWriter:
         self.unindexed = 0
         self.failed.clear()
 
-    def _told(self, error: KafkaError | None, message: Message) -> None:
+    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
         if error is None:
             self.delivered += 1
             if self.transitions_at is not None and message.topic() == self._cxl_topic:
@@ -260,9 +260,9 @@ class KvEventPublisher:
         self._pools: PoolDirectory | None = None
         self._address = settings.kafka
         self._block_size = settings.block_size_of(model)
-        life = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
+        own_incarnation = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
-        self._writer = RankWriter(settings, self._kafka, rank, model, life, counts_copies, self._epoch_of)
+        self._writer = RankWriter(settings, self._kafka, rank, model, own_incarnation, counts_copies, self._epoch_of)
         self._sequence = 0
         # What an earlier life held is gone, though this one has told nothing yet.
         self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
@@ -308,7 +308,7 @@ class KvEventPublisher:
         again without them. Whatever else is raised, the batch's number is missing in the log: its rank is degraded.
         """
         for event in events:
-            states_told(event)
+            announced_states(event)
             if isinstance(event, BlocksStored) and event.moe is not None:
                 check_labels(event.moe)
         sequence = self._sequence

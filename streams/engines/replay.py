@@ -18,7 +18,7 @@ import xxhash
 import zmq
 import zmq.asyncio
 
-from streams.engines.continuity import Proof
+from streams.engines.continuity import ReplayCheck
 from streams.errors import KvStreamsError
 
 #: The replay socket answers from the engine's publishing thread, which looks every 100 ms.
@@ -80,20 +80,22 @@ async def replay(
             yield batch
 
 
-async def prove(context: zmq.asyncio.Context, address: str | None, sequence: int, digest: int) -> Proof:
+async def check_last_batch(
+    context: zmq.asyncio.Context, address: str | None, sequence: int, digest: int
+) -> ReplayCheck:
     """Ask for the batch `sequence` and compare it with what is known of it. digest: xxh3_64 of its payload."""
     if address is None:
-        return Proof.SILENT
+        return ReplayCheck.SILENT
     try:
         async with aclosing(replay(context, address, sequence)) as answers:
             async for batch in answers:
                 if batch.sequence > sequence:
-                    return Proof.FORGOTTEN
+                    return ReplayCheck.FORGOTTEN
                 if batch.sequence == sequence:
-                    return Proof.SAME if xxhash.xxh3_64_intdigest(batch.payload) == digest else Proof.OTHER
+                    return ReplayCheck.SAME if xxhash.xxh3_64_intdigest(batch.payload) == digest else ReplayCheck.OTHER
     except ReplaySilent:
-        return Proof.SILENT
-    return Proof.UNSENT
+        return ReplayCheck.SILENT
+    return ReplayCheck.UNSENT
 
 
 class Window:

@@ -102,19 +102,19 @@ class Scraper:
             log.warning("worker %d: %s does not tell: %s", engine.worker_id, engine.metrics_url, str(exc) or repr(exc))
 
     def _publish(self, report: MetricsReport) -> None:
-        if not self._wiring.tenure.may_publish():
+        if not self._wiring.lease_handle.may_publish():
             return  # another bridge may speak for the engine by now
         try:
             self._wiring.kafka.produce(
                 self._topic,
                 key=worker_key(report.rank.worker_id),
                 value=encode_metrics(report),
-                on_delivery=self._told,
+                on_delivery=self._on_delivery,
             )
         except (BufferError, KafkaException):
             self.counters.unpublished += 1  # the next one says more than this one would
 
-    def _told(self, error: KafkaError | None, _: Message) -> None:
+    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
         if error is None:
             self.counters.published += 1
         else:

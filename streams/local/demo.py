@@ -47,7 +47,7 @@ MODEL = "demo-model"
 TRACE_SEED = 20261120
 
 #: Model seconds a second, a core: what one core of 2026 drives with every process of the system beside it.
-SPEEDUP_A_CORE = 1.0
+SPEEDUP_PER_CORE = 1.0
 
 #: Requests of act two, sent after the recovery to show that the system goes on.
 AFTERWARDS_REQUESTS = 20
@@ -56,7 +56,7 @@ AFTERWARDS_REQUESTS = 20
 NEXT_TURN_TOKENS = 600
 
 #: Everything published is visible within this, or something is wrong.
-SETTLE_TIMEOUT_S = 60.0
+CATCH_UP_TIMEOUT_S = 60.0
 
 
 #: What the demo compares, in the order of its table: the others choose by load or by hand, and its picture has room for
@@ -104,10 +104,10 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
     """Run both acts; gives what is written to result.json. Kafka is left as it was found."""
     console = Console()
     requests = _requests(config)
-    speedup = config.speedup or SPEEDUP_A_CORE * (os.cpu_count() or 1)
+    speedup = config.speedup or SPEEDUP_PER_CORE * (os.cpu_count() or 1)
     engine_config = EngineConfig(n_blocks=config.blocks)
     bound = infinite_cache_hit_share(requests, engine_config.block_size)
-    _say_what_is_run(console, config, requests, engine_config, speedup)
+    _print_plan(console, config, requests, engine_config, speedup)
     shutil.rmtree(config.directory, ignore_errors=True)
     config.directory.mkdir(parents=True)
 
@@ -250,7 +250,7 @@ class _Show:
     def act_two(self, requests: Sequence[TraceRequest]) -> dict[str, Any]:
         """Kill, delete, recover, compare with what the engines' caches really hold."""
         say = self._console.print
-        self._settle(self._worker.url)
+        self._wait_caught_up(self._worker.url)
         truth = held_blocks(self._engines)
         n_blocks = len(truth)
         say(f"The engines hold {n_blocks:,} blocks, and the router knows {_count(truth, self._worker.url)}.")
@@ -272,7 +272,9 @@ class _Show:
 
         restarted = time.monotonic()
         self._stack.restart_worker(self._worker)
-        wait_for(lambda: _mode(self._worker.url) == "exact", SETTLE_TIMEOUT_S, "the worker's router to be exact again")
+        wait_for(
+            lambda: _mode(self._worker.url) == "exact", CATCH_UP_TIMEOUT_S, "the worker's router to be exact again"
+        )
         worker_s = time.monotonic() - restarted
         differences_worker = len(truth ^ known_blocks(self._worker.url))
         say(
@@ -286,7 +288,7 @@ class _Show:
         shifted = [TraceRequest(r.timestamp_ms - first_ms, r.input_length, r.output_length, r.hash_ids) for r in again]
         outcomes = self._drive(shifted, second.url, "afterwards", "and it goes on")
         for url in (self._worker.url, second.url):
-            self._settle(url)
+            self._wait_caught_up(url)
         truth = held_blocks(self._engines)
         differences_after = [len(truth ^ known_blocks(url)) for url in (self._worker.url, second.url)]
         say(
@@ -316,19 +318,19 @@ class _Show:
         """Clear every engine's cache, as an operator would, and wait until the router has heard of it."""
         for engine in self._engines:
             _post(f"{engine.url}/reset_prefix_cache", b"", "application/json", parse=False)
-        wait_for(lambda: get_json(f"{self._worker.url}/state")["blocks"] == 0, SETTLE_TIMEOUT_S, "empty caches")
+        wait_for(lambda: get_json(f"{self._worker.url}/state")["blocks"] == 0, CATCH_UP_TIMEOUT_S, "empty caches")
 
-    def _settle(self, url: str) -> None:
+    def _wait_caught_up(self, url: str) -> None:
         """Wait until a router has heard every engine's last batch."""
 
         def heard() -> bool:
-            told = {rank["worker_id"]: rank["sequence"] for rank in get_json(f"{url}/state")["ranks"]}
+            sequences = {rank["worker_id"]: rank["sequence"] for rank in get_json(f"{url}/state")["ranks"]}
             return all(
-                told.get(engine.worker_id, -1) + 1 >= get_json(f"{engine.url}/sim/cache")["next_sequence"]
+                sequences.get(engine.worker_id, -1) + 1 >= get_json(f"{engine.url}/sim/cache")["next_sequence"]
                 for engine in self._engines
             )
 
-        wait_for(heard, SETTLE_TIMEOUT_S, f"every event to be visible at {url}")
+        wait_for(heard, CATCH_UP_TIMEOUT_S, f"every event to be visible at {url}")
 
 
 class _kafka:  # noqa: N801 - a context manager that reads as a verb
@@ -392,7 +394,7 @@ def _requests(config: DemoConfig) -> list[TraceRequest]:
     return requests
 
 
-def _say_what_is_run(
+def _print_plan(
     console: Console, config: DemoConfig, requests: Sequence[TraceRequest], engine: EngineConfig, speedup: float
 ) -> None:
     tokens = sum(request.input_length for request in requests)

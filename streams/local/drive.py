@@ -109,7 +109,7 @@ class _Client:
         try:
             figures = await self._complete(request_id, choice["worker_id"], number, request, tokens, arrival_ms)
         finally:
-            await self._tell("DELETE", f"/loads/{request_id}")
+            await self._notify_router("DELETE", f"/loads/{request_id}")
         return LiveOutcome(
             outcome=Outcome(
                 request=number,
@@ -163,14 +163,14 @@ class _Client:
                     continue
                 if first:
                     first = False
-                    await self._tell("POST", f"/loads/{request_id}/prefill-complete")
+                    await self._notify_router("POST", f"/loads/{request_id}/prefill-complete")
                 chunk = json.loads(line[len(b"data: ") :])
                 figures = chunk.get("kvstreams") or figures
         if not figures:
             raise KvStreamsError(f"{request_id}: engine {worker_id} ended its answer early")
         return figures
 
-    async def _tell(self, method: str, path: str) -> None:
+    async def _notify_router(self, method: str, path: str) -> None:
         async with self._http.request(method, self._router + path) as response:
             if response.status not in (200, 202):
                 raise KvStreamsError(f"{method} {path} answered {response.status}: {await response.text()}")

@@ -20,13 +20,13 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from streams.core.ids import WorkerId
-from streams.core.loads.bookings import Phase
+from streams.core.loads.bookings import BookingPhase
 from streams.core.workers import Worker
 from streams.cxl.events import check_pool_id
 from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.router import Router
-from streams.router_api.view import Doubt
+from streams.router_api.view import DegradedReason
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
@@ -63,13 +63,13 @@ HTTP_ERROR = "http_error"
 _ERRORS = web.AppKey("errors", Counter)
 
 #: Doubts that a rank is the reason of.
-RANK_DOUBTS = (
-    Doubt.NOTHING_TOLD,
-    Doubt.EVENTS_LOST,
-    Doubt.REMOVED,
-    Doubt.NO_ROOM,
-    Doubt.OWNER_SILENT,
-    Doubt.OWNER_BEHIND,
+RANK_DEGRADED_REASONS = (
+    DegradedReason.NO_EVENTS_YET,
+    DegradedReason.EVENTS_LOST,
+    DegradedReason.REMOVED,
+    DegradedReason.OVER_CAPACITY,
+    DegradedReason.OWNER_SILENT,
+    DegradedReason.OWNER_BEHIND,
 )
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -97,20 +97,20 @@ class Handlers:
                 ("workers", "Registered workers"),
                 ("pooled_blocks", "Rows of the table of pooled blocks, in whatever state"),
                 (
-                    "pooled_without_room",
+                    "pooled_over_capacity",
                     "Rows of pooled blocks that found no room; answers are degraded",
                 ),
                 ("labelled_records", "Run records with labels of experts"),
-                ("labels_without_room", "Labels of blocks that found no room, and count for nothing"),
+                ("labels_over_capacity", "Labels of blocks that found no room, and count for nothing"),
                 ("ranks_with_metrics", "Ranks whose engine says how it is"),
                 ("scrapes_failed", "Scrapes that failed, as the bridges tell, of the ranks with metrics"),
                 ("bookings_known", "Bookings remembered, the ended ones that have not expired among them"),
-                ("bookings_unpublished", "Records of bookings that Kafka did not take, or that found no room to wait"),
+                ("bookings_dropped", "Records of bookings that Kafka did not take, or that found no room to wait"),
                 ("bookings_unacknowledged", "Records of bookings that Kafka has not acknowledged yet"),
                 ("bookings_in_sync", "1 while bookings of all routers are known to all, 0 while Kafka is away"),
                 ("unknown_calls", "Calls for request ids that no booking came for"),
                 ("bad_records", "Records of the router's topics that could not be used"),
-                ("records_without_room", "Run records that the index had no room for; their ranks are degraded"),
+                ("records_over_capacity", "Run records that the index had no room for; their ranks are degraded"),
                 ("index_bytes", "Memory that the index takes"),
             )
         }
@@ -121,7 +121,7 @@ class Handlers:
             ["state"],
             registry=self._registry,
         )
-        self._doubts = Gauge(
+        self._degraded_ranks = Gauge(
             "kvstreams_degraded_ranks", "Ranks that make answers degraded, by why", ["reason"], registry=self._registry
         )
         self._errors: Counter[str] = Counter()
@@ -179,16 +179,16 @@ class Handlers:
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """The prompt is computed."""
-        return _told(self._router.tell(_request_id(request), Phase.PREFILL))
+        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL))
 
     async def output(self, request: web.Request) -> web.Response:
         """So many tokens are generated."""
-        told = parse_output(await _body(request))
-        return _told(self._router.tell_output(_request_id(request), told.output_tokens))
+        reported = parse_output(await _body(request))
+        return _accepted(self._router.report_output(_request_id(request), reported.output_tokens))
 
     async def free(self, request: web.Request) -> web.Response:
         """The request is over."""
-        return _told(self._router.tell(_request_id(request), Phase.FREE))
+        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The registry."""
@@ -284,7 +284,7 @@ class Handlers:
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Whether every topic is there and read to its end, and as many workers as wanted are registered."""
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "ready": True,
             "partitions_left": self._router.feeds.pending(),
             "workers_left": self._router.workers_left(),
@@ -293,8 +293,8 @@ class Handlers:
         try:
             self._router.check_ready()
         except NotReady as exc:
-            return _json({**told, "ready": False, "why": str(exc)}, status=exc.http_status)
-        return _json(told)
+            return _json({**reported, "ready": False, "why": str(exc)}, status=exc.http_status)
+        return _json(reported)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""
@@ -308,16 +308,16 @@ class Handlers:
             ("ranks_with_metrics", len(reports)),
             ("scrapes_failed", sum(report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0)),
             ("pooled_blocks", router.view.n_pooled()),
-            ("pooled_without_room", router.view.pooled_without_room()),
+            ("pooled_over_capacity", router.view.pooled_over_capacity()),
             ("labelled_records", router.view.labelled()[0]),
-            ("labels_without_room", router.view.labelled()[1]),
+            ("labels_over_capacity", router.view.labelled()[1]),
             ("bookings_known", bookings_known),
-            ("bookings_unpublished", router.loads.unpublished),
+            ("bookings_dropped", router.loads.unpublished),
             ("bookings_unacknowledged", router.loads.unacknowledged),
             ("bookings_in_sync", float(router.loads.in_sync)),
             ("unknown_calls", router.loads.unknown_calls),
             ("bad_records", router.feeds.bad_records),
-            ("records_without_room", router.view.records_without_room),
+            ("records_over_capacity", router.view.records_over_capacity),
             ("index_bytes", router.view.index.memory_bytes()),
         ):
             self._gauges[name].set(value)
@@ -332,8 +332,8 @@ class Handlers:
             ("approximate", ranks.approximate),
         ):
             self._ranks.labels(state).set(count)
-        for doubt in RANK_DOUBTS:
-            self._doubts.labels(doubt.value).set(ranks.degraded[doubt])
+        for reason in RANK_DEGRADED_REASONS:
+            self._degraded_ranks.labels(reason.value).set(ranks.degraded[reason])
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -369,10 +369,10 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     try:
         return await handler(request)
     except KvStreamsError as exc:
-        told = api_error(exc)
-        if told.http_status == 500:
+        reported = api_error(exc)
+        if reported.http_status == 500:
             log.exception("%s %s failed", request.method, request.path)
-        return _refusal(request, told.code, str(exc), told.http_status, exc.detail)
+        return _refusal(request, reported.code, str(exc), reported.http_status, exc.detail)
     except web.HTTPRequestEntityTooLarge as exc:
         too_large = RequestTooLarge(exc.text or "the body is too large")
         return _refusal(request, too_large.code, str(too_large), too_large.http_status)
@@ -438,8 +438,8 @@ def _worker_id(request: web.Request) -> WorkerId:
     return WorkerId(u64(request.match_info["worker_id"], "worker_id"))
 
 
-def _told(answer: dict[str, Any]) -> web.Response:
-    return _json(answer, status=202 if answer["held"] else 200)
+def _accepted(answer: dict[str, Any]) -> web.Response:
+    return _json(answer, status=202 if answer["buffered"] else 200)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import decode_load, encode_load, load_key
-from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Phase, with_output
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase, with_output
 from streams.errors import BookingConflict
 from streams.kafka import Record, partition_of_key
 from streams.router_api.outbox import Outbox
@@ -32,8 +32,8 @@ from streams.topics import TopicSpec
 log = logging.getLogger(__name__)
 
 #: Calls for ids that no booking is known for, held for a booking still on its way from another router.
-HELD_CALLS_MAX = 10_000
-HELD_CALL_TTL_MS = 60_000
+BUFFERED_CALLS_MAX = 10_000
+BUFFERED_CALL_TTL_MS = 60_000
 
 #: A partition without a record for so long is moved on by a tick.
 QUIET_MS = 1_000
@@ -46,10 +46,10 @@ TICK_KEY = b"tick"
 
 
 #: What a call may have to wait with for its booking: a phase, or the tokens generated so far, which are none of it.
-_Call = Phase | Literal["output"]
+_Call = BookingPhase | Literal["output"]
 
 
-class _Held(NamedTuple):
+class _BufferedCall(NamedTuple):
     """A call that waits for its booking. output_tokens: of one that tells them."""
 
     since_ms: int
@@ -70,7 +70,7 @@ class LoadsSync:
         self._shared = settings.router_replica_sync
         self._lock = threading.RLock()
         self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
-        self._held: OrderedDict[tuple[str, _Call], _Held] = OrderedDict()
+        self._buffered: OrderedDict[tuple[str, _Call], _BufferedCall] = OrderedDict()
         self._heard_ms = [now_ms()] * topic.partitions  # when each partition's last record was read, or our tick taken
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, since when
         self._asked = False  # whether anybody asked for `in_sync` since a tick last answered that
@@ -138,11 +138,11 @@ class LoadsSync:
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
             self._loads.add(booking_id, booking, self._local_time())
-            self._publish(booking_id, Phase.ADD, booking)
-            self._release_held(booking_id)
+            self._publish(booking_id, BookingPhase.ADD, booking)
+            self._release_buffered(booking_id)
             return booking_id
 
-    def tell(self, request_id: str, phase: Phase) -> bool:
+    def report_phase(self, request_id: str, phase: BookingPhase) -> bool:
         """Apply prefill-complete or free; False where no booking of the id is known and the call is held.
 
         It is for every live booking of the id: two routers that were asked at once may each have made one. A call
@@ -153,14 +153,14 @@ class LoadsSync:
             if not live:
                 if self._loads.knows(request_id):
                     return True
-                self._hold(request_id, phase)
+                self._buffer_call(request_id, phase)
                 return False
             for booking_id in live:
-                self._say(booking_id, phase)
+                self._publish_phase(booking_id, phase)
             return True
 
-    def tell_output(self, request_id: str, output_tokens: int) -> bool:
-        """State bookings anew with all tokens generated so far; False where the call is held, as by `tell`.
+    def report_output(self, request_id: str, output_tokens: int) -> bool:
+        """State bookings anew with all tokens generated so far; False where the call is held, as by `report_phase`.
 
         What fills no more blocks than were told of changes nothing, and is not published.
         """
@@ -169,7 +169,7 @@ class LoadsSync:
             if not live:
                 if self._loads.knows(request_id):
                     return True
-                self._hold(request_id, "output", output_tokens)
+                self._buffer_call(request_id, "output", output_tokens)
                 return False
             for booking_id in live:
                 self._grow(booking_id, output_tokens)
@@ -179,10 +179,10 @@ class LoadsSync:
         """Fold one record of router-loads; raises BadRecord, and has taken its time from it all the same."""
         clock, at_ms = record.partition, record.timestamp_ms
         try:
-            told = None if record.value is None else decode_load(record.value)
+            decoded = None if record.value is None else decode_load(record.value)
             with self._lock:
-                if told is not None:
-                    self._fold(*told, at_ms, clock)
+                if decoded is not None:
+                    self._fold(*decoded, at_ms, clock)
         finally:
             with self._lock:
                 self._heard_ms[clock] = self._now_ms()
@@ -216,8 +216,10 @@ class LoadsSync:
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def _fold(self, booking_id: BookingId, phase: Phase, booking: Booking | None, at_ms: int, clock: int) -> None:
-        if phase is not Phase.ADD:
+    def _fold(
+        self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None, at_ms: int, clock: int
+    ) -> None:
+        if phase is not BookingPhase.ADD:
             self._apply(booking_id, phase, at_ms, clock)
             return
         assert booking is not None
@@ -229,7 +231,7 @@ class LoadsSync:
         # whoever wrote it, so that all routers end with the same one.
         before = self._loads.live_ids(booking_id.request_id)
         self._loads.add(booking_id, booking, at_ms, clock)
-        self._release_held(booking_id)
+        self._release_buffered(booking_id)
         if booking_id not in before and booking_id in self._loads.live_ids(booking_id.request_id):
             self._yield_to(booking_id, before)
 
@@ -242,18 +244,18 @@ class LoadsSync:
             return
         for booking_id in before:
             if booking_id.router_id == self.router_id and booking_id not in self._unlogged:
-                self._say(booking_id, Phase.FREE)
+                self._publish_phase(booking_id, BookingPhase.FREE)
 
-    def _say(self, booking_id: BookingId, phase: Phase) -> None:
+    def _publish_phase(self, booking_id: BookingId, phase: BookingPhase) -> None:
         """Apply a phase and tell the others."""
         self._apply(booking_id, phase, self._local_time())
         since_ms = self._unlogged.get(booking_id)
-        if phase is Phase.FREE and since_ms is not None:
+        if phase is BookingPhase.FREE and since_ms is not None:
             del self._unlogged[booking_id]
             self._ended_unlogged[booking_id] = since_ms
-            if self._outbox.withdraw(load_key(booking_id, Phase.ADD)):
+            if self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
                 # It began and ended while Kafka was away; nobody else has heard of it, and nobody need.
-                self._outbox.discard(load_key(booking_id, Phase.PREFILL))
+                self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
                 return
         self._publish(booking_id, phase, None)
 
@@ -264,10 +266,10 @@ class LoadsSync:
         grown = with_output(booking, output_tokens, self._block_size_of(booking.model))
         if grown is not booking:
             self._loads.add(booking_id, grown, self._local_time())
-            self._publish(booking_id, Phase.ADD, grown)
+            self._publish(booking_id, BookingPhase.ADD, grown)
 
-    def _apply(self, booking_id: BookingId, phase: Phase, at_ms: int | None, clock: int = 0) -> None:
-        if phase is Phase.PREFILL:
+    def _apply(self, booking_id: BookingId, phase: BookingPhase, at_ms: int | None, clock: int = 0) -> None:
+        if phase is BookingPhase.PREFILL:
             self._loads.prefill_complete(booking_id, at_ms, clock)
         else:
             self._loads.free(booking_id, at_ms, clock)
@@ -276,24 +278,24 @@ class LoadsSync:
         """The time of a word of our own: the log's, which nobody knows yet; ours where there is no log."""
         return None if self._shared else self._now_ms()
 
-    def _hold(self, request_id: str, call: _Call, output_tokens: int = 0) -> None:
-        before = self._held.pop((request_id, call), None)
+    def _buffer_call(self, request_id: str, call: _Call, output_tokens: int = 0) -> None:
+        before = self._buffered.pop((request_id, call), None)
         if before is not None:
             output_tokens = max(output_tokens, before.output_tokens)
-        self._held[request_id, call] = _Held(self._now_ms(), output_tokens)
-        if len(self._held) > HELD_CALLS_MAX:
-            self._held.popitem(last=False)
+        self._buffered[request_id, call] = _BufferedCall(self._now_ms(), output_tokens)
+        if len(self._buffered) > BUFFERED_CALLS_MAX:
+            self._buffered.popitem(last=False)
             self.unknown_calls += 1
 
-    def _release_held(self, booking_id: BookingId) -> None:
-        output = self._held.pop((booking_id.request_id, "output"), None)
+    def _release_buffered(self, booking_id: BookingId) -> None:
+        output = self._buffered.pop((booking_id.request_id, "output"), None)
         if output is not None:
             self._grow(booking_id, output.output_tokens)
-        for phase in (Phase.PREFILL, Phase.FREE):
-            if self._held.pop((booking_id.request_id, phase), None) is not None:
-                self._say(booking_id, phase)
+        for phase in (BookingPhase.PREFILL, BookingPhase.FREE):
+            if self._buffered.pop((booking_id.request_id, phase), None) is not None:
+                self._publish_phase(booking_id, phase)
 
-    def _publish(self, booking_id: BookingId, phase: Phase, booking: Booking | None) -> None:
+    def _publish(self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None) -> None:
         if self._shared:
             key, value = encode_load(booking_id, phase, booking, time.time_ns() // 1_000_000)
             self._outbox.put(key, value, partition_of_key(booking_id.request_id.encode(), self._topic.partitions))
@@ -312,13 +314,13 @@ class LoadsSync:
                     break
                 del unlogged[booking_id]
                 self._loads.forget(booking_id)
-                for phase in Phase:
+                for phase in BookingPhase:
                     self._outbox.discard(load_key(booking_id, phase))
-        while self._held:
-            oldest = next(iter(self._held))
-            if self._held[oldest].since_ms + HELD_CALL_TTL_MS > now_ms:
+        while self._buffered:
+            oldest = next(iter(self._buffered))
+            if self._buffered[oldest].since_ms + BUFFERED_CALL_TTL_MS > now_ms:
                 break
-            del self._held[oldest]
+            del self._buffered[oldest]
             self.unknown_calls += 1
 
     def _tick(self) -> None:
@@ -336,14 +338,16 @@ class LoadsSync:
             if partition in self._ticking or now_ms - self._heard_ms[partition] < QUIET_MS:
                 continue
 
-            def told(error: KafkaError | None, _: Message, partition: int = partition) -> None:
+            def on_delivery(error: KafkaError | None, _: Message, partition: int = partition) -> None:
                 with self._lock:
                     del self._ticking[partition]
                     if error is None:  # it is there to be read: no need of another one until it was
                         self._heard_ms[partition] = self._now_ms()
 
             try:
-                self._kafka.produce(self._topic.name, key=TICK_KEY, value=None, partition=partition, on_delivery=told)
+                self._kafka.produce(
+                    self._topic.name, key=TICK_KEY, value=None, partition=partition, on_delivery=on_delivery
+                )
             except (BufferError, KafkaException):
                 continue  # Kafka is away; what waits for it says so
             self._ticking[partition] = now_ms

@@ -104,12 +104,14 @@ class Outbox:
         self._number += 1
         number = self._number
 
-        def told(error: KafkaError | None, _: Message) -> None:
+        def on_delivery(error: KafkaError | None, _: Message) -> None:
             with self._locked():
-                self._told(number, error)
+                self._on_delivery(number, error)
 
         try:
-            self._kafka.produce(self._topic, key=sent.key, value=sent.value, partition=sent.partition, on_delivery=told)
+            self._kafka.produce(
+                self._topic, key=sent.key, value=sent.value, partition=sent.partition, on_delivery=on_delivery
+            )
         except BufferError:
             self._wait(sent, first=True)
             return False
@@ -120,7 +122,7 @@ class Outbox:
         self._flying[sent.key] += 1
         return True
 
-    def _told(self, number: int, error: KafkaError | None) -> None:
+    def _on_delivery(self, number: int, error: KafkaError | None) -> None:
         sent = self._in_flight.pop(number)
         self._flying[sent.key] -= 1
         newer = bool(self._flying[sent.key])

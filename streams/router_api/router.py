@@ -21,18 +21,18 @@ from streams.codec import encode_batch, encode_worker
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
-from streams.core.index.interface import OverlapScores, RankPlaces
-from streams.core.loads.bookings import ActiveLoads, Booking, Phase
+from streams.core.index.interface import Candidates, OverlapScores
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
-from streams.core.routing.eligibility import Refusal, Wanted
+from streams.core.routing.eligibility import FilterReason, WorkerFilter
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
-from streams.core.routing.supplementary import Beside
+from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.workers import Worker, WorkerState
-from streams.cxl.directory import next_epoch, registered_pool, settle
 from streams.cxl.events import CxlPool
+from streams.cxl.pool_registry import next_epoch, registered_pool, write_pool_change
 from streams.cxl.records import encode_pool, pool_key
 from streams.errors import (
     AllWorkersBusy,
@@ -45,8 +45,8 @@ from streams.errors import (
 )
 from streams.kafka import producer, worker_key
 from streams.router_api.dead_letters import DeadLetterCounts
-from streams.router_api.feeds import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.view import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust, View
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
@@ -190,27 +190,27 @@ class Router:
         model, blocks = self._blocks(asked, packed)
         policy = self._policy(asked)
         with self.loads.locked() as loads:
-            standing = self._standing(request_id, asked, policy, loads)
-        if standing is not None:
-            return standing
+            existing = self._existing_booking(request_id, asked, policy, loads)
+        if existing is not None:
+            return existing
         passing: Sequence[RankId] = self._eligible(filters, model)
         query = None if asked.router_config_override is None else asked.router_config_override.moe_query
         strict = query is not None and not query.fallback_to_unlabeled and self.settings.reads_index
         reads_index = policy.reads_index or strict
         scores, predicted = self.view.overlap(blocks.local) if reads_index else (_NO_SCORES, _NO_RANKS)
         sequence = pack_hashes(blocks.chain)
-        asks_beside = reads_index and self.view.anything_beside
-        beside = self._beside(policy, blocks.chain, model, query) if asks_beside else None
+        wants_supplementary = reads_index and self.view.has_supplementary
+        supplementary = self._supplementary(policy, blocks.chain, model, query) if wants_supplementary else None
         if strict:
-            passing = self._matching(passing, filters._replace(model=model), scores, beside)
+            passing = self._matching(passing, filters._replace(model=model), scores, supplementary)
         block_size = self.settings.block_size_of(model)
         fleet = self.view.fleet()
         session = None if asked.session_id is None else (model, asked.phase, asked.session_id)
         with self.loads.locked() as loads:
             # Once more: another router's booking of this id may have come meanwhile.
-            standing = self._standing(request_id, asked, policy, loads)
-            if standing is not None:
-                return standing
+            existing = self._existing_booking(request_id, asked, policy, loads)
+            if existing is not None:
+                return existing
             ranks = self._idle(passing, loads, fleet)
             bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
             decision = self._chooser.choose(
@@ -222,7 +222,7 @@ class Router:
                 request_blocks=blocks.request_blocks,
                 block_size=block_size,
                 fleet=fleet,
-                beside=beside,
+                supplementary=supplementary,
             )
             chosen = decision.chosen
             if asked.update_states:
@@ -247,7 +247,7 @@ class Router:
         self.answers[trust.mode.value] += 1
         return _answer(request_id, decision, blocks, trust, asked.explain)
 
-    def _standing(
+    def _existing_booking(
         self, request_id: str, asked: RouteRequest, policy: RoutePolicy, loads: ActiveLoads
     ) -> dict[str, Any] | None:
         """The answer to an id that is booked: a client that tries again must not book twice, and the choice stands."""
@@ -271,11 +271,11 @@ class Router:
         scores, predicted = self.view.overlap(blocks.local) if weighs else (_NO_SCORES, _NO_RANKS)
         with self.loads.locked() as loads:
             load = loads.columns(loads.rows_of(ranks), pack_hashes(blocks.chain))
-        places = RankPlaces(ranks)
-        overlap, effective = scores.columns(places, policy.tier_weights)
-        beside = self._beside(policy, blocks.chain, model, None) if weighs else None
-        if beside is not None:
-            weighed = beside.weigh(places, overlap, effective, policy.cxl_score_weight, 0.0)
+        candidates = Candidates(ranks)
+        overlap, effective = scores.columns(candidates, policy.tier_weights)
+        supplementary = self._supplementary(policy, blocks.chain, model, None) if weighs else None
+        if supplementary is not None:
+            weighed = supplementary.weigh(candidates, overlap, effective, policy.cxl_score_weight, 0.0)
             effective = effective if weighed is None else weighed.with_pooled
         rows = []
         for rank, active_tokens, decode_blocks, cached in zip(
@@ -295,7 +295,7 @@ class Router:
         """Every registered rank's active load, and what its engine says of itself."""
         self.check_ready()
         rows = []
-        told = self.view.fleet().metrics
+        engine_metrics = self.view.fleet().metrics
         with self.loads.locked() as loads:
             for rank in sorted({*self.view.all_ranks(), *loads.ranks()}):
                 load = loads.load(rank)
@@ -306,7 +306,7 @@ class Router:
                         "active_prefill_tokens": load.prefill_tokens,
                         "active_decode_blocks": load.decode_blocks,
                         "active_requests": load.requests,
-                        "engine": None if rank not in told else asdict(told[rank]),
+                        "engine": None if rank not in engine_metrics else asdict(engine_metrics[rank]),
                     }
                 )
         return {"loads": rows, "in_sync": self.loads.in_sync}
@@ -340,16 +340,20 @@ class Router:
         self.view.predict(rank, blocks.local)
         return booking_json(request_id, booking)
 
-    def tell(self, request_id: str, phase: Phase) -> dict[str, Any]:
+    def report_phase(self, request_id: str, phase: BookingPhase) -> dict[str, Any]:
         """Prefill-complete or free; `held` says that no booking of this id has come yet and the call waits for it."""
         self.check_ready()
-        return {"request_id": request_id, "phase": phase.value, "held": not self.loads.tell(request_id, phase)}
+        return {
+            "request_id": request_id,
+            "phase": phase.value,
+            "buffered": not self.loads.report_phase(request_id, phase),
+        }
 
-    def tell_output(self, request_id: str, output_tokens: int) -> dict[str, Any]:
-        """Tokens generated so far; `held` as by `tell`."""
+    def report_output(self, request_id: str, output_tokens: int) -> dict[str, Any]:
+        """Tokens generated so far; `held` as by `report_phase`."""
         self.check_ready()
-        held = not self.loads.tell_output(request_id, output_tokens)
-        return {"request_id": request_id, "output_tokens": output_tokens, "held": held}
+        held = not self.loads.report_output(request_id, output_tokens)
+        return {"request_id": request_id, "output_tokens": output_tokens, "buffered": held}
 
     def list_workers(self) -> list[Worker]:
         """The registry, in order of worker id."""
@@ -419,7 +423,7 @@ class Router:
     def _register_pool(self, pool: CxlPool) -> CxlPool:
         self._publish_pool(pool)
         # What this router has folded may be behind what another one has written.
-        settle(pool, registered_pool(self.settings, pool.pool_id), self._publish_pool)
+        write_pool_change(pool, registered_pool(self.settings, pool.pool_id), self._publish_pool)
         return pool
 
     def _publish_pool(self, pool: CxlPool) -> None:
@@ -439,17 +443,17 @@ class Router:
         )
         return model, blocks
 
-    def _eligible(self, filters: Wanted, model: str) -> tuple[RankId, ...]:
+    def _eligible(self, filters: WorkerFilter, model: str) -> tuple[RankId, ...]:
         if self.policy.mode is RouterMode.DIRECT and filters.worker_id is None:
             raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
-        wanted = filters._replace(model=model)
-        ranks = self.view.eligible(wanted)
+        worker_filter = filters._replace(model=model)
+        ranks = self.view.eligible(worker_filter)
         if not ranks:
             serving = sum(worker.model == model for worker in self.list_workers())
             if serving:
-                refused = self.view.refusals(wanted)
+                refused = self.view.refusals(worker_filter)
                 words = ", ".join(
-                    f"{refusal} {n}" for refusal, n in refused.items() if refusal is not Refusal.OTHER_MODEL
+                    f"{refusal} {n}" for refusal, n in refused.items() if refusal is not FilterReason.OTHER_MODEL
                 )
                 raise NoEligibleWorker(
                     f"{serving} workers serve {model!r}, and no rank of theirs passes ({words})",
@@ -484,23 +488,31 @@ class Router:
         changes = {name: value for name, value in given if value is not None}
         return replace(self.policy, **changes) if changes else self.policy  # a moe_query alone changes nothing here
 
-    def _beside(self, policy: RoutePolicy, chain: HashArray, model: str, query: MoeQuery | None) -> Beside | None:
-        wanted = None if query is None else query.wanted()
-        return self.view.beside(chain, model, wanted, pooled=policy.cxl_score_weight > 0.0)
+    def _supplementary(
+        self, policy: RoutePolicy, chain: HashArray, model: str, query: MoeQuery | None
+    ) -> SupplementaryMatches | None:
+        selector = None if query is None else query.selector()
+        return self.view.supplementary(chain, model, selector, pooled=policy.cxl_score_weight > 0.0)
 
     def _matching(
-        self, passing: Sequence[RankId], wanted: Wanted, scores: OverlapScores, beside: Beside | None
+        self,
+        passing: Sequence[RankId],
+        worker_filter: WorkerFilter,
+        scores: OverlapScores,
+        supplementary: SupplementaryMatches | None,
     ) -> Sequence[RankId]:
         """Of the ranks that pass, those that hold a block which matches; all, where nobody does.
 
         A rank that holds a block and of which labels found no room may match, and stays. Exclusions apply last: a rank
         that the request excludes is looked at too, and where it alone matches none stays.
         """
-        everybody = self.view.eligible(wanted._replace(excluded=frozenset())) if wanted.excluded else passing
-        matching = set[RankId]() if beside is None else beside.matching(everybody, scores)
+        everybody = (
+            self.view.eligible(worker_filter._replace(excluded=frozenset())) if worker_filter.excluded else passing
+        )
+        matching = set[RankId]() if supplementary is None else supplementary.matching(everybody, scores)
         if not matching:
             return passing
-        matching |= {rank for rank in self.view.lacking_labels(passing) if scores.scores.get(rank, 0)}
+        matching |= {rank for rank in self.view.ranks_missing_labels(passing) if scores.scores.get(rank, 0)}
         left = [rank for rank in passing if rank in matching]
         if not left:
             raise NoEligibleWorker(
@@ -556,9 +568,9 @@ class Router:
 
 def _mode(trust: Trust) -> dict[str, Any]:
     """How far an answer can be trusted, and where that is less than it might be, why."""
-    if trust.doubt is None:
+    if trust.reason is None:
         return {"mode": trust.mode.value}
-    return {"mode": trust.mode.value, "degraded_because": trust.doubt.value}
+    return {"mode": trust.mode.value, "degraded_because": trust.reason.value}
 
 
 def _answer(request_id: str, decision: Decision, blocks: Blocks, trust: Trust, explain: bool) -> dict[str, Any]:
@@ -567,21 +579,21 @@ def _answer(request_id: str, decision: Decision, blocks: Blocks, trust: Trust, e
         "request_id": request_id,
         "worker_id": chosen.rank.worker_id,
         "dp_rank": chosen.rank.dp_rank,
-        "overlap_blocks": chosen.overlap_blocks,
+        "overlap_blocks": chosen.scores,
         "request_blocks": blocks.request_blocks,
         "cost": chosen.cost,
         "mode": trust.mode.value,
     }
-    if trust.doubt is not None:
-        answer["degraded_because"] = trust.doubt.value
+    if trust.reason is not None:
+        answer["degraded_because"] = trust.reason.value
     if explain:
         answer["candidates"] = [terms_json(terms) for terms in decision.candidates]
     return answer
 
 
-def _filters(asked: RouteRequest) -> Wanted:
+def _filters(asked: RouteRequest) -> WorkerFilter:
     """What a request asks of its worker but for the model; raises InvalidRequest."""
-    return Wanted(
+    return WorkerFilter(
         model="",
         worker_id=None if asked.worker_id is None else parse_worker_id(asked.worker_id),
         dp_rank=None if asked.dp_rank is None else DpRank(asked.dp_rank),

@@ -28,7 +28,7 @@ TOPICS_POLL_S = 1.0
 SWITCH_INTERVAL_S = 1e-4
 
 
-def favour_answers() -> None:
+def prefer_request_threads() -> None:
     """Let the thread that answers come to its turn soon; for every process that serves the API."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -47,7 +47,7 @@ async def serve(settings: Settings) -> None:
     ever writes to. While some are missing it answers, is not ready, and says why.
     """
     missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
-    favour_answers()
+    prefer_request_threads()
     router = Router(settings)
     router.topics_missing = tuple(missing)
     app = web.Application(middlewares=[error_shape], client_max_size=settings.body_bytes_max)

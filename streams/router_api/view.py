@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_metrics, decode_worker
-from streams.core.block_facts.fact_sets import BlockSets, BlockSetTable, PlainBlockSets, RankNumbers
-from streams.core.block_facts.moe_labels import LabelIndex, MoeWanted
+from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PlainFactSets, RankNumbering
+from streams.core.block_facts.moe_labels import LabelIndex, MoeSelector
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import DpRank, Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index.interface import Held, OverlapScores, RankPlaces, with_predictions
+from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores, with_predictions
 from streams.core.index.predicted_index import ApproximatePrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
 from streams.core.kernels.available import kernels_available
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import FleetState
-from streams.core.routing.eligibility import Refusal, Wanted, eligible_ranks, refusals
-from streams.core.routing.supplementary import Beside
+from streams.core.routing.eligibility import FilterReason, WorkerFilter, eligible_ranks, refusals
+from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.workers import CPU_CLASS, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
@@ -91,17 +91,17 @@ class AnswerMode(enum.StrEnum):
     FALLBACK = "fallback"
 
 
-class Doubt(enum.StrEnum):
+class DegradedReason(enum.StrEnum):
     """Why an answer is `degraded`: the first reason found, of a rank that was eligible or of all."""
 
-    NOTHING_TOLD = "nothing_told"  # nobody ever told of the rank: it is not known to be empty
+    NO_EVENTS_YET = "no_events_yet"  # nobody ever told of the rank: it is not known to be empty
     EVENTS_LOST = "events_lost"  # a batch was lost, or a store's parent was never seen
     REMOVED = "removed"  # the rank was removed, and its worker is still, or again, registered
-    NO_ROOM = "no_room"  # this router's index had no room for a record of the rank
+    OVER_CAPACITY = "over_capacity"  # this router's index had no room for a record of the rank
     OWNER_SILENT = "owner_silent"  # nobody was heard of who indexes its partition, for stale_after_ms
     OWNER_BEHIND = "owner_behind"  # who indexes its partition is behind its source by behind_after_ms
-    LABELS_NO_ROOM = "labels_no_room"  # labels were asked for, and some of the rank's found no room
-    POOLED_NO_ROOM = "pooled_no_room"  # rows of pooled blocks found no room
+    LABELS_OVER_CAPACITY = "labels_over_capacity"  # labels were asked for, and some of the rank's found no room
+    POOLED_OVER_CAPACITY = "pooled_over_capacity"  # rows of pooled blocks found no room
     POOLED_OWNER_SILENT = "pooled_owner_silent"
     POOLED_OWNER_BEHIND = "pooled_owner_behind"
     BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is away, and routers do not hear of each other's bookings
@@ -112,15 +112,18 @@ class Trust:
     """How far an answer can be trusted. doubt: why no further; of `degraded` ones only."""
 
     mode: AnswerMode
-    doubt: Doubt | None = None
+    reason: DegradedReason | None = None
 
 
 #: One of each, since every answer has one.
 _TRUSTED = {mode: Trust(mode) for mode in AnswerMode}
-_DOUBTED = {doubt: Trust(AnswerMode.DEGRADED, doubt) for doubt in Doubt}
+_DEGRADED = {reason: Trust(AnswerMode.DEGRADED, reason) for reason in DegradedReason}
 FALLBACK = _TRUSTED[AnswerMode.FALLBACK]
-NOT_IN_SYNC = _DOUBTED[Doubt.BOOKINGS_NOT_IN_SYNC]
-_POOLED = {Doubt.OWNER_SILENT: Doubt.POOLED_OWNER_SILENT, Doubt.OWNER_BEHIND: Doubt.POOLED_OWNER_BEHIND}
+NOT_IN_SYNC = _DEGRADED[DegradedReason.BOOKINGS_NOT_IN_SYNC]
+_POOLED = {
+    DegradedReason.OWNER_SILENT: DegradedReason.POOLED_OWNER_SILENT,
+    DegradedReason.OWNER_BEHIND: DegradedReason.POOLED_OWNER_BEHIND,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class RankCounts:
     cordoned: int
     silent: int
     approximate: int
-    degraded: Counter[Doubt]
+    degraded: Counter[DegradedReason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class View:
         # A dump of a million pooled rows must hold up no answer: these have one lock, and what answers read of them and
         # of labels another, which is the last to be taken and is held for microseconds.
         self._pooled_lock = threading.Lock()
-        self._beside_lock = threading.Lock()
+        self._supplementary_lock = threading.Lock()
         self._predictions: ApproximatePrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
@@ -199,9 +202,9 @@ class View:
         self._pooled_index = PooledIndex(self._new_sets(), self._pooled.pools)
         self._labels = LabelIndex(self._new_sets())
         #: Whether any block is pooled or labelled: where none is, that is all that a choice asks.
-        self.anything_beside = False
-        self._last_numbers: RankNumbers | None = None
-        self._numbers: RankNumbers | None = None  # of the registry's ranks; made anew for the next who asks
+        self.has_supplementary = False
+        self._last_numbers: RankNumbering | None = None
+        self._numbers: RankNumbering | None = None  # of the registry's ranks; made anew for the next who asks
         # Rows of pooled blocks by the partition of their owners, who need not be registered any more.
         self._pooled_partitions: Counter[int] = Counter()
         self.workers: dict[WorkerId, Worker] = {}
@@ -213,7 +216,7 @@ class View:
         self._metrics: dict[RankId, WorkerMetrics] = {}
         self._cpu_workers: frozenset[WorkerId] | None = None
         self._models: frozenset[str] | None = None  # of the registry's workers; made anew for the next who asks
-        self._eligible: dict[Wanted, tuple[RankId, ...]] = {}
+        self._eligible: dict[WorkerFilter, tuple[RankId, ...]] = {}
         self._fleet: FleetState | None = None
         self._silent: set[RankId] = set()  # ranks whose bridge was not heard of for longer than it promised
         # With the time of receipt; None for one that lay in the log before we came, which proves no living owner.
@@ -221,15 +224,15 @@ class View:
         # Ranks of which the index had no room for a record, in the epoch that they had then: what is held of them is
         # wrong until a new one begins.
         self._incomplete: dict[RankId, Epoch] = {}
-        self.records_without_room = 0
+        self.records_over_capacity = 0
         compiled = _compiled()
         # The index again and its decoder, where it takes many records in one call.
         self._batches: tuple[TreeRunFold, DecodeRuns, LabelsOf] | None = None
         if compiled is not None and isinstance(self.index, compiled[0]):
             self._batches = (self.index, *compiled[1:])
 
-    def _new_sets(self) -> BlockSets:
-        return PlainBlockSets() if _compiled() is None else BlockSetTable()
+    def _new_sets(self) -> FactSets:
+        return PlainFactSets() if _compiled() is None else CompiledFactSets()
 
     def reset(self) -> None:
         """Forget everything, to be folded anew."""
@@ -248,7 +251,7 @@ class View:
                 try:
                     self.index.fold([run_id], [run])
                 except IndexFull:
-                    self._note_no_room(run_id.rank)
+                    self._note_over_capacity(run_id.rank)
                 if run is None:
                     self._fold_labels(key, run_id.rank, None, ())
                 elif run.moe or key in self._labels:
@@ -302,7 +305,7 @@ class View:
             with self._lock:
                 assert self._batches is not None  # whoever decoded columns has what folds them
                 for record in self._batches[0].fold_records(columns, begin, end):
-                    self._note_no_room(columns.place_of(record)[0])
+                    self._note_over_capacity(columns.place_of(record)[0])
             self._fold_labels_of(columns, begin, end, records)
 
     def _fold_labels_of(
@@ -324,27 +327,27 @@ class View:
 
     def _fold_labels(self, key: bytes, rank: RankId, epoch: Epoch | None, labelled: Iterable[LabelledBlock]) -> None:
         """Labels of one record, epoch None for a tombstone; of one that the index has left behind they are nobody's."""
-        with self._beside_lock:
+        with self._supplementary_lock:
             if epoch is None:
                 self._labels.end(key)
             elif epoch == self.index.epoch_of(rank):
                 self._labels.fold(key, rank, epoch, labelled)
-            self._note_beside()
+            self._note_supplementary()
 
     def _end_labels(self) -> None:
         """Ranks of which the index knows a newer epoch than that of their labels lose these."""
-        with self._beside_lock:
+        with self._supplementary_lock:
             self._labels.tidy()
             for rank, epoch in self._labels.ranks():
                 if self.index.epoch_of(rank) != epoch:
                     self._labels.forget_rank(rank)
-            self._note_beside()
+            self._note_supplementary()
 
-    def _note_beside(self) -> None:
-        self.anything_beside = len(self._pooled_index) > 0 or len(self._labels) > 0
+    def _note_supplementary(self) -> None:
+        self.has_supplementary = len(self._pooled_index) > 0 or len(self._labels) > 0
 
-    def _note_no_room(self, rank: RankId) -> None:
-        self.records_without_room += 1
+    def _note_over_capacity(self, rank: RankId) -> None:
+        self.records_over_capacity += 1
         epoch = self.index.epoch_of(rank)
         if epoch is not None and self._incomplete.get(rank) != epoch:
             self._incomplete[rank] = epoch
@@ -359,8 +362,8 @@ class View:
         if key.startswith(POOL_KEY_PREFIX):
             with self._pooled_lock:
                 self._pooled.fold_pool(key, value)
-                with self._beside_lock:
-                    self._pooled_index.forget_answers()
+                with self._supplementary_lock:
+                    self._pooled_index.invalidate_masks()
             return
         try:
             worker_id = WorkerId(int(key))
@@ -386,9 +389,9 @@ class View:
             change = self._pooled.fold(key, value)
             if change is None:
                 return
-            with self._beside_lock:
+            with self._supplementary_lock:
                 self._pooled_index.replace(*change)
-                self._note_beside()
+                self._note_supplementary()
             if (change.before is None) != (change.after is None):
                 partition = partition_of(parse_block_key(key).owner.worker_id, self._settings.partitions)
                 self._pooled_partitions[partition] += 1 if change.before is None else -1
@@ -411,15 +414,15 @@ class View:
         with self._pooled_lock:
             return len(self._pooled)
 
-    def pooled_without_room(self) -> int:
+    def pooled_over_capacity(self) -> int:
         """Rows, or places of theirs, that found no room."""
-        return self._pooled.without_room + self._pooled_index.without_room
+        return self._pooled.over_capacity + self._pooled_index.over_capacity
 
     def labelled(self) -> tuple[int, int]:
         """Run records with labels, and labels that found no room."""
-        return len(self._labels), self._labels.without_room
+        return len(self._labels), self._labels.over_capacity
 
-    def lacking_labels(self, ranks: Iterable[RankId]) -> set[RankId]:
+    def ranks_missing_labels(self, ranks: Iterable[RankId]) -> set[RankId]:
         """Of these ranks those of which labels found no room: blocks that are not known to match may match."""
         with self._lock:  # whoever folds labels has it too
             incomplete = self._labels.incomplete
@@ -436,7 +439,7 @@ class View:
             if report.rank not in self._reports and len(self._reports) >= REPORTS_MAX:
                 self._end_reports(now_ms)
                 if len(self._reports) >= REPORTS_MAX:
-                    raise BadRecord("no_room", f"the engines of {REPORTS_MAX} ranks are known already")
+                    raise BadRecord("over_capacity", f"the engines of {REPORTS_MAX} ranks are known already")
             self._reports_end_ms = min(self._reports_end_ms, until_ms)
             self._reports[report.rank] = (report, until_ms)
             self._note_metrics(report)
@@ -502,7 +505,9 @@ class View:
             predicted = self._predictions.find_matches(local)
         return with_predictions(known, predicted)
 
-    def beside(self, sequence: HashArray, model: str, moe: MoeWanted | None, *, pooled: bool) -> Beside | None:
+    def supplementary(
+        self, sequence: HashArray, model: str, moe: MoeSelector | None, *, pooled: bool
+    ) -> SupplementaryMatches | None:
         """What is pooled of a request, if it is asked for, and labelled as `moe` asks; None where nothing is.
 
         sequence: uint64[n], the request's sequence hashes, contiguous.
@@ -511,23 +516,25 @@ class View:
         if not pooled and (moe is None or not self._labels):
             return None
         numbers = self._rank_numbers()
-        with self._beside_lock:
-            reached = self._pooled_index.question(model, numbers) if pooled else None
-            labelled = self._labels.question(moe, numbers) if moe is not None and self._labels else None
-        return Beside(sequence, reached, labelled, self._holders_along, self._beside_lock)
+        with self._supplementary_lock:
+            reached = self._pooled_index.query(model, numbers) if pooled else None
+            labelled = self._labels.query(moe, numbers) if moe is not None and self._labels else None
+        return SupplementaryMatches(sequence, reached, labelled, self._holders_along, self._supplementary_lock)
 
-    def _holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+    def _holders_along(
+        self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
+    ) -> HolderBitmaps | None:
         with self._lock:
-            return self.index.holders_along(sequence, first, rows, places)
+            return self.index.holders_along(sequence, first, rows, candidates)
 
-    def _rank_numbers(self) -> RankNumbers:
+    def _rank_numbers(self) -> RankNumbering:
         numbers = self._numbers
         if numbers is None:
             with self._lock:
                 ranks = tuple(rank for _, worker in sorted(self.workers.items()) for rank in worker.ranks())
                 # Most records of the registry renew a lease: the fleet is what it was, and so are all answers.
                 known = self._last_numbers
-                numbers = known if known is not None and known.ranks == ranks else RankNumbers(ranks)
+                numbers = known if known is not None and known.ranks == ranks else RankNumbering(ranks)
                 self._numbers = self._last_numbers = numbers
         return numbers
 
@@ -551,24 +558,24 @@ class View:
             raise UnknownModel(f"no worker serves model {model!r}", models=sorted(models))
         return model or ""
 
-    def eligible(self, wanted: Wanted) -> tuple[RankId, ...]:
+    def eligible(self, worker_filter: WorkerFilter) -> tuple[RankId, ...]:
         """Ranks that pass every filter, whatever is known of their caches, and whose bridge is not silent.
 
         The same tuple as long as nothing changes.
         """
         with self._lock:
-            ranks = self._eligible.get(wanted)
+            ranks = self._eligible.get(worker_filter)
             if ranks is None:
                 if len(self._eligible) >= _KEPT_FILTERS_MAX:
                     self._eligible.clear()
-                passing = eligible_ranks(self.workers, wanted)
-                ranks = self._eligible[wanted] = tuple(rank for rank in passing if rank not in self._silent)
+                passing = eligible_ranks(self.workers, worker_filter)
+                ranks = self._eligible[worker_filter] = tuple(rank for rank in passing if rank not in self._silent)
             return ranks
 
-    def refusals(self, wanted: Wanted) -> dict[Refusal, int]:
+    def refusals(self, worker_filter: WorkerFilter) -> dict[FilterReason, int]:
         """How many ranks of the registry each filter takes out, for whoever finds that none passes."""
         with self._lock:
-            return refusals(self.workers.values(), wanted, self._silent)
+            return refusals(self.workers.values(), worker_filter, self._silent)
 
     def silent_ranks(self, worker_id: WorkerId) -> list[DpRank]:
         """A worker's ranks that no request goes to, since their bridge is silent."""
@@ -609,43 +616,43 @@ class View:
             return _TRUSTED[AnswerMode.APPROXIMATE if self._predictions is not None else AnswerMode.FALLBACK]
         worst = AnswerMode.EXACT
         fresh: set[int] = set()
-        lacking_labels = (self._labels.incomplete or None) if labelled else None
+        ranks_missing_labels = (self._labels.incomplete or None) if labelled else None
         for rank in ranks:
             progress = self._progress.get(rank)
             if progress is None:
-                return _DOUBTED[Doubt.NOTHING_TOLD]
+                return _DEGRADED[DegradedReason.NO_EVENTS_YET]
             health = progress.health
             if health is Health.DEGRADED or health is Health.REMOVED:
-                return _DOUBTED[Doubt.EVENTS_LOST if health is Health.DEGRADED else Doubt.REMOVED]
-            if self._incomplete and self._lacks_records(rank):
-                return _DOUBTED[Doubt.NO_ROOM]
-            if lacking_labels is not None and rank in lacking_labels:
-                return _DOUBTED[Doubt.LABELS_NO_ROOM]
+                return _DEGRADED[DegradedReason.EVENTS_LOST if health is Health.DEGRADED else DegradedReason.REMOVED]
+            if self._incomplete and self._misses_records(rank):
+                return _DEGRADED[DegradedReason.OVER_CAPACITY]
+            if ranks_missing_labels is not None and rank in ranks_missing_labels:
+                return _DEGRADED[DegradedReason.LABELS_OVER_CAPACITY]
             partition = partition_of(rank.worker_id, self._settings.partitions)
             if partition not in fresh:
-                doubt = self._doubt_owner(partition, now_ms)
-                if doubt is not None:
-                    return _DOUBTED[doubt]
+                reason = self._degraded_by_owner(partition, now_ms)
+                if reason is not None:
+                    return _DEGRADED[reason]
                 fresh.add(partition)
             if health is Health.APPROXIMATE or rank in predicted:
                 worst = AnswerMode.APPROXIMATE
         if pooled and self._pooled_partitions:
-            if self.pooled_without_room():
-                return _DOUBTED[Doubt.POOLED_NO_ROOM]
+            if self.pooled_over_capacity():
+                return _DEGRADED[DegradedReason.POOLED_OVER_CAPACITY]
             for partition, n_rows in self._pooled_partitions.copy().items():
-                doubt = self._doubt_owner(partition, now_ms) if n_rows else None
-                if doubt is not None:
-                    return _DOUBTED[_POOLED[doubt]]
+                reason = self._degraded_by_owner(partition, now_ms) if n_rows else None
+                if reason is not None:
+                    return _DEGRADED[_POOLED[reason]]
         return _TRUSTED[worst]
 
-    def _doubt_owner(self, partition: int, now_ms: int) -> Doubt | None:
+    def _degraded_by_owner(self, partition: int, now_ms: int) -> DegradedReason | None:
         """Whether a partition's owner was not heard of lately, or is behind either of its sources."""
         record, received_ms = self._partitions.get(partition, (None, None))
         if record is None or received_ms is None or now_ms - received_ms > self._settings.stale_after_ms:
-            return Doubt.OWNER_SILENT
+            return DegradedReason.OWNER_SILENT
         if all(source.behind_ms <= self._settings.behind_after_ms for source in record.sources):
             return None
-        return Doubt.OWNER_BEHIND
+        return DegradedReason.OWNER_BEHIND
 
     def rank_counts(self) -> RankCounts:
         """Count the registered ranks by state; a millisecond for a thousand."""
@@ -659,7 +666,7 @@ class View:
                 cordoned=sum(worker.dp_size for worker in workers if worker.state is WorkerState.CORDONED),
                 silent=sum(rank in self._silent for rank in ranks),
                 approximate=sum(trust.mode is AnswerMode.APPROXIMATE for trust in trusts),
-                degraded=Counter(trust.doubt for trust in trusts if trust.doubt is not None),
+                degraded=Counter(trust.reason for trust in trusts if trust.reason is not None),
             )
 
     def rank_states(self) -> list[RankState]:
@@ -681,7 +688,7 @@ class View:
                 if record.sources
             }
 
-    def _lacks_records(self, rank: RankId) -> bool:
+    def _misses_records(self, rank: RankId) -> bool:
         """Whether the index had no room for a record of this rank's epoch."""
         return rank in self._incomplete and self._incomplete[rank] == self.index.epoch_of(rank)
 
@@ -708,9 +715,9 @@ class View:
             self._progress.pop(rank, None)
             self._note_silence(rank, silent=False)
             self.index.forget_rank(rank)
-            with self._beside_lock:  # also where it has no labels now: its next epoch may be a smaller one
+            with self._supplementary_lock:  # also where it has no labels now: its next epoch may be a smaller one
                 self._labels.forget_rank(rank)
-                self._note_beside()
+                self._note_supplementary()
             return
         known = self._progress.get(rank)
         if known is not None and (progress.epoch, progress.sequence) < (known.epoch, known.sequence):

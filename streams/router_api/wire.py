@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from streams.core.block_facts.moe_labels import MoeWanted
+from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
 from streams.core.hashing import hash_seed, pack_tokens, request_hashes, sequence_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
@@ -53,9 +53,9 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_group: _Count | None = None
     fallback_to_unlabeled: bool = True
 
-    def wanted(self) -> MoeWanted:
+    def selector(self) -> MoeSelector:
         """The same as the labels are asked."""
-        return MoeWanted(self.layer_id, frozenset(self.expert_ids), self.expert_group)
+        return MoeSelector(self.layer_id, frozenset(self.expert_ids), self.expert_group)
 
     def counts(self, moe_score_weight: float) -> bool:
         """Whether labels can change the choice: they are asked for, and are worth something or filter ranks."""
@@ -325,9 +325,9 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
     return {
         "worker_id": terms.rank.worker_id,
         "dp_rank": terms.rank.dp_rank,
-        "overlap_blocks": terms.overlap_blocks,
-        "cxl_accessible_blocks": terms.cxl_accessible_blocks,
-        "moe_blocks": terms.moe_blocks,
+        "scores": terms.scores,
+        "cxl_accessible_scores": terms.cxl_accessible_scores,
+        "moe_scores": terms.moe_scores,
         "effective_cached_blocks": terms.effective_cached_blocks,
         "own_prefill_blocks": terms.own_prefill_blocks,
         "active_prefill_blocks": terms.active_prefill_blocks,

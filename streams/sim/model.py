@@ -33,7 +33,7 @@ from streams.core.hashing import hash_seed, local_hashes, sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, HashArray, SequenceHash
 from streams.errors import InvalidRequest, SettingsError
 
-BYTES_A_TOKEN = 4
+BYTES_PER_TOKEN = 4
 
 #: Answers are printable ASCII: under the live server's byte-level tokenizer their text is their tokens, so a client
 #: that appends an answer's text to the next prompt hits the blocks that the answer left behind.
@@ -314,7 +314,7 @@ class _Job:
         self.request = request
         self.arrival_ms = arrival_ms
         self.order = order
-        self.n_prompt = len(request.tokens) // BYTES_A_TOKEN
+        self.n_prompt = len(request.tokens) // BYTES_PER_TOKEN
         # The last token of an answer is never fed back, so it never takes a place in the cache.
         self.n_blocks_total = -(-(self.n_prompt + request.n_output_tokens - 1) // block_size)
         self.local = hashes.local  # uint64[n]; of the prompt, from the prefill's end on of prompt and answer
@@ -374,13 +374,13 @@ class EngineModel:
         """
         if request.request_id in self._live_ids:
             raise InvalidRequest("a request with this id is live already", request_id=request.request_id)
-        if not request.tokens or len(request.tokens) % BYTES_A_TOKEN:
+        if not request.tokens or len(request.tokens) % BYTES_PER_TOKEN:
             raise InvalidRequest("a prompt is u32 little-endian, at least one token", n_bytes=len(request.tokens))
         if request.n_output_tokens < 1:
             raise InvalidRequest(f"n_output_tokens is {request.n_output_tokens}; it must be at least 1")
         if not abs(arrival_ms) < float("inf"):
             raise InvalidRequest(f"arrival_ms is {arrival_ms}; it must be finite")
-        n_tokens = len(request.tokens) // BYTES_A_TOKEN
+        n_tokens = len(request.tokens) // BYTES_PER_TOKEN
         block_size = self.config.block_size
         hashes = request.hashes
         fits = n_tokens + request.n_output_tokens - 1 <= self.config.n_tokens_max
@@ -540,7 +540,7 @@ class EngineModel:
         # At least one token must be computed, or there would be nothing to sample the first token from.
         hits = self._pool.lookup(job.sequence_list, (job.n_prompt - 1) // block_size)
         n_new_total = job.n_blocks_total - len(hits)
-        if n_new_total > self._pool.n_allocatable_beside(hits) - self._reserved:
+        if n_new_total > self._pool.n_allocatable_excluding(hits) - self._reserved:
             job.blocked_at = self._n_releases
             return
         heapq.heappop(self._waiting)
@@ -578,7 +578,7 @@ class EngineModel:
         request = job.request
         n_full = len(job.sequence_list)
         # Everything the answer will hash is hashed here at once; a block's event then only registers it.
-        width = self.config.block_size * BYTES_A_TOKEN
+        width = self.config.block_size * BYTES_PER_TOKEN
         kept = answer_tokens(request.output_seed, job.n_prompt, request.n_output_tokens - 1)
         job.answer = request.tokens[n_full * width :] + kept
         prompt_new = request.tokens[job.n_hit * width : n_full * width]
@@ -605,7 +605,7 @@ class EngineModel:
 
     def _fill_block(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Announce the block that this decode step filled and take the next one, if the answer goes on into it."""
-        width = self.config.block_size * BYTES_A_TOKEN
+        width = self.config.block_size * BYTES_PER_TOKEN
         at = (job.n_hashed - job.n_prompt // self.config.block_size) * width
         self._announce(at_ms, job, 1, job.answer[at : at + width], out)
         if len(job.blocks) < job.n_blocks_total:
@@ -706,7 +706,7 @@ class _BlockPool:
             blocks.append(block)
         return blocks
 
-    def n_allocatable_beside(self, hits: list[int]) -> int:
+    def n_allocatable_excluding(self, hits: list[int]) -> int:
         """Count what could be taken once `hits` are held."""
         holders = self._n_holders
         return self.n_allocatable - sum(1 for block in hits if not holders[block])

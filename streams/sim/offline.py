@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streams.core.block_facts.fact_sets import PlainBlockSets, RankNumbers
+from streams.core.block_facts.fact_sets import PlainFactSets, RankNumbering
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
@@ -21,7 +21,7 @@ from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.loads.bookings import ActiveLoads, BookingId
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.selection import Rng
-from streams.core.routing.supplementary import Beside
+from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
@@ -41,7 +41,7 @@ from streams.sim.model import (
     Rejected,
     hash_prompt,
 )
-from streams.sim.pool import PoolConfig, PooledBlocks, PoolNews, SharedPool
+from streams.sim.pool import EnginePoolBlocks, PoolConfig, PoolEvent, SharedPool
 from streams.sim.trace import TraceRequest, tokens_for
 
 #: No booking of a simulation ends by time.
@@ -97,7 +97,7 @@ def simulate(
             sequence=sequence,
             request_blocks=request_blocks,
             block_size=config.block_size,
-            beside=fleet.beside(hashes.sequence) if policy.reads_index else None,
+            supplementary=fleet.supplementary(hashes.sequence) if policy.reads_index else None,
         )
         booking = booking_of(
             decision.chosen,
@@ -136,7 +136,7 @@ class _Fleet:
     def submit(self, rank: RankId, at_ms: float, request: ModelRequest) -> None:
         """Hand a request to an engine."""
         self._engines[rank].submit(at_ms, request)
-        self._look(rank)
+        self._apply_outputs(rank)
         self.advance(at_ms)
 
     def advance(self, to_ms: float) -> None:
@@ -148,15 +148,15 @@ class _Fleet:
                 break
             for output in self._engines[rank].advance(due_ms):
                 self._learn(rank, output)
-            self._look(rank)
+            self._apply_outputs(rank)
         if self._pool is not None:
             self._pool.advance(to_ms)
 
-    def beside(self, sequence: HashArray) -> Beside | None:
+    def supplementary(self, sequence: HashArray) -> SupplementaryMatches | None:
         """What of a request is pooled; None where there is no pool. sequence: uint64[n]."""
-        return None if self._pool is None else self._pool.beside(sequence)
+        return None if self._pool is None else self._pool.supplementary(sequence)
 
-    def _look(self, rank: RankId) -> None:
+    def _apply_outputs(self, rank: RankId) -> None:
         due_ms = self._engines[rank].next_event_ms()
         if due_ms is None:
             self._due.pop(rank, None)
@@ -212,11 +212,11 @@ class _Pool:
     def __init__(self, config: PoolConfig, ranks: tuple[RankId, ...]) -> None:
         self.shared = SharedPool(config)
         self._ranks = {_owner(rank): rank for rank in ranks}
-        self._own = {owner: PooledBlocks(config.pool_id) for owner in self._ranks}
-        self._numbers = RankNumbers(ranks)
+        self._own = {owner: EnginePoolBlocks(config.pool_id) for owner in self._ranks}
+        self._numbers = RankNumbering(ranks)
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool(config.pool_id, config.latency_class, config.capacity_blocks, members)
-        self._index = PooledIndex(PlainBlockSets(), {config.pool_id: pool})
+        self._index = PooledIndex(PlainFactSets(), {config.pool_id: pool})
         self._placed = Placement(CxlMemoryState.CXL_POOLED, config.pool_id, 0, (), "", Incarnation(0), 0)
         self._counted: dict[str, set[int]] = {owner: set() for owner in self._ranks}  # what the index has of each
 
@@ -233,22 +233,22 @@ class _Pool:
         while (due_ms := self.shared.next_event_ms()) is not None and due_ms <= to_ms:
             self._take(self.shared.advance(due_ms))
 
-    def beside(self, sequence: HashArray) -> Beside:
+    def supplementary(self, sequence: HashArray) -> SupplementaryMatches:
         """What of a request is pooled: all engines reach it.
 
         An engine looks a prefix up on its GPU and goes on in the pool, and does not come back to its GPU behind that;
         so own blocks behind pooled ones are not looked for here either.
         """
-        question = self._index.question("", self._numbers)
-        return Beside(np.ascontiguousarray(sequence), question, None, lambda *_: None, nullcontext())
+        query = self._index.query("", self._numbers)
+        return SupplementaryMatches(np.ascontiguousarray(sequence), query, None, lambda *_: None, nullcontext())
 
-    def _take(self, all_news: list[PoolNews]) -> None:
-        for news in all_news:
-            self._own[news.owner].told(news.state, news.keys)
-            counted = self._counted[news.owner]
-            for key in news.keys:
+    def _take(self, all_events: list[PoolEvent]) -> None:
+        for pool_events in all_events:
+            self._own[pool_events.owner].pool_changed(pool_events.state, pool_events.keys)
+            counted = self._counted[pool_events.owner]
+            for key in pool_events.keys:
                 before = self._placed if key in counted else None
-                after = self._placed if news.state is CxlMemoryState.CXL_POOLED else None
+                after = self._placed if pool_events.state is CxlMemoryState.CXL_POOLED else None
                 self._index.replace(SequenceHash(key), before, after)
                 (counted.add if after else counted.discard)(key)
 

@@ -1,8 +1,9 @@
 """A CXL pool that simulated engines share, and what each of them keeps of its own blocks there (pure).
 
 What lives here: what the pool holds, the time that its link takes, whom it evicts (`SharedPool`), and the transitions
-that an engine tells of its blocks (`PooledBlocks`). What must not: clocks, HTTP, which request loads what (model). Time
-is an argument in model milliseconds that never turns back; a live pool and an offline simulation run this very code.
+that an engine reports for its blocks (`EnginePoolBlocks`). What must not: clocks, HTTP, which request loads what
+(model). Time is an argument in model milliseconds and never goes back. A live pool and an offline simulation run the
+same code.
 
 Engines write through: a block is offloaded as soon as it is full, as vLLM's OffloadingConnector does, and stays on the
 GPU until it is evicted there. A write has taken its blocks off the GPU when it begins; what the GPU evicts in the
@@ -87,7 +88,7 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolNews:
+class PoolEvent:
     """What became of an owner's blocks.
 
     state: cxl_pooled, evicted, or local_gpu for an offload that found no room. keys: sequence hashes.
@@ -123,7 +124,7 @@ class PoolStats:
     joined: int
     loaded: int
     evicted: int
-    untold: int
+    unreported: int
     refused: int
 
 
@@ -156,14 +157,14 @@ class SharedPool:
         self._writes: deque[_Write] = deque()  # by their ends
         self._owned: dict[str, dict[int, None]] = {}  # by owner, of those that have any
         self._write_free_ms = self._read_free_ms = self._now_ms = float("-inf")
-        self._news: list[PoolNews] = []
-        self._offloaded = self._joined = self._loaded = self._evicted = self._untold = self._refused = 0
+        self._pool_events: list[PoolEvent] = []
+        self._offloaded = self._joined = self._loaded = self._evicted = self._unreported = self._refused = 0
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def offload(self, at_ms: float, owner: str, keys: Sequence[int]) -> None:
         """An engine offloads blocks, parents before children. keys: sequence hashes."""
-        self._settle(at_ms)
+        self._advance_to(at_ms)
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if key not in self._blocks]
         known = [key for key in wanted if key in self._blocks]
@@ -172,13 +173,13 @@ class SharedPool:
         for key in known:
             self._own(key, owner)
         self._joined += len(known)
-        self._say(owner, CxlMemoryState.CXL_POOLED, there)
+        self._emit(owner, CxlMemoryState.CXL_POOLED, there)
         n_short = len(self._blocks) + len(new) - self.config.capacity_blocks
         if n_short > 0:
             n_short -= self._evict(n_short, frozenset(wanted))
         taken, refused = (new[:-n_short], new[-n_short:]) if n_short > 0 else (new, [])
         self._refused += len(refused)
-        self._say(owner, CxlMemoryState.LOCAL_GPU, refused)
+        self._emit(owner, CxlMemoryState.LOCAL_GPU, refused)
         if taken:
             begin_ms = max(self._now_ms, self._write_free_ms)
             self._write_free_ms = begin_ms + len(taken) * self.config.offload_ms_per_block
@@ -191,7 +192,7 @@ class SharedPool:
 
     def load(self, at_ms: float, keys: Sequence[int]) -> PoolLoad:
         """Load the leading blocks that are there; what is on its way is not."""
-        self._settle(at_ms)
+        self._advance_to(at_ms)
         found: list[int] = []
         for key in keys:
             block = self._blocks.get(key)
@@ -212,7 +213,7 @@ class SharedPool:
 
     def leave(self, at_ms: float, owner: str) -> None:
         """An engine is gone: what it was writing never arrives, what is there stays. The link keeps its schedule."""
-        self._settle(at_ms)
+        self._advance_to(at_ms)
         for write in self._writes:
             if write.mover == owner:
                 self._drop(write.keys)
@@ -226,17 +227,17 @@ class SharedPool:
 
     def next_event_ms(self) -> float | None:
         """When something arrives, None if nothing is on its way; at once where news wait."""
-        if self._news:
+        if self._pool_events:
             return self._now_ms
         return self._writes[0].end_ms if self._writes else None
 
-    def advance(self, to_ms: float) -> list[PoolNews]:
+    def advance(self, to_ms: float) -> list[PoolEvent]:
         """Bring the pool to this time; gives all that became of blocks since the last call, in its order."""
-        self._settle(to_ms)
-        news, self._news = self._news, []
-        return news
+        self._advance_to(to_ms)
+        pool_events, self._pool_events = self._pool_events, []
+        return pool_events
 
-    def _settle(self, at_ms: float) -> None:
+    def _advance_to(self, at_ms: float) -> None:
         """Let arrive what is due. An older time is taken for the newest one known."""
         while self._writes and self._writes[0].end_ms <= at_ms:
             write = self._writes.popleft()
@@ -245,7 +246,7 @@ class SharedPool:
                 self._blocks[key].write = None
             for key in reversed(write.keys):
                 self._pooled[key] = None
-            self._say_all(CxlMemoryState.CXL_POOLED, write.keys)
+            self._emit_all(CxlMemoryState.CXL_POOLED, write.keys)
         self._now_ms = max(self._now_ms, at_ms)
 
     # -- views ---------------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ class SharedPool:
             joined=self._joined,
             loaded=self._loaded,
             evicted=self._evicted,
-            untold=self._untold,
+            unreported=self._unreported,
             refused=self._refused,
         )
 
@@ -308,7 +309,7 @@ class SharedPool:
             if key not in keep and self._blocks[key].loading_until_ms <= self._now_ms:
                 gone.append(key)
         self._evicted += len(gone)
-        self._untold += sum(1 for key in gone if self._blocks[key].an_owner_left)
+        self._unreported += sum(1 for key in gone if self._blocks[key].an_owner_left)
         for key in gone:
             del self._pooled[key]
         self._drop(gone)
@@ -317,7 +318,7 @@ class SharedPool:
     def _drop(self, keys: Iterable[int]) -> None:
         """Forget blocks, and tell all their owners; whoever calls has taken them out of what is there or on its way."""
         keys = list(keys)
-        self._say_all(CxlMemoryState.EVICTED, keys)
+        self._emit_all(CxlMemoryState.EVICTED, keys)
         for key in keys:
             for owner in self._blocks.pop(key).owners:
                 owned = self._owned[owner]
@@ -325,18 +326,18 @@ class SharedPool:
                 if not owned:
                     del self._owned[owner]
 
-    def _say_all(self, state: CxlMemoryState, keys: Iterable[int]) -> None:
+    def _emit_all(self, state: CxlMemoryState, keys: Iterable[int]) -> None:
         """Tell each owner of his blocks among these."""
         told: dict[str, list[int]] = {}
         for key in keys:
             for owner in self._blocks[key].owners:
                 told.setdefault(owner, []).append(key)
         for owner, own in told.items():
-            self._say(owner, state, own)
+            self._emit(owner, state, own)
 
-    def _say(self, owner: str, state: CxlMemoryState, keys: Sequence[int]) -> None:
+    def _emit(self, owner: str, state: CxlMemoryState, keys: Sequence[int]) -> None:
         if keys:
-            self._news.append(PoolNews(self._now_ms, owner, state, tuple(keys)))
+            self._pool_events.append(PoolEvent(self._now_ms, owner, state, tuple(keys)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +349,7 @@ class CxlChanged:
     pool_id: str
 
 
-class PooledBlocks:
+class EnginePoolBlocks:
     """One engine's own blocks that are in a pool or on their way there, under its names; gives legal transitions only.
 
     A block is told `in_transit` together with the store that it follows, so that whoever follows the events still knows
@@ -381,9 +382,9 @@ class PooledBlocks:
         self._in_transit.update(names)
         return tuple(names), self._changed(names.values(), CxlMemoryState.IN_TRANSIT)
 
-    def told(self, state: CxlMemoryState, told_keys: Sequence[int]) -> CxlChanged | None:
-        """The pool says what became of own blocks, see PoolNews; of what is not own any more nothing is told."""
-        keys = [key for key in told_keys if key in self._names]
+    def pool_changed(self, state: CxlMemoryState, changed_keys: Sequence[int]) -> CxlChanged | None:
+        """The pool says what became of own blocks, see PoolEvent; of what is not own any more nothing is told."""
+        keys = [key for key in changed_keys if key in self._names]
         if state is CxlMemoryState.CXL_POOLED:
             keys = [key for key in keys if key in self._in_transit]
             names = [self._names[key] for key in keys]

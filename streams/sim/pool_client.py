@@ -25,7 +25,7 @@ import orjson
 from streams.cxl.states import CxlMemoryState
 from streams.errors import KvStreamsError
 from streams.sim.model import EngineConfig, KvStored
-from streams.sim.pool import CxlChanged, PooledBlocks
+from streams.sim.pool import CxlChanged, EnginePoolBlocks
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +59,16 @@ class PoolLost(KvStreamsError):
 class PoolLink:
     """One engine's. `run` keeps a session, `stored` and `load` use it while there is one."""
 
-    def __init__(self, url: str, config: LinkConfig, say: Callable[[CxlChanged | None, bool], None]) -> None:
+    def __init__(self, url: str, config: LinkConfig, emit: Callable[[CxlChanged | None, bool], None]) -> None:
         """say: told what became of blocks, None for nothing, and whether the pool can be asked from now on."""
         self._url = url.rstrip("/")
         self._config = config
-        self._say = say
+        self._emit = emit
         # Several engines by hand often have the same name.
         self._name = f"{config.worker}-{secrets.token_hex(4)}"
         self._http: aiohttp.ClientSession | None = None
         self._session: str | None = None
-        self._blocks = PooledBlocks("")
+        self._blocks = EnginePoolBlocks("")
         self._offloads: asyncio.Queue[tuple[int, ...]] = asyncio.Queue(OFFLOADS_WAITING_MAX)
         self._failed: asyncio.Future[None] | None = None
         self.not_offloaded = 0
@@ -122,18 +122,18 @@ class PoolLink:
 
     async def run(self) -> None:
         """Keep a session until cancelled; one after the other."""
-        told = ""  # the same refusal every half second is said once
+        logged = ""  # the same refusal every half second is said once
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as self._http:
             while True:
                 try:
                     await self._attach()
-                    told = ""
+                    logged = ""
                     await self._hold()
                 except PoolLost as exc:
-                    if str(exc) != told:
+                    if str(exc) != logged:
                         log.warning("%s: no shared pool at %s: %s", self._config.worker, self._url, exc)
-                    told = str(exc)
+                    logged = str(exc)
                     self._lose()
                 await asyncio.sleep(RETRY_S)
 
@@ -147,10 +147,10 @@ class PoolLink:
             time_scale=config.time_scale,
         )
         with _understood("attach"):
-            self._blocks = PooledBlocks(str(answer["pool_id"]))
+            self._blocks = EnginePoolBlocks(str(answer["pool_id"]))
             self._session = str(answer["session"])
         log.info("%s: attached to pool %s at %s", config.worker, answer["pool_id"], self._url)
-        self._say(None, True)
+        self._emit(None, True)
 
     async def _hold(self) -> None:
         """Offload and listen until something fails; raises PoolLost."""
@@ -177,12 +177,14 @@ class PoolLink:
         while True:
             answer = await self._call("news", session=self._session, after=after)
             with _understood("news"):
-                news = [(int(row["number"]), CxlMemoryState(row["state"]), list(row["keys"])) for row in answer["news"]]
-            for number, state, keys in news:
+                pool_events = [
+                    (int(row["number"]), CxlMemoryState(row["state"]), list(row["keys"])) for row in answer["news"]
+                ]
+            for number, state, keys in pool_events:
                 after = number
-                changed = self._blocks.told(state, keys)
+                changed = self._blocks.pool_changed(state, keys)
                 if changed is not None:
-                    self._say(changed, True)
+                    self._emit(changed, True)
 
     def _lose(self) -> None:
         if self._session is None:
@@ -191,7 +193,7 @@ class PoolLink:
         self.sessions_lost += 1
         while not self._offloads.empty():
             self._offloads.get_nowait()
-        self._say(self._blocks.lost(), False)
+        self._emit(self._blocks.lost(), False)
 
     async def _call(self, name: str, **body: Any) -> dict[str, Any]:
         """Raises PoolLost."""

@@ -26,18 +26,18 @@ from aiohttp import web
 from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.sim.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
-from streams.sim.pool import PoolConfig, PoolNews, SharedPool
+from streams.sim.pool import PoolConfig, PoolEvent, SharedPool
 
 log = logging.getLogger(__name__)
 
 #: Silence after which an engine is taken for dead: ten times as long as it lets a question for news wait.
 SESSION_S = 5.0
 #: How long an engine's question for news waits here for any.
-NEWS_WAIT_S = 0.5
+EVENTS_WAIT_S = 0.5
 #: Engines of one pool; the largest switches announced connect some hundreds of hosts.
 SESSIONS_MAX = 4096
 #: Blocks that are in news which an engine has not taken; beyond it the engine is taken for dead. Some 50 MB.
-NEWS_BLOCKS_MAX = 1 << 20
+EVENT_BLOCKS_MAX = 1 << 20
 #: Blocks of one call, as many as the longest prompt: 1,000,000 tokens in blocks of one, 20 digits each.
 BODY_BYTES_MAX = 32 << 20
 
@@ -86,8 +86,8 @@ class _Session:
 
     engine: str
     heard_s: float
-    news: deque[tuple[int, PoolNews]] = field(default_factory=deque)
-    told: int = 0
+    news: deque[tuple[int, PoolEvent]] = field(default_factory=deque)
+    n_events: int = 0
     n_blocks: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -109,7 +109,7 @@ class PoolServer:
         """Listen. Raises SettingsError where the port cannot be had."""
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_json])
         app.add_routes(self.routes())
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=NEWS_WAIT_S)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=EVENTS_WAIT_S)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self.config.host, self.config.port).start()
@@ -135,7 +135,7 @@ class PoolServer:
             web.post("/pool/attach", self._attach),
             web.post("/pool/offload", self._offload),
             web.post("/pool/load", self._load),
-            web.post("/pool/news", self._give_news),
+            web.post("/pool/news", self._serve_events),
             web.get("/pool/info", self._info),
             web.get("/health", self._health),
         ]
@@ -166,15 +166,15 @@ class PoolServer:
         for news in self.pool.advance(self._clock.now_ms()):
             session = self._sessions.get(news.owner)
             if session is not None:
-                session.told += 1
-                session.news.append((session.told, news))
+                session.n_events += 1
+                session.news.append((session.n_events, news))
                 session.n_blocks += len(news.keys)
                 session.wake.set()
 
     def _end_sessions(self) -> None:
         silent_since = time.monotonic() - SESSION_S
         for name, session in list(self._sessions.items()):
-            if session.heard_s < silent_since or session.n_blocks > NEWS_BLOCKS_MAX:
+            if session.heard_s < silent_since or session.n_blocks > EVENT_BLOCKS_MAX:
                 log.warning("pool %s: engine %s is gone", self.config.pool.pool_id, session.engine)
                 del self._sessions[name]
                 session.wake.set()
@@ -216,18 +216,18 @@ class PoolServer:
         self._step()
         return _json({"n_blocks": load.n_blocks, "wait_ms": max(0.0, load.end_ms - now_ms)})
 
-    async def _give_news(self, http: web.Request) -> web.Response:
+    async def _serve_events(self, http: web.Request) -> web.Response:
         body = await _body(http)
         _, session = self._session(body)
         after = body.get("after")
-        if not isinstance(after, int) or not 0 <= after <= session.told:
-            raise InvalidRequest(f"after is {after!r}; news go to {session.told}")
+        if not isinstance(after, int) or not 0 <= after <= session.n_events:
+            raise InvalidRequest(f"after is {after!r}; news go to {session.n_events}")
         while session.news and session.news[0][0] <= after:
             session.n_blocks -= len(session.news.popleft()[1].keys)
         if not session.news:
             session.wake.clear()
             try:
-                async with asyncio.timeout(NEWS_WAIT_S):
+                async with asyncio.timeout(EVENTS_WAIT_S):
                     await session.wake.wait()
             except TimeoutError:
                 pass

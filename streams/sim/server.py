@@ -39,7 +39,7 @@ from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError, UnknownModel
 from streams.sim.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
 from streams.sim.model import (
-    BYTES_A_TOKEN,
+    BYTES_PER_TOKEN,
     EngineConfig,
     EngineModel,
     Finished,
@@ -188,7 +188,7 @@ class _Clock(ScaledClock):
             self._shift_ms = float(math.ceil(self.now_ms() - explicit_ms))
         return explicit_ms + self._shift_ms
 
-    def told_ms(self, model_ms: float) -> float:
+    def reported_ms(self, model_ms: float) -> float:
         """Give a model time on the client's axis, to the nanosecond."""
         return round(model_ms - (self._shift_ms or 0.0), 6)
 
@@ -268,7 +268,7 @@ class _Call:
         return "".join(map(chr, self.token_ids(start, end)))
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        n_prompt = len(self.request.tokens) // BYTES_A_TOKEN
+        n_prompt = len(self.request.tokens) // BYTES_PER_TOKEN
         return _unpack(answer_tokens(self.request.output_seed, n_prompt + start, end - start))
 
 
@@ -316,7 +316,7 @@ class SimServer:
             asyncio.create_task(self._publisher.serve_replays(), name=f"{self.config.worker}-replay"),
         ]
         if self.config.pool is not None:
-            self._link = PoolLink(self.config.pool, self.config, self._pool_said)
+            self._link = PoolLink(self.config.pool, self.config, self._on_pool_change)
             self._tasks.append(asyncio.create_task(self._link.run(), name=f"{self.config.worker}-pool"))
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -378,7 +378,7 @@ class SimServer:
         cleared = self.model.clear(now_ms) if clear else []
         self._publish(self._with_offloads([*outputs, *cleared]))
         for output in outputs:
-            self._tell(output)
+            self._deliver(output)
         return not clear or bool(cleared)
 
     def _with_offloads(self, outputs: Sequence[Output]) -> Iterator[Output | CxlChanged]:
@@ -398,7 +398,7 @@ class SimServer:
         if events and self._publisher is not None:
             self._publisher.publish(events)
 
-    def _pool_said(self, changed: CxlChanged | None, attached: bool) -> None:
+    def _on_pool_change(self, changed: CxlChanged | None, attached: bool) -> None:
         """The pool was found, or is gone, or told what became of blocks."""
         self.model.use_pool(attached)
         if changed is not None:
@@ -410,7 +410,7 @@ class SimServer:
         self.model.pool_answered(asked.request_id, n_blocks, wait_ms)
         self._wake.set()
 
-    def _tell(self, output: Output) -> None:
+    def _deliver(self, output: Output) -> None:
         """Hand a request's output to the handler that waits for it."""
         if isinstance(output, PoolAsked):
             assert self._link is not None  # else nobody asks
@@ -452,7 +452,7 @@ class SimServer:
             raise UnknownModel(f"The model `{model}` does not exist.")
         tokens = _prompt_tokens(body.get("prompt"))
         n_output = _whole(body, "max_tokens", MAX_TOKENS_DEFAULT, least=1)
-        n_prompt = len(tokens) // BYTES_A_TOKEN
+        n_prompt = len(tokens) // BYTES_PER_TOKEN
         limit = self.config.engine.n_tokens_max
         if n_prompt + n_output > limit:
             raise InvalidRequest(
@@ -543,7 +543,7 @@ class SimServer:
         return {
             "model_ttft_ms": round(finished.ttft_ms, 6),
             "model_latency_ms": round(finished.latency_ms, 6),
-            "model_finish_ms": self._clock.told_ms(finished.at_ms),
+            "model_finish_ms": self._clock.reported_ms(finished.at_ms),
             "cached_tokens": finished.cached_tokens,
             "pooled_tokens": finished.pooled_tokens,
             "prompt_tokens": finished.prompt_tokens,
@@ -604,7 +604,7 @@ class SimServer:
             "block_size": config.engine.block_size,
             "n_blocks": config.engine.n_blocks,
             "time_scale": config.time_scale,
-            "model_ms": self._clock.told_ms(self._clock.now_ms()),
+            "model_ms": self._clock.reported_ms(self._clock.now_ms()),
             "computed_tokens": self.model.stats().computed_tokens,
             "loaded_tokens": self.model.stats().loaded_tokens,
             "pool": None if self._link is None else self._link.info(),

@@ -56,11 +56,11 @@ def read_messages(
             silent_s = 0.0 if messages else silent_s + _POLL_S
             if silent_s > READ_STALL_S:
                 raise TableError(f"{topic} [{partition}] sent nothing for {READ_STALL_S:g} s")
-            told = [message for message in messages if message.error() is not None]
-            records = [message for message in messages if message.error() is None] if told else messages
+            errors = [message for message in messages if message.error() is not None]
+            records = [message for message in messages if message.error() is None] if errors else messages
             if records:
                 on_messages(records)
-            for message in told:
+            for message in errors:
                 error = message.error()
                 assert error is not None
                 if error.code() == KafkaError._PARTITION_EOF:
@@ -69,7 +69,7 @@ def read_messages(
                     return end
                 if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     raise OffsetLost(f"{topic} [{partition}] has no offset {start}")
-                if not error.retriable() and error.code() not in _PASSING:
+                if not error.retriable() and error.code() not in _TRANSIENT_ERRORS:
                     raise TableError(f"{topic} [{partition}] cannot be read: {error.str()}")
     except KafkaException as exc:
         raise TableError(f"{topic} [{partition}] cannot be read: {exc.args[0].str()}") from exc
@@ -78,4 +78,4 @@ def read_messages(
 
 
 #: A broker that restarts looks like these; the client goes on by itself.
-_PASSING = frozenset({KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT})
+_TRANSIENT_ERRORS = frozenset({KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT})

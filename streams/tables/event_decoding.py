@@ -44,7 +44,7 @@ from streams.tables.kernels.events import HEAD_WORDS, decode_batches
 from streams.tables.run_decoding import address_of, frame_header
 
 #: An event of one block is some 30 bytes; a record of shorter ones, when room for rows runs out, is decoded by itself.
-_BYTES_A_ROW = 16
+_BYTES_PER_ROW = 16
 _ROWS_MIN = 64
 
 
@@ -134,7 +134,7 @@ def decode_events(
     data = b"".join(filter(None, values))
     lengths = np.array([len(value) if value else 0 for value in values], dtype=np.int64)
     heads = np.empty((len(values), HEAD_WORDS), dtype=np.int64)
-    rows = np.empty((_ROWS_MIN + len(data) // _BYTES_A_ROW, EVENT_WORDS), dtype=np.int64)
+    rows = np.empty((_ROWS_MIN + len(data) // _BYTES_PER_ROW, EVENT_WORDS), dtype=np.int64)
     decode_batches(
         address_of(data),
         lengths.ctypes.data,

@@ -56,13 +56,13 @@ PARTITION_RECORD_EVERY_S = 1.0
 #: A worker begins this many transactions a second at most, unless whole batches wait: each partition in its turn, so
 #: that one of four waits for 10 ms. Each costs the broker four requests, be it of one record or of a hundred; at 1,000
 #: records a second it did little else, and what was saved in waiting was lost in its queue.
-TRANSACTIONS_A_SECOND = 400
+TRANSACTIONS_PER_SECOND_MAX = 400
 
 #: Where more records than this come between two of them, they wait for one another: twice as many, twice as long, at
 #: most so many times. Ranks and runs that change again meanwhile are written once, and at thousands of records a second
 #: it is that which broker and worker have no time for.
-RECORDS_A_TRANSACTION = 4
-WAITS_LONGER_MAX = 5.0
+RECORDS_PER_TRANSACTION = 4
+BATCH_WAIT_FACTOR_MAX = 5.0
 
 #: How much of what is known of the rate is of the last transaction.
 _RATE_WEIGHT = 0.1
@@ -92,7 +92,7 @@ IN_TRANSACTION = 0
 TOMBSTONES_AT_ONCE = 1000
 
 #: Times that one record may break the reducer, a fault of ours, before it goes to the dead letters.
-BREAKS_MAX = 3
+REDUCER_FAILURES_MAX = 3
 
 #: Bytes of a bad record's own headers that are kept with it.
 HEADER_BYTES_MAX = 16 * 1024
@@ -147,7 +147,7 @@ class Reducer(Protocol[Decoded]):
     def source_lost(self) -> None:
         """Records of the source were lost before this partition saw them."""
 
-    def look(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
+    def tick(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
         """What time alone brings, between `apply` and `take_changes`, at least every PARTITION_RECORD_EVERY_S.
 
         applied_until: up to what time, on the monotonic clock, all that was appended was applied; it asks the broker.
@@ -284,44 +284,44 @@ class TablePartition:
             if self.is_full:
                 return None
             topic = records[0].topic
-            wanted, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
+            next_offset, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
             before = -1
             for record in records:
-                if 0 <= before < wanted < record.offset:
-                    wanted = record.offset
+                if 0 <= before < next_offset < record.offset:
+                    next_offset = record.offset
                 before = record.offset
-                if record.offset == wanted:
-                    wanted += 1
+                if record.offset == next_offset:
+                    next_offset += 1
                     self._queue.append(record)
                     self._queued_bytes += len(record.value or b"")
-                elif record.offset > wanted:
-                    missing = wanted
+                elif record.offset > next_offset:
+                    missing = next_offset
                     break
                 elif record.offset <= applied:
                     known.append(record.handle)
-            if wanted != self._next.get(topic, 0):
-                self._next[topic] = wanted
+            if next_offset != self._next.get(topic, 0):
+                self._next[topic] = next_offset
                 self._lock.notify_all()
         if known:
             # Applied before, delivered again: the offset tells, so no verdict is needed.
             self._wiring.acknowledge(known)
         return missing
 
-    def wanted(self, topic: str) -> int | None:
+    def next_offset(self, topic: str) -> int | None:
         """Next offset to enqueue; None while opening."""
         with self._lock:
             return None if self._next is None else self._next.get(topic, 0)
 
-    def skip_to(self, topic: str, wanted: int, offset: int, lost: bool) -> None:
+    def skip_to(self, topic: str, next_offset: int, offset: int, lost: bool) -> None:
         """The log has nothing between the offset that was wanted and this one; `lost` if it had.
 
         Where another is wanted by now the partition was opened again meanwhile, and may want what lies before.
         """
         with self._lock:
-            if self._next is not None and self._next.get(topic, 0) == wanted < offset:
+            if self._next is not None and self._next.get(topic, 0) == next_offset < offset:
                 self._next[topic] = offset
-                first, last = self._skipped.get(topic, (wanted, wanted - 1))
-                self._skipped[topic] = (first if last + 1 == wanted else wanted, offset - 1)
+                first, last = self._skipped.get(topic, (next_offset, next_offset - 1))
+                self._skipped[topic] = (first if last + 1 == next_offset else next_offset, offset - 1)
                 self._lost = self._lost or lost
                 self._lock.notify_all()
 
@@ -384,13 +384,13 @@ class TablePartition:
 
     def _await_ownership(self) -> bool:
         """Wait until the group says that the partition is ours; False where it was taken away meanwhile."""
-        told = False
+        logged = False
         while not self._stopping:
             if self._wiring.is_ours(self.partition):
                 return True
-            if not told:
+            if not logged:
                 log.warning("partition %d is another worker's, or nobody's yet: nothing is written", self.partition)
-                told = True
+                logged = True
             with self._lock:
                 if not self._stopping:
                     self._lock.wait(OWNERSHIP_POLL_S)
@@ -454,8 +454,8 @@ class TablePartition:
             self._skipped.clear()
             self._asked = None
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
-            wanted = dict(self._next)
-        self._wiring.opened(self.partition, wanted)
+            next_offset = dict(self._next)
+        self._wiring.opened(self.partition, next_offset)
 
     def _follows(self, kept: list[SourceRecord]) -> bool:
         """Whether nothing lies between what is applied and these; a table that begins anew is behind them."""
@@ -588,8 +588,8 @@ class TablePartition:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
             if not self._queue and not self._stopping and not self._suspended and due > 0:
                 self._lock.wait(due)
-            usual_s = self._wiring.partitions_open() / TRANSACTIONS_A_SECOND
-            step_s = usual_s * min(max(self._came / RECORDS_A_TRANSACTION, 1.0), WAITS_LONGER_MAX)
+            usual_s = self._wiring.partitions_open() / TRANSACTIONS_PER_SECOND_MAX
+            step_s = usual_s * min(max(self._came / RECORDS_PER_TRANSACTION, 1.0), BATCH_WAIT_FACTOR_MAX)
             rest_s = self._took_at + step_s - time.monotonic()
             if self._queue and rest_s > 0:
                 self._lock.wait_for(
@@ -647,7 +647,7 @@ class TablePartition:
             if (done := self._done_with(topic)) > applied:
                 self._applied[topic] = done
                 self._sources[topic] = replace(self._sources[topic], applied_offset=done)
-        outgoing = self._reducer.look(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
+        outgoing = self._reducer.tick(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
         dead += self._reducer.take_refused()
         changes = self._reducer.take_changes()
         changes.setdefault(self._wiring.tables[0], []).append(
@@ -683,7 +683,7 @@ class TablePartition:
     def _apply(self, record: SourceRecord, decoded: Any) -> None:
         """Hand a record to the reducer; one that breaks it every time is a dead letter, not the partition's end."""
         assert self._reducer is not None
-        if self._breaker == (record.topic, record.offset) and self._breaks >= BREAKS_MAX:
+        if self._breaker == (record.topic, record.offset) and self._breaks >= REDUCER_FAILURES_MAX:
             raise BadRecord("internal_error", f"applying it failed {self._breaks} times")
         try:
             self._reducer.apply(record, decoded)
@@ -758,9 +758,9 @@ class TablePartition:
         # does. One that is not delivered fails the commit by itself.
         for table, records in changes.items():
             topic = table.changelog_topic
-            for told, some in ((delivered, records[:1]), (None, records[1:-1]), (delivered, records[1:][-1:])):
+            for callback, some in ((delivered, records[:1]), (None, records[1:-1]), (delivered, records[1:][-1:])):
                 for key, value in some:
-                    produce(kafka, topic, self.partition, key, value, told)
+                    produce(kafka, topic, self.partition, key, value, callback)
         for out in outgoing:
             produce(kafka, out.topic, self.partition, out.key, out.value, delivered)
         for record, exc in dead:

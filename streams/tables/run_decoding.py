@@ -22,7 +22,7 @@ from streams.tables.kernels.avro import HEADER_BYTES
 from streams.tables.kernels.runs import LABEL_ROW_WORDS, OTHER, decode_labels, decode_records
 
 #: Each block of a record is in it as a local and an engine hash.
-_BYTES_A_BLOCK = 16
+_BYTES_PER_BLOCK = 16
 
 #: Labels that are kept as they are: of 64 layers with 256 experts each.
 _KEPT_LABELS = 16_384
@@ -57,7 +57,7 @@ def address_of(data: bytes) -> int:
 def decode(data: bytes, lengths: Int64Array) -> tuple[RunColumns, list[int]]:
     """Decode what `join` gave; see `decode_runs`."""
     n_records = len(lengths) // 2
-    columns = RunColumns(n_records, len(data) // _BYTES_A_BLOCK, data)
+    columns = RunColumns(n_records, len(data) // _BYTES_PER_BLOCK, data)
     n_others = decode_records(
         address_of(data), len(data), lengths.ctypes.data, n_records, *frame_header("prefix-index-run"), columns.address
     )

@@ -19,7 +19,7 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, Epoch, Int64Array, RankId, SequenceHash, Tier
 from streams.core.index.arenas import Arena
 from streams.core.reducer.kernels import layout
-from streams.core.reducer.kernels.changes import apply_rows, end_rank, next_stale, restate_run, room_for
+from streams.core.reducer.kernels.changes import apply_rows, end_rank, next_stale, reserve_blocks, restate_run
 from streams.core.reducer.kernels.maps import move_entries
 from streams.core.reducer.run_store import Applied
 from streams.core.runs import Run
@@ -46,7 +46,7 @@ RANKS_MAX = 1 << 16
 #: Slots of a map at first.
 _SLOTS_FIRST = 1 << 12
 #: Records written in one call of the kernel, and read back in one.
-_RECORDS_A_CALL = 1024
+_RECORDS_PER_CALL = 1024
 #: Tombstones owed that were written, before those still owed are moved to the front.
 _STALE_SLACK = 1 << 16
 
@@ -83,8 +83,8 @@ class RunTable:
         self._numbers: dict[RankId, int] = {}
         self._ranks = self._arenas[layout.RANKS].words.reshape(-1, layout.RANK_WORDS)
         self._columns = self._arenas[layout.COLUMNS].words.reshape(-1, layout.COLUMN_WORDS)
-        self._out = np.empty(_RECORDS_A_CALL * RECORD_BYTES_MAX, dtype=np.uint8)
-        self._ends = np.empty(_RECORDS_A_CALL + 1, dtype=np.int64)
+        self._out = np.empty(_RECORDS_PER_CALL * RECORD_BYTES_MAX, dtype=np.uint8)
+        self._ends = np.empty(_RECORDS_PER_CALL + 1, dtype=np.int64)
         self._header = frame_header("prefix-index-run")
 
     # -- what RunStore says -----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class RunTable:
         table, address, kept = rows_of(events)
         number = self._number(rank)
         while (room := apply_rows(self._at, number, address, len(table))) != 0:
-            self._make_room(room, int(table[:, layout.EVENT_BLOCKS].sum()))
+            self._grow_table(room, int(table[:, layout.EVENT_BLOCKS].sum()))
         del kept  # until here, since the rows point into it
         n_parents, before_clear, n_removals, n_clears = self._words[layout.MET : layout.MET_END].tolist()
         if n_clears or n_parents or n_removals:
@@ -137,7 +137,7 @@ class RunTable:
                     local.ctypes.data,
                 )
             ) != 0:
-                self._make_room(room, len(engine))
+                self._grow_table(room, len(engine))
 
     def n_blocks(self, rank: RankId) -> int:
         """See RunStore."""
@@ -152,13 +152,13 @@ class RunTable:
         changes: list[Change] = []
         out = self._out.ctypes.data
         n_emptied = int(self._words[layout.N_EMPTIED])
-        for begin in range(0, n_emptied, _RECORDS_A_CALL):
-            changes += self._tombstones(encode_emptied(self._at, begin, out, _RECORDS_A_CALL))
+        for begin in range(0, n_emptied, _RECORDS_PER_CALL):
+            changes += self._tombstones(encode_emptied(self._at, begin, out, _RECORDS_PER_CALL))
         self._words[layout.N_EMPTIED] = 0
         begin = 0
         while int(self._words[layout.N_DIRTY]):
             begin = encode_dirty(
-                self._at, begin, out, self._out.nbytes, self._ends.ctypes.data, _RECORDS_A_CALL, *self._header
+                self._at, begin, out, self._out.nbytes, self._ends.ctypes.data, _RECORDS_PER_CALL, *self._header
             )
             written = int(self._ends[0])
             ends = self._ends[1 : written + 1].tolist()
@@ -168,7 +168,7 @@ class RunTable:
                 changes.append((data[at : at + KEY_BYTES], data[at + KEY_BYTES : end]))
                 at = end
         while tombstones_max > 0:
-            written = encode_stale(self._at, out, min(tombstones_max, _RECORDS_A_CALL))
+            written = encode_stale(self._at, out, min(tombstones_max, _RECORDS_PER_CALL))
             if not written:
                 break
             changes += self._tombstones(written)
@@ -206,8 +206,8 @@ class RunTable:
         """
         data, lengths = join(records)
         n_blocks = len(data) // 16
-        while (room := room_for(self._at, n_blocks)) != 0:
-            self._make_room(room, n_blocks)
+        while (room := reserve_blocks(self._at, n_blocks)) != 0:
+            self._grow_table(room, n_blocks)
         labels = np.empty(layout.LABEL_WORDS, dtype=np.int64)
         others = load_records(
             self._at,
@@ -303,7 +303,7 @@ class RunTable:
         data = self._out[: n_keys * KEY_BYTES].tobytes()
         return [(data[at : at + KEY_BYTES], None) for at in range(0, len(data), KEY_BYTES)]
 
-    def _make_room(self, why: int, n_blocks: int) -> None:
+    def _grow_table(self, why: int, n_blocks: int) -> None:
         """Grow the maps for so many blocks more; raises IndexFull where more than that is lacking."""
         if why == layout.FULL:
             raise IndexFull(f"a partition has no room for {n_blocks} blocks more")

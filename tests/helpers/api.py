@@ -126,7 +126,7 @@ class Api:
         answer: dict[str, Any] = self.call("POST", "/route", asked).given()
         return answer
 
-    def look(self, **asked: Any) -> dict[str, Any]:
+    def ask(self, **asked: Any) -> dict[str, Any]:
         """Route without booking, with every candidate's terms."""
         return self.route(**asked, update_states=False, explain=True)
 

@@ -30,11 +30,11 @@ _POLL_MS = 20
 
 
 class EngineDouble:
-    """One engine process. tells_start: whether /metrics say when it began; kept: batches of its replay buffer;
+    """One engine process. reports_start: whether /metrics say when it began; kept: batches of its replay buffer;
     prefix: frames before the number in a replay's answers."""
 
-    def __init__(self, *, tells_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
-        self.tells_start = tells_start
+    def __init__(self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
+        self.reports_start = reports_start
         self._prefix = list(prefix)
         self._ports = [free_port() for _ in range(3)]
         self.url, self.events, self.replay = (
@@ -82,7 +82,7 @@ class EngineDouble:
         self.started_s = time.time()
         self._start()
 
-    def tell(self, *events: Any, live: bool = True) -> int:
+    def publish(self, *events: Any, live: bool = True) -> int:
         """One batch; live: whether the subscriber gets it, or only the replay buffer. Gives its number."""
         payload = msgpack.packb([time.time(), list(events), 0])
         with self._lock:
@@ -98,18 +98,18 @@ class EngineDouble:
         names = [first_token * 1000 + n for n in range(n_blocks)]
         chain = chain_hashes(local_hashes(tokens, BLOCK_SIZE, 1337).tolist(), None)
         self.held.update(zip(names, chain, strict=True))
-        return self.tell(["BlockStored", names, None, tokens, BLOCK_SIZE, None, "GPU"], live=live)
+        return self.publish(["BlockStored", names, None, tokens, BLOCK_SIZE, None, "GPU"], live=live)
 
     def remove(self, first_token: int, n: int = 0, *, live: bool = True) -> int:
         """Remove one block of such a prompt."""
         name = first_token * 1000 + n
         del self.held[name]
-        return self.tell(["BlockRemoved", [name], "GPU"], live=live)
+        return self.publish(["BlockRemoved", [name], "GPU"], live=live)
 
     def clear(self) -> int:
         """Clear the cache."""
         self.held.clear()
-        return self.tell(["AllBlocksCleared"])
+        return self.publish(["AllBlocksCleared"])
 
     @property
     def truth(self) -> set[tuple[Tier, int]]:
@@ -146,7 +146,7 @@ def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
                 body = json.dumps({"data": [{"id": "m"}]})
             else:
                 engine.answers.wait()
-                told = f"process_start_time_seconds {engine.started_s}" if engine.tells_start else "up 1"
+                told = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
                 body = f"# TYPE x gauge\n{told}\n{engine.gauges}"
             self.send_response(200)
             self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")

@@ -68,7 +68,7 @@ class Silence:
     rank: RankId
 
 
-Told = EngineBatch | Silence
+ReferenceInput = EngineBatch | Silence
 
 
 @dataclass
@@ -142,7 +142,7 @@ class ReferenceFleet:
     def __init__(self) -> None:
         self.ranks: dict[RankId, ReferenceRank] = {}
 
-    def apply(self, told: Told) -> str:
+    def apply(self, told: ReferenceInput) -> str:
         """Apply a batch; gives what became of it, as the agents count it."""
         if isinstance(told, Silence):
             self.ranks[told.rank].silent = True
@@ -159,7 +159,7 @@ class ReferenceFleet:
             case RestatementChunk():
                 return self.restate(rank, told, told.body)
             case EngineEvents(events):
-                return self.tell(rank, told, events)
+                return self.apply_events(rank, told, events)
         raise AssertionError(told.body)
 
     def begins(self, rank: ReferenceRank, batch: EngineBatch) -> bool | None:
@@ -175,7 +175,7 @@ class ReferenceFleet:
             return None
         return True
 
-    def tell(self, rank: ReferenceRank, batch: EngineBatch, events: Iterable[KvEvent]) -> str:
+    def apply_events(self, rank: ReferenceRank, batch: EngineBatch, events: Iterable[KvEvent]) -> str:
         """An ordinary batch."""
         begins = self.begins(rank, batch)
         if begins is None:
@@ -474,11 +474,11 @@ def random_history(
     first, which also brings a removed worker back in the same life; only their offsets tell such batches from repeats.
     bridged: there are heartbeats and restatements too, of which the same is true.
     """
-    history = told_history(rng, n_batches, n_ranks, model, block_size, n_blocks_max, begins=begins, bridged=bridged)
+    history = input_history(rng, n_batches, n_ranks, model, block_size, n_blocks_max, begins=begins, bridged=bridged)
     return [told for told in history if isinstance(told, EngineBatch)]
 
 
-def told_history(
+def input_history(
     rng: random.Random,
     n_batches: int,
     n_ranks: int,
@@ -489,12 +489,12 @@ def told_history(
     begins: bool = False,
     bridged: bool = False,
     silences: bool = False,
-) -> list[Told]:
+) -> list[ReferenceInput]:
     """See random_history. silences: ranks fall silent, and silent workers are expired."""
     told = ReferenceFleet()
     prompts = _prompts(rng)
     engines = [_Engine(rng, RankId(WorkerId(n // 2 + 1), DpRank(n % 2)), told, prompts) for n in range(n_ranks)]
-    history: list[Told] = []
+    history: list[ReferenceInput] = []
     while len(history) < n_batches:
         engine = rng.choice(engines)
         news = _bridge(rng, engine, told, model, block_size, silences=silences) if bridged else []
@@ -549,7 +549,7 @@ def told_history(
 
 def _bridge(
     rng: random.Random, engine: _Engine, told: ReferenceFleet, model: str, block_size: int, *, silences: bool
-) -> list[Told]:
+) -> list[ReferenceInput]:
     """What a bridge says of a rank beside its batches, and what is said of one that says nothing; mostly nothing."""
     rank = told.ranks.get(engine.rank)
     kind = rng.random()
@@ -557,8 +557,8 @@ def _bridge(
         return []
     if kind < 0.08:
         heartbeat = _batch(engine, model, block_size, Heartbeat("b", rng.choice((1000, 1000, 3000))))
-        told_of = max(engine.sequence + rng.choice((0, 0, 0, 0, 1)), BEFORE_FIRST)
-        return [replace(heartbeat, sequence=told_of)]
+        inputs_of = max(engine.sequence + rng.choice((0, 0, 0, 0, 1)), BEFORE_FIRST)
+        return [replace(heartbeat, sequence=inputs_of)]
     if kind < 0.16:
         return list(_restatement(rng, engine, rank, model, block_size))
     worker = {each: state for each, state in told.ranks.items() if each.worker_id == engine.worker_id}
@@ -568,7 +568,7 @@ def _bridge(
         quiet = [each for each, state in worker.items() if not state.removed and rng.random() < 0.7]
         if rng.random() < 0.5:
             return [Silence(each) for each in quiet]
-        everybody: list[Told] = [Silence(each) for each, state in worker.items() if not state.removed]
+        everybody: list[ReferenceInput] = [Silence(each) for each, state in worker.items() if not state.removed]
         return [*everybody, _batch(engine, model, block_size, WorkerRemoved("silent", rank.sequence))]
     seen = rank.sequence + rng.choice((0, 0, 0, -1))
     return [_batch(engine, model, block_size, WorkerRemoved("silent", max(seen, BEFORE_FIRST)))]

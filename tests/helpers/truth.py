@@ -37,7 +37,7 @@ FOLLOWED_MAX = 5
 
 #: Batches of one piece of a history, and more lives than any engine has in one.
 PIECE_BATCHES = 5_000
-PIECE_LIVES = 1_000_000
+PIECE_INCARNATIONS = 1_000_000
 
 _PUBLISH_TIMEOUT_S = 60.0
 
@@ -98,10 +98,10 @@ def long_history(seed: int, n_batches: int) -> Iterator[EngineBatch]:
     for number, begin in enumerate(range(0, n_batches, PIECE_BATCHES)):
         piece = random_history(rng, n_batches=min(PIECE_BATCHES, n_batches - begin), n_ranks=12, bridged=True)
         for batch in piece:
-            yield replace(batch, incarnation=Incarnation(batch.incarnation + number * PIECE_LIVES))
+            yield replace(batch, incarnation=Incarnation(batch.incarnation + number * PIECE_INCARNATIONS))
 
 
-class Standing(NamedTuple):
+class ExpectedRank(NamedTuple):
     """How far a rank has come; what was applied twice, or not at all, shows in it."""
 
     incarnation: int
@@ -115,7 +115,7 @@ class Truth:
     """What every router must come to hold."""
 
     facts: set[Fact]
-    ranks: dict[tuple[int, int], Standing]
+    ranks: dict[tuple[int, int], ExpectedRank]
 
 
 def truth_of(reference: ReferenceFleet) -> Truth:
@@ -123,7 +123,7 @@ def truth_of(reference: ReferenceFleet) -> Truth:
     return Truth(
         {(rank.worker_id, rank.dp_rank, int(tier), block) for rank, tier, block in reference.members()},
         {
-            (rank.worker_id, rank.dp_rank): Standing(*told.epoch, told.sequence, told.n_unknown_parents)
+            (rank.worker_id, rank.dp_rank): ExpectedRank(*told.epoch, told.sequence, told.n_unknown_parents)
             for rank, told in reference.ranks.items()
         },
     )
@@ -132,7 +132,7 @@ def truth_of(reference: ReferenceFleet) -> Truth:
 def view_of(url: str) -> Truth:
     """Give what a router holds."""
     ranks = {
-        (rank["worker_id"], rank["dp_rank"]): Standing(
+        (rank["worker_id"], rank["dp_rank"]): ExpectedRank(
             rank["incarnation"], rank["generation"], rank["sequence"], rank["unknown_parents"]
         )
         for rank in get_json(f"{url}/state")["ranks"]

@@ -43,7 +43,7 @@ LEASE_S = 3.0
 
 
 @dataclass
-class Told:
+class KafkaLog:
     """All that kv-events say of one rank, folded as an agent would that knows events only."""
 
     batches: list[EngineBatch] = field(default_factory=list)
@@ -73,8 +73,8 @@ class Told:
         return [batch for batch in self.batches if isinstance(batch.body, RestatementChunk)]
 
 
-def read_told(settings: Settings) -> Told:
-    told = Told()
+def read_log(settings: Settings) -> KafkaLog:
+    told = KafkaLog()
 
     def take(records: list[Record]) -> None:
         told.batches += [decode_batch(record.value) for record in records]
@@ -93,11 +93,11 @@ def registered(settings: Settings) -> Worker | None:
     return found[-1]
 
 
-def await_told(settings: Settings, truth: Callable[[Told], bool], what: str) -> Told:
-    last = [Told()]
+def await_log(settings: Settings, truth: Callable[[KafkaLog], bool], what: str) -> KafkaLog:
+    last = [KafkaLog()]
 
     def reached() -> bool:
-        last[0] = read_told(settings)
+        last[0] = read_log(settings)
         return truth(last[0])
 
     wait_for(reached, VISIBLE_TIMEOUT_S, what, 0.1)
@@ -111,7 +111,7 @@ def ask(settings: Settings, incarnation: int, sequence: int) -> None:
     assert client.flush(10.0) == 0
 
 
-def restated(told: Told) -> tuple[bool, set[tuple[Tier, int]]]:
+def restated(told: KafkaLog) -> tuple[bool, set[tuple[Tier, int]]]:
     """The last restatement: whether it says exact, and what it holds."""
     last = told.chunks[-1].body
     assert isinstance(last, RestatementChunk)
@@ -136,7 +136,7 @@ def bridge_to(stack: Stack, engine: EngineDouble) -> Child:
 @pytest.fixture(params=[True, False], ids=["metrics tell", "metrics silent"])
 def engine(request: pytest.FixtureRequest) -> Iterator[EngineDouble]:
     """An engine that tells when it started, or not."""
-    with EngineDouble(tells_start=request.param) as double:
+    with EngineDouble(reports_start=request.param) as double:
         yield double
 
 
@@ -148,16 +148,16 @@ def test_dropped_batches_are_filled_in_order_and_what_is_forgotten_is_told(
     with EngineDouble(kept=6, prefix=prefix) as engine:
         engine.store(1)
         bridge = bridge_to(short, engine)
-        await_told(short.settings, lambda told: told.numbers() == [0] if told.lives else False, "the first batch")
+        await_log(short.settings, lambda told: told.numbers() == [0] if told.lives else False, "the first batch")
         engine.store(100, live=False)
         engine.remove(1, 1, live=False)
         engine.store(200)
-        told = await_told(short.settings, lambda told: told.facts == engine.truth, "the gap to be filled")
+        told = await_log(short.settings, lambda told: told.facts == engine.truth, "the gap to be filled")
         assert told.numbers() == [0, 1, 2, 3]
         engine.store(300, live=False)  # the last before a quiet time is asked for as well
-        told = await_told(short.settings, lambda told: told.facts == engine.truth, "the last batch")
+        told = await_log(short.settings, lambda told: told.facts == engine.truth, "the last batch")
         ask(short.settings, told.lives[-1], 2)
-        told = await_told(short.settings, lambda told: bool(told.chunks), "a restatement")
+        told = await_log(short.settings, lambda told: bool(told.chunks), "a restatement")
         assert restated(told) == (True, engine.truth)
         assert told.chunks[-1].sequence == 4
 
@@ -165,23 +165,23 @@ def test_dropped_batches_are_filled_in_order_and_what_is_forgotten_is_told(
         for n in range(9):
             engine.store(1000 + 100 * n, live=n > 4)
         bridge.signal(signal.SIGCONT)
-        told = await_told(short.settings, lambda told: told.numbers()[-1:] == [13], "what the engine has kept")
+        told = await_log(short.settings, lambda told: told.numbers()[-1:] == [13], "what the engine has kept")
         lost = sorted(set(range(14)) - set(told.numbers()))
         assert lost and max(lost) <= 7 and told.numbers() == sorted(set(told.numbers()))
         time.sleep(1.1)  # a restatement a second at most
         ask(short.settings, told.lives[-1], told.numbers()[-1])
         n_chunks = len(told.chunks)
-        told = await_told(short.settings, lambda told: len(told.chunks) > n_chunks, "a second restatement")
+        told = await_log(short.settings, lambda told: len(told.chunks) > n_chunks, "a second restatement")
         exact, facts = restated(told)
         assert not exact and facts < engine.truth
 
         engine.clear()
         engine.store(5000)
-        await_told(short.settings, lambda told: told.facts == engine.truth, "what is held behind a clear")
+        await_log(short.settings, lambda told: told.facts == engine.truth, "what is held behind a clear")
         time.sleep(1.1)
         ask(short.settings, told.lives[-1], 15)
         n_chunks = len(told.chunks)
-        told = await_told(short.settings, lambda told: len(told.chunks) > n_chunks, "a third restatement")
+        told = await_log(short.settings, lambda told: len(told.chunks) > n_chunks, "a third restatement")
         assert restated(told) == (True, engine.truth)
 
 
@@ -190,7 +190,7 @@ def test_an_engine_that_restarts_keeps_credit_for_nothing(short: Stack, engine: 
     engine.store(1)
     engine.store(100)
     bridge = bridge_to(short, engine)
-    told = await_told(short.settings, lambda told: told.facts == engine.truth, "what it holds")
+    told = await_log(short.settings, lambda told: told.facts == engine.truth, "what it holds")
     assert len(told.lives) == 1
 
     engine.restart()
@@ -198,7 +198,7 @@ def test_an_engine_that_restarts_keeps_credit_for_nothing(short: Stack, engine: 
     engine.store(2000, live=False)
     engine.store(3000, live=False)
     engine.store(4000)  # the first number that the bridge hears of lies behind the last that it knew
-    told = await_told(short.settings, lambda told: told.facts == engine.truth, "the second life")
+    told = await_log(short.settings, lambda told: told.facts == engine.truth, "the second life")
     assert len(told.lives) == 2 and told.numbers() == [0, 1, 2, 3]
 
     bridge.kill()
@@ -206,7 +206,7 @@ def test_an_engine_that_restarts_keeps_credit_for_nothing(short: Stack, engine: 
     for n in range(5):
         engine.store(10_000 + 100 * n, live=False)
     bridge.start()
-    told = await_told(short.settings, lambda told: told.facts == engine.truth, "the third life")
+    told = await_log(short.settings, lambda told: told.facts == engine.truth, "the third life")
     assert len(told.lives) == 3 and told.numbers() == [0, 1, 2, 3, 4]
     assert told.lives == sorted(told.lives)
 
@@ -216,20 +216,20 @@ def test_a_bridge_that_restarts_goes_on_where_the_dead_one_ended(short: Stack, e
     engine.store(1)
     engine.store(100)
     bridge = bridge_to(short, engine)
-    await_told(short.settings, lambda told: told.facts == engine.truth, "what it holds")
+    await_log(short.settings, lambda told: told.facts == engine.truth, "what it holds")
     bridge.kill()
     engine.store(200, live=False)
     engine.remove(1, 1, live=False)
     bridge.start()
-    told = await_told(short.settings, lambda told: told.facts == engine.truth, "what came meanwhile")
+    told = await_log(short.settings, lambda told: told.facts == engine.truth, "what came meanwhile")
     engine.remove(100, 1)
-    told = await_told(short.settings, lambda told: told.facts == engine.truth, "the removal of an old name")
+    told = await_log(short.settings, lambda told: told.facts == engine.truth, "the removal of an old name")
     assert len(told.lives) == 1 and told.numbers() == [0, 1, 2, 3, 4]
 
 
 def test_a_ledger_is_rebuilt_from_the_table_when_the_engine_has_forgotten(short: Stack, engine: EngineDouble) -> None:
     """With the first batches gone from the replay buffer, nothing is lost, doubled or taken for a new life."""
-    forgetful = EngineDouble(kept=2, tells_start=engine.tells_start)
+    forgetful = EngineDouble(kept=2, reports_start=engine.reports_start)
     with forgetful:
         worker = short.worker()
         bridge = bridge_to(short, forgetful)
@@ -246,7 +246,7 @@ def test_a_ledger_is_rebuilt_from_the_table_when_the_engine_has_forgotten(short:
         forgetful.remove(101, 0)
         assert_truth(worker, forgetful)
         assert (incarnation(worker, 7), health(worker)[7]) == (before, "exact")
-        assert read_told(short.settings).numbers() == list(range(9))
+        assert read_log(short.settings).numbers() == list(range(9))
 
 
 def assert_truth(router: RouterProcess, engine: EngineDouble) -> None:
@@ -304,7 +304,7 @@ def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None
     prompts(40_000)
     assert_known(worker, engines)
     assert health(worker) == {7: "exact"}
-    told = read_told(short.settings)
+    told = read_log(short.settings)
     assert len(told.lives) == 1 and told.numbers() == sorted(set(told.numbers()))  # nothing was fed twice
     found = registered(short.settings)
     assert found is not None and found.state.value == "cordoned"
@@ -336,10 +336,10 @@ def test_a_bridge_says_that_it_is_there(short: Stack) -> None:
         engine.store(1)
         bridge_to(short, engine)
 
-        def beats(told: Told) -> list[EngineBatch]:
+        def beats(told: KafkaLog) -> list[EngineBatch]:
             return [batch for batch in told.batches if isinstance(batch.body, Heartbeat)]
 
-        told = await_told(short.settings, lambda told: len(beats(told)) >= 3, "three heartbeats")
+        told = await_log(short.settings, lambda told: len(beats(told)) >= 3, "three heartbeats")
         # A bridge that dies before its first third is over is missed, too: it has promised to be heard of.
         begun, promised = told.batches[:2]
         assert begun.sequence == promised.sequence == BEFORE_FIRST and isinstance(promised.body, Heartbeat)

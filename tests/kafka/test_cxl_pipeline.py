@@ -20,9 +20,8 @@ from streams.codec import encode_batch
 from streams.core.events import CxlMetadata, MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, SequenceHash, WorkerId
-from streams.cxl.agent import partition_plan
-from streams.cxl.directory import PoolDirectory
 from streams.cxl.events import BlockAddress
+from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.engines.publisher import KvEventPublisher
@@ -32,6 +31,7 @@ from streams.local.kafka import LocalKafka, LocalKafkaConfig
 from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings, as_environ, tables_path
+from streams.tables.cxl_reducer import partition_plan
 from streams.tables.partition import scope_of
 from streams.tables.store import PartitionStore
 from streams.topics import topics
@@ -61,7 +61,7 @@ def blocks_of(url: str) -> Blocks:
 
 
 @dataclass
-class Told:
+class TransitionSender:
     """Writes a history to both topics, in pieces, and knows what must come of it."""
 
     settings: Settings
@@ -119,7 +119,7 @@ class Told:
 def test_a_worker_killed_at_an_effect_leaves_pooled_blocks_as_they_were(stack: Stack, effect: int) -> None:
     """Inside its transaction, or before or behind any step: another one goes on to the reference's rows."""
     stack.settings = replace(stack.settings, batch_records_max=10)  # so that there are transactions enough
-    told = Told(stack.settings, random_history(effect, 200, 250))
+    told = TransitionSender(stack.settings, random_history(effect, 200, 250))
     ensure_topics(stack.settings, topics(stack.settings).all())
     told.publish(0.7)
     times = 12 if effect in (0, 5, 6, 7) else 150  # of transactions, or of records
@@ -152,7 +152,7 @@ def test_rows_outlive_kill_9_a_deleted_disk_and_are_the_same_on_every_router(sta
     """What was parked, too: the changelog alone brings everything back, to a new owner and to a late router."""
     seed = random.randrange(1 << 16)
     print(f"seed {seed}")
-    told = Told(stack.settings, random_history(seed, 300, 400))
+    told = TransitionSender(stack.settings, random_history(seed, 300, 400))
     worker = stack.worker()
     told.publish(0.3)
     told.assert_known(worker)
@@ -191,7 +191,7 @@ def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -
     print(f"seed {seed}")
     try:
         settings = replace(scope, kafka=broker.up().bootstrap)
-        told = Told(settings, random_history(seed, 300, 400))
+        told = TransitionSender(settings, random_history(seed, 300, 400))
         with Children() as children:
             stack = Stack(settings, tmp_path / "stack", children)
             worker = stack.worker()
@@ -313,7 +313,7 @@ def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_it
     assert get_json(f"{late.url}/pools") == get_json(f"{worker.url}/pools")
 
 
-def look(router: RouterProcess, tokens: list[int], **query: Any) -> dict[str, Any]:
+def ask(router: RouterProcess, tokens: list[int], **query: Any) -> dict[str, Any]:
     """Ask without booking, with every candidate's terms."""
     asked = {"token_ids": tokens, "update_states": False, "explain": True}
     if query:
@@ -322,21 +322,23 @@ def look(router: RouterProcess, tokens: list[int], **query: Any) -> dict[str, An
     return answer
 
 
-def beside(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
+def supplementary(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
     """Own, pooled and matching blocks by worker."""
-    names = ("overlap_blocks", "cxl_accessible_blocks", "moe_blocks")
+    names = ("scores", "cxl_accessible_scores", "moe_scores")
     return {each["worker_id"]: tuple(each[name] for name in names) for each in answer["candidates"]}
 
 
-def await_beside(
+def await_supplementary(
     router: RouterProcess, wanted: dict[int, tuple[int, int, int]], tokens: list[int], **query: Any
 ) -> int:
     """Wait until a choice is made by these terms; gives the worker chosen."""
     try:
-        wait_for(lambda: beside(look(router, tokens, **query)) == wanted, VISIBLE_TIMEOUT_S, "the terms of a choice")
+        wait_for(
+            lambda: supplementary(ask(router, tokens, **query)) == wanted, VISIBLE_TIMEOUT_S, "the terms of a choice"
+        )
     finally:
-        answer = look(router, tokens, **query)
-        assert beside(answer) == wanted
+        answer = ask(router, tokens, **query)
+        assert supplementary(answer) == wanted
     chosen: int = answer["worker_id"]
     return chosen
 
@@ -356,24 +358,24 @@ def test_a_request_goes_where_a_dead_owners_pooled_prefix_is_reached_and_labels_
     with KvEventPublisher(stack.settings, worker_id=3, model="m") as publisher:
         publisher.stored([31], tokens[:16], moe=MoeLabels(2, 7, 3))
         publisher.stored([32], tokens[16:32], parent=31)
-    assert await_beside(worker, {1: (0, 4, 0), 2: (0, 4, 0), 3: (2, 0, 0)}, tokens) in (1, 2)
+    assert await_supplementary(worker, {1: (0, 4, 0), 2: (0, 4, 0), 3: (2, 0, 0)}, tokens) in (1, 2)
     call(worker, "DELETE", "/workers/1")
     late = stack.router("late")
     for router in (worker, late):
-        assert await_beside(router, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
-        assert await_beside(router, {2: (0, 4, 0), 3: (2, 0, 1)}, tokens, layer_id=2, expert_ids=[7]) == 2
+        assert await_supplementary(router, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
+        assert await_supplementary(router, {2: (0, 4, 0), 3: (2, 0, 1)}, tokens, layer_id=2, expert_ids=[7]) == 2
         strict = {"layer_id": 2, "expert_group": 3, "fallback_to_unlabeled": False}
-        assert await_beside(router, {3: (2, 0, 1)}, tokens, **strict) == 3
+        assert await_supplementary(router, {3: (2, 0, 1)}, tokens, **strict) == 3
     with KvEventPublisher(stack.settings, worker_id=2, model="m") as publisher:  # a hole that nobody's pool has
         publisher.stored([21, 22], tokens[:32])
         publisher.removed([21])
         publisher.flush()
-        assert await_beside(worker, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
+        assert await_supplementary(worker, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
         publisher.stored([21], tokens[:16])  # two of its own, and then two that are pooled
-        assert await_beside(worker, {2: (2, 2, 0), 3: (2, 0, 0)}, tokens) == 2
+        assert await_supplementary(worker, {2: (2, 2, 0), 3: (2, 0, 0)}, tokens) == 2
     call(worker, "DELETE", f"/pools/{POOL}")
     for router in (worker, late):
-        await_beside(router, {2: (2, 0, 0), 3: (2, 0, 0)}, tokens)
+        await_supplementary(router, {2: (2, 0, 0), 3: (2, 0, 0)}, tokens)
 
 
 def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack) -> None:
@@ -438,7 +440,7 @@ def test_the_publisher_of_the_page_tells_of_labels_and_pools(stack: Stack) -> No
     await_reach(worker, dict.fromkeys((11, 12, 13), ("cxl_pooled", [7, 8])))
     tokens = list(range(48))
     query = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
-    await_beside(worker, {7: (3, 0, 2), 8: (0, 3, 0)}, tokens, **query)
+    await_supplementary(worker, {7: (3, 0, 2), 8: (0, 3, 0)}, tokens, **query)
 
 
 def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_again(
@@ -453,7 +455,7 @@ def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_aga
         bridge = bridge_to(stack, engine)
         wait_for(lambda: get_json(f"{worker.url}/workers")["workers"] != [], VISIBLE_TIMEOUT_S, "the registration")
         engine.store(1, 2)
-        engine.tell(["CxlStateTransition", 1, [first, second], "in_transit", POOL, [int(WORKER_ID)]])
+        engine.publish(["CxlStateTransition", 1, [first, second], "in_transit", POOL, [int(WORKER_ID)]])
         engine.remove(1)
         await_reach(worker, {first: ("in_transit", []), second: ("in_transit", [])})
         wait_for(lambda: len(facts(worker.url)) == 1, VISIBLE_TIMEOUT_S, "the removal")
@@ -461,7 +463,7 @@ def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_aga
         for number in range(2, 6):  # more than the engine keeps
             engine.store(1000 * number, 1)
         bridge.start()
-        engine.tell({"type": "CxlStateTransition", "block_hashes": [first], "new_state": "cxl_pooled"})
+        engine.publish({"type": "CxlStateTransition", "block_hashes": [first], "new_state": "cxl_pooled"})
         await_reach(worker, {first: ("cxl_pooled", [int(WORKER_ID)]), second: ("in_transit", [])})
 
 

@@ -11,16 +11,16 @@ from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from streams.cli import cli
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
-from streams.cxl.directory import (
+from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool, state_changed
+from streams.cxl.pool_registry import (
     PoolChange,
     change_pool,
     changed_pool,
     lose_pool,
     register_pool,
     registered_pool,
-    settle,
+    write_pool_change,
 )
-from streams.cxl.events import POOL_MEMBERS_MAX, CxlPool, state_changed
 from streams.cxl.pooled_view import PooledView, RowChange
 from streams.cxl.records import (
     BlockKey,
@@ -296,9 +296,9 @@ def test_a_writer_that_came_too_late_publishes_what_it_came_too_late_for(newer: 
     """And one that did not writes nothing more."""
     published: list[CxlPool] = []
     with pytest.raises(EpochConflict):
-        settle(older, newer, published.append)
-    settle(newer, newer, published.append)
-    settle(newer, None, published.append)
+        write_pool_change(older, newer, published.append)
+    write_pool_change(newer, newer, published.append)
+    write_pool_change(newer, None, published.append)
     assert published == [newer]
 
 

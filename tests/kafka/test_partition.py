@@ -21,7 +21,7 @@ from streams.tables.changelog import read_to_end
 from streams.tables.partition import (
     INIT_TIMEOUT_S,
     PARTITION_RECORD_EVERY_S,
-    TRANSACTIONS_A_SECOND,
+    TRANSACTIONS_PER_SECOND_MAX,
     Outgoing,
     PartitionWiring,
     SourceRecord,
@@ -65,7 +65,7 @@ class Thirds:
     def source_lost(self) -> None:
         raise AssertionError("nothing was lost")
 
-    def look(self, *_: object) -> list[Outgoing]:
+    def tick(self, *_: object) -> list[Outgoing]:
         return []
 
     def take_changes(self) -> dict[TableSpec, list[Change]]:
@@ -157,7 +157,7 @@ def test_a_batch_that_a_reducer_ends_is_several_transactions_in_order(opened: Op
         wait_for(lambda: len(opened.acknowledged) == 8, VISIBLE_TIMEOUT_S, "eight acknowledgements")
         source = topics(opened.settings).kv_events.name
         partition.skip_to(source, 6, 10, False)  # found for a partition that has been opened again since
-        assert partition.wanted(source) == 8
+        assert partition.next_offset(source) == 8
         partition.skip_to(source, 8, 12, False)
         assert partition.offer(records(opened.settings, 12, 15)) is None
         wait_for(lambda: len(opened.acknowledged) == 12, VISIBLE_TIMEOUT_S, "four more")
@@ -182,13 +182,13 @@ def test_a_partition_that_a_rebalance_gives_back_goes_on_without_being_read_agai
         written = partition.counts["transactions"]
         source = topics(opened.settings).kv_events.name
         assert partition.offer(records(opened.settings, 5, 6)) == -1
-        assert partition.wanted(source) is None
+        assert partition.next_offset(source) is None
         time.sleep(1.5 * PARTITION_RECORD_EVERY_S)
         assert partition.counts["transactions"] == written
         opened.ready.clear()
         partition.resume()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
-        assert partition.wanted(source) == 5
+        assert partition.next_offset(source) == 5
         assert partition.offer(records(opened.settings, 5, 6)) is None
         wait_for(lambda: len(opened.acknowledged) == 7, VISIBLE_TIMEOUT_S, "two more")
         assert len(opened.reducers) == 1 and partition.counts["reopened"] == 0
@@ -216,7 +216,7 @@ def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(ope
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
         assert partition.counts["reopened"] == 1
         assert opened.reducers[-1].loaded == [b"0", b"1", b"2", b"another"]
-        assert partition.wanted(topics(opened.settings).kv_events.name) == 3
+        assert partition.next_offset(topics(opened.settings).kv_events.name) == 3
     finally:
         partition.stop()
 
@@ -228,11 +228,11 @@ def test_a_hole_within_what_was_fetched_is_passed_over_and_one_before_it_is_aske
         source = topics(opened.settings).kv_events.name
         fetched = [*records(opened.settings, 0, 2), *records(opened.settings, 4, 6), *records(opened.settings, 9, 9)]
         assert partition.offer(fetched) is None
-        assert partition.wanted(source) == 10
+        assert partition.next_offset(source) == 10
         assert partition.offer(records(opened.settings, 12, 12)) == 10
         again = [*records(opened.settings, 6, 6), *records(opened.settings, 9, 9), *records(opened.settings, 11, 12)]
         assert partition.offer(again) is None
-        assert partition.wanted(source) == 13
+        assert partition.next_offset(source) == 13
         wait_for(lambda: set(opened.acknowledged) >= {11, 12}, VISIBLE_TIMEOUT_S, "the last two")
     finally:
         partition.stop()
@@ -247,7 +247,7 @@ def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Op
         source = topics(opened.settings).kv_events.name
         assert partition.offer(records(opened.settings, 0, 2)) is None
         wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
-        opened.partitions_open = int(TRANSACTIONS_A_SECOND * VISIBLE_TIMEOUT_S)
+        opened.partitions_open = int(TRANSACTIONS_PER_SECOND_MAX * VISIBLE_TIMEOUT_S)
         assert partition.offer(records(opened.settings, 3, 5)) is None
         partition.skip_to(source, 6, 9, False)
         assert partition.queued == 3
@@ -256,7 +256,7 @@ def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Op
         opened.ready.clear()
         partition.resume()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
-        assert partition.wanted(source) == 3
+        assert partition.next_offset(source) == 3
         assert partition.offer(records(opened.settings, 3, 5)) is None
         wait_for(lambda: len(opened.acknowledged) == 6, VISIBLE_TIMEOUT_S, "three more")
     finally:
@@ -290,7 +290,7 @@ def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log
         go_on.set()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
         assert partition.counts["reopened"] == 1
-        assert partition.wanted(source) == 3
+        assert partition.next_offset(source) == 3
         assert opened.acknowledged == [0, 1, 2]
     finally:
         go_on.set()

@@ -54,7 +54,7 @@ class Slow:
     def source_lost(self) -> None:
         pass
 
-    def look(self, *_: Any, **__: Any) -> list[Outgoing]:
+    def tick(self, *_: Any, **__: Any) -> list[Outgoing]:
         return []
 
     def take_changes(self) -> dict[TableSpec, list[Change]]:
@@ -115,7 +115,7 @@ def test_a_partition_that_is_full_takes_nothing_and_takes_again_when_it_has_drai
         assert (table.queued, table.queued_bytes) == (taken, taken * size)
         assert table.is_full
         assert not table.has_drained
-        assert table.wanted(names.kv_events.name) == taken + 1
+        assert table.next_offset(names.kv_events.name) == taken + 1
         go_on.set()
         assert drained.wait(VISIBLE_TIMEOUT_S)
         wait_for(lambda: len(acknowledged) == taken + 1, VISIBLE_TIMEOUT_S, "all that was taken to be acknowledged")

@@ -29,13 +29,13 @@ def test_a_worker_that_ends_while_its_partitions_are_revoked_ends_in_peace(scope
         indexer = Indexer(faust.App(scope.app_id, broker=f"kafka://{scope.kafka}"), scope, plan)
         await indexer.assigned({TP(source, 0)})
         (table,) = indexer._partitions.values()
-        while table.wanted(source) is None:
+        while table.next_offset(source) is None:
             await asyncio.sleep(0.01)
         assert table.offer([SourceRecord(source, 0, 0, 0, b"1", b"1", ())]) is None
         while table.queued:
             await asyncio.sleep(0.01)
         revoked = asyncio.create_task(indexer.revoked({TP(source, 0)}))
-        while table.wanted(source) is not None:
+        while table.next_offset(source) is not None:
             await asyncio.sleep(0.01)
         closed = asyncio.create_task(indexer.close())
         await asyncio.sleep(0)

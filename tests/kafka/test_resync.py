@@ -27,7 +27,7 @@ from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_bridge_faults import RANK, WORKER_ID, await_told, bridge_to, read_told
+from tests.kafka.test_bridge_faults import RANK, WORKER_ID, await_log, bridge_to, read_log
 
 #: Longer than a worker takes to start: a bridge that is stopped meanwhile keeps its engine.
 LEASE_S = 60.0
@@ -62,7 +62,7 @@ def lose(settings: Settings, engine: EngineDouble) -> None:
     engine.store(200)
     engine.remove(1, 1)
     last = engine.store(300)
-    await_told(settings, lambda told: told.numbers()[-1:] == [last], "what is to be lost")
+    await_log(settings, lambda told: told.numbers()[-1:] == [last], "what is to be lost")
     source, partition = topics(settings).kv_events.name, partition_of(WORKER_ID, settings.partitions)
     end = log_end(settings, source, partition)
     client = admin(settings)
@@ -106,7 +106,7 @@ def test_what_the_log_lost_is_asked_for_and_restated_under_a_new_epoch(stack: St
     engine.store(500)
     await_exact(worker, engine, generation=1)
     assert [request.rank for request in asked(stack.settings)][:1] == [RANK]
-    assert read_told(stack.settings).chunks
+    assert read_log(stack.settings).chunks
 
 
 def test_a_bridge_that_dies_with_a_request_unanswered_is_asked_again(stack: Stack, engine: EngineDouble) -> None:
@@ -140,7 +140,7 @@ def test_an_agent_that_dies_between_two_chunks_leaves_the_first_to_the_next(stac
     wait_for(lambda: bool(asked(stack.settings)), VISIBLE_TIMEOUT_S, "a request", 0.1)
     worker.child.kill()
     bridge.signal(signal.SIGCONT)
-    told = await_told(stack.settings, lambda told: len(told.chunks) >= 3, "three chunks")
+    told = await_log(stack.settings, lambda told: len(told.chunks) >= 3, "three chunks")
     assert [each.body.chunk for each in told.chunks if isinstance(each.body, RestatementChunk)] == [0, 1, 2]
 
     # One record a transaction, and death at effect 4 of the second chunk: the first one is committed by then.

@@ -67,10 +67,10 @@ def test_u64_values_are_numbers_or_decimal_strings(fleet: Fleet) -> None:
         for worker_id in (greatest, least):
             for form in (worker_id, str(worker_id)):
                 for asked in ({"worker_id": form}, {"allowed_worker_ids": [form]}):
-                    answer = fleet.main.look(model=model, block_hashes=[U64_MASK, str(U64_MASK)], **asked)
+                    answer = fleet.main.ask(model=model, block_hashes=[U64_MASK, str(U64_MASK)], **asked)
                     assert answer["worker_id"] == worker_id
             other = least if worker_id == greatest else greatest
-            answer = fleet.main.look(model=model, token_ids=TOKENS, excluded_worker_ids=[str(worker_id)])
+            answer = fleet.main.ask(model=model, token_ids=TOKENS, excluded_worker_ids=[str(worker_id)])
             assert answer["worker_id"] == other
         body = {"worker_id": str(greatest), "token_ids": TOKENS}
         assert fleet.main.call("POST", "/loads/greatest", body).given()["worker_id"] == greatest
@@ -90,10 +90,10 @@ def test_hashes_and_tokens_are_the_same_request(fleet: Fleet) -> None:
     fleet.agents.hold(rank_of(worker_id), TOKENS[:48])
     fleet.holds(worker_id, 3)
     local = local_hashes(TOKENS, BLOCK_SIZE).tolist()
-    by_tokens = fleet.main.look(model=model, request_id="r", token_ids=TOKENS)
+    by_tokens = fleet.main.ask(model=model, request_id="r", token_ids=TOKENS)
     assert by_tokens["overlap_blocks"] == 3
-    assert fleet.main.look(model=model, request_id="r", block_hashes=local) == by_tokens
-    assert fleet.main.look(model=model, request_id="r", block_hashes=[str(each) for each in local]) == by_tokens
+    assert fleet.main.ask(model=model, request_id="r", block_hashes=local) == by_tokens
+    assert fleet.main.ask(model=model, request_id="r", block_hashes=[str(each) for each in local]) == by_tokens
 
 
 def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
@@ -120,7 +120,7 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
     for fields, query in requests:
         dp_rank = fields.get("dp_rank", 1)  # one candidate a worker, so that nothing is left to chance
         body = {"model": model, "request_id": "r", "token_ids": TOKENS, **fields, "dp_rank": dp_rank}
-        wanted = fleet.main.look(**body)
+        wanted = fleet.main.ask(**body)
         rank = "" if "dp_rank" in fields else "&dp_rank=1"
         path = f"/route?model={model}&request_id=r&update_states=false&explain=true{rank}&{query}"
         found = fleet.main.call("POST", path, packed(TOKENS), OCTETS).given()
@@ -163,7 +163,7 @@ def test_a_wrong_query_is_400(query: str, fleet: Fleet, model: str) -> None:
 @pytest.mark.parametrize("n_tokens", [1, 15, 16, 17, 31, 32])
 def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) -> None:
     """The last, partial block must be computed too, though it can be held by nobody."""
-    answer = fleet.main.look(model=model, token_ids=[7] * n_tokens)
+    answer = fleet.main.ask(model=model, token_ids=[7] * n_tokens)
     assert answer["request_blocks"] == math.ceil(n_tokens / BLOCK_SIZE)
     assert answer["cost"] == answer["request_blocks"] + n_tokens // BLOCK_SIZE
 
@@ -184,7 +184,7 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
             fleet.agents.progress(rank_of(worker_id, dp_rank))
     for worker_id, n_blocks in zip(ids, (4, 5, 3), strict=True):
         fleet.holds(worker_id, n_blocks)
-    fleet.wait(lambda: fleet.main.look(model=model, token_ids=TOKENS)["mode"] == "exact", "every rank to be known")
+    fleet.wait(lambda: fleet.main.ask(model=model, token_ids=TOKENS)["mode"] == "exact", "every rank to be known")
     for n, worker_id in enumerate((ids[0], ids[0], ids[1], ids[2])):
         body = {"worker_id": worker_id, "token_ids": [n] * (BLOCK_SIZE * 3 + 1)}
         fleet.main.call("POST", f"/loads/{model}-{n}", body).given()
@@ -192,7 +192,7 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
     print("seed 1")
     for weight in (0.0, 1.0, 2.5, rng.uniform(0, 10)):
         override = {"overlap_score_weight": weight}
-        answer = fleet.main.look(model=model, token_ids=[*TOKENS, 1], router_config_override=override)
+        answer = fleet.main.ask(model=model, token_ids=[*TOKENS, 1], router_config_override=override)
         candidates = {(each["worker_id"], each["dp_rank"]): each for each in answer["candidates"]}
         assert list(candidates) == [(worker_id, rank) for worker_id in ids for rank in (0, 1)]
         for terms in candidates.values():
@@ -220,10 +220,10 @@ def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> No
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
     fleet.holds(holder, 4)
-    assert fleet.main.look(model=model, token_ids=TOKENS)["worker_id"] == holder
+    assert fleet.main.ask(model=model, token_ids=TOKENS)["worker_id"] == holder
     body = {"worker_id": holder, "token_ids": [9] * BLOCK_SIZE * 20}
     fleet.main.call("POST", f"/loads/{model}", body).given()
-    assert fleet.main.look(model=model, token_ids=TOKENS)["worker_id"] == other
+    assert fleet.main.ask(model=model, token_ids=TOKENS)["worker_id"] == other
 
 
 def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
@@ -233,7 +233,7 @@ def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
     fleet.agents.hold(rank_of(worker_id), TOKENS)
     fleet.holds(worker_id, 4)
     overlaps = [
-        fleet.main.look(model=model, token_ids=TOKENS, **fields)["overlap_blocks"]
+        fleet.main.ask(model=model, token_ids=TOKENS, **fields)["overlap_blocks"]
         for fields in ({}, {"lora_name": ""}, {"lora_name": "a"}, {"namespace": "a"}, {"namespace": None})
     ]
     assert overlaps == [4, 4, 0, 0, 4]
@@ -249,7 +249,7 @@ def test_temperature_spreads_choices(fleet: Fleet) -> None:
     def chosen(temperature: float) -> set[int]:
         override = {"router_temperature": temperature}
         asked = {"model": model, "token_ids": TOKENS, "router_config_override": override}
-        return {fleet.main.look(**asked)["worker_id"] for _ in range(60)}
+        return {fleet.main.ask(**asked)["worker_id"] for _ in range(60)}
 
     assert chosen(0.0) == {first}
     assert chosen(WEIGHT_MAX) == {first, second}  # missing one of two in 60 fair draws: 2 in 10^18
@@ -265,7 +265,7 @@ def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
     fleet.holds(ids[0], 4)
     with served(replace(fleet.settings, router_mode=mode)) as api:
-        answers = [api.look(model=model, token_ids=TOKENS) for _ in range(60)]
+        answers = [api.ask(model=model, token_ids=TOKENS) for _ in range(60)]
         chosen = [answer["worker_id"] for answer in answers]
         assert {answer["mode"] for answer in answers} == {"fallback"}
         assert {answer["overlap_blocks"] for answer in answers} == {0}
@@ -289,7 +289,7 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
 
     def mode(*worker_ids: int) -> str:
         asked = {"model": model, "token_ids": TOKENS, "allowed_worker_ids": worker_ids}
-        found = fleet.main.look(**asked)
+        found = fleet.main.ask(**asked)
         potential = fleet.main.call("POST", "/loads/potential", asked).given()
         assert {row["worker_id"] for row in potential["loads"]} == set(worker_ids)
         assert ("degraded_because" in found) == (found["mode"] == "degraded")
@@ -298,7 +298,7 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     def becomes(wanted: str, *worker_ids: int) -> None:
         fleet.wait(lambda: mode(*worker_ids) == wanted, f"mode {wanted}")
 
-    assert mode(live) == "degraded: nothing_told"  # a rank that nobody ever told of is not known to be empty
+    assert mode(live) == "degraded: no_events_yet"  # a rank that nobody ever told of is not known to be empty
     for worker_id in (live, gap, silent, behind):
         fleet.agents.progress(rank_of(worker_id))
     becomes("exact", live)
@@ -343,7 +343,7 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
     fleet.holds(both, 4)
 
     def ranks(**fields: Any) -> list[tuple[int, int]]:
-        answer = fleet.main.look(model=model, token_ids=TOKENS, **fields)
+        answer = fleet.main.ask(model=model, token_ids=TOKENS, **fields)
         found = [(each["worker_id"], each["dp_rank"]) for each in answer["candidates"]]
         assert (answer["worker_id"], answer["dp_rank"]) in found
         potential = fleet.main.call("POST", "/loads/potential", {"model": model, "token_ids": TOKENS, **fields}).given()
@@ -461,7 +461,7 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
     assert again["worker_id"] == worker_id
     assert fleet.main.call("PUT", f"/workers/{worker_id}/cordon").given() == cordoned
     fleet.put(worker_id, model)
-    assert fleet.main.look(**asked)["worker_id"] == worker_id
+    assert fleet.main.ask(**asked)["worker_id"] == worker_id
 
 
 def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
@@ -500,7 +500,7 @@ def test_metrics_tell_what_there_is(fleet: Fleet) -> None:
     fleet.holds(worker_id, 4)
     for _ in range(3):
         override = {"overlap_score_weight": 0.0}
-        fleet.main.look(model=model, token_ids=TOKENS, router_config_override=override)
+        fleet.main.ask(model=model, token_ids=TOKENS, router_config_override=override)
     after = metrics(fleet.main)
     assert after["kvstreams_workers"] == len(fleet.main.workers())
     assert after["kvstreams_index_blocks"] == before["kvstreams_index_blocks"] + 4

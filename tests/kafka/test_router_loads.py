@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes
-from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.kafka import ensure_topics, producer
-from streams.router_api.loads_sync import HELD_CALL_TTL_MS, HELD_CALLS_MAX, LoadsSync
+from streams.router_api.loads_sync import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX, LoadsSync
 from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX
 from streams.settings import Settings
 from streams.topics import LOAD_BYTES_MAX, topics
@@ -39,11 +39,11 @@ def test_a_look_books_nothing(fleet: Fleet) -> None:
     model = fleet.model()
     ids = fleet.register(model, 2)
     for _ in range(3):
-        fleet.main.look(model=model, token_ids=TOKENS, request_id=f"{model}-r")
+        fleet.main.ask(model=model, token_ids=TOKENS, request_id=f"{model}-r")
     assert set(fleet.main.loads(ids).values()) == {(0, 0, 0)}
     booked = fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-r")
     before = fleet.main.loads(ids)
-    other = fleet.main.look(model=model, token_ids=TOKENS, request_id=f"{model}-r")
+    other = fleet.main.ask(model=model, token_ids=TOKENS, request_id=f"{model}-r")
     assert other["worker_id"] != booked["worker_id"]  # it is a question, and the answer to it counts the booking
     assert fleet.main.loads(ids) == before == fleet.same_loads(ids, 1)
 
@@ -55,7 +55,7 @@ def test_a_request_without_an_id_gets_one(fleet: Fleet) -> None:
     first, second = (fleet.main.route(model=model, token_ids=TOKENS)["request_id"] for _ in range(2))
     assert first != second
     for request_id in (first, second):
-        assert fleet.main.call("DELETE", f"/loads/{request_id}").given()["held"] is False
+        assert fleet.main.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
     assert fleet.same_loads([worker_id], 0) == {(worker_id, 0): (0, 0, 0)}
 
 
@@ -85,14 +85,14 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
     told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
     unheard = {"request_id": f"{model}-unheard", "output_tokens": 17}
     answer = fleet.main.call("POST", f"/loads/{model}-unheard/output", {"output_tokens": 17}).given(202)
-    assert answer == {**unheard, "held": True}
+    assert answer == {**unheard, "buffered": True}
     for over in ("prefill", "free"):  # unknown to everybody
         path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
         answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
-        assert answer == {"request_id": f"{model}-unknown", "phase": over, "held": True}
+        assert answer == {"request_id": f"{model}-unknown", "phase": over, "buffered": True}
     for first in (fleet.main, fleet.peer):
         route = {**asked, "request_id": f"{model}-r"}
-        mode = {"mode": "degraded", "degraded_because": "nothing_told"}
+        mode = {"mode": "degraded", "degraded_because": "no_events_yet"}
         assert first.route(**route).items() >= mode.items()
         fleet.same_loads([worker_id], 1)
         for overlap, each in enumerate((fleet.main, fleet.peer)):  # one of them did not book it
@@ -103,19 +103,19 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
             each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": stranger}).refused(404, "unknown_id")
         for each in (fleet.main, fleet.peer, fleet.main):
             answer = each.call("POST", f"/loads/{model}-r/prefill-complete").given()
-            assert answer == {"request_id": f"{model}-r", "phase": "prefill", "held": False}
+            assert answer == {"request_id": f"{model}-r", "phase": "prefill", "buffered": False}
         fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}, "its prompt to be computed")
         for tokens, each in ((17, fleet.main), (3, fleet.peer), (17, fleet.peer)):
             answer = each.call("POST", f"/loads/{model}-r/output", {"output_tokens": tokens}).given()
-            assert answer == {"request_id": f"{model}-r", "output_tokens": tokens, "held": False}
+            assert answer == {"request_id": f"{model}-r", "output_tokens": tokens, "buffered": False}
             fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4 + 2, 1)}, "it to grow")
         second = fleet.peer if first is fleet.main else fleet.main
-        assert second.call("DELETE", f"/loads/{model}-r").given()["held"] is False
+        assert second.call("DELETE", f"/loads/{model}-r").given()["buffered"] is False
         fleet.same_loads([worker_id], 0)
         for each in (fleet.main, fleet.peer):  # it is over, and known
             for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
-                assert each.call(*call).given()["held"] is False
-            assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["held"] is False
+                assert each.call(*call).given()["buffered"] is False
+            assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["buffered"] is False
         fleet.same_loads([worker_id], 0)
     assert fleet.main.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
     assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}
@@ -180,12 +180,12 @@ def test_a_booking_lives_through_its_phases(fleet: Fleet) -> None:
     assert fleet.same_loads([worker_id], 2) == {(worker_id, 0): (128, 4, 2)}  # shared blocks count once
     for api in (fleet.main, fleet.peer, fleet.main):
         answer = api.call("POST", f"/loads/{model}-a/prefill-complete").given()
-        assert answer == {"request_id": f"{model}-a", "phase": "prefill", "held": False}
+        assert answer == {"request_id": f"{model}-a", "phase": "prefill", "buffered": False}
     fleet.wait(lambda: fleet.main.loads([worker_id]) == {(worker_id, 0): (64, 4, 2)}, "one prefill to be over")
     fleet.same_loads([worker_id], 2)
     for api in (fleet.main, fleet.peer):
         answer = api.call("DELETE", f"/loads/{model}-b").given()  # without prefill-complete: free implies it
-        assert answer == {"request_id": f"{model}-b", "phase": "free", "held": False}
+        assert answer == {"request_id": f"{model}-b", "phase": "free", "buffered": False}
     assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (0, 4, 1)}
     fleet.peer.call("DELETE", f"/loads/{model}-a").given()
     assert fleet.same_loads([worker_id], 0) == {(worker_id, 0): (0, 0, 0)}
@@ -211,7 +211,7 @@ def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
     wanted = {(first, 0): (64, 4 + most, 1), (second, 0): (64, 4, 1)}
     fleet.wait(lambda: fleet.same_loads([first, second], 2) == wanted, "the booking to grow")
     for api in (fleet.main, fleet.peer):
-        seen = api.look(model=model, token_ids=TOKENS)
+        seen = api.ask(model=model, token_ids=TOKENS)
         assert {each["worker_id"]: each["decode_blocks"] for each in seen["candidates"]} == {
             first: 4 + most,
             second: 4,
@@ -265,7 +265,7 @@ def test_a_call_that_comes_too_soon_waits_for_its_booking(phase: str, fleet: Fle
     )
     for _ in range(2):
         answer = fleet.peer.call(*call).given(202)
-        assert answer == {"request_id": request_id, "phase": phase, "held": True}
+        assert answer == {"request_id": request_id, "phase": phase, "buffered": True}
     fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
     wanted = {(worker_id, 0): (0, 4, 1) if phase == "prefill" else (0, 0, 0)}
     fleet.wait(lambda: fleet.main.loads([worker_id]) == wanted, "the call to be applied")
@@ -281,7 +281,7 @@ def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -
         fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
         fleet.same_loads([worker_id], 1)
         for api in (fleet.main, fleet.main, fleet.peer):
-            assert api.call("DELETE", f"/loads/{request_id}").given()["held"] is False
+            assert api.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
             fleet.same_loads([worker_id], 0)
     fleet.peer.route(model=model, token_ids=TOKENS, request_id=request_id)
     # Another booking of the same id's partition is behind all that might still be on its way for it.
@@ -302,8 +302,8 @@ def test_any_text_is_a_request_id(fleet: Fleet, model: str, request_id: str) -> 
     assert answer["request_id"] == request_id
     path = f"/loads/{quote(request_id, safe='')}"
     told = fleet.main.call("POST", f"{path}/prefill-complete").given()
-    assert told == {"request_id": request_id, "phase": "prefill", "held": False}
-    assert fleet.main.call("DELETE", path).given() == {"request_id": request_id, "phase": "free", "held": False}
+    assert told == {"request_id": request_id, "phase": "prefill", "buffered": False}
+    assert fleet.main.call("DELETE", path).given() == {"request_id": request_id, "phase": "free", "buffered": False}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_ids_that_look_like_paths_are_ids(request_id: str, fleet: Fleet, model: 
     """Ids that have a meaning in URLs are ids all the same."""
     fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
     told = fleet.main.call("DELETE", f"/loads/{quote(request_id, safe='')}").given()
-    assert told == {"request_id": request_id, "phase": "free", "held": False}
+    assert told == {"request_id": request_id, "phase": "free", "buffered": False}
 
 
 def test_an_id_that_is_too_long_is_refused(fleet: Fleet) -> None:
@@ -348,7 +348,7 @@ def test_a_router_that_starts_late_has_the_same_loads(fleet: Fleet) -> None:
         again = late.route(model=model, token_ids=TOKENS, request_id=alive[0])
         assert again["cost"] is None
         for request_id in alive:
-            assert late.call("DELETE", f"/loads/{request_id}").given()["held"] is False
+            assert late.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
         fleet.same_loads(ids, 0)
         assert set(late.loads(ids).values()) == {(0, 0, 0)}
 
@@ -363,7 +363,7 @@ def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
         assert answer["request_blocks"] == n
         assert api.loads([1]) == {(1, 0): (n, n, 1)}
         wait_for(lambda: peer.loads([1]) == {(1, 0): (n, n, 1)}, PATIENCE_S, "the peer to see the load")
-        assert metrics(api)["kvstreams_bookings_unpublished"] == 0.0
+        assert metrics(api)["kvstreams_bookings_dropped"] == 0.0
         peer.call("DELETE", "/loads/long").given()
         wait_for(lambda: api.loads([1]) == {(1, 0): (0, 0, 0)}, PATIENCE_S, "the load to end")
 
@@ -382,7 +382,7 @@ def test_a_booking_too_long_for_a_record_is_charged_and_counted(limit: str, scop
     assert loads.unpublished == 1
     with loads.locked() as active:
         assert active.load(rank_of(1)).requests == 2
-    assert loads.tell("long", Phase.FREE) is True
+    assert loads.report_phase("long", BookingPhase.FREE) is True
     with loads.locked() as active:
         assert active.load(rank_of(1)).requests == 1
 
@@ -400,11 +400,11 @@ def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
     """A call that no booking came for is dropped and counted when its time is over; a booking after that lives."""
     clock = [0]
     loads = loads_of(scope, clock)
-    assert loads.tell("r", Phase.FREE) is False
-    clock[0] = HELD_CALL_TTL_MS - 1
+    assert loads.report_phase("r", BookingPhase.FREE) is False
+    clock[0] = BUFFERED_CALL_TTL_MS - 1
     loads.poll()
     assert loads.unknown_calls == 0
-    clock[0] = HELD_CALL_TTL_MS
+    clock[0] = BUFFERED_CALL_TTL_MS
     loads.poll()
     assert loads.unknown_calls == 1
     loads.book("r", booking())
@@ -415,8 +415,8 @@ def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
 def test_so_many_calls_are_held_and_no_more(scope: Settings) -> None:
     """Beyond the limit the oldest call that is held is dropped and counted."""
     loads = loads_of(scope, [0])
-    for n in range(HELD_CALLS_MAX + 2):
-        assert loads.tell(str(n), Phase.FREE) is False
+    for n in range(BUFFERED_CALLS_MAX + 2):
+        assert loads.report_phase(str(n), BookingPhase.FREE) is False
     assert loads.unknown_calls == 2
     for n in (0, 1, 2):
         loads.book(str(n), booking())

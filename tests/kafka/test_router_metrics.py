@@ -29,8 +29,8 @@ def of(api: Api, name: str) -> dict[str, float]:
 
 def await_ranks(api: Api, wanted: dict[str, int], reasons: dict[str, int]) -> None:
     def told() -> tuple[dict[str, float], dict[str, float]]:
-        doubts = {reason: n for reason, n in of(api, "kvstreams_degraded_ranks").items() if n}
-        return of(api, "kvstreams_ranks"), doubts
+        degraded_reasons = {reason: n for reason, n in of(api, "kvstreams_degraded_ranks").items() if n}
+        return of(api, "kvstreams_ranks"), degraded_reasons
 
     try:
         wait_for(lambda: told() == (wanted, reasons), PATIENCE_S, "ranks by state")
@@ -50,7 +50,7 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
         await_ranks(api, none, {})
         for worker_id in ids:
             api.call("PUT", f"/workers/{worker_id}", body).given()
-        await_ranks(api, {**none, "registered": 5, "degraded": 5}, {"nothing_told": 5})
+        await_ranks(api, {**none, "registered": 5, "degraded": 5}, {"no_events_yet": 5})
         for worker_id, health in zip(
             ids, (Health.EXACT, Health.DEGRADED, Health.APPROXIMATE, Health.REMOVED, Health.EXACT), strict=True
         ):

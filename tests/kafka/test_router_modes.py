@@ -50,10 +50,10 @@ def test_modes_by_load_follow_the_bookings(mode: RouterMode, fleet: Fleet) -> No
         if mode is RouterMode.DIRECT:
             message = api.call("POST", "/route", {"model": model, "token_ids": TOKENS}).refused(400, "invalid_request")
             assert "worker_id" in message
-            assert api.look(model=model, token_ids=TOKENS, worker_id=busy)["worker_id"] == busy
+            assert api.ask(model=model, token_ids=TOKENS, worker_id=busy)["worker_id"] == busy
             return
         for _ in range(10):
-            answer = api.look(model=model, token_ids=TOKENS)
+            answer = api.ask(model=model, token_ids=TOKENS)
             assert (answer["worker_id"], answer["mode"], answer["overlap_blocks"]) == (idle, "fallback", 0)
 
 
@@ -71,7 +71,7 @@ def test_the_older_policies_without_metrics(mode: RouterMode, fleet: Fleet) -> N
     with served(replace(fleet.settings, router_mode=mode)) as api:
 
         def asked(tokens: list[int]) -> tuple[int, str]:
-            answer = api.look(model=model, token_ids=tokens)
+            answer = api.ask(model=model, token_ids=tokens)
             return answer["worker_id"], answer["mode"]
 
         if mode is RouterMode.LOAD_DEVIATION:
@@ -88,17 +88,17 @@ def test_without_events_a_router_knows_what_it_decided(fleet: Fleet) -> None:
     fleet.agents.hold(rank_of(first), TOKENS)
     fleet.holds(first, 4)
     with served(replace(fleet.settings, kv_events=False)) as api:
-        answer = api.look(model=model, token_ids=TOKENS)
+        answer = api.ask(model=model, token_ids=TOKENS)
         assert (answer["overlap_blocks"], answer["mode"]) == (0, "approximate")
         chosen = api.route(model=model, token_ids=TOKENS, request_id=f"{model}-1")["worker_id"]
         api.call("DELETE", f"/loads/{model}-1").given()
         for _ in range(5):
-            again = api.look(model=model, token_ids=TOKENS)
+            again = api.ask(model=model, token_ids=TOKENS)
             assert (again["worker_id"], again["overlap_blocks"]) == (chosen, 4)
         other = second if chosen == first else first
         api.call("POST", f"/loads/{model}-2", {"worker_id": other, "token_ids": [5] * 32}).given()
         api.call("DELETE", f"/loads/{model}-2").given()
-        assert api.look(model=model, token_ids=[5] * 32)["worker_id"] == other
+        assert api.ask(model=model, token_ids=[5] * 32)["worker_id"] == other
     fleet.same_loads([first, second], 0)
 
 
@@ -110,7 +110,7 @@ def test_a_router_without_weight_answers_by_load(fleet: Fleet) -> None:
     fleet.holds(holder, 4)
     with served(replace(fleet.settings, kv_overlap_score_weight=0.0)) as api:
         for override in ({}, {"router_config_override": {"overlap_score_weight": 1.0}}):
-            answer = api.look(model=model, token_ids=TOKENS, **override)
+            answer = api.ask(model=model, token_ids=TOKENS, **override)
             assert (answer["overlap_blocks"], answer["mode"]) == (0, "fallback")
         potential = api.call("POST", "/loads/potential", {"model": model, "token_ids": TOKENS}).given()
         assert potential["mode"] == "fallback"
@@ -152,13 +152,13 @@ def test_busy_ranks_get_nothing(fleet: Fleet) -> None:
     fleet.holds(holder, 4)
     with served(replace(fleet.settings, active_prefill_tokens_threshold=100)) as api:
         for n, worker_id in enumerate((holder, other)):
-            assert api.look(model=model, token_ids=TOKENS)["worker_id"] == (holder if n == 0 else other)
+            assert api.ask(model=model, token_ids=TOKENS)["worker_id"] == (holder if n == 0 else other)
             body = {"worker_id": worker_id, "token_ids": [n] * 101}
             api.call("POST", f"/loads/{model}-{n}", body).given()
         api.call("POST", "/route", {"model": model, "token_ids": TOKENS}).refused(503, "all_workers_busy")
         for n in range(2):
             api.call("POST", f"/loads/{model}-{n}/prefill-complete").given()
-        assert api.look(model=model, token_ids=TOKENS)["worker_id"] == holder
+        assert api.ask(model=model, token_ids=TOKENS)["worker_id"] == holder
         for n in range(2):
             api.call("DELETE", f"/loads/{model}-{n}").given()
     fleet.same_loads([holder, other], 0)

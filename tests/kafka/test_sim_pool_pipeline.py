@@ -11,7 +11,7 @@ from streams.sim.pool import PoolConfig
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_bridge import SMALL
-from tests.kafka.test_cxl_pipeline import await_beside, call
+from tests.kafka.test_cxl_pipeline import await_supplementary, call
 
 #: Room for two prompts of ten blocks, and not for three.
 POOL = PoolConfig("rack1", block_size=SMALL.block_size, capacity_blocks=24)
@@ -59,27 +59,27 @@ def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router
 
     one = prompt(1)
     serve(first, one)
-    await_beside(worker, {1: (10, 0, 0), 2: (0, 10, 0), 3: (0, 10, 0)}, one)
-    assert await_beside(worker, {1: (10, 0, 10), 2: (0, 10, 0), 3: (0, 10, 0)}, one, **LABELS) == 1
-    assert await_beside(worker, {1: (10, 0, 10)}, one, **LABELS, fallback_to_unlabeled=False) == 1
+    await_supplementary(worker, {1: (10, 0, 0), 2: (0, 10, 0), 3: (0, 10, 0)}, one)
+    assert await_supplementary(worker, {1: (10, 0, 10), 2: (0, 10, 0), 3: (0, 10, 0)}, one, **LABELS) == 1
+    assert await_supplementary(worker, {1: (10, 0, 10)}, one, **LABELS, fallback_to_unlabeled=False) == 1
 
     asked = {"request_id": "r1", "model": "m", "token_ids": [*one, 1], "excluded_worker_ids": [1]}
     chosen = engines[call(worker, "POST", "/route", asked)["worker_id"]]
     other = third if chosen is second else second
     assert serve(chosen, [*one, 1])["pooled_tokens"] == N_TOKENS
     assert counted(chosen) == (1, N_TOKENS)
-    await_beside(worker, {1: (10, 0, 0), chosen.worker_id: (10, 0, 0), other.worker_id: (0, 10, 0)}, one)
+    await_supplementary(worker, {1: (10, 0, 0), chosen.worker_id: (10, 0, 0), other.worker_id: (0, 10, 0)}, one)
 
     serve(first, prompt(2, POOL.capacity_blocks))  # the pool has room for nothing else then
-    await_beside(worker, {1: (10, 0, 0), chosen.worker_id: (10, 0, 0), other.worker_id: (0, 0, 0)}, one)
+    await_supplementary(worker, {1: (10, 0, 0), chosen.worker_id: (10, 0, 0), other.worker_id: (0, 0, 0)}, one)
     assert serve(other, [*one, 1])["cached_tokens"] == 0
 
     two = prompt(3)
     serve(first, two)
-    await_beside(worker, {1: (10, 0, 0), 2: (0, 10, 0), 3: (0, 10, 0)}, two)
+    await_supplementary(worker, {1: (10, 0, 0), 2: (0, 10, 0), 3: (0, 10, 0)}, two)
     first.child.kill()
     call(worker, "DELETE", "/workers/1")
-    heir = engines[await_beside(worker, {2: (0, 10, 0), 3: (0, 10, 0)}, two)]
+    heir = engines[await_supplementary(worker, {2: (0, 10, 0), 3: (0, 10, 0)}, two)]
     before = counted(heir)
     assert serve(heir, [*two, 1])["pooled_tokens"] == N_TOKENS
     assert counted(heir) == (before[0] + 1, before[1] + N_TOKENS)
@@ -88,7 +88,7 @@ def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router
     wait_for(lambda: not attached(second) and not attached(third), VISIBLE_TIMEOUT_S, "the pool's end")
     call(worker, "DELETE", "/pools/rack1")
     late = third if heir is second else second
-    await_beside(worker, {heir.worker_id: (10, 0, 0), late.worker_id: (0, 0, 0)}, two)
+    await_supplementary(worker, {heir.worker_id: (10, 0, 0), late.worker_id: (0, 0, 0)}, two)
     before = counted(late)
     assert serve(late, [*two, 1])["cached_tokens"] == 0
     assert counted(late) == (before[0] + N_TOKENS + 1, before[1])

@@ -87,17 +87,17 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
         by_rank = {row["worker_id"]: row["engine"] for row in api.get("/loads")["loads"]}
         assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
         assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
-        chosen = api.look(**ASKED)
+        chosen = api.ask(**ASKED)
         assert (chosen["worker_id"], chosen["mode"]) == (2, "degraded")  # nobody indexes here; the metrics are there
         assert {row["worker_id"]: row["cost"] for row in chosen["candidates"]} == {1: 0.9 + 1.0, 2: 0.1}
         with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as late:
             await_usages(late, {1: 0.9, 2: 0.1})
-            assert late.look(**ASKED)["worker_id"] == 2
+            assert late.ask(**ASKED)["worker_id"] == 2
             say(first, usage=0.2)
             say(second, usage=0.7, waiting=1)
             for each in (api, late):
                 await_usages(each, {1: 0.2, 2: 0.7})
-                assert each.look(**ASKED)["worker_id"] == 1
+                assert each.ask(**ASKED)["worker_id"] == 1
             say(second, usage=1.0)
             await_usages(late, {1: 0.2, 2: 1.0})
             message = late.call("POST", "/route", {**ASKED, "allowed_worker_ids": [2]}).refused(503, "all_workers_busy")
@@ -124,7 +124,7 @@ def test_an_engine_that_says_no_more_is_not_believed(stack: Stack, engines: tupl
         first.gauges = "vllm:num_requests_waiting lots\n"
         second.gauges = ""
         await_usages(api, {})
-        assert api.look(**ASKED)["mode"] == "fallback"
+        assert api.ask(**ASKED)["mode"] == "fallback"
         say(first, usage=0.4)
         await_usages(api, {1: 0.4})
         assert told(api)[1]["scrapes_failed"] > failed

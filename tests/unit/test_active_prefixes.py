@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes, unpack_hashes
-from streams.core.loads.active_prefixes import ActivePrefixes, Run
+from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
 from tests.helpers.reference import chain_hashes
 
 
@@ -27,7 +27,7 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
     """Random chains over two symbols, so that they share and part everywhere; each row's blocks counted once."""
     rng = random.Random(seed)
     tree = ActivePrefixes()
-    live: list[tuple[int, bytes, Run]] = []
+    live: list[tuple[int, bytes, PrefixNode]] = []
 
     def used(row: int) -> set[int]:
         return {block for at, blocks, _ in live if at == row for block in unpack_hashes(blocks).tolist()}
@@ -52,7 +52,7 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
     for row, _, run in live:
         tree.remove(row, run)
     tree.check()
-    assert list(tree.runs()) == []
+    assert list(tree.nodes()) == []
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 128])
@@ -74,8 +74,8 @@ def test_a_tree_that_was_split_is_whole_again_when_the_others_are_over() -> None
     tree = ActivePrefixes()
     tree.add(1, chain([5] * 20))
     others = [tree.add(row, chain([5] * n + [row] * 3))[0] for row, n in ((1, 4), (2, 8), (3, 12))]
-    assert len(list(tree.runs())) > 1
+    assert len(list(tree.nodes())) > 1
     for row, run in zip((1, 2, 3), others, strict=True):
         assert tree.remove(row, run) >= 3
-    assert [run.n_blocks for run in tree.runs()] == [20]
+    assert [run.n_blocks for run in tree.nodes()] == [20]
     tree.check()

@@ -9,7 +9,7 @@ import pytest
 
 from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker, WorkerState
-from streams.engines.lease import OWN_SHARE, Lease, Phase, Write
+from streams.engines.lease import OWN_SHARE, EngineLease, LeasePhase, Write
 
 LEASE_S = 6.0
 WORKER = Worker(WorkerId(1), "http://e", "m", 16)
@@ -34,7 +34,7 @@ class Node:
     def __init__(self, log: Log, name: str, skew_s: float = 0.0) -> None:
         self.log = log
         self.skew_s = skew_s
-        self.lease = Lease(name, LEASE_S)
+        self.lease = EngineLease(name, LEASE_S)
         self.lease.want(WORKER)
         self.read = 0
         self.in_flight: list[Worker | None] = []
@@ -72,7 +72,7 @@ def test_the_first_bridge_claims_at_once_and_renews_every_third() -> None:
     node.tick(0.0)
     assert not node.in_flight  # not before the log was read to its end
     node.step(0.0)
-    assert node.lease.phase is Phase.HOLDING and node.may_publish(0.0)
+    assert node.lease.phase is LeasePhase.HOLDING and node.may_publish(0.0)
     assert log.last == replace(WORKER, lease=BridgeLease("a", 1, 6000, 1))
     for at_s in (1.9, 2.0, 3.9, 4.1):
         node.step(at_s)
@@ -84,7 +84,7 @@ def test_a_claim_counts_only_once_it_is_read_back() -> None:
     node = Node(Log(), "a")
     node.receive(0.0)
     node.tick(0.0)
-    assert node.lease.phase is Phase.CLAIMING and not node.may_publish(0.0)
+    assert node.lease.phase is LeasePhase.CLAIMING and not node.may_publish(0.0)
 
 
 def test_a_holder_stops_by_its_own_clock_before_anybody_can_take_over() -> None:
@@ -107,7 +107,7 @@ def test_the_next_bridge_waits_a_whole_lease_since_it_read_the_last_renewal() ->
     other.step(100.0 + LEASE_S - 0.1)
     assert not other.may_publish(100.0 + LEASE_S - 0.1)
     other.step(100.0 + LEASE_S)
-    assert other.lease.phase is Phase.HOLDING
+    assert other.lease.phase is LeasePhase.HOLDING
     assert log.last.lease == BridgeLease("b", 2, 6000, 1)
 
 
@@ -118,17 +118,17 @@ def test_a_stopped_holder_has_lost_when_it_goes_on() -> None:
     a.step(0.0)
     b.step(0.1)
     b.step(0.1 + LEASE_S)
-    assert b.lease.phase is Phase.HOLDING
+    assert b.lease.phase is LeasePhase.HOLDING
     assert not a.may_publish(7.0)
     a.tick(7.0)  # it renews before it has read what happened
     a.send()
     a.receive(7.0)
-    assert a.lease.phase is Phase.WAITING and not a.may_publish(7.0)
+    assert a.lease.phase is LeasePhase.WAITING and not a.may_publish(7.0)
     b.step(7.1)
     assert b.may_publish(7.1)
     assert log.last.lease is not None and log.last.lease.bridge == "b"  # put beside what the other wrote, at once
     a.step(7.2)
-    assert a.lease.phase is Phase.WAITING
+    assert a.lease.phase is LeasePhase.WAITING
 
 
 def test_of_two_claims_of_one_term_the_first_in_the_log_counts() -> None:
@@ -142,7 +142,7 @@ def test_of_two_claims_of_one_term_the_first_in_the_log_counts() -> None:
     a.send()
     for node in (a, b):
         node.receive(0.0)
-    assert (a.lease.phase, b.lease.phase) == (Phase.WAITING, Phase.HOLDING)
+    assert (a.lease.phase, b.lease.phase) == (LeasePhase.WAITING, LeasePhase.HOLDING)
 
 
 def test_what_others_write_is_kept_even_where_it_crosses_a_renewal() -> None:
@@ -188,7 +188,7 @@ def test_a_copy_of_a_lease_is_no_renewal() -> None:
     log.records.append(replace(log.last, state=WorkerState.CORDONED))
     b.step(LEASE_S - 1.0)
     b.step(LEASE_S)
-    assert b.lease.phase is Phase.HOLDING
+    assert b.lease.phase is LeasePhase.HOLDING
     assert log.last.state is WorkerState.CORDONED
 
 
@@ -222,15 +222,15 @@ def test_a_deleted_worker_stays_deleted_until_somebody_registers_it() -> None:
     for node in (a, b):
         node.step(2.1)
         node.step(50.0)
-    assert (a.lease.phase, b.lease.phase) == (Phase.DISMISSED, Phase.DISMISSED)
+    assert (a.lease.phase, b.lease.phase) == (LeasePhase.DISMISSED, LeasePhase.DISMISSED)
     assert log.records[-1] is None and not a.may_publish(2.1)
     log.records.append(WORKER)
     a.step(51.0)
     b.step(51.0)
-    assert (a.lease.phase, b.lease.phase) == (Phase.HOLDING, Phase.WAITING)
+    assert (a.lease.phase, b.lease.phase) == (LeasePhase.HOLDING, LeasePhase.WAITING)
     newcomer = Node(Log([None]), "c")  # deleted before it started: whoever starts a bridge wants the worker
     newcomer.step(0.0)
-    assert newcomer.lease.phase is Phase.HOLDING
+    assert newcomer.lease.phase is LeasePhase.HOLDING
 
 
 def test_a_lease_given_up_is_free_at_once() -> None:
@@ -243,12 +243,12 @@ def test_a_lease_given_up_is_free_at_once() -> None:
     a.send()
     assert not a.may_publish(0.1)
     b.step(0.1)
-    assert b.lease.phase is Phase.HOLDING
+    assert b.lease.phase is LeasePhase.HOLDING
 
 
 def test_an_engine_that_nobody_wants_yet_is_not_claimed() -> None:
     """A bridge whose engine has not answered leaves the lease to one whose has."""
-    lease = Lease("a", LEASE_S)
+    lease = EngineLease("a", LEASE_S)
     lease.on_end()
     assert lease.tick(0.0) == []
 

@@ -61,7 +61,7 @@ from streams.core.ids import (
     Tier,
     WorkerId,
 )
-from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
@@ -69,7 +69,7 @@ from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
-    EndedLife,
+    EndedIncarnation,
     OwnerRow,
     ParkedKey,
     ParkedRow,
@@ -347,7 +347,7 @@ POOLED = BlockRow(
     1,
     EngineHash(11),
 )
-OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedLife(Incarnation(1), 41, 8),))
+OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedIncarnation(Incarnation(1), 41, 8),))
 
 #: One good record of every kind, its schema and its decoder.
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
@@ -358,8 +358,8 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
-    "add": ("router-loads", encode_load(BOOKING_ID, Phase.ADD, BOOKING, 1)[1], decode_load),
-    "free": ("router-loads", encode_load(BOOKING_ID, Phase.FREE, None, 1)[1], decode_load),
+    "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
+    "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
     "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),
     "progress": (
         "prefix-index-progress",
@@ -455,10 +455,10 @@ def test_gauges_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(booking_id=booking_ids, phase=st.sampled_from(Phase), booking=bookings, at_ms=longs)
-def test_loads_come_back_as_they_were(booking_id: BookingId, phase: Phase, booking: Booking, at_ms: int) -> None:
+@given(booking_id=booking_ids, phase=st.sampled_from(BookingPhase), booking=bookings, at_ms=longs)
+def test_loads_come_back_as_they_were(booking_id: BookingId, phase: BookingPhase, booking: Booking, at_ms: int) -> None:
     """An add with its booking, the other phases with none; the key tells a booking's phases apart."""
-    carried = booking if phase is Phase.ADD else None
+    carried = booking if phase is BookingPhase.ADD else None
     key, raw = encode_load(booking_id, phase, carried, at_ms)
     assert decode_load(raw) == (booking_id, phase, carried)
     assert key.decode().endswith(f"\x1f{booking_id.counter}\x1f{phase.value}")

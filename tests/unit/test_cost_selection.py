@@ -20,7 +20,7 @@ from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing.cost import TIER_WEIGHTS, RankTerms, TermColumns, price_terms
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
-from streams.core.routing.eligibility import Wanted, eligible_ranks, refusals
+from streams.core.routing.eligibility import WorkerFilter, eligible_ranks, refusals
 from streams.core.routing.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest
@@ -191,7 +191,7 @@ def test_the_documented_example_is_decided_for_the_second_rank() -> None:
     assert [each.cost for each in decision.candidates] == [18.0, 10.0, 11.0]
     assert [each.rank for each in decision.candidates] == RANKS
     assert decision.chosen == decision.candidates[1]
-    assert (decision.chosen.overlap_blocks, decision.chosen.decode_blocks) == (5, 5)
+    assert (decision.chosen.scores, decision.chosen.decode_blocks) == (5, 5)
 
 
 def test_a_weight_of_nothing_balances_load_only() -> None:
@@ -265,7 +265,7 @@ def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effect
         index.store(rank(1), tier, EngineHash(1000 + last), named[last : last + 1], local[last : last + 1])
     decision = choose(Chooser(random.Random(SEED)), RoutePolicy(tier_weights=weights), index.find_matches(local))
     found = decision.candidates[0]
-    assert (found.overlap_blocks, found.effective_cached_blocks) == (5, effective)
+    assert (found.scores, found.effective_cached_blocks) == (5, effective)
     assert found.own_prefill_blocks == 10 - effective
 
 
@@ -329,7 +329,7 @@ FLEET = {
 )
 def test_filters_leave_the_ranks_that_may_serve(wanted: dict[str, Any], found: list[tuple[int, int]]) -> None:
     """Model, state, worker and rank, allowed, excluded, role and taints, in order of worker and rank."""
-    asked = Wanted(**({"model": "m"} | wanted))
+    asked = WorkerFilter(**({"model": "m"} | wanted))
     assert eligible_ranks(FLEET, asked) == [rank(*each) for each in found]
     n_ranks = sum(each.dp_size for each in FLEET.values())
     assert sum(refusals(FLEET.values(), asked, frozenset()).values()) == n_ranks - len(found)
@@ -352,7 +352,7 @@ def test_ranks_that_do_not_pass_are_counted_by_the_first_filter(
     wanted: dict[str, Any], silent: list[tuple[int, int]], counts: dict[str, int]
 ) -> None:
     """Each once, in the order in which filters are looked at; silence comes last."""
-    asked = Wanted(**({"model": "m"} | wanted))
+    asked = WorkerFilter(**({"model": "m"} | wanted))
     found = refusals(FLEET.values(), asked, frozenset(rank(*each) for each in silent))
     assert found == {**({"other_model": 1, "cordoned": 1} if asked.model == "m" else {}), **counts}
 
@@ -371,7 +371,7 @@ def test_ranks_that_do_not_pass_are_counted_by_the_first_filter(
         unique_by=lambda each: each.worker_id,
     ),
     wanted=st.builds(
-        Wanted,
+        WorkerFilter,
         model=st.sampled_from("mn"),
         worker_id=st.none() | st.integers(0, 3),
         dp_rank=st.none() | st.integers(0, 2),
@@ -381,7 +381,7 @@ def test_ranks_that_do_not_pass_are_counted_by_the_first_filter(
         required_taints=st.sampled_from([frozenset(), frozenset("a"), frozenset("ab")]),
     ),
 )
-def test_a_rank_either_passes_or_is_counted(workers: list[Worker], wanted: Wanted) -> None:
+def test_a_rank_either_passes_or_is_counted(workers: list[Worker], wanted: WorkerFilter) -> None:
     """The filters that choose and those that explain are the same."""
     for each in workers:
         passing = eligible_ranks({each.worker_id: each}, wanted)

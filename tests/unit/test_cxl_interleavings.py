@@ -20,9 +20,7 @@ from streams.codec import encode_batch
 from streams.core.events import BEFORE_FIRST, AllBlocksCleared, EngineBatch, EngineEvents, WorkerRemoved
 from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.reducer.ordering import Progress
-from streams.cxl.agent import PartitionReducer, partition_plan
 from streams.cxl.events import BlockAddress, CxlTransition, addressed
-from streams.cxl.pooled_blocks import PARKED_MAX, PooledBlocks
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import (
     OWNER_PREFIX,
@@ -35,9 +33,11 @@ from streams.cxl.records import (
 from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.errors import BadRecord
 from streams.settings import Settings
+from streams.tables.cxl_reducer import PartitionReducer, partition_plan
 from streams.tables.partition import SourceRecord
+from streams.tables.pooled_block_table import PARKED_MAX, PooledBlockTable
 from streams.topics import topics
-from tests.helpers.reference import ReferenceFleet, told_history
+from tests.helpers.reference import ReferenceFleet, input_history
 
 SETTINGS = Settings(partitions=1)
 KV, CXL = (source.name for source in partition_plan(SETTINGS).sources)
@@ -109,7 +109,7 @@ def random_cxl(rng: random.Random, kv: list[EngineBatch], n_transitions: int) ->
         known = lives.setdefault(each.rank, {})
         known[each.incarnation] = max(known.get(each.incarnation, BEFORE_FIRST), each.sequence)
     at = {rank: (min(known), BEFORE_FIRST) for rank, known in lives.items()}
-    told_so_far: list[CxlTransition] = []
+    events_so_far: list[CxlTransition] = []
     for number in range(n_transitions):
         rank = rng.choice(sorted(lives))
         life, follows = at[rank]
@@ -123,7 +123,7 @@ def random_cxl(rng: random.Random, kv: list[EngineBatch], n_transitions: int) ->
             follows = max(follows - rng.randint(0, 5), BEFORE_FIRST)
         elif strays < 0.08:
             life = max(life + rng.choice((-1, 1)), 0)
-        told_so_far.append(
+        events_so_far.append(
             told(
                 rng.choices(list(CxlMemoryState), (1, 5, 5, 2))[0],
                 *rng.sample(range(1, 7), rng.randint(1, 3)),
@@ -136,13 +136,13 @@ def random_cxl(rng: random.Random, kv: list[EngineBatch], n_transitions: int) ->
                 event_id=number,
             )
         )
-    return told_so_far
+    return events_so_far
 
 
 def random_history(seed: int, n_batches: int, n_transitions: int) -> History:
     rng = random.Random(seed)
     announced = seed % 2 == 1
-    kv = told_history(rng, n_batches, 3, n_blocks_max=60, begins=announced, bridged=announced)
+    kv = input_history(rng, n_batches, 3, n_blocks_max=60, begins=announced, bridged=announced)
     batches = [each for each in kv if isinstance(each, EngineBatch)]
     return History(batches, random_cxl(rng, batches, n_transitions))
 
@@ -151,7 +151,7 @@ def random_history(seed: int, n_batches: int, n_transitions: int) -> History:
 
 
 @dataclass
-class Standing:
+class ExpectedRank:
     """What kv-events say of one rank in the end: its life, whether it was removed, and how far each life came."""
 
     life: int = 0
@@ -179,32 +179,32 @@ class Reference:
     waiting: dict[RankId, list[int]] = field(default_factory=dict)
 
 
-def standings(kv: list[EngineBatch]) -> dict[RankId, Standing]:
-    fleet, found = ReferenceFleet(), dict[RankId, Standing]()
+def expected_ranks(kv: list[EngineBatch]) -> dict[RankId, ExpectedRank]:
+    fleet, found = ReferenceFleet(), dict[RankId, ExpectedRank]()
     for each in kv:
         fleet.apply(each)
         for rank, state in fleet.ranks.items():
-            standing = found.setdefault(rank, Standing())
-            standing.life, standing.removed = state.epoch.incarnation, state.removed
+            expected_rank = found.setdefault(rank, ExpectedRank())
+            expected_rank.life, expected_rank.removed = state.epoch.incarnation, state.removed
             if not state.removed:
-                known = standing.reached.get(standing.life, BEFORE_FIRST)
-                standing.reached[standing.life] = max(known, state.sequence)
+                known = expected_rank.reached.get(expected_rank.life, BEFORE_FIRST)
+                expected_rank.reached[expected_rank.life] = max(known, state.sequence)
     return found
 
 
 def reference_of(history: History) -> Reference:
     found = Reference()
-    lives = standings(history.kv)
+    lives = expected_ranks(history.kv)
     newest: dict[RankId, int] = {}
     for each in history.cxl:
         if each.incarnation < newest.get(each.rank, 0):
-            found.refused["older_life"] += 1
+            found.refused["older_incarnation"] += 1
             continue
         newest[each.rank] = each.incarnation
-        standing = lives.get(each.rank, Standing())
-        reached = standing.reached.get(each.incarnation)
+        expected_rank = lives.get(each.rank, ExpectedRank())
+        reached = expected_rank.reached.get(each.incarnation)
         counts = reached is not None and each.follows <= reached
-        if each.rank in found.waiting or (not counts and each.incarnation >= standing.life):
+        if each.rank in found.waiting or (not counts and each.incarnation >= expected_rank.life):
             found.waiting.setdefault(each.rank, []).append(each.event_id)
         elif counts:
             enter(found, each)
@@ -441,7 +441,7 @@ def test_the_random_histories_have_everything_in_them() -> None:
             agent.transact(taken)
         verdicts.update(agent.reducer.pooled.counts)
     assert min(states[each] for each in (TRANSIT, POOLED, EVICTED)) >= 5
-    assert refused.keys() == {"no_pool", "not_in_transit", "other_pool", "older_life"}
+    assert refused.keys() == {"no_pool", "not_in_transit", "other_pool", "older_incarnation"}
     assert n_waiting
     assert verdicts["parked_applied"] > 50
     assert verdicts["parked_dropped"] > 5
@@ -543,12 +543,12 @@ def test_a_block_that_goes_to_another_pool_leaves_the_first() -> None:
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_what_has_no_room_to_wait_is_refused(room: int) -> None:
     """One more than there is room for, and the first ones count all the same."""
-    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, parked_max=room)
+    pooled = PooledBlockTable(lambda _: None, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, parked_max=room)
     for number in range(room):
         pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", number, 0)
     with pytest.raises(BadRecord) as caught:
         pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", room, 0)
-    assert caught.value.reason == "no_room"
+    assert caught.value.reason == "over_capacity"
     assert pooled.n_parked == room < PARKED_MAX
 
 
@@ -559,7 +559,7 @@ def test_evicted_rows_expire_and_nothing_else_does() -> None:
     agent = ended([batch(0), batch(0, 2)], cxl, kv_first=True)
     assert states_of(agent) == {1: POOLED, 2: EVICTED, 3: EVICTED}
     for now_ms, left in ((0, {1, 2, 3}), (1, {1, 2}), (2, {1})):  # the restart has offset 1, the eviction 2
-        agent.reducer.look(0, BEGUN_MS + ttl_ms + now_ms, lambda: 0)
+        agent.reducer.tick(0, BEGUN_MS + ttl_ms + now_ms, lambda: 0)
         agent.transact([])
         assert states_of(agent).keys() == left
         agent.killed()
@@ -567,7 +567,7 @@ def test_evicted_rows_expire_and_nothing_else_does() -> None:
 
 def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     """The oldest first; a pool that turns over faster than rows expire fills no memory."""
-    pooled = PooledBlocks(lambda _: None, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=1, evicted_max=2)
+    pooled = PooledBlockTable(lambda _: None, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=1, evicted_max=2)
     rows = ended([batch(0)], [told(TRANSIT, 1, 2, 3, 4, pool="a")], kv_first=True).reducer.pooled
     placed = [(key, row) for key, row in rows.rows()]
     pooled.load(
@@ -580,7 +580,7 @@ def test_evicted_rows_beyond_their_number_expire_before_their_time() -> None:
     assert sorted(key.sequence for key, _ in pooled.rows()) == [3, 4]
 
 
-def restarted(pooled: PooledBlocks, progress: dict[RankId, Progress], life: int, at_ms: int) -> None:
+def restarted(pooled: PooledBlockTable, progress: dict[RankId, Progress], life: int, at_ms: int) -> None:
     """A rank begins a life."""
     before = progress.get(RANK)
     progress[RANK] = Progress(RANK, Epoch(Incarnation(life), 0), 0, model="m", block_size=16)
@@ -592,8 +592,8 @@ def test_further_restarts_do_not_renew_what_was_in_transit_when_its_own_life_end
     """A rank that restarts more often than rows expire would keep them for ever."""
     progress: dict[RankId, Progress] = {}
 
-    def begun() -> PooledBlocks:
-        return PooledBlocks(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10**9)
+    def begun() -> PooledBlockTable:
+        return PooledBlockTable(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10**9)
 
     pooled = begun()
     restarted(pooled, progress, 1, 0)
@@ -613,7 +613,7 @@ def test_further_restarts_do_not_renew_what_was_in_transit_when_its_own_life_end
 def test_what_was_in_transit_when_its_life_ended_is_in_the_number_of_evicted_rows() -> None:
     """And is not any more when it comes back, or its owner does in that life."""
     progress: dict[RankId, Progress] = {}
-    pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=10**9, evicted_max=3)
+    pooled = PooledBlockTable(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=1, owner_ttl_ms=10**9, evicted_max=3)
     for life in range(1, 8):
         restarted(pooled, progress, life, life)
         pooled.apply(told(TRANSIT, life, life + 10, pool="a", life=life), b"raw", 0, life)
@@ -658,7 +658,7 @@ def test_rows_of_an_older_epoch_go_though_no_row_of_the_newer_one_is_left() -> N
 def test_a_block_beyond_the_rows_of_a_partition_is_refused_and_what_is_known_goes_on() -> None:
     """The others of its record enter the state."""
     progress = {RANK: Progress(RANK, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)}
-    pooled = PooledBlocks(progress.get, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, rows_max=2)
+    pooled = PooledBlockTable(progress.get, evicted_ttl_ms=1, parked_ttl_ms=1, owner_ttl_ms=1, rows_max=2)
     with pytest.raises(BadRecord) as caught:
         pooled.apply(told(TRANSIT, 1, 2, 3, pool="a"), b"raw", 0, 0)
     assert caught.value.reason == "table_full"
@@ -677,7 +677,7 @@ def owners_of(agent: Agent) -> list[RankId]:
 
 
 def looked(agent: Agent, now_ms: int) -> None:
-    agent.reducer.look(0, now_ms, lambda: 0)
+    agent.reducer.tick(0, now_ms, lambda: 0)
     agent.transact([])
 
 
@@ -698,7 +698,7 @@ def test_an_owners_row_goes_when_no_transition_can_be_unread_that_it_says_anythi
 def test_an_owners_row_stays_while_it_says_what_became_of_a_block_on_its_way() -> None:
     """Without it the block would be in transit again."""
     progress = {RANK: Progress(RANK, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)}
-    pooled = PooledBlocks(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10)
+    pooled = PooledBlockTable(progress.get, evicted_ttl_ms=100, parked_ttl_ms=1, owner_ttl_ms=10)
     pooled.apply(told(TRANSIT, 1, pool="a"), b"raw", 0, 0)
     before, progress[RANK] = progress[RANK], replace(progress[RANK], epoch=Epoch(Incarnation(2), 0))
     pooled.kv_moved(RANK, before, progress[RANK], 1)
@@ -721,7 +721,7 @@ def test_a_transition_of_a_life_whose_owners_row_is_gone_is_dropped_and_the_next
 def test_owners_rows_beyond_their_number_go_before_their_time() -> None:
     """The oldest first, and none that has something on its way."""
     progress: dict[RankId, Progress] = {}
-    pooled = PooledBlocks(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=10**9, owner_ttl_ms=10**9, owners_max=2)
+    pooled = PooledBlockTable(progress.get, evicted_ttl_ms=10**9, parked_ttl_ms=10**9, owner_ttl_ms=10**9, owners_max=2)
     ranks = [RankId(WorkerId(1), DpRank(number)) for number in range(4)]
     for at_ms, rank in enumerate(ranks):
         before = Progress(rank, Epoch(Incarnation(1), 0), 0, model="m", block_size=16)
@@ -741,7 +741,7 @@ def test_what_waits_for_longer_than_events_are_kept_is_a_dead_letter() -> None:
     cxl = [told(TRANSIT, 1, pool="a", follows=5), told(TRANSIT, 2, pool="a"), told(TRANSIT, 3, pool="a", follows=6)]
     agent = ended([batch(0)], cxl, kv_first=False)
     assert agent.waiting == {RANK: [0, 0, 0]}
-    agent.reducer.look(0, BEGUN_MS + SETTINGS.retention_ms, lambda: 0)
+    agent.reducer.tick(0, BEGUN_MS + SETTINGS.retention_ms, lambda: 0)
     agent.transact([])
     assert agent.dead == {"batch_never_came": 1}
     assert states_of(agent) == {2: TRANSIT}

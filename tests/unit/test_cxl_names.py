@@ -167,7 +167,7 @@ def test_what_is_no_transition_makes_its_batch_a_dead_letter(event: Any) -> None
     assert caught.value.reason == "bad_event"
 
 
-class Told(Producer):
+class RecordingProducer(Producer):
     """Keeps what a publisher would send: a client that talks to nobody."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class Told(Producer):
 )
 def test_a_batch_that_cannot_be_told_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
     """Whatever else is in it: nothing of it is in the ledger, and the next batch has its number."""
-    told = Told()
+    told = RecordingProducer()
     publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
     good = BlocksStored(None, u64(11), u64(1))
     with pytest.raises(BadRecord):
@@ -206,7 +206,7 @@ def test_a_batch_that_cannot_be_told_leaves_publisher_and_log_as_they_were(bad: 
 
 def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
     """One that is too large is in the ledger: its number must not be another's."""
-    told = Told()
+    told = RecordingProducer()
     publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
     n = EVENT_BYTES_MAX // 16
     names = np.arange(1, n + 1, dtype=np.uint64)

@@ -24,7 +24,7 @@ from streams.cxl.events import (
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
-    EndedLife,
+    EndedIncarnation,
     OwnerRow,
     ParkedKey,
     ParkedRow,
@@ -123,10 +123,10 @@ def test_rows_of_blocks_come_back_as_they_were(
     life=lives,
     ended=st.booleans(),
     at=longs,
-    over=st.lists(st.builds(EndedLife, lives, sequences, longs)),
+    over=st.lists(st.builds(EndedIncarnation, lives, sequences, longs)),
 )
 def test_rows_of_owners_come_back_as_they_were(
-    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[EndedLife]
+    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[EndedIncarnation]
 ) -> None:
     """With every life that is over."""
     row = OwnerRow(told, life, ended, at, tuple(over))

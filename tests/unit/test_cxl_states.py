@@ -15,7 +15,7 @@ from streams.cxl.states import (
     CxlMemoryState,
     RefusalReason,
     Refused,
-    after_life,
+    after_owner_ended,
     diagram,
     stored_as,
     transition,
@@ -69,7 +69,7 @@ def test_every_state_has_a_rule() -> None:
 @pytest.mark.parametrize("state", CxlMemoryState)
 def test_the_end_of_a_life_takes_nothing_out_of_a_pool(state: CxlMemoryState) -> None:
     """What was on its way counts as evicted and keeps its place; everything else stays what it is."""
-    found = after_life(known(state))
+    found = after_owner_ended(known(state))
     assert found == (CxlMemoryMetadata(EVICTED, "here", HERE) if state is TRANSIT else known(state))
 
 

@@ -30,7 +30,7 @@ from streams.core.reducer.holdings import Changes, Holdings, PlainHoldings, plai
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.reducer.run_store import PlainRunStore, unchanged
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from tests.helpers.reference import Member, ReferenceFleet, Silence, Told, chain_hashes, told_history
+from tests.helpers.reference import Member, ReferenceFleet, ReferenceInput, Silence, chain_hashes, input_history
 
 RANK = RankId(WorkerId(7), DpRank(0))
 SIBLING = RankId(WorkerId(7), DpRank(1))
@@ -38,7 +38,7 @@ STRANGER = RankId(WorkerId(8), DpRank(0))
 ALL_TOMBSTONES = 1_000_000
 
 
-def judge(holdings: PlainHoldings, batch: Told) -> Verdict | None:
+def judge(holdings: PlainHoldings, batch: ReferenceInput) -> Verdict | None:
     """Give one batch to the holdings, as the agent does; None is no record's verdict."""
     if isinstance(batch, Silence):
         holdings.mark_silent(batch.rank)
@@ -95,7 +95,7 @@ class Fleet:
         self.holdings: PlainHoldings = Holdings(self.store)
         self._sequence = -1
 
-    def tell(self, *events: KvEvent) -> Verdict | None:
+    def apply(self, *events: KvEvent) -> Verdict | None:
         self._sequence += 1
         return judge(self.holdings, batch(self._sequence, *events))
 
@@ -122,7 +122,7 @@ def fleet() -> Iterator[Fleet]:
 def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool, bridged: bool) -> None:
     """After each batch verdict, epoch and facts are the reference's, and no invariant is broken."""
     holdings, reference = plain_holdings(), ReferenceFleet()
-    history = told_history(
+    history = input_history(
         random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins, bridged=bridged, silences=bridged
     )
     for told in history:
@@ -202,7 +202,7 @@ def test_a_first_batch_above_the_engines_first_is_a_gap() -> None:
 
 def test_an_older_life_is_stale_and_a_newer_one_ends_it(fleet: Fleet) -> None:
     """A greater incarnation starts empty, exact and at its own first number; a lesser one changes nothing."""
-    fleet.tell(stored(names(2), locals_(2)))
+    fleet.apply(stored(names(2), locals_(2)))
     judge(fleet.holdings, batch(9, incarnation=1))
     assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1, 50)), incarnation=3)) is Verdict.APPLIED
     assert fleet.blocks() == {50}
@@ -215,7 +215,7 @@ def test_an_older_life_is_stale_and_a_newer_one_ends_it(fleet: Fleet) -> None:
 
 def test_a_removed_worker_is_refused_until_its_next_life(fleet: Fleet) -> None:
     """Removal empties every rank of the worker and nobody else's; only a newer life is heard again."""
-    fleet.tell(stored(names(2), locals_(2)))
+    fleet.apply(stored(names(2), locals_(2)))
     judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=SIBLING))
     judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=STRANGER))
     assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.APPLIED
@@ -231,7 +231,7 @@ def test_a_removed_worker_is_refused_until_its_next_life(fleet: Fleet) -> None:
 
 def test_a_life_that_begins_ends_the_older_one_before_it_tells_anything(fleet: Fleet) -> None:
     """A batch before the first holds nothing and loses nothing: the rank is empty, and its first batch is next."""
-    fleet.tell(stored(names(2), locals_(2)))
+    fleet.apply(stored(names(2), locals_(2)))
     assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.APPLIED
     assert fleet.blocks() == set()
     assert fleet.progress().sequence == BEFORE_FIRST
@@ -244,7 +244,7 @@ def test_a_life_that_begins_ends_the_older_one_before_it_tells_anything(fleet: F
 
 def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Fleet) -> None:
     """Under a new epoch, empty, from its first batch on."""
-    fleet.tell(stored(names(2), locals_(2)))
+    fleet.apply(stored(names(2), locals_(2)))
     fleet.holdings.remove_worker(WorkerId(7), Incarnation(1))
     assert judge(fleet.holdings, batch(BEFORE_FIRST)) is Verdict.APPLIED
     assert (fleet.progress().epoch, fleet.progress().health) == (Epoch(Incarnation(1), 2), Health.EXACT)
@@ -255,7 +255,7 @@ def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Flee
 def test_a_run_whose_rank_is_unknown_is_left_out_and_counted() -> None:
     """A stranger's record in the table stops nobody."""
     first, second = Fleet(), plain_holdings()
-    first.tell(stored(names(2), locals_(2)))
+    first.apply(stored(names(2), locals_(2)))
     changes = first.holdings.take_changes(0)
     runs = [run for _, run in changes.runs if run is not None]
     stray = replace(runs[0], key=runs[0].key._replace(rank=STRANGER))
@@ -273,9 +273,9 @@ def test_the_removal_of_an_unknown_worker_changes_nothing() -> None:
 def test_a_clear_ends_the_emitting_rank_only_and_restores_exact(fleet: Fleet) -> None:
     """A degraded rank that clears is known exactly; what follows in the same batch is held."""
     judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=SIBLING))
-    fleet.tell(stored(names(2), locals_(2)), stored(names(1), locals_(1), parent=99))
+    fleet.apply(stored(names(2), locals_(2)), stored(names(1), locals_(1), parent=99))
     assert fleet.progress().health is Health.DEGRADED
-    fleet.tell(stored(names(1, 70), locals_(1, 70)), AllBlocksCleared(), stored(names(1), locals_(1, 5)))
+    fleet.apply(stored(names(1, 70), locals_(1, 70)), AllBlocksCleared(), stored(names(1), locals_(1, 5)))
     assert fleet.progress().health is Health.EXACT
     assert fleet.progress().epoch == Epoch(Incarnation(1), 1)
     assert fleet.blocks() == {5, 1}  # 1 is the sibling's
@@ -284,7 +284,7 @@ def test_a_clear_ends_the_emitting_rank_only_and_restores_exact(fleet: Fleet) ->
 
 def test_what_is_lost_after_a_clear_degrades_again(fleet: Fleet) -> None:
     """A clear answers for what was before it, not for a store behind it whose parent nobody knows."""
-    fleet.tell(AllBlocksCleared(), stored(names(1), locals_(1), parent=99))
+    fleet.apply(AllBlocksCleared(), stored(names(1), locals_(1), parent=99))
     assert fleet.progress().health is Health.DEGRADED
     assert fleet.progress().n_unknown_parents == 1
 
@@ -303,7 +303,7 @@ def test_blocks_that_no_prefix_describes_make_a_rank_approximate(fleet: Fleet, c
 
 def test_a_lost_source_degrades_every_exact_rank_and_no_other(fleet: Fleet) -> None:
     """Exact ranks are degraded and written; a removed one stays removed."""
-    fleet.tell()
+    fleet.apply()
     judge(fleet.holdings, batch(0, rank=STRANGER))
     fleet.holdings.remove_worker(WorkerId(8), Incarnation(1))
     fleet.holdings.take_changes(0)
@@ -314,28 +314,28 @@ def test_a_lost_source_degrades_every_exact_rank_and_no_other(fleet: Fleet) -> N
 
 def test_a_store_behind_an_unknown_parent_is_rejected_whole(fleet: Fleet) -> None:
     """None of its blocks is held anywhere, and the rank is degraded."""
-    fleet.tell(stored(names(3), locals_(3)), BlocksRemoved(names(1, 1002)))
-    fleet.tell(stored(names(2, 50), locals_(2, 50), parent=1002))  # the parent is removed
-    fleet.tell(stored(names(2, 60), locals_(2, 60), parent=4242))  # the parent was never there
+    fleet.apply(stored(names(3), locals_(3)), BlocksRemoved(names(1, 1002)))
+    fleet.apply(stored(names(2, 50), locals_(2, 50), parent=1002))  # the parent is removed
+    fleet.apply(stored(names(2, 60), locals_(2, 60), parent=4242))  # the parent was never there
     assert fleet.blocks() == set(chain_hashes([1, 2]))
     assert (fleet.progress().n_unknown_parents, fleet.progress().health) == (2, Health.DEGRADED)
 
 
 def test_removals_of_unknown_names_are_counted_and_do_no_harm(fleet: Fleet) -> None:
     """A name that names nothing, nothing in that tier or nothing any more leaves the rank exact."""
-    fleet.tell(stored(names(2), locals_(2)))
-    fleet.tell(BlocksRemoved(u64(5)), BlocksRemoved(names(2), Tier.HOST), BlocksRemoved(u64(1001, 1001)))
+    fleet.apply(stored(names(2), locals_(2)))
+    fleet.apply(BlocksRemoved(u64(5)), BlocksRemoved(names(2), Tier.HOST), BlocksRemoved(u64(1001, 1001)))
     assert fleet.blocks() == {1}
     assert (fleet.progress().n_unknown_removals, fleet.progress().health) == (4, Health.EXACT)
 
 
 def test_a_parent_may_lie_in_another_tier_and_its_own_comes_first(fleet: Fleet) -> None:
     """A host copy attaches to a device block; where host has that name too, to the host's."""
-    fleet.tell(stored(names(2), locals_(2)))
-    fleet.tell(stored(u64(9), u64(3), parent=1001, tier=Tier.HOST))
+    fleet.apply(stored(names(2), locals_(2)))
+    fleet.apply(stored(u64(9), u64(3), parent=1001, tier=Tier.HOST))
     assert fleet.blocks(Tier.HOST) == {chain_hashes([1, 2, 3])[2]}
-    fleet.tell(stored(u64(1001), u64(40), tier=Tier.HOST))
-    fleet.tell(stored(u64(10), u64(41), parent=1001, tier=Tier.HOST))
+    fleet.apply(stored(u64(1001), u64(40), tier=Tier.HOST))
+    fleet.apply(stored(u64(10), u64(41), parent=1001, tier=Tier.HOST))
     assert chain_hashes([40, 41])[1] in fleet.blocks(Tier.HOST)
 
 
@@ -349,7 +349,7 @@ def test_runs_take_thirty_two_blocks(fleet: Fleet, n_blocks: int, sizes: list[in
     parent: int | None = None
     for first in range(0, n_blocks, step):
         n = min(step, n_blocks - first)
-        fleet.tell(stored(names(n, 1000 + first), locals_(n, 1 + first), parent))
+        fleet.apply(stored(names(n, 1000 + first), locals_(n, 1 + first), parent))
         parent = 1000 + first + n - 1
     chain = chain_hashes(range(1, n_blocks + 1))
     runs = sorted(fleet.runs.values(), key=lambda run: run.start)
@@ -363,8 +363,8 @@ def test_runs_take_thirty_two_blocks(fleet: Fleet, n_blocks: int, sizes: list[in
 
 def test_divergence_begins_a_run_of_its_own(fleet: Fleet) -> None:
     """A child in the middle of a run leaves that run as it is."""
-    fleet.tell(stored(names(4), locals_(4)))
-    fleet.tell(stored(u64(77), u64(50), parent=1001))
+    fleet.apply(stored(names(4), locals_(4)))
+    fleet.apply(stored(u64(77), u64(50), parent=1001))
     branch = chain_hashes([1, 2, 50])[2]
     assert fleet.runs.keys() == {
         RunKey(RANK, Tier.DEVICE, SequenceHash(1)),
@@ -376,20 +376,20 @@ def test_divergence_begins_a_run_of_its_own(fleet: Fleet) -> None:
 def test_a_removal_flips_a_bit_and_the_last_one_writes_a_tombstone(fleet: Fleet) -> None:
     """A run with a hole keeps its hashes; a run with nothing held is gone and says so once."""
     key = RunKey(RANK, Tier.DEVICE, SequenceHash(1))
-    fleet.tell(stored(names(3), locals_(3)))
+    fleet.apply(stored(names(3), locals_(3)))
     fleet.holdings.take_changes(0)
-    fleet.tell(BlocksRemoved(u64(1001)))
+    fleet.apply(BlocksRemoved(u64(1001)))
     ((written, run),) = fleet.holdings.take_changes(0).runs
     assert written == key and run is not None and run.present == 0b101
-    fleet.tell(BlocksRemoved(u64(1002, 1000)))
+    fleet.apply(BlocksRemoved(u64(1002, 1000)))
     assert fleet.holdings.take_changes(0).runs == [(key, None)]
     assert fleet.holdings.take_changes(0) == Changes([], [])
 
 
 def test_a_block_stored_again_fills_its_hole(fleet: Fleet) -> None:
     """It takes its old place in the run, under whatever name it has now."""
-    fleet.tell(stored(names(3), locals_(3)), BlocksRemoved(u64(1001)))
-    fleet.tell(stored(u64(500), u64(2), parent=1000))
+    fleet.apply(stored(names(3), locals_(3)), BlocksRemoved(u64(1001)))
+    fleet.apply(stored(u64(500), u64(2), parent=1000))
     (run,) = fleet.runs.values()
     assert run.engine == [1000, 500, 1002]
     assert fleet.blocks() == set(chain_hashes([1, 2, 3]))
@@ -397,33 +397,33 @@ def test_a_block_stored_again_fills_its_hole(fleet: Fleet) -> None:
 
 def test_a_name_given_to_its_own_child_leaves_the_child(fleet: Fleet) -> None:
     """The later store wins, also where the run's only block gives its name away."""
-    fleet.tell(stored(u64(9), u64(1)))
-    fleet.tell(stored(u64(9), u64(2), parent=9))
+    fleet.apply(stored(u64(9), u64(1)))
+    fleet.apply(stored(u64(9), u64(2), parent=9))
     assert fleet.blocks() == {chain_hashes([1, 2])[1]}
-    fleet.tell(stored(u64(8, 8), u64(1, 2)))  # twice in one event
+    fleet.apply(stored(u64(8, 8), u64(1, 2)))  # twice in one event
     assert fleet.blocks() == {chain_hashes([1, 2])[1]}
-    fleet.tell(BlocksRemoved(u64(9)))  # an older name of that block
+    fleet.apply(BlocksRemoved(u64(9)))  # an older name of that block
     assert fleet.blocks() == {chain_hashes([1, 2])[1]}
-    fleet.tell(BlocksRemoved(u64(8)))
+    fleet.apply(BlocksRemoved(u64(8)))
     assert fleet.blocks() == set()
 
 
 def test_labels_follow_their_block(fleet: Fleet) -> None:
     """Labels are kept with the block, gone with it, and not inherited by whoever takes its place unlabelled."""
     labels = MoeLabels(2, 7, 3)
-    fleet.tell(replace(stored(names(2), locals_(2)), moe=labels))
+    fleet.apply(replace(stored(names(2), locals_(2)), moe=labels))
     (run,) = fleet.runs.values()
     assert run.moe == {0: labels, 1: labels}
-    fleet.tell(BlocksRemoved(u64(1001)))
+    fleet.apply(BlocksRemoved(u64(1001)))
     assert run.moe == {0: labels}
-    fleet.tell(stored(u64(1001), u64(2), parent=1000))
+    fleet.apply(stored(u64(1001), u64(2), parent=1000))
     assert run.moe == {0: labels}
 
 
 def test_progress_of_every_touched_rank_comes_once(fleet: Fleet) -> None:
     """Whatever was judged as news since the last call is written, with the number of blocks as of now."""
-    fleet.tell(stored(names(3), locals_(3)))
-    fleet.tell(BlocksRemoved(u64(1000)))
+    fleet.apply(stored(names(3), locals_(3)))
+    fleet.apply(BlocksRemoved(u64(1000)))
     judge(fleet.holdings, batch(0, rank=STRANGER))
     judge(fleet.holdings, batch(0, rank=STRANGER))
     changes = fleet.holdings.take_changes(0)
@@ -436,9 +436,9 @@ def test_progress_of_every_touched_rank_comes_once(fleet: Fleet) -> None:
 def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: int) -> None:
     """No call gives more than it was allowed; later calls give the rest, and none for a key written again."""
     for first in range(5):
-        fleet.tell(stored(u64(first + 1), u64(10 + first)))
+        fleet.apply(stored(u64(first + 1), u64(10 + first)))
     fleet.holdings.take_changes(0)
-    fleet.tell(AllBlocksCleared(), stored(u64(90), u64(11)))
+    fleet.apply(AllBlocksCleared(), stored(u64(90), u64(11)))
     changes = fleet.holdings.take_changes(limit)
     assert [p.epoch.generation for p in changes.progress] == [1]
     assert [key.first for key, run in changes.runs if run is not None] == [11]
@@ -457,10 +457,10 @@ def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: 
 def test_a_key_written_again_and_emptied_again_gets_its_tombstone(fleet: Fleet) -> None:
     """An old record, rewritten by the new epoch and then emptied, does not outlive it."""
     key = RunKey(RANK, Tier.DEVICE, SequenceHash(10))
-    fleet.tell(stored(u64(1), u64(10)))
+    fleet.apply(stored(u64(1), u64(10)))
     fleet.holdings.take_changes(0)
-    fleet.tell(AllBlocksCleared())
-    fleet.tell(stored(u64(1), u64(10)), BlocksRemoved(u64(1)))
+    fleet.apply(AllBlocksCleared())
+    fleet.apply(stored(u64(1), u64(10)), BlocksRemoved(u64(1)))
     assert fleet.holdings.take_changes(0).runs == [(key, None)]
     assert not fleet.holdings.owes_tombstones
 
@@ -468,7 +468,7 @@ def test_a_key_written_again_and_emptied_again_gets_its_tombstone(fleet: Fleet) 
 def test_a_run_emptied_in_the_batch_that_clears_gets_its_tombstone(fleet: Fleet) -> None:
     """Its old record lies in the log whether the block was removed or cleared."""
     key = RunKey(RANK, Tier.DEVICE, SequenceHash(10))
-    fleet.tell(stored(u64(1), u64(10)))
+    fleet.apply(stored(u64(1), u64(10)))
     fleet.holdings.take_changes(0)
-    fleet.tell(BlocksRemoved(u64(1)), AllBlocksCleared())
+    fleet.apply(BlocksRemoved(u64(1)), AllBlocksCleared())
     assert fleet.holdings.take_changes(10).runs == [(key, None)]

@@ -68,7 +68,7 @@ def members(index: PrefixIndex) -> set[Member]:
     return {(rank, tier, int(name)) for rank, tier, name in index.members()}
 
 
-def tell(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
+def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
     """Give an index one event, as a dump tells it."""
     match event:
         case BlocksStored():
@@ -88,7 +88,7 @@ def index(request: pytest.FixtureRequest) -> Iterator[PrefixIndex]:
     assert len(made) == len(list(made.members())) == len(members(made))
     copy: PrefixIndex = request.param()
     for rank, event in made.dump():
-        tell(copy, rank, event)
+        apply_event(copy, rank, event)
     copy.check()
     assert members(copy) == members(made)
     assert ask(copy) == ask(made)

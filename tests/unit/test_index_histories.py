@@ -23,13 +23,13 @@ PLAIN_EVERY = 4
 
 #: Together 200,000 operations, at some 60 microseconds each.
 N_HISTORIES = 100
-HISTORIES_A_TEST = 10
+HISTORIES_PER_TEST = 10
 
 
-@pytest.mark.parametrize("first", range(0, N_HISTORIES, HISTORIES_A_TEST))
+@pytest.mark.parametrize("first", range(0, N_HISTORIES, HISTORIES_PER_TEST))
 def test_every_index_answers_as_the_reference(first: int) -> None:
     """Stores, removals, clears, departures and queries in any order; a dump of what is left gives an equal index."""
-    for seed in range(first, first + HISTORIES_A_TEST):
+    for seed in range(first, first + HISTORIES_PER_TEST):
         plain = seed % PLAIN_EVERY == 0 or len(INDEXES) == 1
         play(seed, [make for make in INDEXES if plain or make is not PlainPrefixIndex])
 

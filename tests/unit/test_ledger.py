@@ -25,14 +25,14 @@ from streams.core.ids import Epoch, Incarnation, Tier
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.run_store import PlainRunStore
 from streams.engines.ledger import Ledger
-from streams.engines.restating import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
+from streams.engines.restatements import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
 from tests.helpers.reference import chain_hashes, random_history
 from tests.unit.test_holdings import RANK, batch, check, judge, stored, u64
 
-Told = tuple[str, int | None, list[int], list[int]]
+LedgerEvent = tuple[str, int | None, list[int], list[int]]
 
 #: No engine of these tests ever gives a block this name.
-NOBODY = 10_000
+NO_PARENT = 10_000
 
 
 class RawRank:
@@ -83,7 +83,7 @@ class Published:
         self.holdings = plain_holdings()
         self._sequence = -1
 
-    def tell(self, event: KvEvent) -> list[KvEvent]:
+    def apply(self, event: KvEvent) -> list[KvEvent]:
         out = self.ledger.apply(event)
         self._sequence += 1
         judge(self.holdings, batch(self._sequence, *out))
@@ -94,9 +94,9 @@ class Published:
         return {(tier, int(block)) for _, tier, block in self.holdings.members()}
 
 
-def told(events: Iterable[KvEvent]) -> list[Told]:
+def told(events: Iterable[KvEvent]) -> list[LedgerEvent]:
     """Events in a form that compares."""
-    plain: list[Told] = []
+    plain: list[LedgerEvent] = []
     for event in events:
         match event:
             case BlocksStored():
@@ -197,11 +197,11 @@ def test_two_names_for_one_block_are_two_copies_of_it() -> None:
 def test_a_name_given_to_another_block_takes_the_first_one_with_it(counts_copies: bool) -> None:
     """The first block is held no more, by whatever count; the second is held once."""
     published = Published(counts_copies)
-    published.tell(stored(u64(11), u64(1)))
-    published.tell(stored(u64(11), u64(1)))
-    published.tell(stored(u64(11), u64(2)))
+    published.apply(stored(u64(11), u64(1)))
+    published.apply(stored(u64(11), u64(1)))
+    published.apply(stored(u64(11), u64(2)))
     assert published.facts() == {(Tier.DEVICE, 2)}
-    published.tell(removed(11))
+    published.apply(removed(11))
     assert published.facts() == set()
     assert len(published.ledger) == 0
 
@@ -215,7 +215,7 @@ def test_a_name_may_move_to_the_blocks_own_children(engine: list[int], local: li
     published = Published(counts_copies=True)
     raw = RawRank(counts_copies=True)
     for event in (stored(u64(9), u64(1)), stored(u64(*engine), u64(*local), parent=9)):
-        published.tell(event)
+        published.apply(event)
         raw.apply(event)
     assert published.facts() == raw.facts()
     assert published.ledger.unknown_parents == 0
@@ -225,24 +225,24 @@ def test_a_dropped_name_given_away_leaves_its_old_block_to_its_other_name() -> N
     """An engine names copies by their place: place 1 is freed and holds another block, place 2 still holds ours."""
     published = Published(counts_copies=True)
     first, other = stored(u64(1), u64(50)), stored(u64(1), u64(60))
-    published.tell(first)
-    published.tell(stored(u64(2), u64(50)))
-    published.tell(removed(1))
-    published.tell(other)
+    published.apply(first)
+    published.apply(stored(u64(2), u64(50)))
+    published.apply(removed(1))
+    published.apply(other)
     assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, 60)}
-    published.tell(removed(2))
+    published.apply(removed(2))
     assert published.facts() == {(Tier.DEVICE, 60)}
-    published.tell(removed(1))
+    published.apply(removed(1))
     assert published.facts() == set()
 
 
 def test_a_dropped_name_removed_once_more_takes_nothing() -> None:
     """The block is still held under its second name, so that removal is the engine's mistake and is not published."""
     published = Published(counts_copies=True)
-    published.tell(stored(u64(1), u64(50)))
-    published.tell(stored(u64(2), u64(50)))
-    published.tell(removed(1))
-    assert published.tell(removed(1)) == []
+    published.apply(stored(u64(1), u64(50)))
+    published.apply(stored(u64(2), u64(50)))
+    published.apply(removed(1))
+    assert published.apply(removed(1)) == []
     assert published.ledger.unknown_removals == 1
     assert published.facts() == {(Tier.DEVICE, 50)}
 
@@ -250,22 +250,22 @@ def test_a_dropped_name_removed_once_more_takes_nothing() -> None:
 def test_a_dropped_name_still_says_where_children_belong() -> None:
     """A store behind it is placed behind the block that it named, as long as that is held at all."""
     published = Published(counts_copies=True)
-    published.tell(stored(u64(1), u64(50)))
-    published.tell(stored(u64(2), u64(50)))
-    published.tell(removed(1))
-    published.tell(stored(u64(3), u64(51), parent=1))
-    published.tell(stored(u64(3), u64(51), parent=1))
+    published.apply(stored(u64(1), u64(50)))
+    published.apply(stored(u64(2), u64(50)))
+    published.apply(removed(1))
+    published.apply(stored(u64(3), u64(51), parent=1))
+    published.apply(stored(u64(3), u64(51), parent=1))
     assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, chain_hashes([50, 51])[1])}
-    published.tell(removed(3))
+    published.apply(removed(3))
     assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, chain_hashes([50, 51])[1])}
 
 
 def test_what_cannot_be_placed_is_passed_on_as_it_came() -> None:
     """A store behind an unknown parent and an unknown removal reach the agent, which counts them."""
     published = Published(counts_copies=True)
-    orphan = stored(u64(1, 2), u64(1, 2), parent=NOBODY)
-    assert published.tell(orphan) == [orphan]
-    assert told(published.tell(removed(7, 8))) == [("removed", None, [7, 8], [])]
+    orphan = stored(u64(1, 2), u64(1, 2), parent=NO_PARENT)
+    assert published.apply(orphan) == [orphan]
+    assert told(published.apply(removed(7, 8))) == [("removed", None, [7, 8], [])]
     assert (published.ledger.unknown_parents, published.ledger.unknown_removals) == (1, 2)
     progress = published.holdings.progress[RANK]
     assert (progress.n_unknown_parents, progress.n_unknown_removals) == (1, 2)
@@ -281,15 +281,15 @@ def test_a_clear_is_published_and_forgets_all() -> None:
     assert told(ledger.apply(AllBlocksCleared())) == [("cleared", None, [], [])]
     assert len(ledger) == 0
     assert told(ledger.apply(stored(u64(11), u64(1)))) == [("stored", None, [11], [1])]
-    assert told(ledger.apply(stored(u64(12), u64(1), parent=NOBODY))) == [("stored", NOBODY, [12], [1])]
+    assert told(ledger.apply(stored(u64(12), u64(1), parent=NO_PARENT))) == [("stored", NO_PARENT, [12], [1])]
 
 
 def test_tiers_count_for_themselves() -> None:
     """A copy on the host is news though the device holds the block, and its removal leaves the device's."""
     published = Published(counts_copies=True)
-    published.tell(stored(u64(11), u64(1)))
-    published.tell(stored(u64(11), u64(1), tier=Tier.HOST))
-    published.tell(removed(11))
+    published.apply(stored(u64(11), u64(1)))
+    published.apply(stored(u64(11), u64(1), tier=Tier.HOST))
+    published.apply(removed(11))
     assert published.facts() == {(Tier.HOST, 1)}
 
 
@@ -319,11 +319,11 @@ def test_what_is_published_is_what_the_engine_holds(
         elif len(op) == 3:
             parent, blocks, tier = op
             if parent is not None and raw.named(parent, tier) is None:
-                parent = NOBODY  # a name dropped is neither known nor unknown; it has a test of its own
+                parent = NO_PARENT  # a name dropped is neither known nor unknown; it has a test of its own
             event = stored(u64(*(name for name, _ in blocks)), u64(*(local for _, local in blocks)), parent, tier)
         else:
             event = removed(*op[0], tier=op[1])
-        published.tell(event)
+        published.apply(event)
         raw.apply(event)
         assert published.facts() == raw.facts()
         assert len(published.ledger) == len(raw.facts())
@@ -340,7 +340,7 @@ def test_an_engines_whole_history_is_published_as_what_it_holds(seed: int, count
         for event in one.body.events if isinstance(one.body, EngineEvents) else ():
             if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
                 continue
-            published.tell(event)
+            published.apply(event)
             raw.apply(event)
         assert published.facts() == raw.facts()
 
@@ -393,7 +393,7 @@ def test_a_restatement_is_all_that_the_ledger_holds(seed: int, counts_copies: bo
     for event in raw_history(seed, 60):
         if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
             continue
-        published.tell(event)
+        published.apply(event)
         raw.apply(event)
     facts, names = restored(published.ledger, bytes_max)
     assert facts == raw.facts() == published.facts()
@@ -422,7 +422,7 @@ def test_a_ledger_rebuilt_from_what_was_published_goes_on_and_never_says_more_th
             assert facts_of(published.ledger) == facts_of(before)
         if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
             continue
-        published.tell(event)
+        published.apply(event)
         raw.apply(event)
         assert published.facts() == facts_of(published.ledger)
 
@@ -436,7 +436,7 @@ def test_a_ledger_is_complete_until_something_is_lost_and_again_after_a_clear() 
     assert not ledger.complete
     ledger.apply(AllBlocksCleared())
     assert ledger.complete
-    ledger.apply(stored(u64(12), u64(2), parent=NOBODY))
+    ledger.apply(stored(u64(12), u64(2), parent=NO_PARENT))
     assert not ledger.complete
 
 
@@ -476,6 +476,6 @@ def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, want
     """For this life only, and again only when the answer cannot be on its way any more."""
     restatements = Restatements()
     assert restatements.wanted(REQUEST, Incarnation(5), 20, 0.0)
-    restatements.told(20, 0.0)
+    restatements.sent(20, 0.0)
     assert restatements.wanted(request_of, Incarnation(5), 30, at_s) is wanted
     assert not Restatements().wanted(REQUEST, Incarnation(5), -1, at_s)  # nothing was published: nothing to say

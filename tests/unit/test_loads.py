@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads import bookings as loads_module
-from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Phase, RankLoad, with_output
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase, RankLoad, with_output
 from tests.helpers.reference import chain_hashes
 
 TTL_MS = 1000
 A, B = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(1), DpRank(1))
 
-Told = tuple[BookingId, Phase, Booking | None]
+BookingEvent = tuple[BookingId, BookingPhase, Booking | None]
 
 
 def request(name: str, counter: int = 1, router: str = "router") -> BookingId:
@@ -32,25 +32,25 @@ def booking(rank: RankId = A, n_blocks: int = 3, *, tokens: int = 48, output: in
     return Booking(rank, "m", tokens, pack_hashes(chain_hashes(local)), 0, n_blocks, None, output)
 
 
-def tell(loads: ActiveLoads, told: Told, at_ms: int = 0) -> None:
+def apply(loads: ActiveLoads, told: BookingEvent, at_ms: int = 0) -> None:
     booking_id, phase, carried = told
-    if phase is Phase.ADD:
+    if phase is BookingPhase.ADD:
         assert carried is not None
         loads.add(booking_id, carried, at_ms)
-    elif phase is Phase.PREFILL:
+    elif phase is BookingPhase.PREFILL:
         loads.prefill_complete(booking_id, at_ms)
     else:
         loads.free(booking_id, at_ms)
 
 
-def life(booking_id: BookingId, carried: Booking, *phases: Phase) -> list[Told]:
-    return [(booking_id, phase, carried if phase is Phase.ADD else None) for phase in phases]
+def life(booking_id: BookingId, carried: Booking, *phases: BookingPhase) -> list[BookingEvent]:
+    return [(booking_id, phase, carried if phase is BookingPhase.ADD else None) for phase in phases]
 
 
-def told_in(order: list[Told]) -> ActiveLoads:
+def loads_after(order: list[BookingEvent]) -> ActiveLoads:
     loads = ActiveLoads(TTL_MS)
     for told in order:
-        tell(loads, told)
+        apply(loads, told)
     return loads
 
 
@@ -62,26 +62,26 @@ def seen(loads: ActiveLoads) -> dict[RankId, tuple[int, int, int, int]]:
     }
 
 
-def by_brute_force(told: list[Told]) -> dict[RankId, tuple[int, int, int, int]]:
+def by_brute_force(told: list[BookingEvent]) -> dict[RankId, tuple[int, int, int, int]]:
     """Loads of the bookings that have an add and no free; of several adds the last one told."""
     return {rank: (*sums, len(active_blocks(told)[rank])) for rank, sums in _sums(told).items()}
 
 
-def _live(told: list[Told]) -> Iterator[tuple[BookingId, Booking]]:
+def _live(told: list[BookingEvent]) -> Iterator[tuple[BookingId, Booking]]:
     added = {booking_id: carried for booking_id, _, carried in told if carried is not None}
-    freed = {booking_id for booking_id, phase, _ in told if phase is Phase.FREE}
+    freed = {booking_id for booking_id, phase, _ in told if phase is BookingPhase.FREE}
     return ((booking_id, carried) for booking_id, carried in added.items() if booking_id not in freed)
 
 
-def active_blocks(told: list[Told]) -> dict[RankId, set[int]]:
+def active_blocks(told: list[BookingEvent]) -> dict[RankId, set[int]]:
     blocks: dict[RankId, set[int]] = {}
     for _, carried in _live(told):
         blocks.setdefault(carried.rank, set()).update(unpack_hashes(carried.sequence).tolist())
     return blocks
 
 
-def _sums(told: list[Told]) -> dict[RankId, tuple[int, int, int]]:
-    prefilled = {booking_id for booking_id, phase, _ in told if phase is Phase.PREFILL}
+def _sums(told: list[BookingEvent]) -> dict[RankId, tuple[int, int, int]]:
+    prefilled = {booking_id for booking_id, phase, _ in told if phase is BookingPhase.PREFILL}
     sums: dict[RankId, tuple[int, int, int]] = {}
     for booking_id, carried in _live(told):
         tokens, output, requests = sums.get(carried.rank, (0, 0, 0))
@@ -90,7 +90,7 @@ def _sums(told: list[Told]) -> dict[RankId, tuple[int, int, int]]:
     return sums
 
 
-ALL_PHASES = (Phase.ADD, Phase.PREFILL, Phase.FREE)
+ALL_PHASES = (BookingPhase.ADD, BookingPhase.PREFILL, BookingPhase.FREE)
 
 
 @pytest.mark.parametrize("n_phases", [1, 2, 3])
@@ -100,7 +100,7 @@ def test_phases_of_two_requests_in_any_order_give_the_same_loads(n_phases: int) 
     told += life(request("r2"), booking(B if n_phases == 2 else A, 5, branch=3), *ALL_PHASES[: 4 - n_phases])
     expected = by_brute_force(told)
     for order in itertools.permutations(told):
-        assert seen(told_in(list(order))) == expected
+        assert seen(loads_after(list(order))) == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -108,7 +108,7 @@ def test_phases_of_two_requests_in_any_order_give_the_same_loads(n_phases: int) 
 def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int) -> None:
     """Shuffled, repeated, of several routers and with one id booked twice: the sum is that of brute force."""
     rng = random.Random(seed)
-    told: list[Told] = []
+    told: list[BookingEvent] = []
     for number in range(rng.randint(1, 12)):
         booking_id = request(f"r{number // 2}", number, rng.choice("xy"))
         carried = booking(
@@ -122,7 +122,7 @@ def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int
     expected = by_brute_force(told)
     order = told + rng.choices(told, k=rng.randint(0, 10))
     rng.shuffle(order)
-    loads = told_in(order)
+    loads = loads_after(order)
     assert seen(loads) == expected
     asked = booking(A, rng.randint(0, 8), branch=rng.randint(0, 8)).sequence
     columns = loads.columns(loads.rows_of((A, B)), asked)
@@ -140,15 +140,15 @@ def test_adds_that_grow_a_booking_replace_it(seed: int) -> None:
     """Of one booking's adds the last one counts, whatever is told in between of other phases."""
     rng = random.Random(seed)
     booking_id = request("r")
-    told: list[Told] = []
+    told: list[BookingEvent] = []
     for _ in range(rng.randint(1, 6)):
         carried = booking(rng.choice((A, B)), rng.randint(1, 4), tokens=rng.randint(0, 99), output=rng.randint(0, 3))
-        told += life(booking_id, carried, Phase.ADD)
+        told += life(booking_id, carried, BookingPhase.ADD)
     if rng.random() < 0.5:
-        told.insert(rng.randint(0, len(told)), (booking_id, Phase.PREFILL, None))
-    assert seen(told_in(told)) == by_brute_force(told)
-    told.insert(rng.randint(0, len(told)), (booking_id, Phase.FREE, None))
-    assert seen(told_in(told)) == {}
+        told.insert(rng.randint(0, len(told)), (booking_id, BookingPhase.PREFILL, None))
+    assert seen(loads_after(told)) == by_brute_force(told)
+    told.insert(rng.randint(0, len(told)), (booking_id, BookingPhase.FREE, None))
+    assert seen(loads_after(told)) == {}
 
 
 def test_blocks_shared_on_a_rank_count_once() -> None:
@@ -199,14 +199,14 @@ def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:
     assert (loads.load(A).prefill_tokens, loads.load(A).decode_blocks) == (16, 5)
 
 
-@pytest.mark.parametrize("first", [Phase.FREE, Phase.PREFILL])
-def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: Phase) -> None:
+@pytest.mark.parametrize("first", [BookingPhase.FREE, BookingPhase.PREFILL])
+def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: BookingPhase) -> None:
     """Until it expires; a prefill alone is known and ends nothing."""
     loads = ActiveLoads(TTL_MS)
-    tell(loads, (request("r"), first, None))
+    apply(loads, (request("r"), first, None))
     assert loads.knows("r") and loads.live("r") is None
     loads.add(request("r"), booking(), 0)
-    assert (loads.live("r") is None) == (first is Phase.FREE)
+    assert (loads.live("r") is None) == (first is BookingPhase.FREE)
     assert loads.load(A).prefill_tokens == 0
 
 
@@ -262,12 +262,12 @@ def test_a_late_record_of_an_old_booking_expires_in_its_own_time() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(told=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(ALL_PHASES), st.integers(0, 3000)), max_size=40))
-def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, Phase, int]]) -> None:
+def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, BookingPhase, int]]) -> None:
     """Whatever order the words come in, at any moment just those are remembered that the TTL leaves."""
     loads = ActiveLoads(TTL_MS)
     last: dict[str, int] = {}
     for number, phase, at_ms in told:
-        tell(loads, (request(f"r{number}"), phase, booking() if phase is Phase.ADD else None), at_ms)
+        apply(loads, (request(f"r{number}"), phase, booking() if phase is BookingPhase.ADD else None), at_ms)
         last[f"r{number}"] = max(last.get(f"r{number}", 0), at_ms)
     for now_ms in range(500, 4500, 250):
         loads.expire(now_ms)
@@ -280,8 +280,8 @@ def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, Phase, i
 def test_ended_bookings_expire_as_well() -> None:
     """Nothing is remembered for ever, and an id is new again afterwards."""
     loads = ActiveLoads(TTL_MS)
-    for told in life(request("r"), booking(), Phase.FREE, Phase.ADD, Phase.PREFILL):
-        tell(loads, told)
+    for told in life(request("r"), booking(), BookingPhase.FREE, BookingPhase.ADD, BookingPhase.PREFILL):
+        apply(loads, told)
     assert loads.expire(TTL_MS) == 1
     assert (len(loads), loads.knows("r")) == (0, False)
     loads.add(request("r"), booking(), TTL_MS)

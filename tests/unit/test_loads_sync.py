@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes
-from streams.core.loads.bookings import Booking, Phase
+from streams.core.loads.bookings import Booking, BookingPhase
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
 from streams.local.ports import free_port
 from streams.router_api import outbox as outbox_module
-from streams.router_api.loads_sync import HELD_CALL_TTL_MS, QUIET_MS, LoadsSync
+from streams.router_api.loads_sync import BUFFERED_CALL_TTL_MS, QUIET_MS, LoadsSync
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -225,9 +225,9 @@ def play(actions: list[tuple[Any, ...]]) -> None:
                 except BookingConflict:
                     assert live(world.replicas[router], request_id)
             case "prefill" | "free", (router, request_id):
-                world.replicas[router].sync.tell(request_id, Phase(name))
+                world.replicas[router].sync.report_phase(request_id, BookingPhase(name))
             case "output", (router, request_id, output_tokens):
-                world.replicas[router].sync.tell_output(request_id, output_tokens)
+                world.replicas[router].sync.report_output(request_id, output_tokens)
             case "fold", (router, partition, n):
                 world.replicas[router].fold(partition, n)
             case "poll", (router,):
@@ -256,8 +256,8 @@ def test_a_prefill_told_behind_another_routers_free_changes_nothing() -> None:
     first, second, _ = world.replicas
     first.sync.book("r", booking(1))
     world.settle()
-    first.sync.tell("r", Phase.FREE)
-    assert second.sync.tell("r", Phase.PREFILL) is True  # it has not read the free
+    first.sync.report_phase("r", BookingPhase.FREE)
+    assert second.sync.report_phase("r", BookingPhase.PREFILL) is True  # it has not read the free
     assert world.same() == {}
 
 
@@ -267,7 +267,7 @@ def test_an_id_used_again_while_its_free_is_under_way_lives() -> None:
     first, second, third = world.replicas
     first.sync.book("r", booking(1))
     world.settle()
-    third.sync.tell("r", Phase.FREE)
+    third.sync.report_phase("r", BookingPhase.FREE)
     with third.sync.locked() as active:
         assert active.live("r") is None
     third.sync.book("r", booking(2, [7, 8]))  # first and second know of neither
@@ -283,7 +283,7 @@ def test_of_bookings_made_at_once_the_last_in_the_log_stays(n_rivals: int) -> No
         replica.sync.book("r", booking(number))
         replica.sync.poll()
     assert world.same() == {rank_of(n_rivals): (16, 1, 1)}
-    world.replicas[0].sync.tell("r", Phase.FREE)
+    world.replicas[0].sync.report_phase("r", BookingPhase.FREE)
     assert world.same() == {}
 
 
@@ -297,7 +297,7 @@ def test_a_free_ends_all_bookings_of_its_id() -> None:
     for partition in range(TOPIC.partitions):
         third.fold(partition)
     assert live(third, "r") == 2
-    third.sync.tell("r", Phase.FREE)
+    third.sync.report_phase("r", BookingPhase.FREE)
     assert live(third, "r") == 0
     assert world.same() == {}
 
@@ -320,16 +320,16 @@ def test_generated_tokens_make_a_booking_grow_for_all() -> None:
     world.settle()
     for replica, tokens, blocks in ((second, 1, 1), (third, 17, 2), (first, 33, 3), (second, 48, 3), (third, 5, 3)):
         n_written = len(world.log.written)
-        assert replica.sync.tell_output("r", tokens) is True
+        assert replica.sync.report_output("r", tokens) is True
         assert replica.loads == {rank_of(1): (16, 1 + blocks, 1)}
         assert world.same() == replica.loads
         assert len(world.log.written) - n_written == (tokens in (1, 17, 33))
     second.sync.book("r", booking(1, prefill=0))
     assert world.same() == {rank_of(1): (0, 4, 1)}
-    first.sync.tell("r", Phase.FREE)
-    assert third.sync.tell_output("r", 100) is True  # it has not read the free
+    first.sync.report_phase("r", BookingPhase.FREE)
+    assert third.sync.report_output("r", 100) is True  # it has not read the free
     assert world.same() == {}
-    assert first.sync.tell_output("r", 200) is True
+    assert first.sync.report_output("r", 200) is True
     assert world.same() == {}
 
 
@@ -338,16 +338,16 @@ def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
     world = World()
     first, second, _ = world.replicas
     for tokens in (33, 20):
-        assert second.sync.tell_output("r", tokens) is False
-    assert second.sync.tell("r", Phase.PREFILL) is False
-    assert second.sync.tell_output("s", 16) is False
+        assert second.sync.report_output("r", tokens) is False
+    assert second.sync.report_phase("r", BookingPhase.PREFILL) is False
+    assert second.sync.report_output("s", 16) is False
     first.sync.book("r", booking(1))
     first.sync.book("s", booking(2))
-    first.sync.tell("s", Phase.FREE)
+    first.sync.report_phase("s", BookingPhase.FREE)
     assert world.same() == {rank_of(1): (0, 1 + 3, 1)}
     assert second.sync.unknown_calls == 0
-    assert second.sync.tell_output("t", 1) is False
-    world.pass_time(HELD_CALL_TTL_MS)
+    assert second.sync.report_output("t", 1) is False
+    world.pass_time(BUFFERED_CALL_TTL_MS)
     second.sync.poll()
     assert second.sync.unknown_calls == 1
 
@@ -363,7 +363,7 @@ def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
         third.fold(partition)
     second.sync.book("r", booking(2))
     second.sync.poll()
-    third.sync.tell("r", Phase.FREE)
+    third.sync.report_phase("r", BookingPhase.FREE)
     assert world.same() == {rank_of(2): (16, 1, 1)}
 
 
@@ -377,7 +377,7 @@ def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> N
     world.log.away = True
     n_in_log = len(world.log.written)
     first.sync.book("during", booking(2))
-    first.sync.tell("before", Phase.FREE)
+    first.sync.report_phase("before", BookingPhase.FREE)
     assert first.loads == {rank_of(2): (16, 1, 1)}
     world.pass_time(KNOBS.stale_after_ms)
     assert first.sync.in_sync
@@ -436,7 +436,7 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     for number in range(10):
         first.sync.book(f"short-{number}", booking(99))
         if number >= 3:  # before, they are in flight, and a free is a record of its own
-            first.sync.tell(f"short-{number}", Phase.FREE)
+            first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
         first.sync.book(str(number), booking(number))
     assert first.sync.unacknowledged == 3 + 4
     assert first.sync.unpublished > 0
@@ -447,8 +447,8 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     world.pass_time(KNOBS.stale_after_ms + 1)
     assert not first.sync.in_sync
     for number in range(10):
-        first.sync.tell(str(number), Phase.FREE)
-        first.sync.tell(f"short-{number}", Phase.FREE)
+        first.sync.report_phase(str(number), BookingPhase.FREE)
+        first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
     world.same()
     assert first.sync.in_sync
 
@@ -500,7 +500,7 @@ def test_a_booking_that_is_partly_in_flight_is_freed_for_all(monkeypatch: pytest
     first = world.replicas[0]
     for prefill in (64, 32):
         first.sync.book("r", booking(1, prefill=prefill))
-    first.sync.tell("r", Phase.FREE)
+    first.sync.report_phase("r", BookingPhase.FREE)
     assert world.same() == {}
 
 
@@ -595,7 +595,7 @@ def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() ->
     alone = Replica(log, clock, Settings(partitions=2, booking_ttl_s=TTL_MS / 1000, router_replica_sync=False))
     alone.sync.book("r", booking(1))
     alone.sync.book("s", booking(1))
-    alone.sync.tell("s", Phase.FREE)
+    alone.sync.report_phase("s", BookingPhase.FREE)
     clock[0] += TTL_MS - 1
     alone.sync.poll()
     assert alone.loads == {rank_of(1): (16, 1, 1)}

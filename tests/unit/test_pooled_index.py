@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from streams.core.block_facts import fact_sets as block_sets
-from streams.core.block_facts.fact_sets import BlockSets, BlockSetTable, PlainBlockSets, RankNumbers
+from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PlainFactSets, RankNumbering
 from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, WorkerId
-from streams.core.index.interface import RankPlaces
+from streams.core.index.interface import Candidates
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
 from streams.cxl.states import CxlMemoryState
 
-SETS: list[type[BlockSets]] = [PlainBlockSets, BlockSetTable]
-RANKS = RankNumbers(tuple(RankId(WorkerId(number), DpRank(0)) for number in range(8)))
+SETS: list[type[FactSets]] = [PlainFactSets, CompiledFactSets]
+RANKS = RankNumbering(tuple(RankId(WorkerId(number), DpRank(0)) for number in range(8)))
 BLOCK = SequenceHash(7)
 
 
@@ -26,45 +26,47 @@ def placed(*named: int) -> Placement:
     return Placement(CxlMemoryState.CXL_POOLED, "p", 0, tuple(map(WorkerId, named)), "m", Incarnation(1), 0)
 
 
-def reached(index: PooledIndex, sets: BlockSets, block: SequenceHash = BLOCK) -> set[int]:
+def reached(index: PooledIndex, sets: FactSets, block: SequenceHash = BLOCK) -> set[int]:
     """Workers that reach a block."""
-    answers = index.question("m", RANKS).answers()
+    masks = index.query("m", RANKS).masks()
     none = np.zeros(len(RANKS.ranks), dtype=np.int64)
     query = np.array([block], dtype=np.uint64)
-    weighed = sets.weigh(answers, None, query, RANKS.of(RankPlaces(RANKS.ranks)), none, none.astype(float), 1.0, 0.0)
-    return set() if weighed.pooled is None else set(np.flatnonzero(weighed.pooled).tolist())
+    weighed = sets.weigh(masks, None, query, RANKS.of(Candidates(RANKS.ranks)), none, none.astype(float), 1.0, 0.0)
+    return (
+        set() if weighed.cxl_accessible_scores is None else set(np.flatnonzero(weighed.cxl_accessible_scores).tolist())
+    )
 
 
 @pytest.mark.parametrize("make", SETS)
 def test_a_row_that_found_no_room_takes_no_other_owners_place_back(
-    make: type[BlockSets], monkeypatch: pytest.MonkeyPatch
+    make: type[FactSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is told of a block is told for as long as any row says so, whoever found the room."""
-    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
     sets = make()
     index = PooledIndex(sets, {})
     full, here, there = SequenceHash(1), placed(1, 2), placed(3)
     index.replace(full, None, there)  # the only set that there is room for
     index.replace(BLOCK, None, here)  # owner B
-    assert (reached(index, sets), index.without_room) == (set(), 1)
+    assert (reached(index, sets), index.over_capacity) == (set(), 1)
     index.replace(full, there, None)
     index.replace(BLOCK, None, here)  # owner A
-    assert (reached(index, sets), index.without_room) == ({1, 2}, 0)
+    assert (reached(index, sets), index.over_capacity) == ({1, 2}, 0)
     index.replace(BLOCK, here, None)  # owner B
     assert reached(index, sets) == {1, 2}
     index.replace(BLOCK, here, there)  # owner A; the room of the one is the other's
-    assert (reached(index, sets), index.without_room) == ({3}, 0)
+    assert (reached(index, sets), index.over_capacity) == ({3}, 0)
     index.replace(BLOCK, there, None)
-    assert (reached(index, sets), len(index), index.without_room) == (set(), 0, 0)
+    assert (reached(index, sets), len(index), index.over_capacity) == (set(), 0, 0)
 
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_come_and_go_in_any_order_with_little_room(
-    make: type[BlockSets], seed: int, monkeypatch: pytest.MonkeyPatch
+    make: type[FactSets], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reaches what no row says; while nothing is without room everybody reaches what any row says."""
-    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (2,))
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (2,))
     rng, sets = random.Random(seed), make()
     index = PooledIndex(sets, {})
     rows: dict[tuple[int, int], Placement] = {}  # by block and owner
@@ -79,22 +81,22 @@ def test_rows_come_and_go_in_any_order_with_little_room(
             told = {worker for (of, _), row in rows.items() if of == block for worker in row.accessible_workers}
             found = reached(index, sets, SequenceHash(block))
             assert found <= told
-            if index.without_room == 0:
+            if index.over_capacity == 0:
                 assert found == told
-        n_whole += index.without_room == 0
-        n_lacking += index.without_room > 0
+        n_whole += index.over_capacity == 0
+        n_lacking += index.over_capacity > 0
     assert min(n_whole, n_lacking) > 100
     for (block, _), row in rows.items():
         index.replace(SequenceHash(block), row, None)
-    assert (len(index), index.without_room) == (0, 0)
+    assert (len(index), index.over_capacity) == (0, 0)
 
 
 @pytest.mark.parametrize("make", SETS)
 def test_who_is_named_in_another_order_or_twice_is_named_all_the_same(
-    make: type[BlockSets], monkeypatch: pytest.MonkeyPatch
+    make: type[FactSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand blocks have one set, and a row that only names them otherwise changes nothing."""
-    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
     rng, sets = random.Random(1), make()
     index = PooledIndex(sets, {})
     for block in range(1, 1001):
@@ -102,7 +104,7 @@ def test_who_is_named_in_another_order_or_twice_is_named_all_the_same(
         rng.shuffle(named)
         index.replace(SequenceHash(block), None, placed(*named))
         assert reached(index, sets, SequenceHash(block)) == set(range(8))
-    assert (len(index), index.without_room) == (1000, 0)
+    assert (len(index), index.over_capacity) == (1000, 0)
     index.replace(SequenceHash(1), placed(*range(8)), placed(*reversed(range(8))))
     index.replace(SequenceHash(1), placed(3, *range(8)), replace(placed(), state=CxlMemoryState.EVICTED))
     assert (len(index), reached(index, sets, SequenceHash(1))) == (999, set())

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, EngineHash, Float64Array, RankId, Tier, WorkerId
-from streams.core.index.interface import RankPlaces
+from streams.core.index.interface import Candidates
 from streams.core.index.run_tree import RunTreeIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import pricing
 from streams.core.routing.kernels.price import price_ranks
-from streams.core.routing.pricing import price, price_plainly
+from streams.core.routing.pricing import price, price_in_numpy
 from streams.core.routing.selection import select_by_cost, select_lowest
 from tests.helpers.reference import chain_hashes
 
@@ -61,8 +61,8 @@ def test_the_kernel_gives_the_bits_of_the_formula(seed: int, n_ranks: int, weigh
         sizes = (request_blocks, full_blocks, block_size)
         return priced(loads.table, rows, shared, effective, *sizes, weight, tracked, terms), terms
 
-    (lowest, by_kernel), (lowest_plainly, by_formula) = by(price_ranks), by(price_plainly)
-    assert lowest == lowest_plainly
+    (lowest, by_kernel), (lowest_in_numpy, by_formula) = by(price_ranks), by(price_in_numpy)
+    assert lowest == lowest_in_numpy
     assert by_kernel.tobytes() == by_formula.tobytes()
     if tracked:
         asked = set(unpack_hashes(sequence).tolist())
@@ -81,7 +81,7 @@ def test_the_first_of_the_cheapest_is_chosen_as_by_all_costs(costs: list[float],
     assert ours.random() == theirs.random()
 
 
-@pytest.mark.parametrize("by", [price_ranks, price_plainly], ids=["kernel", "plain"])
+@pytest.mark.parametrize("by", [price_ranks, price_in_numpy], ids=["kernel", "plain"])
 def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented example, and the same with a rank more that is as cheap as the cheapest."""
     monkeypatch.setattr(pricing, "price_ranks", by)
@@ -98,7 +98,7 @@ def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch:
             loads.rows_of(ranks[:n]),
             sequence=b"",
             request_blocks=10,
-            overlap_blocks=overlap[:n],
+            scores=overlap[:n],
             effective_cached_blocks=overlap[:n].astype(np.float64),
             block_size=16,
             overlap_score_weight=1.0,
@@ -123,6 +123,6 @@ def test_an_answers_columns_are_its_mappings(seed: int, tiered: bool) -> None:
             index.store(rank(number), Tier.HOST, parent, local[n_device:n_all], local[n_device:n_all])
     answer, weights = index.find_matches(local), (1.0, 0.75, 0.25, 0.0)
     candidates = [rank(number) for number in rng.sample(range(90), rng.randint(1, 90))]
-    overlap, effective = answer.columns(RankPlaces(candidates), weights)
+    overlap, effective = answer.columns(Candidates(candidates), weights)
     assert overlap.tolist() == [answer.scores.get(each, 0) for each in candidates]
     assert effective.tolist() == [answer.effective_blocks(each, weights) for each in candidates]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.engines import replay as module
-from streams.engines.continuity import Proof
-from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, Window, prove, read_answer, replay
+from streams.engines.continuity import ReplayCheck
+from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, Window, check_last_batch, read_answer, replay
 
 END = b"\xff" * 8
 
@@ -116,11 +116,11 @@ def test_the_last_batch_proves_a_life() -> None:
     digest = xxhash.xxh3_64_intdigest(b"p5")
 
     async def act(context: zmq.asyncio.Context, address: str) -> None:
-        assert await prove(context, address, 5, digest) is Proof.SAME
-        assert await prove(context, address, 5, digest + 1) is Proof.OTHER
-        assert await prove(context, address, 7, digest) is Proof.UNSENT
-        assert await prove(context, address, 2, digest) is Proof.FORGOTTEN
-        assert await prove(context, None, 5, digest) is Proof.SILENT
+        assert await check_last_batch(context, address, 5, digest) is ReplayCheck.SAME
+        assert await check_last_batch(context, address, 5, digest + 1) is ReplayCheck.OTHER
+        assert await check_last_batch(context, address, 7, digest) is ReplayCheck.UNSENT
+        assert await check_last_batch(context, address, 2, digest) is ReplayCheck.FORGOTTEN
+        assert await check_last_batch(context, None, 5, digest) is ReplayCheck.SILENT
 
     with_engine(Engine({4: b"p4", 5: b"p5", 6: b"p6"}, [b""]), act)
     assert module.REPLAY_TIMEOUT_S >= 1.0  # vLLM looks at the socket every 100 ms

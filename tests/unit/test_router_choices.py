@@ -12,7 +12,7 @@ import pytest
 
 from streams.core.hashing import local_hashes
 from streams.core.ids import HashArray
-from streams.core.loads.bookings import Booking, BookingId, Phase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.routing.selection import RouterMode
 from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
 from streams.router_api.router import Router
@@ -41,7 +41,7 @@ def test_without_events_a_prompt_goes_where_it_went() -> None:
     for _ in range(5):
         assert ask(router, update_states="false")["overlap_blocks"] == 0
     first = ask(router)
-    router.tell("r", Phase.FREE)
+    router.report_phase("r", BookingPhase.FREE)
     again = [ask(router, update_states="false") for _ in range(5)]
     assert {(each["worker_id"], each["overlap_blocks"], each["mode"]) for each in again} == {
         (first["worker_id"], 4, "approximate")

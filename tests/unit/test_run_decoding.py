@@ -424,14 +424,14 @@ def test_a_rank_that_the_index_has_no_room_for_is_degraded_until_its_next_epoch(
 
     records = [progress(well, 1), progress(full, 1), run(well, 1), *(run(full, block) for block in range(2, 600))]
     assert view.fold_index_batch([*map(partition, range(Settings().partitions)), *records]) == []
-    assert view.records_without_room > 100
+    assert view.records_over_capacity > 100
     assert len([record for record in caplog.records if "no room" in record.message]) == 1
     assert view.trust([well]).mode is AnswerMode.EXACT
     assert view.trust([well, full]).mode is AnswerMode.DEGRADED
     view.fold_index(*progress(full, 2))
     assert view.trust([well, full]).mode is AnswerMode.EXACT
     view.reset()
-    assert view.records_without_room == 0
+    assert view.records_over_capacity == 0
 
 
 def test_a_view_without_kernels_folds_batches_too() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
-from streams.settings import CONFIG_FILE_DEFAULT, NEEDLESS, NUMBER_MAX, WEIGHT_MAX, Settings, as_environ, load
+from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_KNOBS, WEIGHT_MAX, Settings, as_environ, load
 
 KNOBS = [knob.name for knob in fields(Settings)]
 
@@ -325,7 +325,7 @@ def test_a_child_takes_nothing_from_around_it(tmp_path: Path) -> None:
     assert load({}, inherited | as_environ(Settings())).settings == Settings()
 
 
-@pytest.mark.parametrize("knob", NEEDLESS)
+@pytest.mark.parametrize("knob", UNNEEDED_KNOBS)
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
 def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source: str, tmp_path: Path) -> None:
     """From everywhere, whatever they are given, saying why they are needless; nothing of them is passed on."""
@@ -336,8 +336,8 @@ def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source:
     assert resolved.settings == Settings()
     (warning,) = resolved.warnings
     assert warning.startswith(f"{knob} (from: ")
-    assert warning.endswith(NEEDLESS[knob])
-    assert load(dict.fromkeys(NEEDLESS), {}).warnings == ()
+    assert warning.endswith(UNNEEDED_KNOBS[knob])
+    assert load(dict.fromkeys(UNNEEDED_KNOBS), {}).warnings == ()
     assert f"KVSTREAMS_{knob.upper()}" not in as_environ(resolved.settings)
 
 

@@ -18,7 +18,7 @@ from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, Refused
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.sim.model import EngineConfig, EngineModel, EngineStats, FirstToken, KvStored, Output, PoolAsked
 from streams.sim.offline import Outcome, simulate
-from streams.sim.pool import CxlChanged, PoolConfig, PooledBlocks, PoolLoad, PoolNews, SharedPool
+from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
 from streams.sim.trace import generate, infinite_cache_hit_share
 from tests.unit.test_sim_model import CONFIG, FOREVER, Asked, ask, only, requests_, submit_all
 
@@ -42,9 +42,9 @@ POOL = PoolConfig(
 
 
 def said(pool: SharedPool, to_ms: float) -> list[tuple[float, str, CxlMemoryState, tuple[int, ...]]]:
-    news = pool.advance(to_ms)
+    pool_events = pool.advance(to_ms)
     pool.check()
-    return [(each.at_ms, each.owner, each.state, each.keys) for each in news]
+    return [(each.at_ms, each.owner, each.state, each.keys) for each in pool_events]
 
 
 def holding(*chains: Sequence[int], config: PoolConfig = POOL) -> SharedPool:
@@ -158,7 +158,7 @@ def test_an_eviction_that_nobody_can_tell_is_counted() -> None:
     pool.leave(100.0, "a")
     pool.offload(100.0, "b", [3, 4, 5])
     assert said(pool, 100.0) == []
-    assert (pool.stats().evicted, pool.stats().untold) == (1, 1)
+    assert (pool.stats().evicted, pool.stats().unreported) == (1, 1)
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ class Owner:
     def begin(self) -> None:
         self.lives += 1
         self.name = f"{self.number}/{self.lives}"
-        self.blocks = PooledBlocks(POOL.pool_id)
+        self.blocks = EnginePoolBlocks(POOL.pool_id)
         self.told: dict[int, CxlMemoryMetadata] = {}
 
-    def tell(self, changed: CxlChanged | None) -> None:
+    def report(self, changed: CxlChanged | None) -> None:
         for name in [] if changed is None else changed.engine.tolist():
             assert changed is not None
             pool_id = changed.pool_id
@@ -202,15 +202,15 @@ class Owner:
         keys: Any = np.array(chain, dtype=np.uint64)
         names = keys + np.uint64(1000 * self.number)
         keys_new, changed = self.blocks.stored(KvStored(0.0, None, names, keys, keys, b"", 0, None))
-        self.tell(changed)
+        self.report(changed)
         return keys_new
 
 
-def heard(owners: Sequence[Owner], news: Sequence[PoolNews]) -> None:
+def heard(owners: Sequence[Owner], pool_events: Sequence[PoolEvent]) -> None:
     names = {owner.name: owner for owner in owners}
-    for each in news:
+    for each in pool_events:
         if each.owner in names:
-            names[each.owner].tell(names[each.owner].blocks.told(each.state, each.keys))
+            names[each.owner].report(names[each.owner].blocks.pool_changed(each.state, each.keys))
 
 
 @settings(max_examples=300, deadline=None)
@@ -250,7 +250,7 @@ def test_room_link_news_and_numbers_are_those_of_an_oracle(done: list[Any], capa
             n_died += sum(n for end, mover, n in writes if mover == owner.name and end > now_ms)
             writes = [write for write in writes if write[1] != owner.name]
             if action == "lose":
-                owner.tell(owner.blocks.lost())
+                owner.report(owner.blocks.lost())
                 assert POOLED not in {each.state for each in owner.told.values()}
             owner.begin()
         heard(owners, pool.advance(now_ms))
@@ -275,11 +275,11 @@ def test_room_link_news_and_numbers_are_those_of_an_oracle(done: list[Any], capa
 def test_news_do_not_depend_on_how_often_the_pool_was_asked(done: list[Any]) -> None:
     """One look at the end gives the very news of looks at every moment."""
     often, once = SharedPool(POOL), SharedPool(POOL)
-    news: list[PoolNews] = []
+    pool_events: list[PoolEvent] = []
     now_ms = 0.0
     for wait_ms, action, number, chain in done:
         now_ms += wait_ms
-        news += often.advance(now_ms)
+        pool_events += often.advance(now_ms)
         for pool in (often, once):
             if action == "offload":
                 pool.offload(now_ms, str(number), chain)
@@ -287,8 +287,8 @@ def test_news_do_not_depend_on_how_often_the_pool_was_asked(done: list[Any]) -> 
                 pool.load(now_ms, chain)
             else:
                 pool.leave(now_ms, str(number))
-        news += often.advance(now_ms)
-    assert news + often.advance(FOREVER) == once.advance(FOREVER)
+        pool_events += often.advance(now_ms)
+    assert pool_events + often.advance(FOREVER) == once.advance(FOREVER)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -397,14 +397,14 @@ def test_times_do_not_depend_on_when_the_pools_answer_came(asked: Asked, latenes
         out: list[Output] = []
         n_asked = 0
         while (due_ms := engine.next_event_ms()) is not None:
-            news = engine.advance(due_ms)
-            for question in only(news, PoolAsked):
-                news += engine.advance(due_ms + lateness[n_asked])
+            pool_events = engine.advance(due_ms)
+            for question in only(pool_events, PoolAsked):
+                pool_events += engine.advance(due_ms + lateness[n_asked])
                 engine.check()
                 n_asked += 1
                 n_given = max(0, len(question.keys) - n_missing)
                 engine.pool_answered(question.request_id, n_given, 2.0 * n_given)
-            out += news
+            out += pool_events
         engine.check()
         return only(out, FirstToken), engine.stats()
 

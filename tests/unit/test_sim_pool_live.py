@@ -319,7 +319,7 @@ def test_a_pool_that_hangs_costs_its_engines_a_timeout_and_no_answer(
 def test_limits_of_a_pool_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine more than it takes; one that does not take its news."""
     monkeypatch.setattr(pool_server, "SESSIONS_MAX", 1)
-    monkeypatch.setattr(pool_server, "NEWS_BLOCKS_MAX", 1)
+    monkeypatch.setattr(pool_server, "EVENT_BLOCKS_MAX", 1)
 
     async def scenario(at: House) -> None:
         session = await at.session()

@@ -37,7 +37,7 @@ from streams.tables.records import (
     progress_key,
     run_key,
 )
-from tests.helpers.reference import Member, ReferenceFleet, Told, told_history
+from tests.helpers.reference import Member, ReferenceFleet, ReferenceInput, input_history
 from tests.unit.test_holdings import RANK, batch, check, judge, members, names, stored, u64
 
 Record = tuple[bytes, bytes | None]
@@ -63,7 +63,7 @@ class State:
 class Log:
     """A history, judged: its transactions, the batches that each applied, and the reference behind each."""
 
-    batches: list[list[Told]] = field(default_factory=list)
+    batches: list[list[ReferenceInput]] = field(default_factory=list)
     transactions: list[list[Record]] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
 
@@ -79,13 +79,13 @@ def written(changes: Changes[tuple[RunKey, Run | None]]) -> list[Record]:
     return records + [(run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs]
 
 
-def commit(holdings: PlainHoldings, batches: Iterable[Told]) -> list[Record]:
+def commit(holdings: PlainHoldings, batches: Iterable[ReferenceInput]) -> list[Record]:
     for one in batches:
         judge(holdings, one)
     return written(holdings.take_changes(TOMBSTONES_MAX))
 
 
-def judged(history: list[Told], rng: random.Random, batches_max: int) -> Log:
+def judged(history: list[ReferenceInput], rng: random.Random, batches_max: int) -> Log:
     """Judge a history in transactions of 1 to `batches_max` batches."""
     log, holdings, reference = Log(), plain_holdings(), ReferenceFleet()
     while history:
@@ -104,7 +104,7 @@ def random_log(seed: int, n_batches: int, n_ranks: int, batches_max: int, *, beg
     """begins: lives are announced, and bridges tell of ranks; every second seed's are where it is left open."""
     rng = random.Random(seed)
     announced = seed % 2 == 1 if begins is None else begins
-    history = told_history(
+    history = input_history(
         rng, n_batches, n_ranks, n_blocks_max=120, begins=announced, bridged=announced, silences=announced
     )
     return judged(history, rng, batches_max)

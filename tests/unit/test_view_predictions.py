@@ -14,7 +14,7 @@ from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.run_fold import PlainRunFold
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.routing.eligibility import Wanted
+from streams.core.routing.eligibility import WorkerFilter
 from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.errors import BadRecord
@@ -214,7 +214,7 @@ def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pyte
         report(view, rank(worker_id))
     with pytest.raises(BadRecord) as caught:
         report(view, rank(3))
-    assert caught.value.reason == "no_room"
+    assert caught.value.reason == "over_capacity"
     clock.now_ms += TTL_MS
     report(view, rank(3))
     assert view.fleet().metrics.keys() == {rank(3)}
@@ -223,11 +223,11 @@ def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pyte
 def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
     """Kept between requests, and made anew when a worker comes, changes or goes, or a rank falls silent."""
     view = view_of(clock)
-    wanted = Wanted("m")
+    wanted = WorkerFilter("m")
     register(view, 1)
     found = view.eligible(wanted)
     assert found == (rank(1),)
-    assert view.eligible(Wanted("m")) is found
+    assert view.eligible(WorkerFilter("m")) is found
     register(view, 2, dp_size=2)
     assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
     silent = Progress(rank(2), Epoch(Incarnation(1), 0), 0, health=Health.EXACT, model="m", block_size=16, silent=True)
@@ -238,6 +238,8 @@ def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
     view.fold_worker(b"2", None)
     assert view.eligible(wanted) == (rank(1),)
     for number in range(1000):  # more filters than are kept
-        assert view.eligible(Wanted("m", excluded=frozenset({WorkerId(number)}))) == (() if number == 1 else (rank(1),))
+        assert view.eligible(WorkerFilter("m", excluded=frozenset({WorkerId(number)}))) == (
+            () if number == 1 else (rank(1),)
+        )
     view.reset()
     assert view.eligible(wanted) == ()

@@ -1,6 +1,6 @@
 """What is told of blocks beside who holds them: sets of facts by sequence hash, and who may count which block.
 
-What lives here: `BlockSets`, its two maps (of compiled kernels, and plain), and the `Answers` to each `Question`,
+What lives here: `FactSets`, its two maps (of compiled kernels, and plain), and the `QueryMasks` to each `FactQuery`,
 bitmaps that say for each set of facts who may count a block that has it. What must not: what a fact is
 (core.moe_labels, cxl.pooled_index).
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import U64_MASK, Float64Array, HashArray, Int64Array, RankId, WorkerId
-from streams.core.index.interface import Held, RankPlaces
+from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
 
 #: Sets in use at a time. Memory alone limits them: some 400 bytes each where four facts are a set, a kilobyte for
@@ -30,7 +30,7 @@ SETS_MAX = 1_048_576
 #: Steps from a set to the next one remembered; beyond it all are forgotten. Each saves 2 us of making a set.
 _STEPS_MAX = 65_536
 #: Questions whose answers are kept: models, or slices of experts that requests ask for. Beyond it all are forgotten.
-_ANSWERS_MAX = 64
+_QUERIES_CACHED_MAX = 64
 
 #: Rows of one question's answers, each another mask of ranks; beyond it they begin anew, at the next request. Sets that
 #: ended leave theirs behind. With 64 ranks these are 10 MB, and to work one out again takes some microseconds.
@@ -42,7 +42,7 @@ _UNKNOWN = -1
 _BLOCKS_MASK = (1 << 32) - 1
 
 
-class RankNumbers:
+class RankNumbering:
     """Ranks of a fleet by number, as bits of an answer; a value, made anew when the fleet changes.
 
     workers: for each worker the bits of its ranks.
@@ -61,17 +61,17 @@ class RankNumbers:
         number = self.number.get(rank)
         return 0 if number is None else 1 << number
 
-    def of(self, places: RankPlaces) -> Int64Array:
+    def of(self, candidates: Candidates) -> Int64Array:
         """Number of each candidate, -1 for one that is none of them: int64[n], kept with the candidates."""
-        known = places.kept.get("numbers")
+        known = candidates.kept.get("numbers")
         if known is None or known[0] is not self:
-            numbers = np.array([self.number.get(rank, -1) for rank in places.ranks], dtype=np.int64)
-            known = places.kept["numbers"] = (self, numbers)
+            numbers = np.array([self.number.get(rank, -1) for rank in candidates.ranks], dtype=np.int64)
+            known = candidates.kept["numbers"] = (self, numbers)
         found: Int64Array = known[1]
         return found
 
 
-class Answers:
+class QueryMasks:
     """Who may count a block, by its set, for one question; as many bits as there are numbers of ranks.
 
     row_of: int64 by number of a set, UNKNOWN where nobody asked yet. Row 0 of bits is nobody's; n_rows: with it, see
@@ -81,7 +81,7 @@ class Answers:
 
     __slots__ = ("_make", "_places", "_rows", "address", "bits", "n_rows", "numbers", "row_of", "sets", "words")
 
-    def __init__(self, sets: BlockSets, numbers: RankNumbers, make: Callable[[frozenset[int]], int]) -> None:
+    def __init__(self, sets: FactSets, numbers: RankNumbering, make: Callable[[frozenset[int]], int]) -> None:
         self.sets = sets
         self.numbers = numbers
         self.words = numbers.words
@@ -126,7 +126,7 @@ class Answers:
             self.row_of[number] = _UNKNOWN
 
 
-class Path:
+class RequestPath:
     """A request's blocks with the rows of one question's answers: what was found stays what it was.
 
     found: int64[2 * n], see kernels.block_sets.
@@ -134,70 +134,70 @@ class Path:
 
     __slots__ = ("_bits", "_numbers", "_sets", "_words", "found")
 
-    def __init__(self, answers: Answers, found: Int64Array) -> None:
-        self._sets = answers.sets
-        self._bits, self._words, self._numbers = answers.bits, answers.words, answers.numbers
+    def __init__(self, masks: QueryMasks, found: Int64Array) -> None:
+        self._sets = masks.sets
+        self._bits, self._words, self._numbers = masks.bits, masks.words, masks.numbers
         self.found = found
 
     def rows(self) -> Int64Array:
         """The row of each block, 0 where nobody may count it: int64[n]."""
         return self.found[: len(self.found) // 2]
 
-    def walk(self, places: RankPlaces, starts: Int64Array, held: Held) -> Int64Array | None:
+    def walk(self, candidates: Candidates, starts: Int64Array, held: HolderBitmaps) -> Int64Array | None:
         """Go on from where each candidate's own blocks end, over what it may count and what it holds.
 
         starts: int64[m]. held: rows int64[n], bitmaps over the candidates' positions, words of one. Gives the blocks
         that each may count, int64[m], None where nobody may count any.
         """
-        return self._sets.walk(self.found, self._bits, self._words, self._numbers.of(places), starts, held)
+        return self._sets.walk(self.found, self._bits, self._words, self._numbers.of(candidates), starts, held)
 
 
-class Question:
+class FactQuery:
     """What is asked of what is told of blocks, and who asks; kept for as long as the fleet is the same.
 
     make: gives, for the facts of a set, a mask of the numbers of the ranks that may count its blocks; asked once a set,
-    until forget_answers.
+    until invalidate_masks.
     """
 
     __slots__ = ("_key", "_make", "numbers", "sets")
 
     def __init__(
-        self, sets: BlockSets, key: Hashable, numbers: RankNumbers, make: Callable[[frozenset[int]], int]
+        self, sets: FactSets, key: Hashable, numbers: RankNumbering, make: Callable[[frozenset[int]], int]
     ) -> None:
         self.sets = sets
         self.numbers = numbers
         self._key = key
         self._make = make
 
-    def answers(self) -> Answers:
+    def masks(self) -> QueryMasks:
         """What is known of who may count which set's blocks."""
-        return self.sets.answers(self._key, self.numbers, self._make)
+        return self.sets.masks(self._key, self.numbers, self._make)
 
-    def path(self, sequence: HashArray) -> Path | None:
+    def path(self, sequence: HashArray) -> RequestPath | None:
         """Look a whole request up; None where nobody may count any of its blocks. sequence: uint64[n], contiguous."""
-        return self.sets.path(sequence, self.answers())
+        return self.sets.path(sequence, self.masks())
 
 
-class Questions:
+class FactQueries:
     """The questions that come again and again, by what they ask."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, Question] = {}
+        self._kept: dict[Hashable, FactQuery] = {}
 
-    def get(self, key: Hashable, numbers: RankNumbers) -> Question | None:
+    def get(self, key: Hashable, numbers: RankNumbering) -> FactQuery | None:
         """The question, if it was put for this fleet."""
-        question = self._kept.get(key)
-        return question if question is not None and question.numbers is numbers else None
+        query = self._kept.get(key)
+        return query if query is not None and query.numbers is numbers else None
 
-    def put(self, key: Hashable, question: Question) -> Question:
+    def put(self, key: Hashable, query: FactQuery) -> FactQuery:
         """Keep a question."""
-        if len(self._kept) >= _ANSWERS_MAX:
+        if len(self._kept) >= _QUERIES_CACHED_MAX:
             self._kept.clear()
-        self._kept[key] = question
-        return question
+        self._kept[key] = query
+        return query
 
 
-class Weighed(NamedTuple):
+class WeighedMatches(NamedTuple):
     """Both kinds for each of m candidates, and what these have then.
 
     pooled, labelled: int64[m], pooled blocks right behind its own leading ones that it may count, and its own leading
@@ -206,15 +206,15 @@ class Weighed(NamedTuple):
     any of these ends whether a pool has it, 0 for no; what is said of others is void.
     """
 
-    pooled: Int64Array | None
-    labelled: Int64Array | None
+    cxl_accessible_scores: Int64Array | None
+    moe_scores: Int64Array | None
     with_pooled: Float64Array
     with_both: Float64Array
     first_end: int
     rows: Int64Array
 
 
-class BlockSets:
+class FactSets:
     """Facts, as numbers, of blocks. The same fact may be told of a block several times, and goes with the last.
 
     _sets, _uses: facts of each set's number and how many blocks have it; number 0 is no set.
@@ -230,14 +230,14 @@ class BlockSets:
         self._free: list[int] = []
         self._steps: dict[tuple[int, int], int] = {}
         self._again: Counter[tuple[int, int]] = Counter()  # (block, fact) told more than once: how many times more
-        self._answers: dict[Hashable, Answers] = {}
+        self._masks: dict[Hashable, QueryMasks] = {}
         self._n_blocks = 0
 
     def __len__(self) -> int:
         """Blocks of which anything is told."""
         return self._n_blocks
 
-    def tell(self, block: int, fact: int) -> None:
+    def add_fact(self, block: int, fact: int) -> None:
         """A fact is told of a block. Raises IndexFull, and nothing has changed, where there is no room for its set."""
         before = self._get(block)
         after = self._steps.get((before, fact))
@@ -257,7 +257,7 @@ class BlockSets:
         else:
             self._n_blocks += 1
 
-    def take_back(self, block: int, fact: int) -> None:
+    def remove_fact(self, block: int, fact: int) -> None:
         """A fact is told of a block once less; one that was not told changes nothing."""
         before = self._get(block)
         facts = self._sets[before]
@@ -281,31 +281,31 @@ class BlockSets:
         """What is told of a block."""
         return self._sets[self._get(block)]
 
-    def forget_answers(self) -> None:
+    def invalidate_masks(self) -> None:
         """The fleet, or what facts mean, has changed."""
-        self._answers.clear()
+        self._masks.clear()
 
-    def answers(self, question: Hashable, numbers: RankNumbers, make: Callable[[frozenset[int]], int]) -> Answers:
+    def masks(self, query: Hashable, numbers: RankNumbering, make: Callable[[frozenset[int]], int]) -> QueryMasks:
         """What is known of the answers to a question; see Question. Good until anything is told or taken back."""
-        answers = self._answers.get(question)
-        if answers is None or answers.numbers is not numbers or answers.n_rows > ROWS_MAX:
-            if len(self._answers) >= _ANSWERS_MAX:
-                self._answers.clear()
-            answers = self._answers[question] = Answers(self, numbers, make)
-        answers.widen(len(self._sets))
-        return answers
+        masks = self._masks.get(query)
+        if masks is None or masks.numbers is not numbers or masks.n_rows > ROWS_MAX:
+            if len(self._masks) >= _QUERIES_CACHED_MAX:
+                self._masks.clear()
+            masks = self._masks[query] = QueryMasks(self, numbers, make)
+        masks.widen(len(self._sets))
+        return masks
 
-    def path(self, sequence: HashArray, answers: Answers) -> Path | None:
+    def path(self, sequence: HashArray, masks: QueryMasks) -> RequestPath | None:
         """Look a request up; None where nobody may count any of its blocks. sequence: uint64[n], contiguous."""
         found = np.empty(2 * len(sequence), dtype=np.int64)
         while True:
-            n_found = self._find(answers.row_of, sequence, found)
+            n_found = self._find(masks.row_of, sequence, found)
             if n_found >= 0:
-                return Path(answers, found) if n_found else None
-            self._learn(answers, -n_found)
+                return RequestPath(masks, found) if n_found else None
+            self._learn(masks, -n_found)
 
-    def _learn(self, answers: Answers, number: int) -> None:
-        answers.learn(number, self._sets[number])
+    def _learn(self, masks: QueryMasks, number: int) -> None:
+        masks.learn(number, self._sets[number])
 
     def _number_of(self, facts: frozenset[int], sets_max: int = SETS_MAX) -> int:
         number = self._numbers.get(facts)
@@ -330,8 +330,8 @@ class BlockSets:
         self._sets[number] = _EMPTY
         self._free.append(number)
         self._steps.clear()  # some of them lead here
-        for answers in self._answers.values():
-            answers.forget(number)
+        for masks in self._masks.values():
+            masks.forget(number)
 
     # -- the map and the walks ---------------------------------------------------------------------------------------
 
@@ -350,22 +350,28 @@ class BlockSets:
 
     @abstractmethod
     def walk(
-        self, found: Int64Array, bits: Int64Array, words: int, numbers: Int64Array, starts: Int64Array, held: Held
+        self,
+        found: Int64Array,
+        bits: Int64Array,
+        words: int,
+        numbers: Int64Array,
+        starts: Int64Array,
+        held: HolderBitmaps,
     ) -> Int64Array | None:
         """See Path.walk and kernels.block_sets.walk."""
 
     @abstractmethod
     def weigh(
         self,
-        pooled: Answers | None,
-        labelled: Answers | None,
+        pooled: QueryMasks | None,
+        labelled: QueryMasks | None,
         sequence: HashArray,
         numbers: Int64Array,
         overlap: Int64Array,
         effective: Float64Array,
         cxl_weight: float,
         moe_weight: float,
-    ) -> Weighed:
+    ) -> WeighedMatches:
         """Count both kinds for each candidate and weigh them; pooled and labelled are answers of sets of this class.
 
         sequence: uint64[n], contiguous; numbers: int64[m], of each candidate, -1 for one that has none; overlap:
@@ -373,7 +379,7 @@ class BlockSets:
         """
 
 
-class PlainBlockSets(BlockSets):
+class PlainFactSets(FactSets):
     """A dict, and walks in Python: where numba cannot be imported, and what the kernels are compared with."""
 
     def __init__(self) -> None:
@@ -402,7 +408,13 @@ class PlainBlockSets(BlockSets):
         return sum(row != 0 for row in rows)
 
     def walk(
-        self, found: Int64Array, bits: Int64Array, words: int, numbers: Int64Array, starts: Int64Array, held: Held
+        self,
+        found: Int64Array,
+        bits: Int64Array,
+        words: int,
+        numbers: Int64Array,
+        starts: Int64Array,
+        held: HolderBitmaps,
     ) -> Int64Array | None:
         """See Path.walk."""
         rows = found[: len(found) // 2].tolist()
@@ -417,16 +429,16 @@ class PlainBlockSets(BlockSets):
 
     def weigh(
         self,
-        pooled: Answers | None,
-        labelled: Answers | None,
+        pooled: QueryMasks | None,
+        labelled: QueryMasks | None,
         sequence: HashArray,
         numbers: Int64Array,
         overlap: Int64Array,
         effective: Float64Array,
         cxl_weight: float,
         moe_weight: float,
-    ) -> Weighed:
-        """See BlockSets.weigh."""
+    ) -> WeighedMatches:
+        """See FactSets.weigh."""
         blocks = sequence.tolist()
         n_pooled, n_labelled = np.zeros_like(overlap), np.zeros_like(overlap)
         for candidate, (number, n_own) in enumerate(zip(numbers.tolist(), overlap.tolist(), strict=True)):
@@ -436,34 +448,37 @@ class PlainBlockSets(BlockSets):
             if labelled is not None:
                 n_labelled[candidate] = sum(_counts(labelled, block, number) for block in blocks[:n_own])
         with_pooled = effective + cxl_weight * n_pooled
-        return Weighed(
+        return WeighedMatches(
             n_pooled if n_pooled.any() else None,
             n_labelled if n_labelled.any() else None,
             with_pooled,
             with_pooled + moe_weight * n_labelled,
             min((overlap + n_pooled)[n_pooled > 0].tolist(), default=len(blocks)),
-            np.array([0 if pooled is None else _row_of(pooled, block) for block in blocks], dtype=np.int64),
+            np.array(
+                [0 if pooled is None else _row_of(pooled, block) for block in blocks],
+                dtype=np.int64,
+            ),
         )
 
 
-def _counts(answers: Answers, block: int, number: int) -> bool:
+def _counts(masks: QueryMasks, block: int, number: int) -> bool:
     """Whether the rank of this number may count a block."""
-    row = _row_of(answers, block)  # first: where it is worked out there may be another array of bits
-    return number >= 0 and _is_set(answers.bits, answers.words, row, number)
+    row = _row_of(masks, block)  # first: where it is worked out there may be another array of bits
+    return number >= 0 and _is_set(masks.bits, masks.words, row, number)
 
 
-def _row_of(answers: Answers, block: int) -> int:
-    known = answers.sets._get(block)
-    if known and answers.row_of[known] == _UNKNOWN:
-        answers.sets._learn(answers, known)
-    return int(answers.row_of[known]) if known else 0
+def _row_of(masks: QueryMasks, block: int) -> int:
+    known = masks.sets._get(block)
+    if known and masks.row_of[known] == _UNKNOWN:
+        masks.sets._learn(masks, known)
+    return int(masks.row_of[known]) if known else 0
 
 
 def _is_set(bits: Int64Array, words: int, row: int, number: int) -> bool:
     return row != 0 and bool(int(bits[row * words + number // 64]) >> (number % 64) & 1)
 
 
-class BlockSetTable(BlockSets):
+class CompiledFactSets(FactSets):
     """The map and the walks by compiled kernels; see kernels.block_sets."""
 
     def __init__(self) -> None:
@@ -499,7 +514,13 @@ class BlockSetTable(BlockSets):
         return n_found
 
     def walk(
-        self, found: Int64Array, bits: Int64Array, words: int, numbers: Int64Array, starts: Int64Array, held: Held
+        self,
+        found: Int64Array,
+        bits: Int64Array,
+        words: int,
+        numbers: Int64Array,
+        starts: Int64Array,
+        held: HolderBitmaps,
     ) -> Int64Array | None:
         """See Path.walk."""
         out = np.empty(len(numbers), dtype=np.int64)
@@ -507,16 +528,16 @@ class BlockSetTable(BlockSets):
 
     def weigh(
         self,
-        pooled: Answers | None,
-        labelled: Answers | None,
+        pooled: QueryMasks | None,
+        labelled: QueryMasks | None,
         sequence: HashArray,
         numbers: Int64Array,
         overlap: Int64Array,
         effective: Float64Array,
         cxl_weight: float,
         moe_weight: float,
-    ) -> Weighed:
-        """See BlockSets.weigh and kernels.block_sets.weigh."""
+    ) -> WeighedMatches:
+        """See FactSets.weigh and kernels.block_sets.weigh."""
         kernels, m = self._kernels, len(numbers)
         counts = np.empty(2 * m + 3 * len(sequence), dtype=np.int64)
         weighed = np.empty(2 * m)
@@ -534,7 +555,7 @@ class BlockSetTable(BlockSets):
                 weighed,
             )
             if found >= 0:
-                return Weighed(
+                return WeighedMatches(
                     counts[:m] if found & kernels.POOLED_ANY else None,
                     counts[m : 2 * m] if found & kernels.LABELLED_ANY else None,
                     weighed[:m],

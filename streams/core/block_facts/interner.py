@@ -1,6 +1,6 @@
 """Facts by number: equal values have one, for as long as somebody uses it.
 
-What lives here: `FactNumbers`. What must not: what facts are told of (block_sets).
+What lives here: `FactInterner`. What must not: what facts are told of (block_sets).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 _Fact = TypeVar("_Fact", bound=Hashable)
 
 
-class FactNumbers(Generic[_Fact]):
+class FactInterner(Generic[_Fact]):
     """Numbers of values. facts: by number; where nobody uses one, its value is void."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class FactNumbers(Generic[_Fact]):
         self._uses: list[int] = []
         self._free: list[int] = []
 
-    def use(self, fact: _Fact) -> int:
+    def intern(self, fact: _Fact) -> int:
         """Number of a value, which one more uses."""
         number = self._numbers.get(fact)
         if number is None:
@@ -35,7 +35,7 @@ class FactNumbers(Generic[_Fact]):
         self._uses[number] += 1
         return number
 
-    def use_again(self, number: int) -> None:
+    def retain(self, number: int) -> None:
         """One more uses a number that somebody uses."""
         self._uses[number] += 1
 

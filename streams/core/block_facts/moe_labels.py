@@ -1,6 +1,6 @@
 """Which blocks of which rank belong to which slice of a mixture of experts, and who matches what a request asks for.
 
-What lives here: `MoeWanted`, a request's question, and `LabelIndex`, the labels of run records. What must not: bytes,
+What lives here: `MoeSelector`, a request's question, and `LabelIndex`, the labels of run records. What must not: bytes,
 who holds a block (the index), what a match is worth (cost). Not thread-safe: its shell has a lock.
 
 Labels follow the index: a record replaces what its key had, and a rank's epoch ends all older ones. What is held is the
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from streams.core.block_facts.fact_sets import BlockSets, Question, Questions, RankNumbers
-from streams.core.block_facts.interner import FactNumbers
+from streams.core.block_facts.fact_sets import FactQueries, FactQuery, FactSets, RankNumbering
+from streams.core.block_facts.interner import FactInterner
 from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, RankId, SequenceHash
 from streams.errors import IndexFull
@@ -26,7 +26,7 @@ from streams.errors import IndexFull
 _DROP_BUDGET = 128
 
 
-class MoeWanted(NamedTuple):
+class MoeSelector(NamedTuple):
     """Which slices a request will use. What is None, or empty, is not asked for."""
 
     layer_id: int | None = None
@@ -53,18 +53,18 @@ class _Fact:
     """A rank's block has these labels. life: of the rank here, so that older ones count for nothing at once."""
 
     rank: RankId
-    life: int
+    generation: int
     labels: MoeLabels
 
 
 class _RankLabels:
     """One rank's: the epoch that its labels are of, the keys of its records, and the numbers of its facts."""
 
-    __slots__ = ("epoch", "keys", "life", "numbers")
+    __slots__ = ("epoch", "generation", "keys", "numbers")
 
-    def __init__(self, epoch: Epoch, life: int) -> None:
+    def __init__(self, epoch: Epoch, generation: int) -> None:
         self.epoch = epoch
-        self.life = life
+        self.generation = generation
         self.keys: set[Hashable] = set()
         self.numbers: dict[MoeLabels, int] = {}  # each used by this too, for as long as the life lasts
 
@@ -72,18 +72,18 @@ class _RankLabels:
 class LabelIndex:
     """Labels by block, rank and record."""
 
-    def __init__(self, sets: BlockSets) -> None:
+    def __init__(self, sets: FactSets) -> None:
         self._sets = sets
-        self._facts: FactNumbers[_Fact] = FactNumbers()
+        self._facts: FactInterner[_Fact] = FactInterner()
         self._ranks: dict[RankId, _RankLabels] = {}
         self._records: dict[Hashable, tuple[RankId, set[tuple[int, int]]]] = {}  # (block, fact) each
         self._ended: deque[tuple[int | None, int]] = deque()  # None: the rank's own use of a fact
         # Records some of whose labels found no room, by rank, as long as they are the rank's: then it is not known
         # which of its blocks match.
         self._incomplete: dict[RankId, set[Hashable]] = {}
-        self._questions = Questions()
-        self._n_lives = 0
-        self.without_room = 0
+        self._queries = FactQueries()
+        self._n_generations = 0
+        self.over_capacity = 0
 
     def __len__(self) -> int:
         """Records that have labels, also where none of these found room."""
@@ -99,7 +99,7 @@ class LabelIndex:
 
     def ranks(self) -> list[tuple[RankId, Epoch]]:
         """Ranks that have labels, and the epoch that these are of."""
-        return [(rank, told.epoch) for rank, told in self._ranks.items()]
+        return [(rank, rank_labels.epoch) for rank, rank_labels in self._ranks.items()]
 
     @property
     def incomplete(self) -> Set[RankId]:
@@ -118,37 +118,37 @@ class LabelIndex:
         make their rank incomplete. A record that is written again for one more block is compared with what it had: only
         what differs is told.
         """
-        told = self._ranks.get(rank)
-        if told is not None and epoch < told.epoch:
+        rank_labels = self._ranks.get(rank)
+        if rank_labels is not None and epoch < rank_labels.epoch:
             return
-        if told is None or epoch > told.epoch:
+        if rank_labels is None or epoch > rank_labels.epoch:
             self.forget_rank(rank)
-            self._n_lives += 1
-            told = self._ranks[rank] = _RankLabels(epoch, self._n_lives)
+            self._n_generations += 1
+            rank_labels = self._ranks[rank] = _RankLabels(epoch, self._n_generations)
         now: set[tuple[int, int]] = set()
         for block, labels in labelled:
-            number = told.numbers.get(labels)
+            number = rank_labels.numbers.get(labels)
             if number is None:
-                number = told.numbers[labels] = self._facts.use(_Fact(rank, told.life, labels))
+                number = rank_labels.numbers[labels] = self._facts.intern(_Fact(rank, rank_labels.generation, labels))
             now.add((block, number))
         before = self._records.pop(key, (rank, set[tuple[int, int]]()))[1]
-        self._take_back(before - now)  # first: it may make the room that the others need
+        self._remove_facts(before - now)  # first: it may make the room that the others need
         n_refused = 0
         for each, fact in now - before:
             try:
-                self._sets.tell(each, fact)
+                self._sets.add_fact(each, fact)
             except IndexFull:
                 now.discard((each, fact))
                 n_refused += 1
             else:
-                self._facts.use_again(fact)
-        self.without_room += n_refused
+                self._facts.retain(fact)
+        self.over_capacity += n_refused
         self._note_incomplete(rank, key, lacking=n_refused > 0)
         if now or n_refused:
-            told.keys.add(key)
+            rank_labels.keys.add(key)
             self._records[key] = (rank, now)
         else:
-            told.keys.discard(key)
+            rank_labels.keys.discard(key)
 
     def end(self, key: Hashable) -> None:
         """A record is no more, or has no labels any more."""
@@ -156,41 +156,41 @@ class LabelIndex:
         if rank is not None:
             self._ranks[rank].keys.discard(key)
             self._note_incomplete(rank, key, lacking=False)
-        self._take_back(facts)
+        self._remove_facts(facts)
 
     def tidy(self) -> None:
         """Take out some of what ended."""
-        self._take_back([self._ended.popleft() for _ in range(min(_DROP_BUDGET, len(self._ended)))])
+        self._remove_facts([self._ended.popleft() for _ in range(min(_DROP_BUDGET, len(self._ended)))])
 
     def enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
         """The index knows a rank's epoch: labels of an older one count for nothing."""
-        told = self._ranks.get(rank)
-        if told is not None and epoch > told.epoch:
+        rank_labels = self._ranks.get(rank)
+        if rank_labels is not None and epoch > rank_labels.epoch:
             self.forget_rank(rank)
 
     def forget_rank(self, rank: RankId) -> None:
         """A rank's labels count for nothing; they are taken out bit by bit."""
-        told = self._ranks.pop(rank, None)
+        rank_labels = self._ranks.pop(rank, None)
         self._incomplete.pop(rank, None)
-        if told is not None:
-            for key in told.keys:
+        if rank_labels is not None:
+            for key in rank_labels.keys:
                 self._ended += self._records.pop(key)[1]
-            self._ended += [(None, number) for number in told.numbers.values()]
-            self._sets.forget_answers()
+            self._ended += [(None, number) for number in rank_labels.numbers.values()]
+            self._sets.invalidate_masks()
 
-    def question(self, wanted: MoeWanted, numbers: RankNumbers) -> Question:
+    def query(self, selector: MoeSelector, numbers: RankNumbering) -> FactQuery:
         """Who of these has blocks of the slices that are wanted; the same object for the same question."""
-        known = self._questions.get(wanted, numbers)
+        known = self._queries.get(selector, numbers)
         if known is not None:
             return known
-        matching = partial(self._matching, wanted, numbers)
-        return self._questions.put(wanted, Question(self._sets, wanted, numbers, matching))
+        matching = partial(self._matching, selector, numbers)
+        return self._queries.put(selector, FactQuery(self._sets, selector, numbers, matching))
 
-    def _matching(self, wanted: MoeWanted, numbers: RankNumbers, facts: frozenset[int]) -> int:
+    def _matching(self, selector: MoeSelector, numbers: RankNumbering, facts: frozenset[int]) -> int:
         mask = 0
         for fact in map(self._facts.facts.__getitem__, facts):
-            told = self._ranks.get(fact.rank)
-            if told is not None and told.life == fact.life and wanted.matches(fact.labels):
+            rank_labels = self._ranks.get(fact.rank)
+            if rank_labels is not None and rank_labels.generation == fact.generation and selector.matches(fact.labels):
                 mask |= numbers.mask_of(fact.rank)
         return mask
 
@@ -203,8 +203,8 @@ class LabelIndex:
             if not keys:
                 del self._incomplete[rank]
 
-    def _take_back(self, facts: Iterable[tuple[int | None, int]]) -> None:
+    def _remove_facts(self, facts: Iterable[tuple[int | None, int]]) -> None:
         for block, fact in facts:
             if block is not None:
-                self._sets.take_back(block, fact)
+                self._sets.remove_fact(block, fact)
             self._facts.release(fact)

@@ -22,12 +22,12 @@ from streams.errors import InvalidEvent, InvalidRequest
 
 #: Who holds each block of a request: a row number for each block, the rows, which are bitmaps over the candidates'
 #: positions, and the number of words in a row.
-Held = tuple[Int64Array, Int64Array, int]
+HolderBitmaps = tuple[Int64Array, Int64Array, int]
 
 _U64 = np.dtype(np.uint64)
 
 
-class RankPlaces:
+class Candidates:
     """Candidates in their order, and where to find each: kept as long as the candidates are the same, so that an answer
     becomes columns without a look at every rank."""
 
@@ -95,17 +95,17 @@ class OverlapScores:
         return sum(weight * count for weight, count in zip(tier_weights, tiers, strict=True))
 
     def columns(
-        self, places: RankPlaces, tier_weights: tuple[float, ...]
+        self, candidates: Candidates, tier_weights: tuple[float, ...]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Leading blocks of each candidate, int64[n], and the same weighted by tier, float64[n]."""
-        overlap = np.zeros(len(places.ranks), dtype=np.int64)
+        overlap = np.zeros(len(candidates.ranks), dtype=np.int64)
         for rank, blocks in self.scores.items():
-            if rank in places.position:
-                overlap[places.position[rank]] = blocks
+            if rank in candidates.position:
+                overlap[candidates.position[rank]] = blocks
         effective: npt.NDArray[np.float64] = np.multiply(overlap, tier_weights[Tier.DEVICE], dtype=np.float64)
         for rank in self.by_tier:
-            if rank in places.position:
-                effective[places.position[rank]] = self.effective_blocks(rank, tier_weights)
+            if rank in candidates.position:
+                effective[candidates.position[rank]] = self.effective_blocks(rank, tier_weights)
         return overlap, effective
 
     def __eq__(self, other: object) -> bool:
@@ -124,18 +124,18 @@ def with_predictions(known: OverlapScores, predicted: OverlapScores) -> tuple[Ov
 
     Gives the ranks too whose answer is a prediction.
     """
-    told = known.scores
+    known_scores = known.scores
     by_tier = known.by_tier
     # Where both are as long the prediction changes something only for blocks that lie below the device: they come up.
     longer = {
         rank: blocks
         for rank, blocks in predicted.scores.items()
-        if blocks > told.get(rank, 0) or (blocks == told.get(rank) and rank in by_tier)
+        if blocks > known_scores.get(rank, 0) or (blocks == known_scores.get(rank) and rank in by_tier)
     }
     if not longer:
         return known, frozenset()
     tiers = {rank: counts for rank, counts in by_tier.items() if rank not in longer}
-    return OverlapScores({**told, **longer}, tiers), frozenset(longer)
+    return OverlapScores({**known_scores, **longer}, tiers), frozenset(longer)
 
 
 class PrefixIndex(Protocol):
@@ -221,7 +221,7 @@ def check_tier(tier: Tier) -> None:
 def check_hashes(what: str, hashes: HashArray) -> None:
     """Raise InvalidEvent unless they are uint64[n]: negative numbers and floats come as other dtypes."""
     if not isinstance(hashes, np.ndarray) or hashes.dtype != _U64 or hashes.ndim != 1:
-        raise InvalidEvent(f"{what} are {_told(hashes)}, not uint64 of one dimension")
+        raise InvalidEvent(f"{what} are {_shown(hashes)}, not uint64 of one dimension")
 
 
 def check_store(rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
@@ -248,10 +248,10 @@ def check_removal(rank: RankId, tier: Tier, names: HashArray) -> None:
 def check_query(local: HashArray) -> None:
     """Raise InvalidRequest unless they are uint64[n]."""
     if not isinstance(local, np.ndarray) or local.dtype != _U64 or local.ndim != 1:
-        raise InvalidRequest(f"local hashes are {_told(local)}, not uint64 of one dimension")
+        raise InvalidRequest(f"local hashes are {_shown(local)}, not uint64 of one dimension")
 
 
-def _told(values: object) -> str:
+def _shown(values: object) -> str:
     if isinstance(values, np.ndarray):
         return f"{values.dtype} with {values.ndim} dimensions"
     return f"a {type(values).__name__}"

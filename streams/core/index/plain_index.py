@@ -173,7 +173,7 @@ class HolderSets:
 
 
 @dataclass(slots=True)
-class _Place:
+class _ChainBlock:
     """Where a block lies on its chain, told once for all ranks.
 
     n_uses: ranks and tiers that hold it, and blocks known behind it; at 0 it is forgotten.
@@ -221,7 +221,7 @@ class PlainPrefixIndex:
     def __init__(self) -> None:
         self._sets = HolderSets()
         self._names: dict[tuple[RankId, Tier], _Names] = {}
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _ChainBlock] = {}
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
         """Hold consecutive blocks of one chain; see PrefixIndex."""
@@ -308,7 +308,7 @@ class PlainPrefixIndex:
                 n_uses[place.parent] += 1
         for block, place in self._places.items():
             if not place.n_uses or place.n_uses != n_uses[block]:
-                raise IndexCorrupt("uses of a place miscounted", block=block, told=place.n_uses, found=n_uses[block])
+                raise IndexCorrupt("uses of a place miscounted", block=block, counted=place.n_uses, found=n_uses[block])
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -323,7 +323,7 @@ class PlainPrefixIndex:
 
     def _place(self, block: int, parent: int | None, local: int) -> None:
         if block not in self._places:
-            self._places[block] = _Place(parent, local)
+            self._places[block] = _ChainBlock(parent, local)
             if parent is not None:
                 self._places[parent].n_uses += 1
 

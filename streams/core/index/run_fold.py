@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from streams.core.ids import Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier
-from streams.core.index.interface import Held, OverlapScores, RankPlaces, check_query
+from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores, check_query
 from streams.core.index.plain_index import HolderSets
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt
@@ -54,7 +54,9 @@ class RunFold(Protocol):
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
 
-    def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+    def holders_along(
+        self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
+    ) -> HolderBitmaps | None:
         """Who of the candidates holds a request's blocks from `first` on, whatever lies before; None for nobody.
 
         sequence: uint64[n]. rows: int64[n] or longer; the search ends at a block that nobody holds and whose row is 0.
@@ -133,13 +135,17 @@ class PlainRunFold:
         check_query(local)
         return self._sets.find_matches(local)
 
-    def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+    def holders_along(
+        self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
+    ) -> HolderBitmaps | None:
         """Who holds a request's blocks from `first` on; see RunFold."""
-        words = max(1, -(-len(places.ranks) // 64))
+        words = max(1, -(-len(candidates.ranks) // 64))
         held_rows = np.zeros(len(sequence), dtype=np.int64)
         bitmaps = [0]
         for at, block in enumerate(sequence[first:].tolist(), first):
-            mask = sum(1 << places.position[rank] for rank in self._sets.ranks_of(block) if rank in places.position)
+            mask = sum(
+                1 << candidates.position[rank] for rank in self._sets.ranks_of(block) if rank in candidates.position
+            )
             if mask:
                 held_rows[at] = len(bitmaps)
                 bitmaps.append(mask)

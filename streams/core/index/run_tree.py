@@ -20,8 +20,8 @@ from streams.core.hashing import BASE_SEED, Tokens, local_hashes
 from streams.core.ids import U32_MAX, EngineHash, Float64Array, HashArray, Int64Array, RankId, Tier
 from streams.core.index.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, TreeLimits, TreeMemory
 from streams.core.index.interface import (
+    Candidates,
     OverlapScores,
-    RankPlaces,
     check_query,
     check_rank,
     check_removal,
@@ -139,11 +139,11 @@ class TreeScores(OverlapScores):
             self._make()
         return self._by_tier
 
-    def columns(self, places: RankPlaces, tier_weights: tuple[float, ...]) -> tuple[Int64Array, Float64Array]:
+    def columns(self, candidates: Candidates, tier_weights: tuple[float, ...]) -> tuple[Int64Array, Float64Array]:
         """As of OverlapScores, without a mapping."""
-        n = len(places.ranks)
+        n = len(candidates.ranks)
         overlap, effective = np.empty(n, dtype=np.int64), np.empty(n)
-        positions = places.positions(self._rank_ids)
+        positions = candidates.positions(self._rank_ids)
         place_scores(self._found, positions, tier_weights[Tier.DEVICE], overlap, effective)
         if self._tiers is not None:
             position = positions[self._found >> 32]

@@ -23,7 +23,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.index.arenas import DEFAULT_LIMITS, TreeLimits
-from streams.core.index.interface import Held, RankPlaces
+from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.core.index.kernels import fold as columns_of_fold
 from streams.core.index.kernels import layout, run_records
 from streams.core.index.kernels.fold import digest_columns, drop_old_records
@@ -271,13 +271,15 @@ class TreeRunFold(RunTree):
 
     # -- what is held ---------------------------------------------------------
 
-    def holders_along(self, sequence: HashArray, first: int, rows: Int64Array, places: RankPlaces) -> Held | None:
+    def holders_along(
+        self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
+    ) -> HolderBitmaps | None:
         """Who holds a request's blocks from `first` on; see RunFold."""
-        n_blocks, n_candidates = len(sequence), len(places.ranks)
+        n_blocks, n_candidates = len(sequence), len(candidates.ranks)
         words = max(1, -(-n_candidates // 64))
         held_rows = np.zeros(n_blocks, dtype=np.int64)
         held_bits = np.zeros((n_blocks - first + 1) * words, dtype=np.int64)
-        positions = places.positions(self._rank_ids)
+        positions = candidates.positions(self._rank_ids)
         n_rows = trace(self._address, sequence, first, rows, positions, n_candidates, held_rows, held_bits)
         return (held_rows, held_bits, words) if n_rows else None
 

@@ -51,7 +51,7 @@ _INITIAL_LANES = np.array(
 LONG_BYTES = 240
 SECRET_BYTES = len(SECRET)  # 192
 _STRIPE_BYTES = 64
-_STRIPES_A_ROUND = 16  # (192 bytes of secret - 64) / 8, which each stripe moves on
+_STRIPES_PER_ROUND = 16  # (192 bytes of secret - 64) / 8, which each stripe moves on
 _ROUND_BYTES = 1024
 _SECRET_OF_SCRAMBLE = 128  # the secret's last 64 bytes
 _SECRET_OF_LAST_STRIPE = 121  # XXH_SECRET_LASTACC_START: 7 bytes before those
@@ -307,7 +307,7 @@ def _digest_long(address: int, n_bytes: int, secret: int) -> Any:
     last = address + n_bytes - _STRIPE_BYTES
     stripe = address
     while stripe + _ROUND_BYTES < address + n_bytes:
-        for nth in range(_STRIPES_A_ROUND):
+        for nth in range(_STRIPES_PER_ROUND):
             lanes = _accumulate(lanes, stripe + nth * _STRIPE_BYTES, secret + nth * 8)
         lanes = _scramble(lanes, secret + _SECRET_OF_SCRAMBLE)
         stripe += _ROUND_BYTES

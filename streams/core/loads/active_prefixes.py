@@ -13,43 +13,43 @@ from collections.abc import Iterator
 
 from streams.errors import IndexCorrupt
 
-_BYTES_A_BLOCK = 8
+_BYTES_PER_BLOCK = 8
 
 
-class Run:
+class PrefixNode:
     """Consecutive blocks that the same requests use. uses: by row, the number of requests that pass through."""
 
     __slots__ = ("bits", "chain", "children", "parent", "uses")
 
-    def __init__(self, chain: bytes, parent: Run | None) -> None:
+    def __init__(self, chain: bytes, parent: PrefixNode | None) -> None:
         self.chain = chain
         self.parent = parent
-        self.children: dict[bytes, Run] = {}
+        self.children: dict[bytes, PrefixNode] = {}
         self.uses: dict[int, int] = {}
         self.bits = 0
 
     @property
     def n_blocks(self) -> int:
         """Its length."""
-        return len(self.chain) // _BYTES_A_BLOCK
+        return len(self.chain) // _BYTES_PER_BLOCK
 
 
 class ActivePrefixes:
     """The tree. Its limit is that of whoever adds: a run is there as long as a request passes through it."""
 
     def __init__(self) -> None:
-        self._root = Run(b"", None)
+        self._root = PrefixNode(b"", None)
 
-    def add(self, row: int, chain: bytes) -> tuple[Run, int]:
+    def add(self, row: int, chain: bytes) -> tuple[PrefixNode, int]:
         """A request on this row uses these blocks from the root.
 
         Gives the run to be handed back to `remove`, and how many of the blocks the row did not use before.
         """
-        run, at, n_fresh = self._root, 0, 0
+        node, at, n_fresh = self._root, 0, 0
         while at < len(chain):
-            child = run.children.get(chain[at : at + _BYTES_A_BLOCK])
+            child = node.children.get(chain[at : at + _BYTES_PER_BLOCK])
             if child is None:
-                child = run.children[chain[at : at + _BYTES_A_BLOCK]] = Run(chain[at:], run)
+                child = node.children[chain[at : at + _BYTES_PER_BLOCK]] = PrefixNode(chain[at:], node)
             else:
                 same = _common_length(child.chain, chain, at)
                 if same < len(child.chain):
@@ -60,14 +60,14 @@ class ActivePrefixes:
                 child.uses[row] = 1
                 child.bits |= 1 << row
                 n_fresh += child.n_blocks
-            run = child
+            node = child
             at += len(child.chain)
-        return run, n_fresh
+        return node, n_fresh
 
-    def remove(self, row: int, run: Run) -> int:
+    def remove(self, row: int, node: PrefixNode) -> int:
         """The request that `add` gave this run for is over; gives how many blocks the row uses no more."""
         n_ended = 0
-        at: Run | None = run
+        at: PrefixNode | None = node
         while at is not None and at.parent is not None:
             above = at.parent
             if at.uses[row] > 1:
@@ -77,7 +77,7 @@ class ActivePrefixes:
                 at.bits &= ~(1 << row)
                 n_ended += at.n_blocks
             if not at.uses:
-                del above.children[at.chain[:_BYTES_A_BLOCK]]
+                del above.children[at.chain[:_BYTES_PER_BLOCK]]
             elif len(at.children) == 1:
                 _join_only_child(at)
             at = above
@@ -89,83 +89,83 @@ class ActivePrefixes:
         Each entry's rows are among those of the one before it.
         """
         found: list[tuple[int, int]] = []
-        run, at = self._root, 0
+        node, at = self._root, 0
         while at < len(chain):
-            child = run.children.get(chain[at : at + _BYTES_A_BLOCK])
+            child = node.children.get(chain[at : at + _BYTES_PER_BLOCK])
             if child is None:
                 break
             same = _common_length(child.chain, chain, at)
             if found and found[-1][0] == child.bits:
-                found[-1] = (child.bits, found[-1][1] + same // _BYTES_A_BLOCK)
+                found[-1] = (child.bits, found[-1][1] + same // _BYTES_PER_BLOCK)
             else:
-                found.append((child.bits, same // _BYTES_A_BLOCK))
+                found.append((child.bits, same // _BYTES_PER_BLOCK))
             if same < len(child.chain):
                 break
-            run = child
+            node = child
             at += same
         return found
 
-    def runs(self) -> Iterator[Run]:
+    def nodes(self) -> Iterator[PrefixNode]:
         """Every run, parents first; for tests and debugging."""
         todo = list(self._root.children.values())
         while todo:
-            run = todo.pop()
-            yield run
-            todo += run.children.values()
+            node = todo.pop()
+            yield node
+            todo += node.children.values()
 
     def check(self) -> None:
         """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
-        for run in self.runs():
-            if not run.chain or len(run.chain) % _BYTES_A_BLOCK or not run.uses:
-                raise IndexCorrupt("a run is empty", chain=run.chain.hex())
-            if run.bits != sum(1 << row for row in run.uses) or min(run.uses.values()) < 1:
-                raise IndexCorrupt("a run's rows are not its uses'", bits=run.bits)
+        for node in self.nodes():
+            if not node.chain or len(node.chain) % _BYTES_PER_BLOCK or not node.uses:
+                raise IndexCorrupt("a run is empty", chain=node.chain.hex())
+            if node.bits != sum(1 << row for row in node.uses) or min(node.uses.values()) < 1:
+                raise IndexCorrupt("a run's rows are not its uses'", bits=node.bits)
             through: dict[int, int] = {}
-            for first, child in run.children.items():
-                if child.parent is not run or child.chain[:_BYTES_A_BLOCK] != first:
+            for first, child in node.children.items():
+                if child.parent is not node or child.chain[:_BYTES_PER_BLOCK] != first:
                     raise IndexCorrupt("a run hangs where it does not belong")
                 for row, uses in child.uses.items():
                     through[row] = through.get(row, 0) + uses
-            if any(uses > run.uses.get(row, 0) for row, uses in through.items()):
+            if any(uses > node.uses.get(row, 0) for row, uses in through.items()):
                 raise IndexCorrupt("more requests leave a run than enter it")
-            if len(run.children) == 1 and through == run.uses:
+            if len(node.children) == 1 and through == node.uses:
                 raise IndexCorrupt("two runs might be one")
 
 
-def _common_length(run: bytes, chain: bytes, at: int) -> int:
+def _common_length(node: bytes, chain: bytes, at: int) -> int:
     """Bytes of whole blocks that a run has in common with a chain from `at` on; the first block is known to be."""
-    if chain.startswith(run, at):
-        return len(run)
-    low, high = 1, min(len(run), len(chain) - at) // _BYTES_A_BLOCK
+    if chain.startswith(node, at):
+        return len(node)
+    low, high = 1, min(len(node), len(chain) - at) // _BYTES_PER_BLOCK
     while low < high:  # the least length at which they differ is above `low`, or there is none up to `high`
         middle = (low + high + 1) // 2
-        end = middle * _BYTES_A_BLOCK
-        if chain.startswith(run[:end], at):
+        end = middle * _BYTES_PER_BLOCK
+        if chain.startswith(node[:end], at):
             low = middle
         else:
             high = middle - 1
-    return low * _BYTES_A_BLOCK
+    return low * _BYTES_PER_BLOCK
 
 
-def _split(run: Run, at: int) -> Run:
-    """Put what is before `at` bytes into a run of its own, and give that; `run` goes on as what is behind, since
+def _split(node: PrefixNode, at: int) -> PrefixNode:
+    """Put what is before `at` bytes into a run of its own, and give that; `node` goes on as what is behind, since
     requests that end there hold it."""
-    head = Run(run.chain[:at], run.parent)
-    head.uses = dict(run.uses)
-    head.bits = run.bits
-    assert run.parent is not None  # the root has no blocks to be split
-    run.parent.children[head.chain[:_BYTES_A_BLOCK]] = head
-    run.chain = run.chain[at:]
-    run.parent = head
-    head.children[run.chain[:_BYTES_A_BLOCK]] = run
+    head = PrefixNode(node.chain[:at], node.parent)
+    head.uses = dict(node.uses)
+    head.bits = node.bits
+    assert node.parent is not None  # the root has no blocks to be split
+    node.parent.children[head.chain[:_BYTES_PER_BLOCK]] = head
+    node.chain = node.chain[at:]
+    node.parent = head
+    head.children[node.chain[:_BYTES_PER_BLOCK]] = node
     return head
 
 
-def _join_only_child(run: Run) -> None:
+def _join_only_child(node: PrefixNode) -> None:
     """Put a run into its only child if the same requests use both; none ends in it then."""
-    (child,) = run.children.values()
-    if child.bits == run.bits and child.uses == run.uses:
-        assert run.parent is not None
-        child.chain = run.chain + child.chain
-        child.parent = run.parent
-        run.parent.children[child.chain[:_BYTES_A_BLOCK]] = child
+    (child,) = node.children.values()
+    if child.bits == node.bits and child.uses == node.uses:
+        assert node.parent is not None
+        child.chain = node.chain + child.chain
+        child.parent = node.parent
+        node.parent.children[child.chain[:_BYTES_PER_BLOCK]] = child

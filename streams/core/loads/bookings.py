@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import Int64Array, RankId
-from streams.core.loads.active_prefixes import ActivePrefixes, Run
+from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
 from streams.errors import IndexCorrupt
 
 #: What an ActiveLoads' array holds of each rank, and for how many ranks at first.
@@ -41,7 +41,7 @@ class BookingId(NamedTuple):
     counter: int
 
 
-class Phase(enum.StrEnum):
+class BookingPhase(enum.StrEnum):
     """What happened to a booking; the names are on Kafka."""
 
     ADD = "add"
@@ -111,7 +111,7 @@ class _State:
     counted_prefill: int = 0
     clock: int = 0
     expires_ms: int | None = None  # None as long as no time of it is known
-    run: Run | None = None  # its end in the tree of active prefixes, while it is counted
+    node: PrefixNode | None = None  # its end in the tree of active prefixes, while it is counted
 
     @property
     def live(self) -> bool:
@@ -302,9 +302,9 @@ class ActiveLoads:
         """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
         self._prefixes.check()
         prompt = [0] * self._n_rows
-        for run in self._prefixes.runs():
-            for row in run.uses:
-                prompt[row] += run.n_blocks
+        for node in self._prefixes.nodes():
+            for row in node.uses:
+                prompt[row] += node.n_blocks
         if prompt != (self._loads[_DECODE] - self._loads[_OUTPUT]).tolist():
             raise IndexCorrupt("distinct blocks are miscounted")
 
@@ -348,7 +348,7 @@ class ActiveLoads:
         assert booking is not None
         row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
-        state.run, n_fresh = self._prefixes.add(row, booking.sequence)
+        state.node, n_fresh = self._prefixes.add(row, booking.sequence)
         cells, n_rows = self._cells, self._n_rows
         cells[_PREFILL * n_rows + row] += state.counted_prefill
         cells[_DECODE * n_rows + row] += n_fresh + booking.output_blocks
@@ -357,10 +357,10 @@ class ActiveLoads:
 
     def _uncount(self, state: _State) -> None:
         booking = state.booking
-        assert booking is not None and state.run is not None
+        assert booking is not None and state.node is not None
         row = self._rows[booking.rank]
-        n_ended = self._prefixes.remove(row, state.run)
-        state.run = None
+        n_ended = self._prefixes.remove(row, state.node)
+        state.node = None
         cells, n_rows = self._cells, self._n_rows
         cells[_PREFILL * n_rows + row] -= state.counted_prefill
         cells[_DECODE * n_rows + row] -= n_ended + booking.output_blocks

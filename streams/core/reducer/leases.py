@@ -17,7 +17,7 @@ from streams.core.ids import RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 
 #: An expiry that was written and not applied by then was refused, or came to nothing; it is written again.
-EXPIRY_AGAIN_MS = 30_000
+EXPIRY_RETRY_MS = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,18 @@ class Overdue:
     dead: list[WorkerId]
 
 
-class Leases:
+class RankLeases:
     """When the ranks of one partition were last heard of. Times are of one monotonic clock, in ms."""
 
     def __init__(self, opened_ms: int, grace_ms: int) -> None:
         self._opened_ms = opened_ms
         self._grace_ms = grace_ms
-        self._heard_ms: dict[RankId, int] = {}
+        self._last_applied_ms: dict[RankId, int] = {}
         self._expired_ms: dict[WorkerId, int] = {}
 
-    def heard(self, ranks: Iterable[RankId], now_ms: int) -> None:
+    def note_applied(self, ranks: Iterable[RankId], now_ms: int) -> None:
         """Records of these ranks have been applied."""
-        self._heard_ms.update(dict.fromkeys(ranks, now_ms))
+        self._last_applied_ms.update(dict.fromkeys(ranks, now_ms))
 
     def overdue(self, progress: Mapping[RankId, Progress], now_ms: int) -> Overdue:
         """Judge every rank. A worker is dead only as a whole: one rank that lives, or never promised to, keeps it."""
@@ -47,9 +47,9 @@ class Leases:
         dead: dict[WorkerId, bool] = {}
         for rank, known in progress.items():
             if known.health is Health.REMOVED:
-                self._heard_ms.pop(rank, None)
+                self._last_applied_ms.pop(rank, None)
                 continue
-            quiet_ms = now_ms - self._heard_ms.get(rank, self._opened_ms)
+            quiet_ms = now_ms - self._last_applied_ms.get(rank, self._opened_ms)
             if known.lease_ms and not known.silent and quiet_ms > known.lease_ms:
                 silent.append(rank)
             gone = known.silent and quiet_ms > known.lease_ms + self._grace_ms
@@ -60,4 +60,4 @@ class Leases:
 
     def expired(self, worker_id: WorkerId, now_ms: int) -> None:
         """A worker's expiry has been written; it is not due again until it had time to be applied."""
-        self._expired_ms[worker_id] = now_ms + EXPIRY_AGAIN_MS
+        self._expired_ms[worker_id] = now_ms + EXPIRY_RETRY_MS

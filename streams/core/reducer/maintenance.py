@@ -17,22 +17,22 @@ from typing import Any
 from streams.core.events import EngineBatch, ResyncRequest, WorkerRemoved
 from streams.core.ids import RankId, WorkerId
 from streams.core.reducer.holdings import Holdings
-from streams.core.reducer.leases import Leases
+from streams.core.reducer.leases import RankLeases
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.reducer.resync import Resyncs
+from streams.core.reducer.resync import ResyncSchedule
 
 #: Every rank of the partition is looked at this often; leases are a few seconds long.
-LOOK_EVERY_MS = 500
+MAINTENANCE_TICK_MS = 500
 
 #: Expiries written in one transaction.
-EXPIRED_PER_STEP_MAX = 16
+EXPIRED_PER_TICK_MAX = 16
 
 #: What an expiry says of itself.
 SILENT = "silent"
 
 
 @dataclass(slots=True)
-class Care:
+class MaintenanceActions:
     """What is to be written: requests to `kv-control`, expiries to `kv-events`. counts: what happened, by name."""
 
     requests: list[ResyncRequest] = field(default_factory=list)
@@ -40,42 +40,42 @@ class Care:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-class Caretaker:
+class RankMaintenance:
     """Looks after the ranks of one partition, from when it was opened. `clear_degraded_after_ms`: 0 is never."""
 
     def __init__(self, holdings: Holdings[Any, Any], *, grace_ms: int, clear_degraded_after_ms: int) -> None:
         self._holdings = holdings
         self._grace_ms = grace_ms
         self._clear_after_ms = clear_degraded_after_ms
-        self._leases: Leases | None = None
-        self._resyncs = Resyncs()
-        self._looked_ms = 0
+        self._leases: RankLeases | None = None
+        self._resyncs = ResyncSchedule()
+        self._last_tick_ms = 0
         # How much each rank had lost when it was last looked at.
         self._losses: dict[RankId, tuple[int, int]] = {}
         self._degraded_since_ms: dict[RankId, int] = {}
 
-    def look(self, now_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> Care:
+    def tick(self, now_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> MaintenanceActions:
         """Say what is due, between applying records and taking the changes.
 
         now_ms: monotonic. wall_ms: told to people. applied_until: up to what time, on the monotonic clock, all that was
         appended was applied; it may ask the broker, so it is called only when somebody would be judged by the answer.
         """
-        care = Care()
+        actions = MaintenanceActions()
         if self._leases is None:
             self._open(now_ms)
         assert self._leases is not None
-        self._leases.heard(self._holdings.take_heard(), now_ms)
+        self._leases.note_applied(self._holdings.take_heard(), now_ms)
         self._note_losses(now_ms)
-        if now_ms - self._looked_ms >= LOOK_EVERY_MS:
-            self._looked_ms = now_ms
-            self._judge_leases(self._leases, now_ms, wall_ms, applied_until, care)
-            self._clear_degraded(now_ms, care)
-        self._ask(now_ms, wall_ms, care)
-        return care
+        if now_ms - self._last_tick_ms >= MAINTENANCE_TICK_MS:
+            self._last_tick_ms = now_ms
+            self._judge_leases(self._leases, now_ms, wall_ms, applied_until, actions)
+            self._clear_degraded(now_ms, actions)
+        self._ask(now_ms, wall_ms, actions)
+        return actions
 
     def _open(self, now_ms: int) -> None:
-        self._leases = Leases(now_ms, self._grace_ms)
-        self._looked_ms = now_ms
+        self._leases = RankLeases(now_ms, self._grace_ms)
+        self._last_tick_ms = now_ms
         for rank, progress in self._holdings.progress.items():
             self._losses[rank] = _losses(progress)
             if progress.health is Health.DEGRADED:
@@ -100,7 +100,12 @@ class Caretaker:
             self._resyncs.answering(rank, now_ms)
 
     def _judge_leases(
-        self, leases: Leases, now_ms: int, wall_ms: int, applied_until: Callable[[], int], care: Care
+        self,
+        leases: RankLeases,
+        now_ms: int,
+        wall_ms: int,
+        applied_until: Callable[[], int],
+        actions: MaintenanceActions,
     ) -> None:
         overdue = leases.overdue(self._holdings.progress, now_ms)
         if not (overdue.silent or overdue.dead):
@@ -108,11 +113,11 @@ class Caretaker:
         overdue = leases.overdue(self._holdings.progress, min(now_ms, applied_until()))
         for rank in overdue.silent:
             self._holdings.mark_silent(rank)
-            care.counts["silent"] += 1
-        for worker_id in overdue.dead[:EXPIRED_PER_STEP_MAX]:
+            actions.counts["silent"] += 1
+        for worker_id in overdue.dead[:EXPIRED_PER_TICK_MAX]:
             leases.expired(worker_id, now_ms)
-            care.expiries.append(self._expiry(worker_id, wall_ms))
-            care.counts["expiry_written"] += 1
+            actions.expiries.append(self._expiry(worker_id, wall_ms))
+            actions.counts["expiry_written"] += 1
 
     def _expiry(self, worker_id: WorkerId, wall_ms: int) -> EngineBatch:
         """The removal of a silent worker, naming the progress of its newest rank."""
@@ -133,7 +138,7 @@ class Caretaker:
             body=WorkerRemoved(SILENT, newest.sequence),
         )
 
-    def _clear_degraded(self, now_ms: int, care: Care) -> None:
+    def _clear_degraded(self, now_ms: int, actions: MaintenanceActions) -> None:
         if not self._clear_after_ms:
             return
         degraded = {
@@ -146,15 +151,15 @@ class Caretaker:
             if now_ms - since_ms >= self._clear_after_ms:
                 self._holdings.clear(rank)
                 self._resyncs.settled(rank)
-                care.counts["cleared"] += 1
+                actions.counts["cleared"] += 1
 
-    def _ask(self, now_ms: int, wall_ms: int, care: Care) -> None:
+    def _ask(self, now_ms: int, wall_ms: int, actions: MaintenanceActions) -> None:
         if not self._resyncs.n_owed:
             return
         known = self._holdings.progress
         for ask in self._resyncs.due(now_ms, lambda rank: not known[rank].silent):
             progress = known[ask.rank]
-            care.requests.append(
+            actions.requests.append(
                 ResyncRequest(
                     rank=ask.rank,
                     incarnation=progress.epoch.incarnation,
@@ -164,8 +169,8 @@ class Caretaker:
                     asked_at_ms=wall_ms,
                 )
             )
-            care.counts["resync_asked"] += 1
-            care.counts["resync_given_up"] += ask.last
+            actions.counts["resync_asked"] += 1
+            actions.counts["resync_given_up"] += ask.last
 
 
 def _losses(progress: Progress) -> tuple[int, int]:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from streams.core.ids import RankId
 
 #: Wait before a rank is asked again, doubled up to the second.
-ASK_AGAIN_MS = (1_000, 60_000)
+RESYNC_BACKOFF_MS = (1_000, 60_000)
 
 #: Requests for one gap: two minutes of them. A bridge that answered none of these does not answer.
 ATTEMPTS_MAX = 8
 
 #: Ranks asked in one transaction: a source that lost records degrades all ranks of a partition at once, and each answer
 #: is a rewrite of a rank's whole table.
-ASKED_PER_STEP_MAX = 8
+RESYNCS_PER_TICK_MAX = 8
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class _Rank:
     reason: str
     attempt: int = 0
     earliest_ms: int = 0
-    wait_ms: int = ASK_AGAIN_MS[0]
+    wait_ms: int = RESYNC_BACKOFF_MS[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DueResync:
     """A request that is due. last: none follows for this gap."""
 
     rank: RankId
@@ -44,7 +44,7 @@ class Ask:
     last: bool
 
 
-class Resyncs:
+class ResyncSchedule:
     """Attempts of each rank of one partition. Times are of one monotonic clock, in ms."""
 
     def __init__(self) -> None:
@@ -73,22 +73,22 @@ class Resyncs:
         if known is not None:
             known.earliest_ms = max(known.earliest_ms, now_ms + known.wait_ms)
 
-    def due(self, now_ms: int, may_ask: Callable[[RankId], bool]) -> list[Ask]:
-        """Take the requests that are due, at most ASKED_PER_STEP_MAX. may_ask: whether anybody listens for a rank."""
-        asks: list[Ask] = []
+    def due(self, now_ms: int, may_ask: Callable[[RankId], bool]) -> list[DueResync]:
+        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_ask: whether anybody listens for a rank."""
+        asks: list[DueResync] = []
         for rank in list(self._owed):
             known = self._ranks[rank]
             if now_ms < known.earliest_ms or not may_ask(rank):
                 continue
-            if now_ms - known.earliest_ms > ASK_AGAIN_MS[1]:
-                known.wait_ms = ASK_AGAIN_MS[0]  # quiet for long: a trouble of its own
+            if now_ms - known.earliest_ms > RESYNC_BACKOFF_MS[1]:
+                known.wait_ms = RESYNC_BACKOFF_MS[0]  # quiet for long: a trouble of its own
             known.attempt += 1
             known.earliest_ms = now_ms + known.wait_ms
-            known.wait_ms = min(known.wait_ms * 2, ASK_AGAIN_MS[1])
+            known.wait_ms = min(known.wait_ms * 2, RESYNC_BACKOFF_MS[1])
             last = known.attempt >= ATTEMPTS_MAX
             if last:
                 del self._owed[rank]
-            asks.append(Ask(rank, known.attempt, known.reason, last))
-            if len(asks) >= ASKED_PER_STEP_MAX:
+            asks.append(DueResync(rank, known.attempt, known.reason, last))
+            if len(asks) >= RESYNCS_PER_TICK_MAX:
                 break
         return asks

@@ -38,9 +38,9 @@ class BusyThresholds:
             return True
         if not self.decode_blocks > 0.0:
             return False
-        told = metrics.get(rank)
-        total = (worker.kv_total_blocks if worker else None) or (told.kv_total_blocks if told else 0)
-        active = max(load.decode_blocks, told.kv_active_blocks if told else 0)
+        reported = metrics.get(rank)
+        total = (worker.kv_total_blocks if worker else None) or (reported.kv_total_blocks if reported else 0)
+        active = max(load.decode_blocks, reported.kv_active_blocks if reported else 0)
         return total > 0 and active > self.decode_blocks * total
 
 

@@ -27,14 +27,14 @@ MOE_SCORE_WEIGHT = 0.5
 class RankTerms(NamedTuple):
     """Every term of one rank's cost, in blocks unless said.
 
-    effective_cached_blocks: the rank's own, weighted by tier, and the weighted cxl_accessible_blocks and moe_blocks.
+    effective_cached_blocks: the rank's own, weighted by tier, and the weighted cxl_accessible_scores and moe_scores.
     cached_blocks: the same without the last, which say what a block is worth and not what need not be computed.
     """
 
     rank: RankId
-    overlap_blocks: int
-    cxl_accessible_blocks: int
-    moe_blocks: int
+    scores: int
+    cxl_accessible_scores: int
+    moe_scores: int
     cached_blocks: float
     effective_cached_blocks: float
     own_prefill_blocks: float
@@ -68,36 +68,36 @@ def price_terms(
 class TermColumns:
     """Terms of all candidates, in their order: what a choice reads, without an object for each.
 
-    overlap_blocks, cxl_accessible_blocks, moe_blocks: int64[n], None for cxl and moe blocks that are all 0;
+    scores, cxl_accessible_scores, moe_scores: int64[n], None for cxl and moe blocks that are all 0;
     cached_blocks, effective_cached_blocks: float64[n], as of RankTerms; terms: float64[4, n], as of `price_terms`.
     """
 
     __slots__ = (
         "_terms",
         "cached_blocks",
-        "cxl_accessible_blocks",
+        "cxl_accessible_scores",
         "effective_cached_blocks",
-        "moe_blocks",
-        "overlap_blocks",
+        "moe_scores",
         "ranks",
+        "scores",
     )
 
     def __init__(
         self,
         ranks: Sequence[RankId],
-        overlap_blocks: Int64Array,
+        scores: Int64Array,
         effective_cached_blocks: Float64Array,
         terms: Float64Array,
         *,
         cached_blocks: Float64Array | None = None,
-        cxl_accessible_blocks: Int64Array | None = None,
-        moe_blocks: Int64Array | None = None,
+        cxl_accessible_scores: Int64Array | None = None,
+        moe_scores: Int64Array | None = None,
     ) -> None:
         """cached_blocks: left out, they are the effective ones."""
         self.ranks = ranks
-        self.overlap_blocks = overlap_blocks
-        self.cxl_accessible_blocks = cxl_accessible_blocks
-        self.moe_blocks = moe_blocks
+        self.scores = scores
+        self.cxl_accessible_scores = cxl_accessible_scores
+        self.moe_scores = moe_scores
         self.cached_blocks = effective_cached_blocks if cached_blocks is None else cached_blocks
         self.effective_cached_blocks = effective_cached_blocks
         self._terms = terms
@@ -123,9 +123,9 @@ class TermColumns:
         own, queued, decode, cost = self._terms[:, index].tolist()
         return RankTerms(
             self.ranks[index],
-            self.overlap_blocks.item(index),
-            0 if self.cxl_accessible_blocks is None else self.cxl_accessible_blocks.item(index),
-            0 if self.moe_blocks is None else self.moe_blocks.item(index),
+            self.scores.item(index),
+            0 if self.cxl_accessible_scores is None else self.cxl_accessible_scores.item(index),
+            0 if self.moe_scores is None else self.moe_scores.item(index),
             self.cached_blocks.item(index),
             self.effective_cached_blocks.item(index),
             own,

@@ -14,7 +14,7 @@ import numpy as np
 
 from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import RankId, WorkerId
-from streams.core.index.interface import OverlapScores, RankPlaces
+from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking
 from streams.core.routing.cost import (
     CXL_SCORE_WEIGHT,
@@ -38,7 +38,7 @@ from streams.core.routing.selection import (
     select_power_of_two,
     select_random,
 )
-from streams.core.routing.supplementary import Beside
+from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy
 
 #: Modes whose choice depends on what ranks hold, as long as the weight is not 0.
@@ -80,7 +80,7 @@ _NOTHING_KNOWN = FleetState()
 
 #: Tuples of candidates of which it is kept where their numbers are found, as many as there are models and filters in
 #: use at a time; beyond it all are forgotten. 64 ranks take 20 us to be looked up anew.
-_KEPT_MAX = 256
+_CANDIDATES_CACHED_MAX = 256
 
 
 class Decision:
@@ -100,13 +100,13 @@ class Decision:
         return tuple(self._columns.row(index) for index in range(len(self._columns)))
 
 
-class _Kept:
+class _CandidateColumns:
     """Where the candidates' loads and overlaps are found; `rows` are good for `numbering` of `loads`."""
 
-    __slots__ = ("loads", "numbering", "places", "rows")
+    __slots__ = ("candidates", "loads", "numbering", "rows")
 
-    def __init__(self, places: RankPlaces, loads: ActiveLoads) -> None:
-        self.places = places
+    def __init__(self, candidates: Candidates, loads: ActiveLoads) -> None:
+        self.candidates = candidates
         self.loads = loads
         self.numbering = -1
         self.rows = np.empty(0, dtype=np.int64)
@@ -118,7 +118,9 @@ class Chooser:
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
         self._turns = RoundRobin()
-        self._kept: dict[int, _Kept] = {}  # by the identity of the candidates, which are kept so that it stays theirs
+        self._located: dict[
+            int, _CandidateColumns
+        ] = {}  # by the identity of the candidates, which are kept so that it stays theirs
 
     def choose(
         self,
@@ -131,7 +133,7 @@ class Chooser:
         request_blocks: int,
         block_size: int,
         fleet: FleetState = _NOTHING_KNOWN,
-        beside: Beside | None = None,
+        supplementary: SupplementaryMatches | None = None,
     ) -> Decision:
         """Choose one of `ranks`, which must not be empty; a tuple that comes again takes less time. Raises
         AllWorkersBusy.
@@ -139,31 +141,33 @@ class Chooser:
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks, a
         partial last one included. beside: what is pooled and labelled of it, None for nothing.
         """
-        kept = self._keep(ranks, loads)
+        located = self._columns_of(ranks, loads)
         n = len(ranks)
         if policy.reads_index:
-            overlap, effective = scores.columns(kept.places, policy.tier_weights)
+            overlap, effective = scores.columns(located.candidates, policy.tier_weights)
         else:
             overlap, effective = np.zeros(n, np.int64), np.zeros(n)
         cached, cxl, moe = effective, None, None
-        if beside is not None and policy.reads_index:
-            weighed = beside.weigh(kept.places, overlap, effective, policy.cxl_score_weight, policy.moe_score_weight)
+        if supplementary is not None and policy.reads_index:
+            weighed = supplementary.weigh(
+                located.candidates, overlap, effective, policy.cxl_score_weight, policy.moe_score_weight
+            )
             if weighed is not None:
                 cxl, moe, cached, effective = weighed[:4]
         columns, first, n_lowest = price(
             ranks,
             loads,
-            kept.rows,
+            located.rows,
             sequence=sequence,
             request_blocks=request_blocks,
-            overlap_blocks=overlap,
+            scores=overlap,
             effective_cached_blocks=effective,
             block_size=block_size,
             overlap_score_weight=policy.overlap_score_weight,
             track_active_blocks=policy.track_active_blocks,
             cached_blocks=cached,
-            cxl_accessible_blocks=cxl,
-            moe_blocks=moe,
+            cxl_accessible_scores=cxl,
+            moe_scores=moe,
         )
         rng = self._rng
         preferred = True
@@ -178,28 +182,28 @@ class Chooser:
                 index = select_random(n, rng)
             # Direct: the request has named its worker, and what is left to choose are that worker's ranks.
             case RouterMode.LEAST_LOADED | RouterMode.DIRECT:
-                index = select_least_loaded(loads.requests(kept.rows), rng)
+                index = select_least_loaded(loads.requests(located.rows), rng)
             case RouterMode.POWER_OF_TWO:
-                index = select_power_of_two(loads.requests(kept.rows), rng)
+                index = select_power_of_two(loads.requests(located.rows), rng)
             case RouterMode.DEVICE_AWARE_WEIGHTED:
                 on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
-                index = select_device_aware(loads.requests(kept.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
+                index = select_device_aware(loads.requests(located.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
             case RouterMode.HIT_USAGE_WAITING | RouterMode.LOAD_DEVIATION:
-                in_flight = loads.requests(kept.rows)
+                in_flight = loads.requests(located.rows)
                 index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, in_flight, fleet)
         return Decision(columns, index, preferred)
 
-    def _keep(self, ranks: Sequence[RankId], loads: ActiveLoads) -> _Kept:
-        kept = self._kept.get(id(ranks))
-        if kept is None or kept.loads is not loads:
-            kept = _Kept(RankPlaces(ranks), loads)
+    def _columns_of(self, ranks: Sequence[RankId], loads: ActiveLoads) -> _CandidateColumns:
+        located = self._located.get(id(ranks))
+        if located is None or located.loads is not loads:
+            located = _CandidateColumns(Candidates(ranks), loads)
             if isinstance(ranks, tuple):  # a list may hold others the next time
-                if len(self._kept) >= _KEPT_MAX:
-                    self._kept.clear()
-                self._kept[id(ranks)] = kept
-        if kept.numbering != loads.numbering:
-            kept.numbering, kept.rows = loads.numbering, loads.rows_of(ranks)
-        return kept
+                if len(self._located) >= _CANDIDATES_CACHED_MAX:
+                    self._located.clear()
+                self._located[id(ranks)] = located
+        if located.numbering != loads.numbering:
+            located.numbering, located.rows = loads.numbering, loads.rows_of(ranks)
+        return located
 
     def _choose_by_policy(
         self, mode: RouterMode, columns: TermColumns, request_blocks: int, in_flight: list[int], fleet: FleetState
@@ -240,7 +244,7 @@ def booking_of(
         model=model,
         prefill_tokens=prefill_tokens(n_tokens, chosen.cached_blocks, block_size),
         sequence=sequence,
-        overlap_blocks=chosen.overlap_blocks,
+        overlap_blocks=chosen.scores,
         request_blocks=request_blocks,
         expected_output_tokens=expected_output_tokens,
     )

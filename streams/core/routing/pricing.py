@@ -16,11 +16,11 @@ from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import ActiveLoads
 from streams.core.routing.cost import TermColumns, price_terms
 
-_BYTES_A_HASH = 8
+_BYTES_PER_HASH = 8
 _COUNT_MASK = (1 << 32) - 1
 
 
-def price_plainly(
+def price_in_numpy(
     table: Int64Array,
     rows: Int64Array,
     shared: Int64Array,
@@ -44,7 +44,7 @@ def price_plainly(
 if kernels_available():
     from streams.core.routing.kernels.price import price_ranks
 else:
-    price_ranks = price_plainly
+    price_ranks = price_in_numpy
 
 
 class Priced(NamedTuple):
@@ -62,14 +62,14 @@ def price(
     *,
     sequence: bytes,
     request_blocks: int,
-    overlap_blocks: Int64Array,
+    scores: Int64Array,
     effective_cached_blocks: Float64Array,
     block_size: int,
     overlap_score_weight: float,
     track_active_blocks: bool,
     cached_blocks: Float64Array | None = None,
-    cxl_accessible_blocks: Int64Array | None = None,
-    moe_blocks: Int64Array | None = None,
+    cxl_accessible_scores: Int64Array | None = None,
+    moe_scores: Int64Array | None = None,
 ) -> Priced:
     """Price a request at each of `ranks`, which must not be empty.
 
@@ -84,7 +84,7 @@ def price(
         loads.shared_blocks(sequence),
         effective_cached_blocks,
         request_blocks,
-        len(sequence) // _BYTES_A_HASH,
+        len(sequence) // _BYTES_PER_HASH,
         block_size,
         overlap_score_weight,
         track_active_blocks,
@@ -92,11 +92,11 @@ def price(
     )
     columns = TermColumns(
         ranks,
-        overlap_blocks,
+        scores,
         effective_cached_blocks,
         terms,
         cached_blocks=cached_blocks,
-        cxl_accessible_blocks=cxl_accessible_blocks,
-        moe_blocks=moe_blocks,
+        cxl_accessible_scores=cxl_accessible_scores,
+        moe_scores=moe_scores,
     )
     return Priced(columns, lowest >> 32, lowest & _COUNT_MASK)

@@ -1,7 +1,7 @@
-"""What speaks for a rank beside the blocks that it holds: pooled blocks that it reaches, and labels that match.
+"""What counts for a rank in addition to the blocks that it holds: pooled blocks that it reaches, and labels that match.
 
-What lives here: `Beside`, both of one request. What must not: what they are worth (cost), and where they are kept
-(block_sets, moe_labels, cxl.pooled_index).
+What lives here: `SupplementaryMatches`, both for one request. What must not: their weights (cost), and where they are
+kept (block_facts, cxl.pooled_index).
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from streams.core.block_facts.fact_sets import Question, Weighed
+from streams.core.block_facts.fact_sets import FactQuery, WeighedMatches
 from streams.core.ids import Float64Array, HashArray, Int64Array, RankId
-from streams.core.index.interface import Held, OverlapScores, RankPlaces
+from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores
 
 #: RunFold.holders_along, while nobody folds.
-HoldersAlong = Callable[[HashArray, int, Int64Array, RankPlaces], Held | None]
+HoldersAlong = Callable[[HashArray, int, Int64Array, Candidates], HolderBitmaps | None]
 
 
-class Beside:
+class SupplementaryMatches:
     """Of one request. pooled, labelled: None where nothing of the kind is known, or asked for.
 
-    sequence: uint64[n], the request's sequence hashes, contiguous. while_nobody_tells: within it what is told of blocks
+    sequence: uint64[n], the request's sequence hashes, contiguous. facts_lock: within it what is told of blocks
     stays as it is; it is taken for microseconds.
     """
 
-    __slots__ = ("_holders_along", "_labelled", "_pooled", "_sequence", "_while_nobody_tells")
+    __slots__ = ("_facts_lock", "_holders_along", "_labelled", "_pooled", "_sequence")
 
     def __init__(
         self,
         sequence: HashArray,
-        pooled: Question | None,
-        labelled: Question | None,
+        pooled: FactQuery | None,
+        labelled: FactQuery | None,
         holders_along: HoldersAlong,
-        while_nobody_tells: AbstractContextManager[object],
+        facts_lock: AbstractContextManager[object],
     ) -> None:
         self._sequence = sequence
         self._pooled = pooled
         self._labelled = labelled
         self._holders_along = holders_along
-        self._while_nobody_tells = while_nobody_tells
+        self._facts_lock = facts_lock
 
     def weigh(
-        self, places: RankPlaces, overlap: Int64Array, effective: Float64Array, cxl_weight: float, moe_weight: float
-    ) -> Weighed | None:
+        self, candidates: Candidates, overlap: Int64Array, effective: Float64Array, cxl_weight: float, moe_weight: float
+    ) -> WeighedMatches | None:
         """Count both kinds for each candidate, beside its own leading blocks, and what it has then; None for nothing.
 
         overlap: int64[m], its own leading blocks; effective: float64[m], what those count. Of pooled blocks those count
@@ -56,11 +56,11 @@ class Beside:
         sequence, asked = self._sequence, self._pooled or self._labelled
         if asked is None:
             return None
-        numbers = asked.numbers.of(places)
-        with self._while_nobody_tells:
+        numbers = asked.numbers.of(candidates)
+        with self._facts_lock:
             weighed = asked.sets.weigh(
-                None if self._pooled is None else self._pooled.answers(),
-                None if self._labelled is None else self._labelled.answers(),
+                None if self._pooled is None else self._pooled.masks(),
+                None if self._labelled is None else self._labelled.masks(),
                 sequence,
                 numbers,
                 overlap,
@@ -70,34 +70,36 @@ class Beside:
             )
         if weighed.first_end < len(sequence):
             # Behind the pooled blocks may be some of its own, and then pooled ones again.
-            reached = self._reached_over_own(places, overlap, weighed)
+            reached = self._reached_over_own(candidates, overlap, weighed)
             if reached is not None:
                 with_pooled = effective + cxl_weight * reached
                 with_both = with_pooled
-                if weighed.labelled is not None:
-                    with_both = with_pooled + moe_weight * weighed.labelled
-                return weighed._replace(pooled=reached, with_pooled=with_pooled, with_both=with_both)
+                if weighed.moe_scores is not None:
+                    with_both = with_pooled + moe_weight * weighed.moe_scores
+                return weighed._replace(cxl_accessible_scores=reached, with_pooled=with_pooled, with_both=with_both)
         return weighed
 
-    def _reached_over_own(self, places: RankPlaces, overlap: Int64Array, weighed: Weighed) -> Int64Array | None:
+    def _reached_over_own(
+        self, candidates: Candidates, overlap: Int64Array, weighed: WeighedMatches
+    ) -> Int64Array | None:
         """The pooled blocks again, where anybody holds blocks behind the first end; None where nobody does."""
         assert self._pooled is not None  # nobody counts pooled blocks otherwise
-        held = self._holders_along(self._sequence, weighed.first_end, weighed.rows, places)
+        held = self._holders_along(self._sequence, weighed.first_end, weighed.rows, candidates)
         if held is None:
             return None
         # What was told meanwhile is in the path, and counts as far as what is held goes.
-        with self._while_nobody_tells:
+        with self._facts_lock:
             path = self._pooled.path(self._sequence)
-        return None if path is None else path.walk(places, overlap, held)
+        return None if path is None else path.walk(candidates, overlap, held)
 
     def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:
         """Ranks of which any own leading block has labels that match."""
         if self._labelled is None:
             return set()
-        places = RankPlaces(ranks)
+        candidates = Candidates(ranks)
         overlap = np.array([scores.scores.get(rank, 0) for rank in ranks], dtype=np.int64)
-        labels_alone = Beside(self._sequence, None, self._labelled, self._holders_along, self._while_nobody_tells)
-        weighed = labels_alone.weigh(places, overlap, np.zeros(len(ranks)), 0.0, 0.0)
-        if weighed is None or weighed.labelled is None:
+        labels_alone = SupplementaryMatches(self._sequence, None, self._labelled, self._holders_along, self._facts_lock)
+        weighed = labels_alone.weigh(candidates, overlap, np.zeros(len(ranks)), 0.0, 0.0)
+        if weighed is None or weighed.moe_scores is None:
             return set()
-        return {rank for rank, n_blocks in zip(ranks, weighed.labelled.tolist(), strict=True) if n_blocks}
+        return {rank for rank, n_blocks in zip(ranks, weighed.moe_scores.tolist(), strict=True) if n_blocks}

@@ -190,14 +190,14 @@ def walk(
 
 
 @inlined
-def _row_at(answers: int, blocks: int, rows: int, at: int) -> int:
+def _row_at(masks: int, blocks: int, rows: int, at: int) -> int:
     """Row of a request's block, looked up when it is first asked for; -number of a set of which no row is known yet."""
     row = load(rows + (at << 3))
     if row == UNREAD:
         row = 0
-        number = _find(load(answers), load(blocks + (at << 3)))
+        number = _find(load(masks), load(blocks + (at << 3)))
         if number != 0:
-            row = load(load(answers + 8) + (number << 3))
+            row = load(load(masks + 8) + (number << 3))
             if row < 0:
                 return -number
         store(rows + (at << 3), row)
@@ -205,14 +205,14 @@ def _row_at(answers: int, blocks: int, rows: int, at: int) -> int:
 
 
 @inlined
-def _end_of(answers: int, blocks: int, rows: int, ends: int, at: int, stop: int) -> int:
+def _end_of(masks: int, blocks: int, rows: int, ends: int, at: int, stop: int) -> int:
     """End of the stretch of blocks that have the row of the one at `at`; -number as `_row_at`."""
     end = load(ends + (at << 3))
     if end == 0:
         row = load(rows + (at << 3))
         end = at + 1
         while end < stop:
-            following = _row_at(answers, blocks, rows, end)
+            following = _row_at(masks, blocks, rows, end)
             if following < 0:
                 return following
             if following != row:

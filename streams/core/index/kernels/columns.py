@@ -22,7 +22,7 @@ from streams.core.index.kernels.layout import (
     COLUMNS_MAX,
     ENDED,
     FREE_COLUMNS,
-    HOLDER_LIFE,
+    HOLDER_GENERATION,
     HOLDER_RANK,
     HOLDER_TIER,
     HOLDERS_OF,
@@ -45,7 +45,7 @@ from streams.core.index.kernels.layout import (
     TIER_OF,
 )
 from streams.core.index.kernels.names import remove_alias, remove_claim
-from streams.core.index.kernels.runs import has_ended_column, nobody_holds
+from streams.core.index.kernels.runs import has_ended_column, has_no_holder
 from streams.core.index.kernels.shape import merge_down, merge_up, remove_ghosts, settle
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, load32, store, store32, trailing_zeros
@@ -86,7 +86,7 @@ def end_column(context: int, holder: int) -> None:
     """What a holder holds, it holds no more; the sweep takes it out of the runs later."""
     column = load32(get(context, COLUMN_OF) + (holder << 2))
     facts = load(column_word(context, COLUMN_FACTS, column))
-    life = get(context, HOLDER_LIFE) + (holder << 3)
+    life = get(context, HOLDER_GENERATION) + (holder << 3)
     store(life, load(life) + 1)
     if facts == 0:
         return
@@ -150,7 +150,7 @@ def sweep_run(context: int, run: int) -> int:
     for word in range(get(context, N_WORDS)):
         address = coverage_address(context, run, word)
         store(address, load(address) & ~load(ended + (word << 3)))
-    if field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
+    if field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
         remove_ghosts(context, run)
         work += length
     else:

@@ -32,7 +32,7 @@ from streams.core.index.kernels.layout import (
     COLUMN_OF,
     FREE_RECORD,
     FULL,
-    HOLDER_LIFE,
+    HOLDER_GENERATION,
     LOCAL,
     N_CLAIMS,
     N_RECORDS,
@@ -107,7 +107,7 @@ def write_record(context: int, entry: int, holder: int, first: int, last_block: 
     store(address, first)
     store(address + 8, (holder << 32) | last_block)
     store(address + 16, present)
-    store(address + 24, load(get(context, HOLDER_LIFE) + (holder << 3)))
+    store(address + 24, load(get(context, HOLDER_GENERATION) + (holder << 3)))
 
 
 @kernel()
@@ -214,7 +214,7 @@ def fold_run(
     old, last_block = 0, 0
     if entry >= 0:
         address = get(context, RECORDS) + (entry << 5)
-        if load(address + 24) == load(get(context, HOLDER_LIFE) + (holder << 3)):
+        if load(address + 24) == load(get(context, HOLDER_GENERATION) + (holder << 3)):
             old = load(address + 16)
             last_block = load(address + 8) & ID_MASK
     if present == 0:
@@ -337,7 +337,7 @@ def drop_old_records(context: int, first: int, budget: int) -> int:
     """Free records of lives that ended, from one entry on; gives the entry to go on from, 0 behind the last."""
     n_records = get(context, N_RECORDS)
     last = min(n_records, first + budget)
-    entries, lives = get(context, RECORDS), get(context, HOLDER_LIFE)
+    entries, lives = get(context, RECORDS), get(context, HOLDER_GENERATION)
     for entry in range(first, last):
         address = entries + (entry << 5)
         if load(address + 16) != 0:

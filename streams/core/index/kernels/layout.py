@@ -45,7 +45,7 @@ FREE_ENDS = 27  # bit a block: a free span ends here
 FREE_COLUMNS = 28  # int32 stack of columns that nobody uses
 DEFERRED = 30  # four int64 an entry: first block and number of names to forget, first block and length of a span
 PHANTOM_BITS = 31  # bit a hash: a phantom may have it; see tree.may_be_phantom
-HOLDER_LIFE = 29  # int64 a holder: number of clears, so that records of older ones are known
+HOLDER_GENERATION = 29  # int64 a holder: number of clears, so that records of older ones are known
 
 # -- counters -----------------------------------------------------------------
 N_RUNS = 32  # high water of run ids
@@ -115,7 +115,7 @@ CONTEXT_WORDS = 192
 
 #: What a store lists of each of its blocks at most: a stretch of three words or a name that is another's, and twice a
 #: block that lost its name, two words each.
-SCRATCH_BYTES_A_BLOCK = 64
+SCRATCH_BYTES_PER_BLOCK = 64
 #: Words of SCRATCH that the fold of records uses; stores list what they will change behind them.
 SCRATCH_OF_FOLD = 128
 

@@ -311,11 +311,11 @@ def match(matcher: int, query: HashArray) -> int:
 def _refuse(*given: Any, **named: Any) -> NoReturn:
     """Say what is wrong with a query that is no HASHES."""
     query = given[-1] if given else None
-    told = f"a {type(query).__name__}"
+    shown = f"a {type(query).__name__}"
     if isinstance(query, np.ndarray):
         layout = "contiguous" if query.flags.c_contiguous else "not contiguous"
-        told = f"{query.dtype} with {query.ndim} dimensions, {layout}"
-    raise InvalidRequest(f"a query is one contiguous uint64[n_blocks], and not {told}")
+        shown = f"{query.dtype} with {query.ndim} dimensions, {layout}"
+    raise InvalidRequest(f"a query is one contiguous uint64[n_blocks], and not {shown}")
 
 
 # What numba calls where no signature fits, to raise its own TypeError: so that the check costs a good query nothing.

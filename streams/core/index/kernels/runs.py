@@ -72,7 +72,7 @@ def clear_coverage(context: int, run: int) -> None:
 
 
 @njit(inline="always")
-def nobody_holds(context: int, run: int) -> bool:
+def has_no_holder(context: int, run: int) -> bool:
     """Whether a run has no holder."""
     found = 0
     for word in range(get(context, N_WORDS)):
@@ -106,7 +106,7 @@ def has_ended_column(context: int, run: int) -> bool:
 
 
 #: Words of STARTS in a line of memory: so many are scanned before the bitmaps above are asked.
-_WORDS_A_LINE = 8
+_WORDS_PER_LINE = 8
 
 
 @njit(inline="always")
@@ -115,7 +115,7 @@ def start_before(context: int, block: int) -> int:
     starts = get(context, STARTS)
     word = block >> 6
     bits = load(starts + (word << 3)) & shift_right(-1, 63 - (block & 63))
-    while bits == 0 and word & (_WORDS_A_LINE - 1):
+    while bits == 0 and word & (_WORDS_PER_LINE - 1):
         word -= 1
         bits = load(starts + (word << 3))
     if bits == 0:

@@ -56,8 +56,8 @@ from streams.core.index.kernels.runs import (
     copy_coverage,
     free_run,
     has_ended_column,
+    has_no_holder,
     new_run,
-    nobody_holds,
     place_start,
     remove_child,
     replace_child,
@@ -315,7 +315,7 @@ def trim_spare(context: int, run: int) -> None:
 @kernel()
 def remove_ghosts(context: int, run: int) -> None:
     """Remove a run that nobody holds and nothing hangs from, and then its parents as far as that holds for them."""
-    while run > 0 and field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
+    while run > 0 and field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
         line = run_address(context, run)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
         capacity, parent = load32(line + RUN_CAPACITY), load32(line + RUN_PARENT)

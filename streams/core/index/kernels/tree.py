@@ -97,8 +97,8 @@ from streams.core.index.kernels.runs import (
     clear_coverage,
     find_child,
     free_run,
+    has_no_holder,
     new_run,
-    nobody_holds,
     only_holder,
     place_start,
     run_of,
@@ -186,7 +186,7 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
     if n_blocks < field(context, run, RUN_LENGTH):
         run = split_run(context, run, n_blocks)[0]
     unset_cover(context, run, column)
-    if field(context, run, RUN_CHILDREN) == 0 and nobody_holds(context, run):
+    if field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
         remove_ghosts(context, run)
         return
     run, _ = merge_up(context, run)

@@ -5,7 +5,7 @@ ENTRY_POINTS = (
     "changes.apply_rows",
     "changes.restate_run",
     "changes.end_rank",
-    "changes.room_for",
+    "changes.reserve_blocks",
     "changes.next_stale",
     "maps.move_entries",
 )

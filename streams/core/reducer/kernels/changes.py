@@ -428,7 +428,7 @@ def end_rank(context: int, rank: int) -> None:
 
 
 @kernel()
-def room_for(context: int, n_blocks: int) -> int:
+def reserve_blocks(context: int, n_blocks: int) -> int:
     """0 where changes of so many blocks fit, whatever they do; GROW or FULL where they do not.
 
     A block takes at most a run, a span of the smallest class, one of labels and, as its run grows, one of each class.
@@ -454,7 +454,7 @@ def apply_rows(context: int, rank: int, rows: int, n_rows: int) -> int:
     n_blocks = 0
     for index in range(n_rows):
         n_blocks += load(rows + index * (EVENT_WORDS * 8) + EVENT_BLOCKS * 8)
-    room = room_for(context, n_blocks)
+    room = reserve_blocks(context, n_blocks)
     if room != 0:
         return room
     clears, parents, before_clear, removals = 0, 0, 0, 0
@@ -493,7 +493,7 @@ def restate_run(
     locals_: int,
 ) -> int:
     """Hold the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
-    room = room_for(context, n_blocks)
+    room = reserve_blocks(context, n_blocks)
     if room != 0:
         return room
     column = (rank << 2) | tier

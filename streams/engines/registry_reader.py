@@ -29,7 +29,7 @@ _READ_RECORDS = 500
 _POLL_S = 0.1
 
 
-class Reader(Protocol):
+class RegistryListener(Protocol):
     """Who is told, on the loop."""
 
     def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
@@ -42,13 +42,13 @@ class Reader(Protocol):
         """A partition's owner asks for a restatement."""
 
 
-class Inbox:
+class RegistryReader:
     """Reads for a fixed set of workers: the registry from its beginning, requests from now on."""
 
-    def __init__(self, settings: Settings, worker_ids: Collection[WorkerId], told: Reader) -> None:
+    def __init__(self, settings: Settings, worker_ids: Collection[WorkerId], listener: RegistryListener) -> None:
         self._settings = settings
         self._workers, self._control = topics(settings).workers.name, topics(settings).kv_control.name
-        self._told = told
+        self._listener = listener
         self._keys = {worker_key(worker_id): worker_id for worker_id in worker_ids}
         self._homes: dict[int, list[WorkerId]] = {}
         for worker_id in worker_ids:
@@ -90,7 +90,7 @@ class Inbox:
                 if topic != self._workers or partition is None:
                     return []
                 home = self._homes[partition]
-                return [lambda: self._told.on_end(home)]
+                return [lambda: self._listener.on_end(home)]
             if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE) or error.fatal():
                 raise KvStreamsError(f"{topic} cannot be read: {error.str()}", remedy="Start the bridge again")
             return []  # a broker that is away; the client goes on by itself
@@ -101,9 +101,9 @@ class Inbox:
         try:
             if topic == self._control:
                 request = decode_resync(value, self._settings.schema_ids)
-                return [lambda: self._told.on_resync(request)]
+                return [lambda: self._listener.on_resync(request)]
             worker = None if value is None else decode_worker(value, self._settings.schema_ids)
-            return [lambda: self._told.on_worker(worker_id, worker)]
+            return [lambda: self._listener.on_worker(worker_id, worker)]
         except BadRecord as exc:
             log.warning("%s: a record is passed over: %s", topic, exc)  # a stranger's; routers pass over it too
             return []

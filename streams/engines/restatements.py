@@ -44,7 +44,7 @@ class Restatements:
         wait_s = ANSWERED_FOR_S if request.sequence <= self.last_sequence else RESTATE_EVERY_S
         return now_s - self.last_at_s >= wait_s
 
-    def told(self, published: int, now_s: float) -> None:
+    def sent(self, published: int, now_s: float) -> None:
         """A restatement complete to `published` was sent."""
         self.last_sequence, self.last_at_s = published, now_s
 

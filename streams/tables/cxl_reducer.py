@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import RankId
 from streams.cxl.events import CxlTransition
-from streams.cxl.pooled_blocks import Fate, PooledBlocks
 from streams.cxl.records import (
     BLOCK_PREFIX,
     OWNER_PREFIX,
@@ -42,6 +41,7 @@ from streams.indexer_agent import IndexReducer, PartitionPlan, check_home, prefi
 from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.partition import Outgoing, SourceRecord
+from streams.tables.pooled_block_table import PooledBlockTable, TransitionOutcome
 from streams.tables.records import Change
 from streams.tables.store import TableSpec
 from streams.topics import CXL_BLOCKS, topics
@@ -78,7 +78,7 @@ class PartitionReducer:
         self._cxl_topic = topics(settings).cxl_events.name
         self._table = cxl_blocks_table(settings)
         self.index = IndexReducer(settings, verdicts, on_effect)
-        self.pooled = PooledBlocks(
+        self.pooled = PooledBlockTable(
             lambda rank: self.index.holdings.progress.get(rank),
             evicted_ttl_ms=int(settings.cxl_evicted_ttl_s * 1000),
             # Whatever a transition waits for is not in kv-events any more by then.
@@ -147,19 +147,24 @@ class PartitionReducer:
             if now is not None and now is not was:
                 self.pooled.kv_moved(decoded.rank, was, now, record.timestamp_ms)
 
-    def _apply_transition(self, record: SourceRecord, told: CxlTransition) -> None:
-        check_home(record, told.rank.worker_id, self._settings)
+    def _apply_transition(self, record: SourceRecord, transition: CxlTransition) -> None:
+        check_home(record, transition.rank.worker_id, self._settings)
         if self._on_effect is not None:
             self._on_effect(2)
             self._on_effect(3)
         try:
-            fate = self.pooled.apply(told, record.value or b"", record.offset, record.timestamp_ms)
+            outcome = self.pooled.apply(transition, record.value or b"", record.offset, record.timestamp_ms)
         except BadRecord as exc:
             self._verdicts[f"cxl_refused_{exc.reason}"] += 1
             raise
-        self._verdicts[f"cxl_{fate}"] += 1
-        if fate is Fate.DROPPED:
-            log.info("event %d of rank %s is dropped: its life %d is over", told.event_id, told.rank, told.incarnation)
+        self._verdicts[f"cxl_{outcome}"] += 1
+        if outcome is TransitionOutcome.DROPPED:
+            log.info(
+                "event %d of rank %s is dropped: its life %d is over",
+                transition.event_id,
+                transition.rank,
+                transition.incarnation,
+            )
 
     @property
     def full(self) -> bool:
@@ -170,10 +175,10 @@ class PartitionReducer:
         """Records of a source were lost before this partition saw them."""
         self.index.source_lost()
 
-    def look(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
+    def tick(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
         """What time alone brings: evicted rows expire, and all that the index's ranks are due."""
         self.pooled.expire(wall_ms)
-        return self.index.look(monotonic_ms, wall_ms, applied_until)
+        return self.index.tick(monotonic_ms, wall_ms, applied_until)
 
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
         """Transitions that were parked, and have turned out to be illegal or to wait in vain."""

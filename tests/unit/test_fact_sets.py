@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 
 from streams.core.block_facts import fact_sets as block_sets
-from streams.core.block_facts.fact_sets import BlockSets, BlockSetTable, Path, PlainBlockSets, Question, RankNumbers
+from streams.core.block_facts.fact_sets import (
+    CompiledFactSets,
+    FactQuery,
+    FactSets,
+    PlainFactSets,
+    RankNumbering,
+    RequestPath,
+)
 from streams.core.ids import DpRank, Float64Array, HashArray, RankId, WorkerId
-from streams.core.index.interface import Held, RankPlaces
+from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
 
-SETS: list[type[BlockSets]] = [PlainBlockSets, BlockSetTable]
+SETS: list[type[FactSets]] = [PlainFactSets, CompiledFactSets]
 
 
 def rank(number: int) -> RankId:
@@ -26,16 +33,16 @@ def chain(*blocks: int) -> HashArray:
     return np.array(blocks, dtype=np.uint64)
 
 
-def numbers_of(n: int) -> RankNumbers:
-    return RankNumbers(tuple(rank(number) for number in range(n)))
+def numbers_of(n: int) -> RankNumbering:
+    return RankNumbering(tuple(rank(number) for number in range(n)))
 
 
-def asked(sets: BlockSets, numbers: RankNumbers) -> Question:
+def asked(sets: FactSets, numbers: RankNumbering) -> FactQuery:
     """Fact f may be counted by the rank numbered f."""
-    return Question(sets, "q", numbers, lambda facts: sum(1 << fact for fact in facts))
+    return FactQuery(sets, "q", numbers, lambda facts: sum(1 << fact for fact in facts))
 
 
-def held_of(told: list[set[int]], n_candidates: int) -> Held:
+def held_of(told: list[set[int]], n_candidates: int) -> HolderBitmaps:
     """Positions of the candidates that hold each block, as a walk reads them."""
     words = max(1, -(-n_candidates // 64))
     bits = [0, *(sum(1 << position for position in positions) for positions in told)]
@@ -45,7 +52,7 @@ def held_of(told: list[set[int]], n_candidates: int) -> Held:
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_told_again_goes_with_the_last(make: type[BlockSets], seed: int) -> None:
+def test_what_is_told_again_goes_with_the_last(make: type[FactSets], seed: int) -> None:
     """Thousands of facts of hundreds of blocks, some of them in one segment, told and taken back in any order."""
     rng = random.Random(seed)
     sets, told = make(), Counter[tuple[int, int]]()
@@ -54,10 +61,10 @@ def test_what_is_told_again_goes_with_the_last(make: type[BlockSets], seed: int)
     for step in range(6000):
         block, fact = rng.choice(blocks), rng.randrange(4)
         if rng.random() < (0.7 if step < 3000 else 0.35):
-            sets.tell(block, fact)
+            sets.add_fact(block, fact)
             told[block, fact] += 1
         else:
-            sets.take_back(block, fact)
+            sets.remove_fact(block, fact)
             told[block, fact] -= told[block, fact] > 0
         if step % 500 == 0:
             for each in set(blocks):
@@ -65,25 +72,25 @@ def test_what_is_told_again_goes_with_the_last(make: type[BlockSets], seed: int)
     assert len(sets) == len({block for (block, _), count in told.items() if count})
     for (block, fact), count in told.items():
         for _ in range(count):
-            sets.take_back(block, fact)
+            sets.remove_fact(block, fact)
     assert len(sets) == 0
     assert not any(sets.facts_of(block) for block in blocks)
 
 
-def tell_chain(rng: random.Random, sets: BlockSets, sequence: list[int], n_ranks: int) -> list[set[int]]:
+def add_chain(rng: random.Random, sets: FactSets, sequence: list[int], n_ranks: int) -> list[set[int]]:
     """Facts of each block of a chain, stretches of which have the same, and some none."""
     facts: list[set[int]] = []
     for block in sequence:
         fresh = {rng.randrange(n_ranks) for _ in range(rng.randrange(2 * n_ranks))} if rng.random() < 0.9 else set()
         facts.append(facts[-1] if facts and rng.random() < 0.6 else fresh)
         for fact in facts[-1]:
-            sets.tell(block, fact)
+            sets.add_fact(block, fact)
     return facts
 
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: type[BlockSets], n_ranks: int) -> None:
+def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: type[FactSets], n_ranks: int) -> None:
     """To the first block that is neither; compared with a look at every block."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
@@ -91,10 +98,10 @@ def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: 
         n_blocks = rng.randrange(1, 40)
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
         sets = make()
-        facts = tell_chain(rng, sets, sequence, n_ranks)
+        facts = add_chain(rng, sets, sequence, n_ranks)
         # Candidates in an order of their own, one of them nobody that is registered.
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
-        places = RankPlaces(candidates)
+        places = Candidates(candidates)
         starts = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
         holding = [{n for n in range(len(candidates)) if rng.random() < 0.3} for _ in range(n_blocks)]
         found = asked(sets, numbers).path(chain(*sequence))
@@ -116,7 +123,7 @@ def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: 
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets], n_ranks: int) -> None:
+def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[FactSets], n_ranks: int) -> None:
     """Either or both told of, asked again with answers known and, after some were taken back, unknown; to the bit."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
@@ -124,7 +131,7 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets
     for _ in range(60):
         n_blocks = rng.randrange(1, 40)
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
-        told = [(sets := make(), tell_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
+        told = [(sets := make(), add_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
         kinds = [(asked(sets, numbers), facts) if rng.random() < 0.8 else None for sets, facts in told]
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
         overlap = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
@@ -134,11 +141,11 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets
                 for sets, facts in told:
                     at = rng.randrange(n_blocks)
                     for fact in facts[at]:
-                        sets.take_back(sequence[at], fact)
+                        sets.remove_fact(sequence[at], fact)
                     facts[at] = set()
-            answers = [None if kind is None else kind[0].answers() for kind in kinds]
-            places = numbers.of(RankPlaces(candidates))
-            weighed = told[0][0].weigh(answers[0], answers[1], chain(*sequence), places, overlap, effective, 0.7, 0.3)
+            masks = [None if kind is None else kind[0].masks() for kind in kinds]
+            places = numbers.of(Candidates(candidates))
+            weighed = told[0][0].weigh(masks[0], masks[1], chain(*sequence), places, overlap, effective, 0.7, 0.3)
             pooled, labelled, ends = [], [], [n_blocks]
             for candidate, n_own in zip(candidates, overlap.tolist(), strict=True):
                 reaches, matches = (
@@ -148,10 +155,10 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets
                 labelled.append(sum(matches[:n_own]))
                 if pooled[-1]:
                     ends.append(n_own + pooled[-1])
-            assert (weighed.pooled is None) == (not any(pooled))
-            assert weighed.pooled is None or weighed.pooled.tolist() == pooled
-            assert (weighed.labelled is None) == (not any(labelled))
-            assert weighed.labelled is None or weighed.labelled.tolist() == labelled
+            assert (weighed.cxl_accessible_scores is None) == (not any(pooled))
+            assert weighed.cxl_accessible_scores is None or weighed.cxl_accessible_scores.tolist() == pooled
+            assert (weighed.moe_scores is None) == (not any(labelled))
+            assert weighed.moe_scores is None or weighed.moe_scores.tolist() == labelled
             assert weighed.first_end == min(ends)
             for end in ends[1:]:
                 assert end == n_blocks or (weighed.rows[end] == 0) == (not told[0][1][end])
@@ -163,7 +170,7 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[BlockSets
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_an_answer_is_kept_until_the_fleet_changes(make: type[BlockSets]) -> None:
+def test_an_answer_is_kept_until_the_fleet_changes(make: type[FactSets]) -> None:
     """And a set's number that becomes another set's is asked anew."""
     sets, made = make(), list[frozenset[int]]()
 
@@ -171,58 +178,56 @@ def test_an_answer_is_kept_until_the_fleet_changes(make: type[BlockSets]) -> Non
         made.append(facts)
         return 1
 
-    def look(numbers: RankNumbers) -> bool:
-        return Question(sets, "q", numbers, answer).path(chain(5)) is not None
+    def look(numbers: RankNumbering) -> bool:
+        return FactQuery(sets, "q", numbers, answer).path(chain(5)) is not None
 
-    sets.tell(5, 1)
+    sets.add_fact(5, 1)
     one, other = numbers_of(1), numbers_of(1)
     assert look(one)
     assert look(one)
     assert len(made) == 1
     assert look(other)
     assert len(made) == 2
-    sets.forget_answers()
+    sets.invalidate_masks()
     assert look(other)
     assert len(made) == 3
-    sets.take_back(5, 1)
+    sets.remove_fact(5, 1)
     assert not look(other)
-    sets.tell(5, 2)
+    sets.add_fact(5, 2)
     assert look(other)
     assert made == [{1}, {1}, {1}, {2}]
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_answers_to_sets_that_ended_are_forgotten(make: type[BlockSets], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_sets_that_ended_are_forgotten(make: type[FactSets], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a limit of rows, of which one request adds no more than it has blocks; what was found stays as it was."""
     monkeypatch.setattr(block_sets, "ROWS_MAX", 20)
     rng, sets, numbers = random.Random(1), make(), numbers_of(64)
     query, n_begun, earlier = chain(5, 6, 7), 0, None
-    question = asked(sets, numbers)
-    candidates = RankPlaces([rank(number) for number in range(64)])
+    fact_query = asked(sets, numbers)
+    candidates = Candidates([rank(number) for number in range(64)])
     nothing = np.zeros(64, dtype=np.int64)
     holds_nothing = held_of([set()] * 3, 64)
-    kept: list[tuple[Path, list[int]]] = []
+    kept: list[tuple[RequestPath, list[int]]] = []
     for _ in range(300):
         told = [set(rng.sample(range(64), 8)) for _ in range(3)]
         for block, facts in zip(query.tolist(), told, strict=True):
             for fact in facts:
-                sets.tell(block, fact)
-        answers = question.answers()
-        n_begun += answers is not earlier
-        earlier = answers
+                sets.add_fact(block, fact)
+        masks = fact_query.masks()
+        n_begun += masks is not earlier
+        earlier = masks
         expected = [len(list(itertools.takewhile(lambda facts: number in facts, told))) for number in range(64)]  # noqa: B023
-        weighed = sets.weigh(
-            answers, None, query, numbers.of(candidates), nothing, nothing.astype(np.float64), 1.0, 0.0
-        )
-        assert weighed.pooled is not None
-        assert weighed.pooled.tolist() == expected
-        assert answers.n_rows <= 20 + 3
-        path = question.path(query)
+        weighed = sets.weigh(masks, None, query, numbers.of(candidates), nothing, nothing.astype(np.float64), 1.0, 0.0)
+        assert weighed.cxl_accessible_scores is not None
+        assert weighed.cxl_accessible_scores.tolist() == expected
+        assert masks.n_rows <= 20 + 3
+        path = fact_query.path(query)
         assert path is not None
         kept.append((path, expected))
         for block, facts in zip(query.tolist(), told, strict=True):
             for fact in facts:
-                sets.take_back(block, fact)
+                sets.remove_fact(block, fact)
     assert len(sets) == 0
     assert n_begun > 10
     for path, expected in kept:
@@ -233,14 +238,14 @@ def test_answers_to_sets_that_ended_are_forgotten(make: type[BlockSets], monkeyp
 
 def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
     """And the last of them is asked as the first is; one more is refused."""
-    sets, ranks = BlockSetTable(), numbers_of(2)
+    sets, ranks = CompiledFactSets(), numbers_of(2)
     blocks = [number * 0x9E37_79B9_7F4A_7C15 % 2**64 for number in range(1, block_sets.SETS_MAX + 2)]
     for fact, block in enumerate(blocks[:-1]):
-        sets.tell(block, fact)
+        sets.add_fact(block, fact)
     with pytest.raises(IndexFull):
-        sets.tell(blocks[-1], block_sets.SETS_MAX)
+        sets.add_fact(blocks[-1], block_sets.SETS_MAX)
     assert len(sets) == block_sets.SETS_MAX == 1_048_576
-    path = Question(sets, "q", ranks, lambda facts: 1 if facts & {0, block_sets.SETS_MAX - 1} else 2).path(
+    path = FactQuery(sets, "q", ranks, lambda facts: 1 if facts & {0, block_sets.SETS_MAX - 1} else 2).path(
         chain(blocks[0], blocks[1], *blocks[-2:])
     )
     assert path is not None
@@ -251,19 +256,19 @@ def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
 
 @pytest.mark.parametrize("make", SETS)
 def test_beyond_the_limit_a_new_set_is_refused_and_nothing_changes(
-    make: type[BlockSets], monkeypatch: pytest.MonkeyPatch
+    make: type[FactSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ends always finds room, and makes some."""
-    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (3,))
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (3,))
     sets = make()
     for block in range(3):
-        sets.tell(block, block)
-    sets.tell(9, 2)
+        sets.add_fact(block, block)
+    sets.add_fact(9, 2)
     with pytest.raises(IndexFull):
-        sets.tell(2, 7)
+        sets.add_fact(2, 7)
     assert sets.facts_of(2) == {2}
-    sets.take_back(0, 0)
-    sets.tell(2, 7)
+    sets.remove_fact(0, 0)
+    sets.add_fact(2, 7)
     assert sets.facts_of(2) == {2, 7}
-    sets.take_back(2, 2)
+    sets.remove_fact(2, 2)
     assert sets.facts_of(2) == {7}

@@ -19,10 +19,10 @@ from streams.codec import decode_resync, encode_batch
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, Heartbeat, ResyncRequest, WorkerRemoved
 from streams.core.ids import Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.holdings import PlainHoldings, plain_holdings
-from streams.core.reducer.leases import EXPIRY_AGAIN_MS, Leases
-from streams.core.reducer.maintenance import LOOK_EVERY_MS, SILENT, Care, Caretaker
+from streams.core.reducer.leases import EXPIRY_RETRY_MS, RankLeases
+from streams.core.reducer.maintenance import MAINTENANCE_TICK_MS, SILENT, MaintenanceActions, RankMaintenance
 from streams.core.reducer.ordering import Health, Progress, Verdict
-from streams.core.reducer.resync import ASK_AGAIN_MS, ASKED_PER_STEP_MAX, ATTEMPTS_MAX, Resyncs
+from streams.core.reducer.resync import ATTEMPTS_MAX, RESYNC_BACKOFF_MS, RESYNCS_PER_TICK_MAX, ResyncSchedule
 from streams.kafka import partition_of, producer, reader
 from streams.local.processes import Children
 from streams.local.stack import Stack, facts, get_json
@@ -47,12 +47,14 @@ class Partition:
 
     def __init__(self, holdings: PlainHoldings | None = None, clear_degraded_after_ms: int = 0) -> None:
         self.holdings = holdings or plain_holdings()
-        self.caretaker = Caretaker(self.holdings, grace_ms=GRACE_MS, clear_degraded_after_ms=clear_degraded_after_ms)
+        self.maintenance = RankMaintenance(
+            self.holdings, grace_ms=GRACE_MS, clear_degraded_after_ms=clear_degraded_after_ms
+        )
         self.now_ms = 1_000_000
         self.applied_until_ms: int | None = None  # None: all is applied at once
         self.asked_broker = 0
 
-    def step(self, ms: int = 0, *batches: EngineBatch) -> Care:
+    def step(self, ms: int = 0, *batches: EngineBatch) -> MaintenanceActions:
         """Let time pass, apply batches, look around."""
         self.now_ms += ms
         for one in batches:
@@ -62,9 +64,9 @@ class Partition:
             self.asked_broker += 1
             return self.now_ms if self.applied_until_ms is None else self.applied_until_ms
 
-        care = self.caretaker.look(self.now_ms, 0, applied_until)
+        actions = self.maintenance.tick(self.now_ms, 0, applied_until)
         self.holdings.take_changes(1000)
-        return care
+        return actions
 
     def silent(self, rank: RankId = RANK) -> bool:
         return self.holdings.progress[rank].silent
@@ -77,9 +79,9 @@ def test_a_rank_is_silent_when_its_lease_is_over_and_not_before() -> None:
     partition.step(LEASE_MS - 1000, batch(0))
     partition.step(LEASE_MS)
     assert not partition.silent()
-    assert partition.step(LOOK_EVERY_MS).counts["silent"] == 1
+    assert partition.step(MAINTENANCE_TICK_MS).counts["silent"] == 1
     assert partition.silent()
-    assert partition.step(LOOK_EVERY_MS).counts["silent"] == 0
+    assert partition.step(MAINTENANCE_TICK_MS).counts["silent"] == 0
     partition.step(0, heartbeat(0))
     assert not partition.silent()
 
@@ -93,7 +95,7 @@ def test_a_rank_is_judged_as_of_when_all_was_applied() -> None:
     assert partition.asked_broker == 0
     for applied_ms, silent in ((0, False), (LEASE_MS, False), (LEASE_MS + 1, True)):
         partition.applied_until_ms = heard_ms + applied_ms
-        partition.step(LOOK_EVERY_MS)
+        partition.step(MAINTENANCE_TICK_MS)
         assert partition.silent() == silent
     assert partition.asked_broker == 3
 
@@ -115,7 +117,7 @@ def test_a_new_owner_counts_from_when_it_opened_the_partition() -> None:
     heir.step()
     heir.step(LEASE_MS)
     assert not heir.silent()
-    heir.step(LOOK_EVERY_MS)
+    heir.step(MAINTENANCE_TICK_MS)
     assert heir.silent()
 
 
@@ -124,15 +126,15 @@ def test_a_worker_is_expired_once_all_of_its_ranks_were_silent_for_the_grace() -
     partition = Partition()
     partition.step(0, *(heartbeat(BEFORE_FIRST, rank) for rank in (RANK, SIBLING, STRANGER)))
     partition.step(0, batch(0, stored(names(2), u64(1, 2))), batch(0, rank=SIBLING))
-    partition.step(LEASE_MS + LOOK_EVERY_MS, batch(1, rank=SIBLING), heartbeat(BEFORE_FIRST, STRANGER))
+    partition.step(LEASE_MS + MAINTENANCE_TICK_MS, batch(1, rank=SIBLING), heartbeat(BEFORE_FIRST, STRANGER))
     assert (partition.silent(), partition.silent(SIBLING)) == (True, False)
-    assert not partition.step(GRACE_MS + LOOK_EVERY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert not partition.step(GRACE_MS + MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
     assert partition.silent(SIBLING)
-    assert not partition.step(LEASE_MS - LOOK_EVERY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
-    (expiry,) = partition.step(LOOK_EVERY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert not partition.step(LEASE_MS - MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    (expiry,) = partition.step(MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
     assert (expiry.rank, expiry.incarnation, expiry.body) == (RANK, 1, WorkerRemoved(SILENT, 0))
-    assert not partition.step(EXPIRY_AGAIN_MS - LOOK_EVERY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
-    assert partition.step(LOOK_EVERY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries == [expiry]
+    assert not partition.step(EXPIRY_RETRY_MS - MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert partition.step(MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries == [expiry]
     partition.step(0, expiry)
     assert {rank: progress.health for rank, progress in partition.holdings.progress.items()} == {
         RANK: Health.REMOVED,
@@ -140,7 +142,7 @@ def test_a_worker_is_expired_once_all_of_its_ranks_were_silent_for_the_grace() -
         STRANGER: Health.EXACT,
     }
     assert not members(partition.holdings)
-    assert not partition.step(10 * EXPIRY_AGAIN_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert not partition.step(10 * EXPIRY_RETRY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
 
 
 @pytest.mark.parametrize(
@@ -181,10 +183,10 @@ def test_a_worker_taken_for_dead_is_back_with_its_heartbeat_and_one_that_was_del
     partition.step(0, replace(batch(0), body=WorkerRemoved(SILENT, 0)))
     assert partition.silent() and partition.holdings.progress[RANK].health is Health.REMOVED
     assert judge(partition.holdings, batch(1)) is Verdict.STALE
-    care = partition.step(0, heartbeat(1))
+    actions = partition.step(0, heartbeat(1))
     progress = partition.holdings.progress[RANK]
     assert (progress.health, progress.sequence, progress.silent) == (Health.DEGRADED, 0, False)
-    assert [(ask.rank, ask.sequence, ask.attempt) for ask in care.requests] == [(RANK, 0, 1)]
+    assert [(ask.rank, ask.sequence, ask.attempt) for ask in actions.requests] == [(RANK, 0, 1)]
     assert judge(partition.holdings, chunks(1, run(0, 3))[0]) is Verdict.RESTATED
     assert partition.holdings.progress[RANK].health is Health.EXACT
 
@@ -216,12 +218,12 @@ def test_a_removed_workers_progress_outlives_its_tombstones() -> None:
 
 def test_leases_remember_no_rank_that_was_removed() -> None:
     """Nor an expiry of a worker that is not dead any more."""
-    leases = Leases(0, GRACE_MS)
+    leases = RankLeases(0, GRACE_MS)
     known = Progress(RANK, Epoch(Incarnation(1), 0), lease_ms=LEASE_MS, silent=True)
     assert leases.overdue({RANK: known}, LEASE_MS + GRACE_MS + 1).dead == [RANK.worker_id]
     leases.expired(RANK.worker_id, LEASE_MS + GRACE_MS + 1)
     assert leases.overdue({RANK: known}, LEASE_MS + GRACE_MS + 2).dead == []
-    leases.heard([RANK], LEASE_MS + GRACE_MS + 3)
+    leases.note_applied([RANK], LEASE_MS + GRACE_MS + 3)
     assert leases.overdue({RANK: known}, LEASE_MS + GRACE_MS + 4).dead == []
     assert leases.overdue({RANK: known}, 2 * (LEASE_MS + GRACE_MS) + 4).dead == [RANK.worker_id]
 
@@ -233,16 +235,16 @@ def test_a_gap_is_asked_for_at_once_and_then_ever_more_rarely() -> None:
     partition.step(0, batch(0))
     start = partition.now_ms
     asked += [(0, request) for request in partition.step(0, batch(5)).requests]
-    while partition.now_ms < start + 20 * ASK_AGAIN_MS[1]:
-        care = partition.step(250)
-        asked += [(partition.now_ms - start, request) for request in care.requests]
+    while partition.now_ms < start + 20 * RESYNC_BACKOFF_MS[1]:
+        actions = partition.step(250)
+        asked += [(partition.now_ms - start, request) for request in actions.requests]
     waits = [after - before for (before, _), (after, _) in pairwise(asked)]
     assert waits == [1000, 2000, 4000, 8000, 16000, 32000, 60000]
     assert [request.attempt for _, request in asked] == list(range(1, ATTEMPTS_MAX + 1))
     first = asked[0][1]
     assert (first.rank, first.incarnation, first.sequence, first.reason) == (RANK, 1, 5, "a gap")
-    care = partition.step(0, batch(9))  # another gap is another matter
-    assert [request.attempt for request in care.requests] == [1]
+    actions = partition.step(0, batch(9))  # another gap is another matter
+    assert [request.attempt for request in actions.requests] == [1]
 
 
 @pytest.mark.parametrize(
@@ -288,12 +290,12 @@ def test_chunks_that_arrive_are_waited_for() -> None:
 def test_few_ranks_are_asked_at_a_time() -> None:
     """A source that lost records degrades all of them; the rest is asked with the next transactions."""
     partition = Partition()
-    ranks = [RankId(WorkerId(n), RANK.dp_rank) for n in range(ASKED_PER_STEP_MAX + 3)]
+    ranks = [RankId(WorkerId(n), RANK.dp_rank) for n in range(RESYNCS_PER_TICK_MAX + 3)]
     partition.step(0, *(batch(0, rank=rank) for rank in ranks))
     partition.holdings.degrade_all()
     first = partition.step().requests
     second = partition.step(10).requests
-    assert (len(first), len(second)) == (ASKED_PER_STEP_MAX, 3)
+    assert (len(first), len(second)) == (RESYNCS_PER_TICK_MAX, 3)
     assert {request.rank for request in first + second} == set(ranks)
     assert not partition.step(10).requests
 
@@ -327,20 +329,20 @@ def test_a_new_owner_waits_for_the_rest_of_a_restatement_that_is_parked() -> Non
         heir = Partition(old.holdings)
         assert heir.step().requests == []
         if comes:
-            heir.step(ASK_AGAIN_MS[0] // 2, second)
-            assert heir.step(ASK_AGAIN_MS[1]).requests == []
+            heir.step(RESYNC_BACKOFF_MS[0] // 2, second)
+            assert heir.step(RESYNC_BACKOFF_MS[1]).requests == []
         else:
-            assert [request.attempt for request in heir.step(ASK_AGAIN_MS[0]).requests] == [1]
+            assert [request.attempt for request in heir.step(RESYNC_BACKOFF_MS[0]).requests] == [1]
 
 
 def test_requests_of_a_quiet_trouble_begin_at_the_shortest_wait_again() -> None:
     """Two gaps an hour apart have nothing to do with each other."""
-    resyncs = Resyncs()
+    resyncs = ResyncSchedule()
     for now_ms in (0, 3_600_000):
         resyncs.lost(RANK, "a gap")
         assert len(resyncs.due(now_ms, lambda _: True)) == 1
-        assert not resyncs.due(now_ms + ASK_AGAIN_MS[0] - 1, lambda _: True)
-        assert len(resyncs.due(now_ms + ASK_AGAIN_MS[0], lambda _: True)) == 1
+        assert not resyncs.due(now_ms + RESYNC_BACKOFF_MS[0] - 1, lambda _: True)
+        assert len(resyncs.due(now_ms + RESYNC_BACKOFF_MS[0], lambda _: True)) == 1
         resyncs.settled(RANK)
         assert resyncs.n_owed == 0
 
@@ -350,13 +352,13 @@ def test_a_rank_degraded_for_long_is_cleared_where_the_settings_say_so(after_ms:
     """Empty and exact under a new epoch; without the setting it stays as it is."""
     partition = Partition(clear_degraded_after_ms=after_ms)
     partition.step(0, batch(0, stored(names(2), u64(1, 2))), batch(5))
-    partition.step(LOOK_EVERY_MS)
+    partition.step(MAINTENANCE_TICK_MS)
     partition.step(4999)
     assert partition.holdings.progress[RANK].health is Health.DEGRADED
-    care = partition.step(LOOK_EVERY_MS)
+    actions = partition.step(MAINTENANCE_TICK_MS)
     progress = partition.holdings.progress[RANK]
     if after_ms:
-        assert (progress.health, progress.epoch.generation, care.counts["cleared"]) == (Health.EXACT, 1, 1)
+        assert (progress.health, progress.epoch.generation, actions.counts["cleared"]) == (Health.EXACT, 1, 1)
         assert not members(partition.holdings)
         assert not [request for _ in range(50) for request in partition.step(5000).requests]
     else:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from streams.core.workers import Worker
-from streams.engines.lease import Lease, Phase, Write
+from streams.engines.lease import EngineLease, LeasePhase, Write
 from streams.errors import KvStreamsError
 
 
@@ -21,10 +21,10 @@ class LeaseLost(KvStreamsError):
     code = "lease_lost"
 
 
-class Tenure:
+class LeaseHandle:
     """One engine's lease. All methods run on the loop."""
 
-    def __init__(self, lease: Lease, write: Callable[[Worker | None], None]) -> None:
+    def __init__(self, lease: EngineLease, write: Callable[[Worker | None], None]) -> None:
         self.lease = lease
         self._write = write
         self._changed = asyncio.Event()
@@ -62,7 +62,7 @@ class Tenure:
         A process that was stopped for longer than its lease finds out here, before it publishes anything.
         """
         while True:
-            if self.lease.phase is not Phase.HOLDING or self.lease.term != term:
+            if self.lease.phase is not LeasePhase.HOLDING or self.lease.term != term:
                 raise LeaseLost(f"term {term} of {self.lease.bridge} is over: {self.lease.phase.value}")
             if self.may_publish():
                 return

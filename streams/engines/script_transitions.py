@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass
 
 from streams.core.ids import RankId
-from streams.cxl.directory import PoolDirectory
 from streams.cxl.events import CxlStateChanged
+from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.states import CxlMemoryState
 from streams.cxl.verdicts import TransitionVerdict, VerdictWatch
 from streams.engines.publisher import PUBLISH_TIMEOUT_S, RankWriter, event_producer
-from streams.engines.recollection import recall
+from streams.engines.recovery import recover_ranks
 from streams.errors import KvStreamsError, UnknownId
 from streams.kafka import require_topic
 from streams.settings import Settings
@@ -28,7 +28,7 @@ _NAMED_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SentTransition:
     """What became of a script's word.
 
     unknown: hashes that name no block of the rank, of which nothing was told. verdict: None where nobody waited, or
@@ -39,9 +39,9 @@ class Told:
     verdict: TransitionVerdict | None
 
 
-def tell_transition(
+def send_transition(
     settings: Settings, rank: RankId, changed: CxlStateChanged, *, any_pool: bool = False, wait_s: float | None = None
-) -> Told:
+) -> SentTransition:
     """Tell that blocks of a rank enter a state.
 
     any_pool: though the registry does not have the pool, as where it is registered later. wait_s: how long to wait for
@@ -54,22 +54,22 @@ def tell_transition(
         opened.callback(pools.close)
         if not any_pool:
             check_pool(pools, changed)
-        memory = recall(settings, rank.worker_id).get(rank.dp_rank)
-        if memory is None or memory.gone:
+        recovered = recover_ranks(settings, rank.worker_id).get(rank.dp_rank)
+        if recovered is None or recovered.is_removed:
             raise UnknownId(f"rank {rank} has told nothing, or was removed", remedy="GET /state names the ranks")
         watch = None if wait_s is None else opened.enter_context(VerdictWatch(settings, rank.worker_id))
         kafka = event_producer(settings)
-        model = memory.progress.model
-        writer = RankWriter(settings, kafka, rank, model, memory.incarnation, False, pools.epoch_of)
-        writer.resume(memory.sequence, memory.digest, memory.ledger, memory.names)
+        model = recovered.progress.model
+        writer = RankWriter(settings, kafka, rank, model, recovered.incarnation, False, pools.epoch_of)
+        writer.resume(recovered.sequence, recovered.digest, recovered.ledger, recovered.names)
         sent_at: list[int] = []
         writer.transitions_at = sent_at
         unknown = writer.change_state(changed, time.time_ns() // 1_000_000)
         if kafka.flush(PUBLISH_TIMEOUT_S) or writer.failed:
             raise KvStreamsError(f"Kafka did not take it: {writer.failed[0] if writer.failed else 'no answer'}")
         if watch is None or wait_s is None or not sent_at:
-            return Told(unknown, None)
-        return Told(unknown, watch.verdict(sent_at, wait_s))
+            return SentTransition(unknown, None)
+        return SentTransition(unknown, watch.verdict(sent_at, wait_s))
 
 
 def check_pool(pools: PoolDirectory, changed: CxlStateChanged) -> None:

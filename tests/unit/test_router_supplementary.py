@@ -32,8 +32,8 @@ from streams.tables.records import (
     run_key,
 )
 from tests.helpers.api import TOKENS, packed
-from tests.unit.test_beside import rank, run_of
 from tests.unit.test_router_choices import router_of
+from tests.unit.test_supplementary import rank, run_of
 from tests.unit.test_view_predictions import BLOCK_SIZE, hold
 
 LOCAL = local_hashes(TOKENS, BLOCK_SIZE)
@@ -71,7 +71,7 @@ def label(router: Router, worker_id: int, first: int, last: int, labels: MoeLabe
     router.view.fold_index(run_key(run.key), encode_run(run))
 
 
-def look(router: Router, override: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def ask(router: Router, override: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {"token_ids": TOKENS, "update_states": False, "explain": True, **fields}
     if override is not None:
         asked["router_config_override"] = override
@@ -81,9 +81,9 @@ def look(router: Router, override: dict[str, Any] | None = None, **fields: Any) 
 def terms(answer: dict[str, Any]) -> dict[int, tuple[int, int, int, float, float]]:
     return {
         each["worker_id"]: (
-            each["overlap_blocks"],
-            each["cxl_accessible_blocks"],
-            each["moe_blocks"],
+            each["scores"],
+            each["cxl_accessible_scores"],
+            each["moe_scores"],
             each["effective_cached_blocks"],
             each["cost"],
         )
@@ -97,10 +97,10 @@ def test_a_dead_owners_pooled_prefix_draws_a_request_to_who_reaches_it() -> None
     put(router, 0, 1, 2)
     hosts(router, 2, DEAD)
     hold(router.view, rank(3), LOCAL[:1])
-    answer = look(router)
+    answer = ask(router)
     assert (answer["worker_id"], answer["overlap_blocks"]) == (2, 0)
     assert terms(answer) == {1: (0, 0, 0, 0.0, 8.0), 2: (0, 3, 0, 2.25, 5.75), 3: (1, 0, 0, 1.0, 7.0)}
-    assert look(router, excluded_worker_ids=[2])["worker_id"] == 3
+    assert ask(router, excluded_worker_ids=[2])["worker_id"] == 3
 
 
 def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:
@@ -109,7 +109,7 @@ def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:
     put(router, 0, 1, 2, 3)
     hosts(router, 1, 2)
     hold(router.view, rank(1), LOCAL[:2])
-    assert terms(look(router)) == {1: (2, 2, 0, 3.5, 4.5), 2: (0, 4, 0, 3.0, 5.0)}
+    assert terms(ask(router)) == {1: (2, 2, 0, 3.5, 4.5), 2: (0, 4, 0, 3.0, 5.0)}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_weight_is_a_setting_and_a_requests_own(weight: float, effective: fl
         router = router_of(1, **knobs)
         put(router, 0, 1, 2)
         hosts(router, 1)
-        assert terms(look(router, override))[1][3] == effective
+        assert terms(ask(router, override))[1][3] == effective
     query = {"update_states": "false", "explain": "true", "cxl_score_weight": str(weight)}
     assert terms(router.route(parse_route_query(query), packed(TOKENS)))[1][3] == effective
 
@@ -154,14 +154,14 @@ def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> No
     label(router, 2, 0, 2)
     label(router, 3, 0, 1, MoeLabels(2, 8, 3))
     label(router, 3, 2, 4)  # behind a hole
-    assert terms(look(router, {"moe_query": QUERY, "moe_score_weight": 0.25})) == {
+    assert terms(ask(router, {"moe_query": QUERY, "moe_score_weight": 0.25})) == {
         1: (2, 0, 0, 2.0, 6.0),
         2: (2, 0, 2, 2.5, 5.5),
         3: (1, 0, 0, 1.0, 7.0),
     }
-    assert look(router, {"moe_query": QUERY})["worker_id"] == 2
-    assert {each[2] for each in terms(look(router)).values()} == {0}
-    assert {each[2] for each in terms(look(router, {"moe_query": {}})).values()} == {0}
+    assert ask(router, {"moe_query": QUERY})["worker_id"] == 2
+    assert {each[2] for each in terms(ask(router)).values()} == {0}
+    assert {each[2] for each in terms(ask(router, {"moe_query": {}})).values()} == {0}
 
 
 @pytest.mark.parametrize("mode", ["kv", "random", "least-loaded"])
@@ -172,10 +172,10 @@ def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
     label(router, 2, 0, 1)
     strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
     for _ in range(8):
-        assert terms(look(router, strict)).keys() == {2}
-    assert len(terms(look(router, {"moe_query": QUERY}))) == 3
+        assert terms(ask(router, strict)).keys() == {2}
+    assert len(terms(ask(router, {"moe_query": QUERY}))) == 3
     nobody = {"moe_query": {**QUERY, "expert_ids": [99], "fallback_to_unlabeled": False}}
-    assert len(terms(look(router, nobody))) == 3
+    assert len(terms(ask(router, nobody))) == 3
 
 
 def test_exclusions_apply_last() -> None:
@@ -184,23 +184,23 @@ def test_exclusions_apply_last() -> None:
     label(router, 2, 0, 1)
     strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
     with pytest.raises(NoEligibleWorker, match="excluded") as caught:
-        look(router, strict, excluded_worker_ids=[2])
+        ask(router, strict, excluded_worker_ids=[2])
     assert caught.value.detail == {"matching": 1}
-    assert terms(look(router, strict, allowed_worker_ids=[1, 3])).keys() == {1, 3}  # who may not serve does not match
+    assert terms(ask(router, strict, allowed_worker_ids=[1, 3])).keys() == {1, 3}  # who may not serve does not match
     label(router, 3, 0, 1)
-    assert terms(look(router, strict, excluded_worker_ids=[2])).keys() == {3}
+    assert terms(ask(router, strict, excluded_worker_ids=[2])).keys() == {3}
 
 
 def test_a_labelled_rank_that_restarts_matches_nothing_any_more() -> None:
     """Though the router knows of its new life by a progress record alone."""
     router = router_of(1)
     label(router, 1, 0, 2)
-    assert terms(look(router, {"moe_query": QUERY}))[1][:3] == (2, 0, 2)
+    assert terms(ask(router, {"moe_query": QUERY}))[1][:3] == (2, 0, 2)
     hold(router.view, rank(1), LOCAL)
     progress = router.view.progress_of(WorkerId(1))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
     router.view.fold_index(progress_key(rank(1)), encode_progress(later))
-    assert terms(look(router, {"moe_query": QUERY}))[1][:3] == (0, 0, 0)
+    assert terms(ask(router, {"moe_query": QUERY}))[1][:3] == (0, 0, 0)
 
 
 def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
@@ -210,16 +210,16 @@ def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
     other = next(n for n in range(100, 200) if partition_of(WorkerId(n), 8) != partition_of(WorkerId(1), 8))
     row = BlockRow(PLACED, None, 0, EngineHash(0))
     key = block_key(BlockKey(CHAIN[0], rank(other), "p"))
-    assert look(router)["mode"] == "exact"
+    assert ask(router)["mode"] == "exact"
     router.view.fold_pooled(key, encode_block(row))
-    assert (look(router)["mode"], look(router)["degraded_because"]) == ("degraded", "pooled_owner_silent")
-    assert look(router, {"cxl_score_weight": 0.0})["mode"] == "exact"
+    assert (ask(router)["mode"], ask(router)["degraded_because"]) == ("degraded", "pooled_owner_silent")
+    assert ask(router, {"cxl_score_weight": 0.0})["mode"] == "exact"
     alive(router, other)
-    assert look(router)["mode"] == "exact"
+    assert ask(router)["mode"] == "exact"
     alive(router, other, behind_ms=5000)
-    assert look(router)["degraded_because"] == "pooled_owner_behind"
+    assert ask(router)["degraded_because"] == "pooled_owner_behind"
     router.view.fold_pooled(key, None)
-    assert look(router)["mode"] == "exact"
+    assert ask(router)["mode"] == "exact"
 
 
 def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +230,10 @@ def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytes
     alive(router, DEAD)
     put(router, 0, 1)
     put(router, 0, placement=replace(PLACED, state=CxlMemoryState.EVICTED))
-    assert look(router)["mode"] == "exact"
+    assert ask(router)["mode"] == "exact"
     with pytest.raises(BadRecord, match="2 rows"):
         put(router, 2)
-    assert (router.view.n_pooled(), look(router)["degraded_because"]) == (2, "pooled_no_room")
+    assert (router.view.n_pooled(), ask(router)["degraded_because"]) == (2, "pooled_over_capacity")
     router.view.fold_pooled(block_key(BlockKey(CHAIN[0], rank(DEAD), "p")), None)
     put(router, 2)
     assert router.view.n_pooled() == 2
@@ -244,7 +244,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     monkeypatch: pytest.MonkeyPatch, in_batches: bool
 ) -> None:
     """Of the rank in question, by who asks for labels that count, until its record finds room or ends."""
-    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
     router = router_of(3)
 
     def tell(worker_id: int, *, labelled: bool = True, ends: bool = False) -> None:
@@ -259,7 +259,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
 
     def strictly() -> tuple[str, set[int]]:
-        answer = look(router, strict)
+        answer = ask(router, strict)
         return answer["mode"], set(terms(answer))
 
     for worker_id in (1, 2, 3):
@@ -268,40 +268,44 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     assert strictly() == ("exact", {1})
     tell(2)
     for override in ({"moe_query": QUERY}, strict, {**strict, "moe_score_weight": 0.0}):
-        assert look(router, override)["degraded_because"] == "labels_no_room"
-    assert terms(look(router, strict)).keys() == {1, 2}
+        assert ask(router, override)["degraded_because"] == "labels_over_capacity"
+    assert terms(ask(router, strict)).keys() == {1, 2}
     assert router.view.labelled() == (2, 4)
-    unasked: list[dict[str, Any] | None] = [None, {"moe_query": {}}, {"moe_query": QUERY, "moe_score_weight": 0.0}]
-    for nothing in unasked:
-        assert look(router, nothing)["mode"] == "exact"
-    assert look(router, {"moe_query": QUERY}, excluded_worker_ids=[2])["mode"] == "exact"
+    without_query: list[dict[str, Any] | None] = [
+        None,
+        {"moe_query": {}},
+        {"moe_query": QUERY, "moe_score_weight": 0.0},
+    ]
+    for nothing in without_query:
+        assert ask(router, nothing)["mode"] == "exact"
+    assert ask(router, {"moe_query": QUERY}, excluded_worker_ids=[2])["mode"] == "exact"
     booked = {"token_ids": TOKENS, "request_id": "r", "allowed_worker_ids": [2]}
     for _ in range(2):  # the second finds the booking
         again = msgspec.convert({**booked, "router_config_override": {"moe_query": QUERY}}, RouteRequest)
-        assert router.route(again)["degraded_because"] == "labels_no_room"
+        assert router.route(again)["degraded_because"] == "labels_over_capacity"
     # Another rank's leave makes room, which is taken when the record is written again.
     tell(1, labelled=False)
-    assert look(router, strict)["mode"] == "degraded"
+    assert ask(router, strict)["mode"] == "degraded"
     tell(2)
     assert strictly() == ("exact", {2})
     tell(1)
-    assert terms(look(router, strict)).keys() == {1, 2}
+    assert terms(ask(router, strict)).keys() == {1, 2}
     tell(1, ends=True)
     assert strictly() == ("exact", {2})
 
 
 def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What found no room went with its life."""
-    monkeypatch.setattr(block_sets.BlockSets._number_of, "__defaults__", (1,))
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
     router = router_of(2)
     for worker_id in (1, 2):
         hold(router.view, rank(worker_id), LOCAL[:1])
         label(router, worker_id, 0, 1)
-    assert look(router, {"moe_query": QUERY})["degraded_because"] == "labels_no_room"
+    assert ask(router, {"moe_query": QUERY})["degraded_because"] == "labels_over_capacity"
     progress = router.view.progress_of(WorkerId(2))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
     router.view.fold_index(progress_key(rank(2)), encode_progress(later))
-    assert look(router, {"moe_query": QUERY})["mode"] == "exact"
+    assert ask(router, {"moe_query": QUERY})["mode"] == "exact"
 
 
 @pytest.mark.parametrize("query", ['{"layer_id": "x"}', "[1]", "7", "{", '{"layer": 1}', '{"expert_ids": [-1]}'])

@@ -36,12 +36,20 @@ from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
 from streams.core.reducer.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.pooled_view import is_over, metadata_of
-from streams.cxl.records import BlockKey, BlockRow, EndedLife, OwnerRow, ParkedKey, ParkedRow, Placement
-from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, RefusalReason, Refused, after_life, transition
+from streams.cxl.records import BlockKey, BlockRow, EndedIncarnation, OwnerRow, ParkedKey, ParkedRow, Placement
+from streams.cxl.states import (
+    PLAIN,
+    CxlMemoryMetadata,
+    CxlMemoryState,
+    RefusalReason,
+    Refused,
+    after_owner_ended,
+    transition,
+)
 from streams.errors import BadRecord
 
 #: Lives of a rank that are over and remembered: a transition read behind more restarts than that is dropped.
-LIVES_MAX = 64
+ENDED_INCARNATIONS_MAX = 64
 
 #: Transitions parked of one partition, and bytes of their records: each is in memory and in the table.
 PARKED_MAX = 10_000
@@ -65,13 +73,13 @@ OWNERS_MAX = 100_000
 _DUE_SLACK = 1024
 
 #: Rows, owners' rows and parked transitions that expire in one transaction, of each so many.
-EXPIRED_PER_STEP_MAX = 1000
+EXPIRED_PER_TICK_MAX = 1000
 
 #: Before any batch, and before the one that says that a life begins: nothing is known of it.
 _NOT_BEGUN = BEFORE_FIRST - 1
 
 
-class Fate(enum.StrEnum):
+class TransitionOutcome(enum.StrEnum):
     """What became of a transition that was not refused."""
 
     APPLIED = "applied"
@@ -79,7 +87,7 @@ class Fate(enum.StrEnum):
     DROPPED = "dropped"  # its life was over before that batch
 
 
-class _Standing(enum.Enum):
+class _Readiness(enum.Enum):
     REACHED = enum.auto()
     EARLY = enum.auto()
     NEVER = enum.auto()
@@ -88,7 +96,7 @@ class _Standing(enum.Enum):
 @dataclass(slots=True)
 class _Parked:
     number: int
-    told: CxlTransition
+    change: CxlTransition
     row: ParkedRow
 
 
@@ -110,7 +118,7 @@ class Changes:
     parked: list[tuple[ParkedKey, ParkedRow | None]] = field(default_factory=list)
 
 
-class PooledBlocks:
+class PooledBlockTable:
     """Rows of every owner of one partition.
 
     _rows: by owner and sequence hash; a block has one place for each owner. _transit: those that are in_transit.
@@ -128,7 +136,7 @@ class PooledBlocks:
         parked_ttl_ms: int,
         owner_ttl_ms: int,
         parked_max: int = PARKED_MAX,
-        lives_max: int = LIVES_MAX,
+        ended_incarnations_max: int = ENDED_INCARNATIONS_MAX,
         evicted_max: int = EVICTED_MAX,
         owners_max: int = OWNERS_MAX,
         rows_max: int = ROWS_MAX,
@@ -142,7 +150,7 @@ class PooledBlocks:
         self._evicted_ttl_ms = evicted_ttl_ms
         self._parked_ttl_ms = parked_ttl_ms
         self._parked_max = parked_max
-        self._lives_max = lives_max
+        self._ended_incarnations_max = ended_incarnations_max
         self._evicted_max = evicted_max
         self._owner_ttl_ms = owner_ttl_ms
         self._owners_max = owners_max
@@ -183,49 +191,54 @@ class PooledBlocks:
                 self._undated.append(rank)
         for key, row in blocks:
             self._hold(key.owner, key.sequence, row)
-        for where, waits, told in sorted(parked, key=lambda each: (each[0].owner, each[0].number)):
-            self._park(_Parked(where.number, told, waits))
+        for where, waits, change in sorted(parked, key=lambda each: (each[0].owner, each[0].number)):
+            self._park(_Parked(where.number, change, waits))
 
-    def apply(self, told: CxlTransition, raw: bytes, offset: int, timestamp_ms: int) -> Fate:
+    def apply(self, change: CxlTransition, raw: bytes, offset: int, timestamp_ms: int) -> TransitionOutcome:
         """Take a record of cxl-events. raw, offset, timestamp_ms: as it lies there.
 
         Raises BadRecord where it is refused: of a life that is over by what its owner told since, illegal for some of
         its blocks (the others have entered the state), or without room to wait.
         """
-        rank = told.rank
+        rank = change.rank
         owner = self._owner(rank)
-        if told.incarnation < owner.told:
-            self.counts["older_life"] += 1
-            raise BadRecord("older_life", f"rank {rank} has told of life {owner.told}, this is of {told.incarnation}")
-        if told.incarnation > owner.told:
-            self._put_owner(rank, replace(owner, told=told.incarnation), timestamp_ms)
+        if change.incarnation < owner.newest_incarnation:
+            self.counts["older_incarnation"] += 1
+            raise BadRecord(
+                "older_incarnation",
+                f"rank {rank} has told of life {owner.newest_incarnation}, this is of {change.incarnation}",
+            )
+        if change.incarnation > owner.newest_incarnation:
+            self._put_owner(rank, replace(owner, newest_incarnation=change.incarnation), timestamp_ms)
         waiting = self._parked.get(rank)
         if not waiting:
-            standing = self._standing(told)
-            if standing is _Standing.REACHED:
-                self._enter(told, timestamp_ms)
-                return Fate.APPLIED
-            if standing is _Standing.NEVER:
-                return Fate.DROPPED
+            readiness = self._readiness(change)
+            if readiness is _Readiness.REACHED:
+                self._enter(change, timestamp_ms)
+                return TransitionOutcome.APPLIED
+            if readiness is _Readiness.NEVER:
+                return TransitionOutcome.DROPPED
         if self._n_parked >= self._parked_max or self._parked_bytes + len(raw) > PARKED_BYTES_MAX:
-            self.counts["no_room"] += 1
-            raise BadRecord("no_room", f"{self._n_parked} transitions of the partition wait for their batches already")
+            self.counts["over_capacity"] += 1
+            raise BadRecord(
+                "over_capacity", f"{self._n_parked} transitions of the partition wait for their batches already"
+            )
         number = waiting[-1].number + 1 if waiting else 0
         row = ParkedRow(offset, timestamp_ms, raw)
-        self._park(_Parked(number, told, row))
+        self._park(_Parked(number, change, row))
         self._changed_parked[ParkedKey(rank, number)] = row
-        return Fate.PARKED
+        return TransitionOutcome.PARKED
 
     def kv_moved(self, rank: RankId, before: Progress | None, after: Progress, timestamp_ms: int) -> None:
         """A record of kv-events, appended then, changed a rank's progress: lives may be over, transitions may count."""
         if before is not None and _breaks(before, after):
-            self._note_life(rank, before, after, timestamp_ms)
+            self._note_ended_incarnation(rank, before, after, timestamp_ms)
         if self._parked and rank in self._parked:
             self._release(rank)
 
     def expire(self, now_ms: int) -> None:
         """Drop what was evicted long ago, and refuse what waits for a batch that comes no more. now_ms: wall clock."""
-        left = EXPIRED_PER_STEP_MAX
+        left = EXPIRED_PER_TICK_MAX
         while self._due and left and (self._due[0][0] <= now_ms or self._n_evicted > self._evicted_max):
             at_ms, rank, sequence = heapq.heappop(self._due)
             if self._is_due(at_ms, rank, sequence):  # else it has come back since
@@ -238,7 +251,7 @@ class PooledBlocks:
         for rank in [rank for rank, waiting in self._parked.items() if self._is_overdue(waiting[0], now_ms)]:
             while left and rank in self._parked and self._is_overdue(self._parked[rank][0], now_ms):
                 parked = self._unpark(rank)
-                why = BadRecord("batch_never_came", f"batch {parked.told.follows} of rank {rank} has not come")
+                why = BadRecord("batch_never_came", f"batch {parked.change.follows} of rank {rank} has not come")
                 self._refuse(parked, why)
                 self._release(rank)
                 left -= 1
@@ -259,7 +272,7 @@ class PooledBlocks:
             }
             if over:
                 self._outdated.extend((key.owner, key.sequence) for key, row in self.rows() if _is_older(row, over))
-        for _ in range(min(len(self._outdated), EXPIRED_PER_STEP_MAX)):
+        for _ in range(min(len(self._outdated), EXPIRED_PER_TICK_MAX)):
             rank, sequence = self._outdated.popleft()
             row = self._rows.get(rank, {}).get(sequence)
             if row is not None and row.placement.pool_epoch < self._epochs[row.placement.pool_id][0]:
@@ -272,7 +285,7 @@ class PooledBlocks:
             if rank in self._owners and rank not in self._owner_due:
                 self._expect_end_of_owner(rank, now_ms)
         self._undated.clear()
-        for _ in range(EXPIRED_PER_STEP_MAX):
+        for _ in range(EXPIRED_PER_TICK_MAX):
             due = self._owners_due
             if not due or (due[0][0] > now_ms and len(self._owners) <= self._owners_max):
                 break
@@ -330,39 +343,43 @@ class PooledBlocks:
 
     # -- which transitions count ---------------------------------------------------------------------------------------
 
-    def _standing(self, told: CxlTransition) -> _Standing:
+    def _readiness(self, change: CxlTransition) -> _Readiness:
         """Whether kv-events have a batch as high as the one that a transition follows, in its life."""
-        progress = self._progress_of(told.rank)
-        if progress is None or told.incarnation > progress.epoch.incarnation:
-            return _Standing.EARLY
-        reached = self._reached(self._owner(told.rank), told.incarnation)
-        lives = told.incarnation == progress.epoch.incarnation
-        if lives and progress.health is not Health.REMOVED:
+        progress = self._progress_of(change.rank)
+        if progress is None or change.incarnation > progress.epoch.incarnation:
+            return _Readiness.EARLY
+        reached = self._reached(self._owner(change.rank), change.incarnation)
+        is_current = change.incarnation == progress.epoch.incarnation
+        if is_current and progress.health is not Health.REMOVED:
             reached = max(reached, progress.sequence)
-        if told.follows <= reached:
-            return _Standing.REACHED
-        return _Standing.EARLY if lives else _Standing.NEVER
+        if change.follows <= reached:
+            return _Readiness.REACHED
+        return _Readiness.EARLY if is_current else _Readiness.NEVER
 
     def _reached(self, owner: OwnerRow, incarnation: Incarnation) -> int:
         """The last batch of a life that is over, or began anew."""
-        return next((life.sequence for life in owner.lives if life.incarnation == incarnation), _NOT_BEGUN)
+        return next(
+            (ended.sequence for ended in owner.ended_incarnations if ended.incarnation == incarnation), _NOT_BEGUN
+        )
 
-    def _note_life(self, rank: RankId, before: Progress, after: Progress, timestamp_ms: int) -> None:
+    def _note_ended_incarnation(self, rank: RankId, before: Progress, after: Progress, timestamp_ms: int) -> None:
         """Keep how far a life had come that is over, or counts its batches anew."""
         owner = self._owner(rank)
-        lives = {life.incarnation: life for life in owner.lives}
+        incarnations = {ended.incarnation: ended for ended in owner.ended_incarnations}
         if before.health is not Health.REMOVED:  # else that was noted when it was removed
-            life = before.epoch.incarnation
-            lives[life] = EndedLife(life, max(self._reached(owner, life), before.sequence), timestamp_ms)
+            ended = before.epoch.incarnation
+            incarnations[ended] = EndedIncarnation(
+                ended, max(self._reached(owner, ended), before.sequence), timestamp_ms
+            )
         was_evicted = self._n_lapsed(rank)
         self._put_owner(
             rank,
             OwnerRow(
-                told=owner.told,
+                newest_incarnation=owner.newest_incarnation,
                 incarnation=after.epoch.incarnation,
                 ended=after.health is Health.REMOVED,
                 ended_at_ms=timestamp_ms,
-                lives=tuple(sorted(lives.values())[-self._lives_max :]),
+                ended_incarnations=tuple(sorted(incarnations.values())[-self._ended_incarnations_max :]),
             ),
             timestamp_ms,
         )
@@ -371,19 +388,21 @@ class PooledBlocks:
 
     def _release(self, rank: RankId) -> None:
         """Take what waited, in order, up to the first that must go on waiting."""
-        while (waiting := self._parked.get(rank)) and (standing := self._standing(waiting[0].told)) != _Standing.EARLY:
+        while (waiting := self._parked.get(rank)) and (
+            readiness := self._readiness(waiting[0].change)
+        ) != _Readiness.EARLY:
             parked = self._unpark(rank)
-            if standing is _Standing.NEVER:
+            if readiness is _Readiness.NEVER:
                 self.counts["parked_dropped"] += 1
                 continue
             self.counts["parked_applied"] += 1
             try:
-                self._enter(parked.told, parked.row.timestamp_ms)
+                self._enter(parked.change, parked.row.timestamp_ms)
             except BadRecord as exc:
                 self._refuse(parked, exc)
 
     def _park(self, parked: _Parked) -> None:
-        self._parked.setdefault(parked.told.rank, deque()).append(parked)
+        self._parked.setdefault(parked.change.rank, deque()).append(parked)
         self._n_parked += 1
         self._parked_bytes += len(parked.row.raw)
 
@@ -398,7 +417,7 @@ class PooledBlocks:
         return parked
 
     def _refuse(self, parked: _Parked, why: BadRecord) -> None:
-        self._refused.append(LateRefusal(parked.told.rank, parked.row, why))
+        self._refused.append(LateRefusal(parked.change.rank, parked.row, why))
 
     def _is_due(self, at_ms: int, rank: RankId, sequence: SequenceHash) -> bool:
         row = self._rows.get(rank, {}).get(sequence)
@@ -409,34 +428,34 @@ class PooledBlocks:
 
     # -- what they do --------------------------------------------------------------------------------------------------
 
-    def _enter(self, told: CxlTransition, timestamp_ms: int) -> None:
+    def _enter(self, change: CxlTransition, timestamp_ms: int) -> None:
         """Let every block enter the state that may; raises BadRecord, behind that, where some may not."""
         fresh: dict[Placement | None, Placement] = {}  # blocks that go together share what is said of them
         refusals: list[tuple[SequenceHash, Refused]] = []
-        for address, engine in told.blocks.rows():
-            row = self._rows.get(told.rank, {}).get(address.sequence)
-            known = PLAIN if row is None else _found_by(told.incarnation, row.placement)
-            entered = transition(known, told.state, told.pool_id, told.accessible_workers)
+        for address, engine in change.blocks.rows():
+            row = self._rows.get(change.rank, {}).get(address.sequence)
+            known = PLAIN if row is None else _found_by(change.incarnation, row.placement)
+            entered = transition(known, change.state, change.pool_id, change.accessible_workers)
             if isinstance(entered, Refused):
                 refusals.append((address.sequence, entered))
             elif entered.pool_id is None:
                 if row is not None:
-                    self._drop(told.rank, address.sequence, row)
+                    self._drop(change.rank, address.sequence, row)
             elif row is None and self._n_rows >= self._rows_max:
                 refusals.append((address.sequence, Refused(RefusalReason.TABLE_FULL, f"{self._n_rows} rows are known")))
-            elif entered != known or told.state is CxlMemoryState.IN_TRANSIT:
-                old = None if told.state is CxlMemoryState.IN_TRANSIT or row is None else row.placement
+            elif entered != known or change.state is CxlMemoryState.IN_TRANSIT:
+                old = None if change.state is CxlMemoryState.IN_TRANSIT or row is None else row.placement
                 if old not in fresh:
-                    fresh[old] = _placement(old, entered, told, timestamp_ms)
-                self._put(told.rank, address, engine, row, fresh[old])
-        self.counts["blocks_entered"] += len(told.blocks) - len(refusals)
+                    fresh[old] = _placement(old, entered, change, timestamp_ms)
+                self._put(change.rank, address, engine, row, fresh[old])
+        self.counts["blocks_entered"] += len(change.blocks) - len(refusals)
         if refusals:
             self.counts.update(refused.reason.value for _, refused in refusals)
             block, first = refusals[0]
             raise BadRecord(
                 first.reason.value,
-                f"event {told.event_id} of rank {told.rank}: {len(refusals)} of {len(told.blocks)} blocks stay as they "
-                f"are, the first is {block}: {first.message}",
+                f"event {change.event_id} of rank {change.rank}: {len(refusals)} of {len(change.blocks)} blocks are "
+                f"unchanged, the first is {block}: {first.message}",
             )
 
     def _put(
@@ -513,7 +532,9 @@ class PooledBlocks:
         since_ms = placement.entered_at_ms
         if placement.state is not CxlMemoryState.EVICTED and owner is not None:
             # Of its own life: whatever ended later would renew it for as long as the rank restarts.
-            ends = (life.ended_at_ms for life in owner.lives if life.incarnation == placement.incarnation)
+            ends = (
+                ended.ended_at_ms for ended in owner.ended_incarnations if ended.incarnation == placement.incarnation
+            )
             since_ms = next(ends, owner.ended_at_ms)
         return since_ms + self._evicted_ttl_ms
 
@@ -557,21 +578,23 @@ def _is_older(row: BlockRow, epochs: Mapping[str, int]) -> bool:
 
 def _found_by(incarnation: Incarnation, placement: Placement) -> CxlMemoryMetadata:
     """What a transition of some life finds a block in."""
-    told = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
-    return after_life(told) if placement.incarnation < incarnation else told
+    change = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
+    return after_owner_ended(change) if placement.incarnation < incarnation else change
 
 
-def _placement(old: Placement | None, entered: CxlMemoryMetadata, told: CxlTransition, timestamp_ms: int) -> Placement:
+def _placement(
+    old: Placement | None, entered: CxlMemoryMetadata, change: CxlTransition, timestamp_ms: int
+) -> Placement:
     """What a transition says of blocks that it takes from a placement, or into transit."""
     if old is None:
         assert entered.pool_id is not None  # what has no pool has no row
         return Placement(
             state=entered.state,
             pool_id=entered.pool_id,
-            pool_epoch=told.pool_epoch,
+            pool_epoch=change.pool_epoch,
             accessible_workers=entered.accessible_workers,
-            model=told.model,
-            incarnation=told.incarnation,
+            model=change.model,
+            incarnation=change.incarnation,
             entered_at_ms=timestamp_ms,
         )
-    return replace(old, state=entered.state, incarnation=told.incarnation, entered_at_ms=timestamp_ms)
+    return replace(old, state=entered.state, incarnation=change.incarnation, entered_at_ms=timestamp_ms)

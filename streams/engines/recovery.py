@@ -49,7 +49,7 @@ from streams.cxl.records import (
     owner_of_row,
 )
 from streams.cxl.states import CxlMemoryState
-from streams.engines.continuity import KnownLife
+from streams.engines.continuity import KnownIncarnation
 from streams.engines.cxl_names import CxlNames
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
@@ -72,7 +72,7 @@ from streams.topics import topics
 
 
 @dataclass(slots=True)
-class RankMemory:
+class RecoveredRank:
     """One rank as Kafka has it. A worker that was removed holds nothing, and counts from its first batch."""
 
     progress: Progress
@@ -96,14 +96,14 @@ class RankMemory:
         return self.progress.digest
 
     @property
-    def gone(self) -> bool:
+    def is_removed(self) -> bool:
         """Whether its worker was removed."""
         return self.progress.health is Health.REMOVED
 
     @property
-    def life(self) -> KnownLife:
+    def known_incarnation(self) -> KnownIncarnation:
         """What continuity asks of it; a removed rank begins again, so it has no batch to compare."""
-        return KnownLife(self.incarnation, BEFORE_FIRST if self.gone else self.sequence, self.digest)
+        return KnownIncarnation(self.incarnation, BEFORE_FIRST if self.is_removed else self.sequence, self.digest)
 
     def fold(self, batch: EngineBatch) -> None:
         """Take a batch of the rank that is behind the table, as the agent will."""
@@ -142,12 +142,12 @@ class RankMemory:
             self.ledger.lost_events()
         self.progress = judgement.progress
 
-    def fold_transition(self, told: CxlTransition) -> None:
+    def fold_transition(self, transition: CxlTransition) -> None:
         """Take a transition that is behind the table, legal or not: a name too many does no harm."""
-        if told.incarnation != self.incarnation:
+        if transition.incarnation != self.incarnation:
             return
-        for address, engine in told.blocks.rows():
-            if told.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED):
+        for address, engine in transition.blocks.rows():
+            if transition.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED):
                 self.names.adopt(engine, address)
             else:
                 self.names.forget(engine)
@@ -168,14 +168,16 @@ class RankMemory:
             begun.clear()
 
 
-def fold_removal(memories: Collection[RankMemory], batch: EngineBatch, seen_sequence: int | None) -> None:
+def fold_removal(recovered_ranks: Collection[RecoveredRank], batch: EngineBatch, seen_sequence: int | None) -> None:
     """Take a worker's removal, which is of all its ranks or, where one was heard of since an expiry, of none."""
-    if seen_sequence is not None and any(refuses_expiry(memory.progress, batch, seen_sequence) for memory in memories):
+    if seen_sequence is not None and any(
+        refuses_expiry(recovered.progress, batch, seen_sequence) for recovered in recovered_ranks
+    ):
         return
-    for memory in memories:
-        progress = removed(memory.progress, batch.incarnation, silent=seen_sequence is not None)
+    for recovered in recovered_ranks:
+        progress = removed(recovered.progress, batch.incarnation, silent=seen_sequence is not None)
         if progress is not None:
-            memory.end(progress)
+            recovered.end(progress)
 
 
 def ledger_of(runs: Iterable[RestatedRun], complete: bool, *, counts_copies: bool) -> Ledger:
@@ -207,18 +209,18 @@ def held_runs(run: Run) -> list[RestatedRun]:
     ]
 
 
-def remembered(progress: Progress, runs: Iterable[Run]) -> RankMemory:
+def recovered_rank(progress: Progress, runs: Iterable[Run]) -> RecoveredRank:
     """A rank from its table records; runs of other epochs are over."""
-    gone = progress.health is Health.REMOVED
+    is_removed = progress.health is Health.REMOVED
     # An approximate rank may have been degraded before, which its health no longer tells.
     complete = progress.health is Health.EXACT or (
         progress.health is Health.APPROXIMATE and not (progress.n_gaps or progress.n_unknown_parents)
     )
-    held = [] if gone else [part for run in runs if run.epoch == progress.epoch for part in held_runs(run)]
-    return RankMemory(progress, ledger_of(held, complete, counts_copies=False))
+    held = [] if is_removed else [part for run in runs if run.epoch == progress.epoch for part in held_runs(run)]
+    return RecoveredRank(progress, ledger_of(held, complete, counts_copies=False))
 
 
-def recall(settings: Settings, worker_id: WorkerId) -> dict[int, RankMemory]:
+def recover_ranks(settings: Settings, worker_id: WorkerId) -> dict[int, RecoveredRank]:
     """Read what Kafka has of a worker's ranks, by rank number. Blocks; raises TableError, KafkaException."""
     names = topics(settings)
     partition = partition_of(worker_id, settings.partitions)
@@ -236,31 +238,33 @@ def recall(settings: Settings, worker_id: WorkerId) -> dict[int, RankMemory]:
                     table[record.key] = record.value
 
     read_to_end(settings, names.index_changelog.name, partition, None, take)
-    memories = _from_table(table)
+    recovered_ranks = _from_table(table)
     behind = _applied_offset(table, partition_key(partition), names.kv_events.name) + 1
 
     def fold(records: list[Record]) -> None:
         for record in records:
-            _fold_record(memories, settings, worker_id, record)
+            _fold_record(recovered_ranks, settings, worker_id, record)
 
     found = first_offset(settings, names.kv_events.name, partition, behind)
     if found.low > behind:
-        for memory in memories.values():
-            memory.ledger.lost_events()  # agents were away for longer than events are kept
+        for recovered in recovered_ranks.values():
+            recovered.ledger.lost_events()  # agents were away for longer than events are kept
     if found.first is not None:
         read_to_end(settings, names.kv_events.name, partition, found.first, fold)
-    if memories:
-        _recall_names(settings, memories, partition, _applied_offset(table, partition_key(partition), _cxl(settings)))
-    return memories
+    if recovered_ranks:
+        _recover_names(
+            settings, recovered_ranks, partition, _applied_offset(table, partition_key(partition), _cxl(settings))
+        )
+    return recovered_ranks
 
 
 def _cxl(settings: Settings) -> str:
     return topics(settings).cxl_events.name
 
 
-def _recall_names(settings: Settings, memories: dict[int, RankMemory], partition: int, applied: int) -> None:
+def _recover_names(settings: Settings, recovered_ranks: dict[int, RecoveredRank], partition: int, applied: int) -> None:
     """Read which blocks are in CXL pools, and under which names: the table, and the transitions behind it."""
-    worker_id = next(iter(memories.values())).progress.rank.worker_id
+    worker_id = next(iter(recovered_ranks.values())).progress.rank.worker_id
     table: dict[bytes, bytes] = {}
 
     def take(records: list[Record]) -> None:
@@ -273,19 +277,19 @@ def _recall_names(settings: Settings, memories: dict[int, RankMemory], partition
     def fold(records: list[Record]) -> None:
         for record in records:
             if record.key == worker_key(worker_id):
-                _fold_transition(memories, record.value, settings)
+                _fold_transition(recovered_ranks, record.value, settings)
 
     read_to_end(settings, topics(settings).cxl_changelog.name, partition, None, take)
     for key, value in sorted(table.items()):  # blocks before what is parked, and that in its order
         try:
             if key.startswith(BLOCK_PREFIX):
                 where, row = decode_block(key, value)
-                memory = memories.get(where.owner.dp_rank)
+                recovered = recovered_ranks.get(where.owner.dp_rank)
                 placed = row.placement.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
-                if memory is not None and placed and row.placement.incarnation == memory.incarnation:
-                    memory.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position))
+                if recovered is not None and placed and row.placement.incarnation == recovered.incarnation:
+                    recovered.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position))
             else:
-                _fold_transition(memories, decode_parked(key, value)[1].raw, settings)
+                _fold_transition(recovered_ranks, decode_parked(key, value)[1].raw, settings)
         except BadRecord:
             continue  # agents and routers pass over it too
     behind = first_offset(settings, _cxl(settings), partition, applied + 1)
@@ -293,17 +297,17 @@ def _recall_names(settings: Settings, memories: dict[int, RankMemory], partition
         read_to_end(settings, _cxl(settings), partition, behind.first, fold)
 
 
-def _fold_transition(memories: dict[int, RankMemory], raw: bytes | None, settings: Settings) -> None:
+def _fold_transition(recovered_ranks: dict[int, RecoveredRank], raw: bytes | None, settings: Settings) -> None:
     try:
-        told = decode_transition(raw, settings.schema_ids)
+        transition = decode_transition(raw, settings.schema_ids)
     except BadRecord:
         return  # the agent makes a dead letter of it
-    memory = memories.get(told.rank.dp_rank)
-    if memory is not None and memory.progress.rank == told.rank:
-        memory.fold_transition(told)
+    recovered = recovered_ranks.get(transition.rank.dp_rank)
+    if recovered is not None and recovered.progress.rank == transition.rank:
+        recovered.fold_transition(transition)
 
 
-def _from_table(table: dict[bytes, bytes]) -> dict[int, RankMemory]:
+def _from_table(table: dict[bytes, bytes]) -> dict[int, RecoveredRank]:
     progress: dict[RankId, Progress] = {}
     runs: dict[RankId, list[Run]] = {}
     for key, value in table.items():
@@ -315,7 +319,7 @@ def _from_table(table: dict[bytes, bytes]) -> dict[int, RankMemory]:
                 runs.setdefault(parse_run_key(key).rank, []).append(decode_run(key, value))
         except BadRecord:
             continue  # agents and routers pass over it too
-    return {rank.dp_rank: remembered(found, runs.get(rank, [])) for rank, found in progress.items()}
+    return {rank.dp_rank: recovered_rank(found, runs.get(rank, [])) for rank, found in progress.items()}
 
 
 def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
@@ -328,7 +332,9 @@ def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
     return next((source.applied_offset for source in sources if source.topic == topic), -1)
 
 
-def _fold_record(memories: dict[int, RankMemory], settings: Settings, worker_id: WorkerId, record: Record) -> None:
+def _fold_record(
+    recovered_ranks: dict[int, RecoveredRank], settings: Settings, worker_id: WorkerId, record: Record
+) -> None:
     if record.key != worker_key(worker_id):
         return
     try:
@@ -338,11 +344,11 @@ def _fold_record(memories: dict[int, RankMemory], settings: Settings, worker_id:
     if batch.rank.worker_id != worker_id:
         return
     if isinstance(batch.body, WorkerRemoved):
-        fold_removal(memories.values(), batch, batch.body.seen_sequence)
+        fold_removal(recovered_ranks.values(), batch, batch.body.seen_sequence)
         return
     rank = batch.rank
-    memory = memories.get(rank.dp_rank)
-    if memory is None:
-        memory = RankMemory(Progress(rank, Epoch(Incarnation(0), 0)), Ledger(counts_copies=False))
-        memories[rank.dp_rank] = memory
-    memory.fold(batch)
+    recovered = recovered_ranks.get(rank.dp_rank)
+    if recovered is None:
+        recovered = RecoveredRank(Progress(rank, Epoch(Incarnation(0), 0)), Ledger(counts_copies=False))
+        recovered_ranks[rank.dp_rank] = recovered
+    recovered.fold(batch)

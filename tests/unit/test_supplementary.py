@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from streams.codec import encode_worker
-from streams.core.block_facts.moe_labels import MoeWanted
+from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.events import MoeLabels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index.interface import RankPlaces
+from streams.core.index.interface import Candidates
 from streams.core.index.run_fold import RunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import Run, RunKey
@@ -39,12 +39,12 @@ LABELS = [
 ]
 FIRST = Epoch(Incarnation(1), 0)
 WANTED = [
-    MoeWanted(2, frozenset({7}), 3),
-    MoeWanted(2),
-    MoeWanted(expert_ids=frozenset({7, 8})),
-    MoeWanted(expert_group=3),
-    MoeWanted(9),
-    MoeWanted(),
+    MoeSelector(2, frozenset({7}), 3),
+    MoeSelector(2),
+    MoeSelector(expert_ids=frozenset({7, 8})),
+    MoeSelector(expert_group=3),
+    MoeSelector(9),
+    MoeSelector(),
 ]
 
 
@@ -202,11 +202,11 @@ class History:
         sequence = sequence_hashes(local)
         candidates = [each for each in view.all_ranks() if rng.random() < 0.8]
         rng.shuffle(candidates)
-        places = RankPlaces(candidates)
+        places = Candidates(candidates)
         overlap, effective = view.find_matches(local).columns(places, (0.9, 0.9, 0.9, 0.9))
-        beside = view.beside(sequence, model, wanted, pooled=True)
-        weighed = None if beside is None else beside.weigh(places, overlap, effective, 0.7, 0.3)
-        reached, matched = (None, None) if weighed is None else (weighed.pooled, weighed.labelled)
+        supplementary = view.supplementary(sequence, model, wanted, pooled=True)
+        weighed = None if supplementary is None else supplementary.weigh(places, overlap, effective, 0.7, 0.3)
+        reached, matched = (None, None) if weighed is None else (weighed.cxl_accessible_scores, weighed.moe_scores)
         blocks = [SequenceHash(block) for block in sequence.tolist()]
         held = {(each, block) for each, _, block in view.members()}
         pooled: set[tuple[WorkerId, SequenceHash]] = set()
@@ -286,11 +286,11 @@ def put(view: View, *positions: int, owner: int = 9, placement: Placement = PLAC
 
 
 def reached(view: View, *workers: int) -> list[int]:
-    places = RankPlaces([rank(worker) for worker in workers])
+    places = Candidates([rank(worker) for worker in workers])
     overlap, effective = view.find_matches(CHAIN).columns(places, (1.0, 1.0, 1.0, 1.0))
-    beside = view.beside(sequence_hashes(CHAIN), "m", None, pooled=True)
-    weighed = None if beside is None else beside.weigh(places, overlap, effective, 1.0, 0.0)
-    blocks = None if weighed is None else weighed.pooled
+    supplementary = view.supplementary(sequence_hashes(CHAIN), "m", None, pooled=True)
+    weighed = None if supplementary is None else supplementary.weigh(places, overlap, effective, 1.0, 0.0)
+    blocks = None if weighed is None else weighed.cxl_accessible_scores
     return [0] * len(workers) if blocks is None else blocks.tolist()
 
 
@@ -370,5 +370,5 @@ def test_a_forgotten_rank_that_comes_again_in_a_smaller_epoch_has_its_labels() -
     again = replace(first, epoch=FIRST)
     view.fold_index(run_key(again.key), encode_run(again))
     scores = view.find_matches(CHAIN)
-    beside = view.beside(sequence_hashes(CHAIN), "m", MoeWanted(2), pooled=False)
-    assert beside is not None and beside.matching([rank(1)], scores) == {rank(1)}
+    supplementary = view.supplementary(sequence_hashes(CHAIN), "m", MoeSelector(2), pooled=False)
+    assert supplementary is not None and supplementary.matching([rank(1)], scores) == {rank(1)}

@@ -152,7 +152,7 @@ def next_epoch(pool_id: str, known: CxlPool | None, asked: int | None) -> int:
     return asked
 
 
-def settle(pool: CxlPool, log: CxlPool | None, publish: Callable[[CxlPool], None]) -> None:
+def write_pool_change(pool: CxlPool, log: CxlPool | None, publish: Callable[[CxlPool], None]) -> None:
     """Look at the registry as it was read behind a write of `pool`; raises EpochConflict if that came too late.
 
     log: what a reader of the whole registry, up to that write or further, takes for the pool. If that is a loss, or an
@@ -167,7 +167,7 @@ def settle(pool: CxlPool, log: CxlPool | None, publish: Callable[[CxlPool], None
 def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool:
     """Register a pool, or change what is named of it, and wait until Kafka has it; gives it as it is now.
 
-    Nothing is written where nothing is named. Raises as `changed_pool` and `settle`, and KvStreamsError.
+    Nothing is written where nothing is named. Raises as `changed_pool` and `write_pool_change`, and KvStreamsError.
     """
     check_pool_id(pool_id)
     known = registered_pool(settings, pool_id)
@@ -176,7 +176,10 @@ def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool
 
 
 def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
-    """A pool is lost with all that it held; gives it as written. Raises UnknownId, as `settle`, and KvStreamsError."""
+    """Mark a pool as lost, with all that it held, and return it as written.
+
+    Raises UnknownId, what `write_pool_change` raises, and KvStreamsError.
+    """
     check_pool_id(pool_id)
     known = registered_pool(settings, pool_id)
     if known is None:
@@ -185,10 +188,13 @@ def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
 
 
 def register_pool(settings: Settings, pool: CxlPool) -> CxlPool:
-    """Write a pool, and wait until Kafka has it; gives it as it was written. Raises as `settle`, and KvStreamsError."""
+    """Write a pool, wait until Kafka has it, and return it as written.
+
+    Raises what `write_pool_change` raises, and KvStreamsError.
+    """
     pool = replace(pool, registered_at_ms=time.time_ns() // 1_000_000)
     _write(settings, pool)
-    settle(pool, registered_pool(settings, pool.pool_id), lambda newest: _write(settings, newest))
+    write_pool_change(pool, registered_pool(settings, pool.pool_id), lambda newest: _write(settings, newest))
     return pool
 
 
