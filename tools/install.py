@@ -1,7 +1,7 @@
-"""Install this checkout into a virtual environment with pip, and say every few seconds what pip does.
+"""Install this checkout into a virtual environment with pip, and print every few seconds what pip is doing.
 
 What lives here: what `make` runs before anything else, with the standard library alone. What must not: which packages
-and versions there are (pyproject.toml, constraints.txt). pip itself says nothing for half a minute while it installs.
+and versions there are (pyproject.toml, constraints.txt). pip alone prints nothing for half a minute.
 
     python3 tools/install.py .venv '.[dev]'
 """
@@ -16,10 +16,10 @@ import time
 from collections import deque
 from pathlib import Path
 
-#: A line this often, while anything goes on.
+#: A line is printed this often, whatever happens.
 LINE_EVERY_S = 5.0
 
-#: What pip said last, shown when it fails.
+#: How much of pip's output is printed when it fails.
 TAIL_LINES = 30
 
 _COLLECTING = re.compile(r"Collecting (?P<name>[A-Za-z0-9._-]+)")
@@ -27,75 +27,88 @@ _DOWNLOADING = re.compile(r"\s+Downloading (?P<file>\S+?)(?:\.metadata)? (?P<siz
 _INSTALLING = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 
-class State:
-    """What is being done: written by the main thread, printed by the other one."""
+class Installer:
+    """One installation. The main thread runs pip and reads its output; another thread prints where it is."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.text = "creating the virtual environment"
-        self.to_install = 0  # packages; 0 until pip knows
+        self._folder = folder
+        self._began = time.monotonic()
+        self._doing = "creating the virtual environment"
         self._collected: set[str] = set()
-        self._before = 0
+        self._n_to_install = 0  # 0 until pip has chosen all packages
+        self._n_before = 0
+
+    def run(self, what: str) -> int:
+        """Create the environment where it is missing and install `what` into it; returns the exit status."""
+        over = threading.Event()
+
+        def repeat() -> None:
+            while not over.wait(LINE_EVERY_S):
+                self._print(self.doing())
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            status = self._create() or self._install(what) or self._compile()
+        finally:
+            over.set()
+            thread.join()
+        self._print("installation failed" if status else "installed")
+        return status
+
+    def doing(self) -> str:
+        """What is being done, for one line."""
+        if self._n_to_install:
+            return f"installing: {self._n_installed() - self._n_before} of {self._n_to_install} packages"
+        return self._doing
 
     def read(self, line: str) -> None:
-        """Take over what a line of pip says."""
+        """Note what a line of pip's output means."""
         if match := _COLLECTING.match(line):
             self._collected.add(match["name"])
-            self.text = f"choosing versions: {len(self._collected)} packages so far ({match['name']})"
+            self._doing = f"choosing versions: {len(self._collected)} packages so far ({match['name']})"
         elif match := _DOWNLOADING.match(line):
-            self.text = f"downloading {match['file'].rpartition('/')[2]} {match['size']}"
+            self._doing = f"downloading {match['file'].rpartition('/')[2]} {match['size']}"
         elif match := _INSTALLING.match(line):
-            self._before = self._n_installed()
-            self.to_install = len(match["names"].split(","))
+            self._n_before = self._n_installed()
+            self._n_to_install = len(match["names"].split(","))
 
-    def line(self) -> str:
-        """What is being done, in one line."""
-        if not self.to_install:
-            return self.text
-        return f"installing: {self._n_installed() - self._before} of {self.to_install} packages"
+    def _create(self) -> int:
+        # The command and not the module: where ensurepip is missing, only the command explains what to install.
+        return subprocess.run([sys.executable, "-m", "venv", self._folder], check=False).returncode
 
-    def _n_installed(self) -> int:
-        """Packages in the environment. pip itself does not say how far it is."""
-        return sum(1 for _ in self.folder.glob("lib/python*/site-packages/*.dist-info"))
-
-
-def main(folder: Path, what: str) -> int:
-    """Create the environment where it is missing and install `what` into it; returns pip's exit status."""
-    began = time.monotonic()
-    state = State(folder)
-    over = threading.Event()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:4.0f} s  {text}", flush=True)
-
-    def repeat() -> None:
-        while not over.wait(LINE_EVERY_S):
-            say(state.line())
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        # The command and not the module: where ensurepip is missing, only the command says what to install.
-        if made := subprocess.run([sys.executable, "-m", "venv", folder], check=False).returncode:
-            return made
-        said: deque[str] = deque(maxlen=TAIL_LINES)
-        command = [folder / "bin" / "python", "-m", "pip", "install", "--progress-bar", "off", "--editable", what]
-        # Errors go to the reader at once, everything else only where pip fails.
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as pip:
+    def _install(self, what: str) -> int:
+        """Run pip. Its errors are printed at once, the rest of its output only when it fails."""
+        options = ["--progress-bar", "off", "--no-compile", "--editable", what]
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        with subprocess.Popen(
+            [self._folder / "bin" / "python", "-m", "pip", "install", *options],
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as pip:
             assert pip.stdout is not None
             for line in pip.stdout:
-                said.append(line)
-                state.read(line)
-    finally:
-        over.set()
-        thread.join()
-    if pip.returncode != 0:
-        sys.stdout.write("".join(said))
-        say("pip failed; its last lines are above")
-    else:
-        say("installed")
-    return pip.returncode
+                tail.append(line)
+                self.read(line)
+        if pip.returncode != 0:
+            sys.stdout.writelines(tail)
+        return pip.returncode
+
+    def _compile(self) -> int:
+        """Compile all modules to bytecode: pip would do it in one process, one module after the other."""
+        self._n_to_install = 0
+        self._doing = "compiling Python modules"
+        command = [self._folder / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", self._folder / "lib"]
+        subprocess.run(command, check=False)  # some packages contain files for other versions of Python
+        return 0
+
+    def _n_installed(self) -> int:
+        return sum(1 for _ in self._folder.glob("lib/python*/site-packages/*.dist-info"))
+
+    def _print(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began:4.0f} s  {text}", flush=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2]))
+    raise SystemExit(Installer(Path(sys.argv[1])).run(sys.argv[2]))
