@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from streams import __version__, log
@@ -648,18 +647,21 @@ def up(workers: int, directory: Path, kafka_directory: Path) -> None:
 
 
 def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any:
-    """Bring the local Kafka up, with a progress bar while it is fetched."""
+    """Start the local Kafka, and show progress while its jars are downloaded and while it starts."""
     from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.progress import shown
 
     local = LocalKafka(LocalKafkaConfig(directory, overrides or {}))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("fetching Kafka", total=None, visible=False)
+    with shown(Console(stderr=True), "starting Kafka") as step:
 
-        def fetched(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, visible=True, description=f"fetching Kafka  {name}")
+        def downloaded(done: int, total: int, name: str) -> None:
+            if done == 0:
+                step.name = "downloading Kafka"
+            step.update(done, name, total)
+            if done == total:
+                step.name, step.total = "starting Kafka", None
 
-        return local.up(fetched)
+        return local.up(downloaded)
 
 
 def _console() -> Console:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 #: Where there is no terminal, a line is printed this often. A reader of a log begins to doubt after ten seconds.
 LINE_EVERY_S = 5.0
@@ -62,18 +62,25 @@ def shown(console: Console, name: str, total: int | None = None, keep: bool = Fa
 @contextmanager
 def _bar(console: Console, step: Step, keep: bool) -> Iterator[None]:
     columns = (
-        SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[doing]}", markup=False),
     )
     with Progress(*columns, console=console, transient=not keep, auto_refresh=False) as bar:
-        task = bar.add_task(step.name, total=step.total, doing="")
+        task = bar.add_task(step.name, total=step.total, count="", doing="")
 
         def draw() -> None:
-            bar.update(task, completed=step.done, total=step.total, doing=step.doing, refresh=True)
+            bar.update(
+                task,
+                description=step.name,
+                completed=step.done,
+                total=step.total,
+                count="" if step.total is None else f"{step.done}/{step.total}",
+                doing=step.doing,
+                refresh=True,
+            )
 
         with _repeated(BAR_EVERY_S, draw):
             yield

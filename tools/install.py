@@ -99,7 +99,7 @@ class Installer:
         """Compile all modules to bytecode: pip would do it in one process, one module after the other."""
         self._n_to_install = 0
         self._doing = "compiling Python modules"
-        command = [self._folder / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", self._folder / "lib"]
+        command = [f"{self._folder}/bin/python", "-m", "compileall", "-qq", "-j", "0", f"{self._folder}/lib"]
         subprocess.run(command, check=False)  # some packages contain files for other versions of Python
         return 0
 
