@@ -655,11 +655,11 @@ def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any
     with shown(Console(stderr=True), "starting Kafka") as step:
 
         def downloaded(done: int, total: int, name: str) -> None:
-            if done == 0:
+            if done < total:
                 step.name = "downloading Kafka"
-            step.update(done, name, total)
-            if done == total:
-                step.name, step.total = "starting Kafka", None
+                step.update(done, name, total)
+            else:
+                step.name, step.total, step.doing = "starting Kafka", None, ""
 
         return local.up(downloaded)
 
