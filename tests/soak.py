@@ -1,7 +1,7 @@
 """Long histories for every index and every fold, compared with the reference: `python -m tests.soak`.
 
 What lives here: playing a history to several indexes at once, and reporting where they differ. test_index_histories
-does the same with short histories. What must not: the generation of histories (tests.helpers.reference).
+does the same with short histories. What must not: the generation of histories (tests.helpers.reference_index).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
-from tests.helpers.reference import Answer, IndexHistory, Member, Query, RankGone, Step, overlap_of
+from tests.helpers.reference import Member, overlap_of
+from tests.helpers.reference_index import Answer, IndexHistory, Query, RankGone, Step
 from tests.unit.test_table_properties import Record, State, compacted, random_log
 
 #: Operations in one history: enough to fill and empty ranks many times, and few enough to repeat while debugging.

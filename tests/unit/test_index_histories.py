@@ -15,7 +15,7 @@ from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.index.run_tree import RunTreeIndex
 from streams.errors import UnknownParent
 from tests import soak
-from tests.helpers.reference import IndexHistory
+from tests.helpers.reference_index import IndexHistory
 from tests.soak import FOLDS, HISTORY_OPERATIONS, INDEXES, Differs, play, play_fold
 
 #: The pure-Python index is slow, so it plays only every fourth history, unless there is no other index.

@@ -5,5 +5,5 @@ checks of what a user passed; the modules that call kernels own the arrays and c
 loads nothing, so that the core can be imported where numba cannot.
 """
 
-#: What Python calls, as module and kernel, the slowest to compile first: here the hashing of tokens.
+#: The kernels that Python calls, by module and name, the slowest to compile first; here, those that hash tokens.
 ENTRY_POINTS = ("xxh3.hash_blocks", "xxh3.chain_blocks")

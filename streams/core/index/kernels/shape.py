@@ -274,7 +274,7 @@ def finish_change(context: int) -> None:
 
 @kernel()
 def tidy(context: int) -> None:
-    """Remove the names and free the spans of removed blocks. No query reads them, so this runs after the change."""
+    """Remove the names and free the spans of removed blocks, usually after the change, since no query reads them."""
     entries = get(context, DEFERRED)
     # All names before any span, since a freed span writes its length over the name of its last block.
     for index in range(get(context, N_DEFERRED)):

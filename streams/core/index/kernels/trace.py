@@ -33,10 +33,11 @@ def trace(
 ) -> int:
     """Find the holders of blocks from `first` on, up to a block that no rank holds and whose entry in `rows` is 0.
 
-    query: uint64[n], sequence hashes, which are the names in this tree. rows: int64[>= n], as written by find_rows of
-    block_facts/kernels/fact_sets. positions: int64, the bit of each rank number, or n_candidates if it is not a
-    candidate. Output, zeros at first: held_rows: int64[n], the row of each block; held_bits: (n - first + 1) rows of
-    n_candidates bits, each rounded up to whole int64 and at least one. Row 0 stays empty.
+    query: uint64[n], sequence hashes, which are the names in this tree. rows: int64[>= n], as written by
+    block_facts.kernels.fact_sets.find_rows. positions: int64, the bit of each rank number, or n_candidates if the rank
+    is not a candidate.
+    Output, zeros at first: held_rows: int64[n], the row of each block; held_bits: (n - first + 1) rows of n_candidates
+    bits, each rounded up to whole int64 and at least one. Row 0 stays empty.
     Returns the number of rows written.
     """
     sequence, n_blocks = address_of(query), query.size
