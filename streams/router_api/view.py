@@ -55,7 +55,8 @@ from streams.tables.records import (
 )
 
 if TYPE_CHECKING:
-    from streams.core.index.tree_fold import RunColumns, TreeRunFold
+    from streams.core.index.run_columns import RunColumns
+    from streams.core.index.tree_fold import TreeRunFold
     from streams.tables.run_decoding import LabelledBlock
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 from streams.codec import codec
 from streams.core.events import MoeLabels
 from streams.core.ids import U64_MASK, Int64Array, SequenceHash
-from streams.core.index.tree_fold import RunColumns
+from streams.core.index.run_columns import RunColumns
 from streams.core.reducer.kernels.layout import NO_LABEL
 from streams.tables.kernels.avro import HEADER_BYTES
 from streams.tables.kernels.runs import LABEL_ROW_WORDS, OTHER, decode_labels, decode_records

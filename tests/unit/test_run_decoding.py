@@ -20,8 +20,9 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.arenas import TreeLimits
 from streams.core.index.kernels.fold import FOLD_FIRST, FOLD_PRESENT
+from streams.core.index.run_columns import RunColumns, columns_of
 from streams.core.index.run_fold import PlainRunFold
-from streams.core.index.tree_fold import RunColumns, TreeRunFold, columns_of
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey

@@ -40,10 +40,10 @@ BLOCKS_MAX = 1 << 28
 SCRATCH_COUNTED_BYTES = 40 << 20
 
 #: Free spans of fewer blocks keep their pages: 32 KiB, eight pages.
-GIVE_BACK_BLOCKS_MIN = 4096
+RELEASED_BLOCKS_MIN = 4096
 #: Blocks and segments whose pages are returned in one step: a huge page of each, well below a millisecond.
-GIVE_BACK_BLOCKS_MAX = 262_144
-GIVE_BACK_SEGMENTS_MAX = 32
+RELEASED_BLOCKS_MAX = 262_144
+RELEASED_SEGMENTS_MAX = 32
 
 
 class Arena:
@@ -77,7 +77,7 @@ class Arena:
             return n_bytes
         return int(np.count_nonzero(in_memory & 1)) * PAGE_BYTES
 
-    def give_back(self, first_byte: int, last_byte: int) -> int:
+    def release(self, first_byte: int, last_byte: int) -> int:
         """Return the whole pages between two bytes to the system, which then read as zeros; returns their bytes."""
         first = -(-first_byte // PAGE_BYTES) * PAGE_BYTES
         last = last_byte // PAGE_BYTES * PAGE_BYTES
@@ -190,7 +190,7 @@ class TreeMemory:
         self._runs_max = runs
         self._retired: list[Arena] = []
         self._blocks_seen = 0  # high water since pages were last returned
-        self._given_blocks = self._given_segments = 0  # how far the current pass of returning pages has come
+        self._released_blocks = self._released_segments = 0  # how far the current pass of returning pages has come
         self.widen(min(COLUMNS_MAX_FIRST, limits.columns_max))
 
     def _reserve(self, word: int, n_bytes: int, huge_pages: bool) -> None:
@@ -221,9 +221,9 @@ class TreeMemory:
         self.context[layout.COLUMNS_MAX] = columns_max
         self.context[layout.VERSION] = (version | 1) + 1
         if old is not None:
-            old.give_back(0, old.n_bytes)
+            old.release(0, old.n_bytes)
 
-    def give_back_free(self) -> bool:
+    def release_free(self) -> bool:
         """Return some pages of free blocks and free segments to the system; returns whether none are left.
 
         The caller must be the only writer. The first and last words of a free span, and the first word of a free
@@ -235,24 +235,24 @@ class TreeMemory:
         bits = np.unpackbits(self.words(layout.FREE_STARTS)[: n_blocks // 64 + 1].view(np.uint8), bitorder="little")
         spans = [(start + 1, start + int(names[start]) - 1) for start in np.flatnonzero(bits).tolist()]
         for start, end in [*spans, (n_blocks, max(n_blocks, self._blocks_seen))]:
-            start = max(start, self._given_blocks)
+            start = max(start, self._released_blocks)
             # Return whole huge pages if they are in use, since the system keeps a page that is returned in part.
-            end = min(end, (start // GIVE_BACK_BLOCKS_MAX + 1) * GIVE_BACK_BLOCKS_MAX)
-            if end - start >= GIVE_BACK_BLOCKS_MIN:
-                self._given_blocks = end
-                self.arenas[layout.LOCAL].give_back(start * 8, end * 8)
-                self.arenas[layout.NAME].give_back(start * 8, end * 8)
+            end = min(end, (start // RELEASED_BLOCKS_MAX + 1) * RELEASED_BLOCKS_MAX)
+            if end - start >= RELEASED_BLOCKS_MIN:
+                self._released_blocks = end
+                self.arenas[layout.LOCAL].release(start * 8, end * 8)
+                self.arenas[layout.NAME].release(start * 8, end * 8)
                 return False
         segments, free = self.words(layout.SEGMENTS), int(context[layout.FREE_SEGMENT]) - 1
-        for position in range(self._given_segments + GIVE_BACK_SEGMENTS_MAX):
+        for position in range(self._released_segments + RELEASED_SEGMENTS_MAX):
             if free < 0:
-                self._given_blocks = self._given_segments = self._blocks_seen = 0
+                self._released_blocks = self._released_segments = self._blocks_seen = 0
                 return True
             first = free << layout.SEGMENT_SHIFT
-            if position >= self._given_segments:
-                self.arenas[layout.SEGMENTS].give_back(first + 8, first + (1 << layout.SEGMENT_SHIFT))
+            if position >= self._released_segments:
+                self.arenas[layout.SEGMENTS].release(first + 8, first + (1 << layout.SEGMENT_SHIFT))
             free = int(segments[first // 8]) - 1
-        self._given_segments += GIVE_BACK_SEGMENTS_MAX
+        self._released_segments += RELEASED_SEGMENTS_MAX
         return False
 
     def note_blocks(self) -> None:

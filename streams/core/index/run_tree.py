@@ -276,9 +276,9 @@ class RunTree:
         if number is not None:
             clear_rank(self._address, number)
             self._sweep()
-            self._mind_memory()
+            self._return_memory()
 
-    def _mind_memory(self) -> None:
+    def _return_memory(self) -> None:
         """Return memory once less than half of the peak is in use, one step per call, since the writer waits for it."""
         context = self._context
         in_use = int(context[layout.N_BLOCKS]) - int(context[layout.N_FREE_BLOCKS])
@@ -292,7 +292,7 @@ class RunTree:
         budget = _TRIM_SEGMENTS
         for which in layout.MAPS:
             budget -= join_segments(self._address, which, budget)
-        return budget == _TRIM_SEGMENTS and self._memory.give_back_free()
+        return budget == _TRIM_SEGMENTS and self._memory.release_free()
 
     def _sweep(self) -> None:
         if self._context[layout.N_ENDED]:
@@ -417,7 +417,7 @@ class RunTreeIndex(RunTree):
         self._row[:4] = (base, base + 8, base + 16, base + 24)
         self._row_address = int(self._row.ctypes.data)
         self._holder_numbers: dict[int, int] = {}  # by index, of current ranks
-        self._n_gone: dict[int, int] = {}  # by index: number of ranks that had it before
+        self._n_former_ranks: dict[int, int] = {}  # by index: number of ranks that had it before
 
     def holder(self, rank: RankId, tier: Tier) -> int:
         """Number of a rank in a tier, for EventColumns; valid until the rank is removed, and never reused.
@@ -429,7 +429,7 @@ class RunTreeIndex(RunTree):
     def _holder_number(self, index: int) -> int:
         number = self._holder_numbers.get(index)
         if number is None:
-            number = self._n_gone.get(index, 0) << layout.HOLDER_INDEX_BITS | index
+            number = self._n_former_ranks.get(index, 0) << layout.HOLDER_INDEX_BITS | index
             self._holder_numbers[index] = number
             self._memory.words(layout.HOLDER_NUMBERS)[index] = number + 1
         return number
@@ -439,7 +439,7 @@ class RunTreeIndex(RunTree):
             index = self._holders.get((number, tier))
             if index is not None and self._holder_numbers.pop(index, None) is not None:
                 self._memory.words(layout.HOLDER_NUMBERS)[index] = 0
-                self._n_gone[index] = self._n_gone.get(index, 0) + 1
+                self._n_former_ranks[index] = self._n_former_ranks.get(index, 0) + 1
 
     def apply(self, events: EventColumns, first: int = 0, last: int | None = None) -> Outcome:
         """Apply events `first` to `last` - 1.
@@ -456,7 +456,7 @@ class RunTreeIndex(RunTree):
         applied = apply_events(self._address, events.address, first, last)
         self._n_calls += 1
         if not self._n_calls % _TRIM_CALLS:
-            self._mind_memory()
+            self._return_memory()
         return _CLEAN if applied == last - first else self._outcome(-1 - applied, first)
 
     def _outcome(self, applied: int, first: int) -> Outcome:

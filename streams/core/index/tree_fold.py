@@ -1,7 +1,7 @@
 """Run records folded into a run tree by compiled kernels; see run_fold.RunFold.
 
-What lives here: epochs, and records as columns. What must not: bytes, and what a record changes in the tree
-(kernels/fold).
+What lives here: epochs, known holders, and which records are folded. What must not: bytes, records as columns
+(run_columns), and what a record changes in the tree (kernels/fold).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from streams.core.ids import (
 )
 from streams.core.index.arenas import DEFAULT_LIMITS, TreeLimits
 from streams.core.index.interface import Candidates, HolderBitmaps
-from streams.core.index.kernels import fold as columns_of_fold
 from streams.core.index.kernels import layout, run_records
 from streams.core.index.kernels.fold import digest_columns, drop_old_records
-from streams.core.index.kernels.run_records import KNOWN_WORDS, N_FOLD_COLUMNS, find_known, fold_known
+from streams.core.index.kernels.run_records import KNOWN_WORDS, find_known, fold_known
 from streams.core.index.kernels.trace import trace
+from streams.core.index.run_columns import RunColumns, columns_of, packed_place
 from streams.core.index.run_tree import N_TIERS, RunTree
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
@@ -37,96 +37,6 @@ from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
 _DROP_BUDGET = 4096
 #: Initial number of entries in the table of known holders: 4 KiB.
 _KNOWN_FIRST = 64
-
-
-class RunColumns:
-    """Run records as columns, in the log's order: arrays that a decoder fills and the fold reads.
-
-    _words: int64, the addresses of all columns (see `fold_runs` and kernels/run_records), then the columns. Each has
-    n_records int64, with hashes and incarnations as the bit patterns of their u64: first, parent, has_parent, present
-    (0 for a tombstone), worker, place (data-parallel rank << 2 | tier), incarnation and generation; labelled, which
-    only a decoder of bytes sets; and holder, which the fold sets. offset has one more entry, and gives where each
-    record's blocks begin and end in local, which has up to n_blocks_max. data: the bytes that were decoded.
-    """
-
-    __slots__ = ("_begins", "_words", "address", "data", "n_records")
-
-    def __init__(self, n_records: int, n_blocks_max: int, data: bytes = b"") -> None:
-        begin = N_FOLD_COLUMNS
-        begins = []
-        for column in range(N_FOLD_COLUMNS):
-            if column != columns_of_fold.FOLD_LOCAL:
-                begins.append(begin)
-                begin += n_records + (column == columns_of_fold.FOLD_OFFSET)
-            else:
-                begins.append(0)
-        begins[columns_of_fold.FOLD_LOCAL] = begin
-        self._begins = begins
-        self._words = np.empty(begin + n_blocks_max, dtype=np.int64)
-        self.address = int(self._words.ctypes.data)
-        self._words[:N_FOLD_COLUMNS] = [self.address + begin * 8 for begin in begins]
-        self.n_records = n_records
-        self.data = data
-
-    def column(self, which: int) -> Int64Array:
-        """View of a column, by its number in a table of records: int64[n_records]."""
-        begin = self._begins[which]
-        return self._words[begin : begin + self.n_records]
-
-    @property
-    def present(self) -> Int64Array:
-        """Presence bits of each record, 0 for a tombstone."""
-        return self.column(columns_of_fold.FOLD_PRESENT)
-
-    @property
-    def labelled(self) -> Int64Array:
-        """Byte of `data` at which each record's labels begin, set by a decoder of bytes; 0 if it has none."""
-        return self.column(run_records.FOLD_LABELLED)
-
-    @property
-    def offset(self) -> Int64Array:
-        """Where each record's blocks begin in `local`, and where the last one's end: int64[n_records + 1]."""
-        begin = self._begins[columns_of_fold.FOLD_OFFSET]
-        return self._words[begin : begin + self.n_records + 1]
-
-    @property
-    def local(self) -> Int64Array:
-        """Local hashes of all records, as bit patterns; valid up to the last offset."""
-        return self._words[self._begins[columns_of_fold.FOLD_LOCAL] :]
-
-    def place_of(self, record: int) -> tuple[RankId, Tier]:
-        """Rank and tier of a record."""
-        worker_id = int(self.column(run_records.FOLD_WORKER)[record]) & U64_MASK
-        place = int(self.column(run_records.FOLD_PLACE)[record])
-        return RankId(WorkerId(worker_id), DpRank(place >> 2)), Tier(place & 3)
-
-    def epoch_of(self, record: int) -> Epoch | None:
-        """Epoch of a record; None for a tombstone."""
-        if not self.present[record]:
-            return None
-        incarnation = int(self.column(run_records.FOLD_INCARNATION)[record]) & U64_MASK
-        return Epoch(Incarnation(incarnation), int(self.column(run_records.FOLD_GENERATION)[record]))
-
-
-def columns_of(keys: Sequence[RunKey], runs: Sequence[Run | None]) -> RunColumns:
-    """Convert runs to columns; None is a tombstone."""
-    lengths = [0 if run is None else len(run.local) for run in runs]
-    columns = RunColumns(len(keys), sum(lengths))
-    for which, unsigned in (
-        (columns_of_fold.FOLD_FIRST, [key.first for key in keys]),
-        (columns_of_fold.FOLD_PARENT, [0 if run is None else run.parent or 0 for run in runs]),
-        (run_records.FOLD_WORKER, [key.rank.worker_id for key in keys]),
-        (run_records.FOLD_INCARNATION, [0 if run is None else run.epoch.incarnation for run in runs]),
-    ):
-        columns.column(which).view(np.uint64)[:] = unsigned
-    columns.column(columns_of_fold.FOLD_HAS_PARENT)[:] = [run is not None and run.parent is not None for run in runs]
-    columns.column(run_records.FOLD_PLACE)[:] = [_place(key.rank, key.tier) for key in keys]
-    columns.column(run_records.FOLD_GENERATION)[:] = [0 if run is None else run.epoch.generation for run in runs]
-    columns.present[:] = [0 if run is None else run.present for run in runs]
-    columns.offset[0] = 0
-    columns.offset[1:] = np.cumsum(lengths)
-    columns.local.view(np.uint64)[:] = [one for run in runs if run is not None for one in run.local]
-    return columns
 
 
 class TreeRunFold(RunTree):
@@ -237,7 +147,9 @@ class TreeRunFold(RunTree):
     # -- known holders --------------------------------------------------------
 
     def _find_known(self, rank: RankId, tier: Tier) -> int:
-        found: int = find_known(self._known_address, len(self._known) - 1, _signed(rank.worker_id), _place(rank, tier))
+        found: int = find_known(
+            self._known_address, len(self._known) - 1, _signed(rank.worker_id), packed_place(rank, tier)
+        )
         return found
 
     def _know(self, rank: RankId, tier: Tier, holder: int) -> None:
@@ -248,7 +160,7 @@ class TreeRunFold(RunTree):
                 self._grow_known()
                 entry = self._known[self._find_known(rank, tier)]
         entry[run_records.KNOWN_WORKER] = _signed(rank.worker_id)
-        entry[run_records.KNOWN_PLACE] = _place(rank, tier) + 1
+        entry[run_records.KNOWN_PLACE] = packed_place(rank, tier) + 1
         entry[run_records.KNOWN_HOLDER] = holder + 1
         self._set_epoch(entry, self._epochs[rank])
 
@@ -296,17 +208,15 @@ class TreeRunFold(RunTree):
         number = self._numbers.get(rank)
         if number is None:
             return 0, 0
-        columns_of, counts = (
-            self._memory.words(layout.COLUMN_OF).view(np.int32),
-            self._memory.words(layout.COLUMN_FACTS),
-        )
+        column_of = self._memory.words(layout.COLUMN_OF).view(np.int32)
+        counts = self._memory.words(layout.COLUMN_FACTS)
         digests = self._digests()
         claims = self._memory.words(layout.CLAIMS)[: int(self._context[layout.N_CLAIMS]) * 2].reshape(-1, 2)
         n_blocks = digest = 0
         for tier in range(N_TIERS):
             holder = self._holders.get((number, tier))
             if holder is not None:
-                column = int(columns_of[holder])
+                column = int(column_of[holder])
                 more = claims[(claims[:, 0] >> 32 == column) & (claims[:, 1] > 0), 1]
                 n_blocks += int(counts[column]) + int(more.sum())
                 digest ^= int(digests[column])
@@ -339,10 +249,6 @@ class TreeRunFold(RunTree):
                     raise IndexCorrupt("a known holder belongs to another rank or tier", rank=rank, holder=holder - 1)
         if n_known != self._n_known:
             raise IndexCorrupt("known holders are miscounted", counted=self._n_known, found=n_known)
-
-
-def _place(rank: RankId, tier: Tier) -> int:
-    return rank.dp_rank << 2 | tier
 
 
 def _signed(value: int) -> int:
