@@ -444,8 +444,8 @@ def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: 
     assert [key.first for key, run in changes.runs if run is not None] == [11]
     tombstones = [key.first for key, run in changes.runs if run is None]
     assert len(tombstones) == min(limit, 4)
-    assert fleet.holdings.owes_tombstones == (limit < 4)
-    while limit and fleet.holdings.owes_tombstones:
+    assert fleet.holdings.has_pending_tombstones == (limit < 4)
+    while limit and fleet.holdings.has_pending_tombstones:
         later = fleet.holdings.take_changes(limit)
         assert not later.progress
         assert 0 < len(later.runs) <= limit
@@ -462,7 +462,7 @@ def test_a_key_written_again_and_emptied_again_gets_its_tombstone(fleet: Fleet) 
     fleet.apply(AllBlocksCleared())
     fleet.apply(stored(u64(1), u64(10)), BlocksRemoved(u64(1)))
     assert fleet.holdings.take_changes(0).runs == [(key, None)]
-    assert not fleet.holdings.owes_tombstones
+    assert not fleet.holdings.has_pending_tombstones
 
 
 def test_a_run_emptied_in_the_batch_that_clears_gets_its_tombstone(fleet: Fleet) -> None:

@@ -190,7 +190,7 @@ def test_a_removed_workers_progress_outlives_its_tombstones() -> None:
     table: dict[Any, Any] = dict(holdings.take_changes(0).runs)
     holdings.remove_worker(RANK.worker_id, Incarnation(1))
     kept: list[Progress] = []
-    while holdings.owes_tombstones or holdings.touched:
+    while holdings.has_pending_tombstones or holdings.touched:
         changes = holdings.take_changes(1)
         kept += changes.progress
         table.update(changes.runs)
@@ -328,7 +328,7 @@ def test_the_wait_starts_over_for_a_gap_long_after_the_previous_one() -> None:
         assert not resyncs.due(now_ms + RESYNC_BACKOFF_MS[0] - 1, lambda _: True)
         assert len(resyncs.due(now_ms + RESYNC_BACKOFF_MS[0], lambda _: True)) == 1
         resyncs.settled(RANK)
-        assert resyncs.n_owed == 0
+        assert resyncs.n_pending == 0
 
 
 @pytest.mark.parametrize("after_ms", [0, 5000])

@@ -94,8 +94,8 @@ class Pair:
         """What both have written, to the last byte, once all is written."""
         self.take()
         assert self.written[0] == self.written[1]
-        assert not self.fast.owes_tombstones
-        assert not self.plain.owes_tombstones
+        assert not self.fast.has_pending_tombstones
+        assert not self.plain.has_pending_tombstones
 
     def recovered(self) -> None:
         """Both begin anew from what they have written."""
@@ -314,11 +314,11 @@ def test_records_that_are_none_and_of_nobody_are_told_apart() -> None:
     table.begin_load({RANK: Epoch(Incarnation(1), 1)})
     assert table.load_records([*good.items()]) == (1, [])
     assert list(table.members()) == []
-    assert table.owes_tombstones
+    assert table.has_pending_tombstones
     ((key, value),) = table.take_changes(ALL)
     assert value is None
     assert key in good
-    assert not table.owes_tombstones
+    assert not table.has_pending_tombstones
 
 
 def test_incarnations_are_compared_as_unsigned() -> None:

@@ -257,7 +257,7 @@ def test_tombstones_owed_at_a_cut_are_written_by_the_heir(seed: int, data: st.Da
     holdings = recovered(table)
     for batches in log.batches[cut:]:
         table.update(commit(holdings, batches))
-    while holdings.owes_tombstones:
+    while holdings.has_pending_tombstones:
         records = written(holdings.take_changes(TOMBSTONES_MAX))
         assert 0 < len(records) <= TOMBSTONES_MAX
         table.update(records)

@@ -1,1 +1,1 @@
-"""Compiled kernels of the agents' store of runs; `layout` is the format, tables.run_table the interface."""
+"""Compiled kernels of the agents' store of runs: `layout` is the format, tables.run_table the interface."""
