@@ -73,12 +73,12 @@ class ResyncSchedule:
         if state is not None:
             state.earliest_ms = max(state.earliest_ms, now_ms + state.wait_ms)
 
-    def due(self, now_ms: int, may_ask: Callable[[RankId], bool]) -> list[DueResync]:
-        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_ask: whether a bridge reads requests."""
+    def due(self, now_ms: int, may_request: Callable[[RankId], bool]) -> list[DueResync]:
+        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_request: whether a bridge reads requests."""
         due: list[DueResync] = []
         for rank in list(self._pending):
             state = self._ranks[rank]
-            if now_ms < state.earliest_ms or not may_ask(rank):
+            if now_ms < state.earliest_ms or not may_request(rank):
                 continue
             if now_ms - state.earliest_ms > RESYNC_BACKOFF_MS[1]:
                 state.wait_ms = RESYNC_BACKOFF_MS[0]  # long after the previous fault: this one is unrelated
