@@ -41,7 +41,7 @@ class CxlNames:
         for changed in _changes(event):
             self.resolve(changed.engine, changed.state, ledger)
 
-    def forget(self, engine: EngineHash) -> None:
+    def drop(self, engine: EngineHash) -> None:
         """Drop a name whose block is no longer in a pool."""
         self._pooled.pop(engine, None)
 

@@ -153,7 +153,7 @@ class RecoveredRank:
             if transition.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED):
                 self.names.adopt(engine, address)
             else:
-                self.names.forget(engine)
+                self.names.drop(engine)
 
     def _empty(self) -> None:
         self.ledger = Ledger(counts_copies=False)

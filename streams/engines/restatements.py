@@ -35,7 +35,7 @@ class Restatements:
     last_sequence: int | None = None
     last_at_s: float = 0.0
 
-    def wanted(self, request: ResyncRequest, incarnation: Incarnation, published: int, now_s: float) -> bool:
+    def answers(self, request: ResyncRequest, incarnation: Incarnation, published: int, now_s: float) -> bool:
         """Return whether to restate. published: the last batch published in this incarnation."""
         if request.incarnation != incarnation or published == BEFORE_FIRST:
             return False  # the request is for another incarnation, or this one has no batch yet

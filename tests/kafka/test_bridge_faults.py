@@ -188,7 +188,7 @@ def test_dropped_batches_are_filled_in_order_and_lost_ones_leave_a_gap(short: St
 
 
 def test_an_engine_that_restarts_keeps_credit_for_nothing(short: Stack, engine: EngineDouble) -> None:
-    """This holds while the bridge runs or not, and although the new numbers continue those of before."""
+    """The old blocks are dropped whether the bridge runs or not, although the new numbers continue the old ones."""
     engine.store(1)
     engine.store(100)
     bridge = bridge_to(short, engine)
@@ -315,7 +315,7 @@ def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None
 
 
 def test_a_deleted_worker_stays_deleted_while_its_bridge_runs(short: Stack) -> None:
-    """Its bridge does not register it again, and the engine's further events are not published."""
+    """The bridge does not register the worker again, and does not publish its engine's further events."""
     with EngineDouble() as engine:
         worker = short.worker()
         bridge = bridge_to(short, engine)
@@ -354,7 +354,7 @@ def test_a_bridge_publishes_heartbeats(short: Stack) -> None:
 
 
 def test_an_engine_whose_process_exits_becomes_silent_although_its_lease_is_long(stack: Stack) -> None:
-    """Its sockets refuse connections, so the bridge makes the rank silent at once, until the engine listens again."""
+    """The bridge makes its rank silent once its sockets refuse connections, until the engine listens again."""
     stack.settings = replace(stack.settings, bridge_lease_s=600.0)  # no lease expires while this test runs
     worker = stack.worker()
 

@@ -112,7 +112,7 @@ def test_the_next_bridge_waits_a_whole_lease_after_it_read_the_last_renewal() ->
 
 
 def test_a_holder_that_was_stopped_too_long_has_lost_the_lease() -> None:
-    """It publishes nothing before it finds that out, and its late renewal does not return the lease to it."""
+    """A stopped holder publishes nothing before it finds that out, and its late renewal does not restore its lease."""
     log = Log()
     a, b = Node(log, "a"), Node(log, "b", skew_s=77.0)
     a.step(0.0)

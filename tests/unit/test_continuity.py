@@ -89,7 +89,7 @@ def test_a_feeding_bridge_decides(seen: int | None, found: Evidence, contradicte
 
 
 def test_the_replay_socket_is_asked_only_if_its_answer_matters() -> None:
-    """It is not asked if the start time is the known one or later, nor if there is no batch to compare with."""
+    """A bridge does not ask it if the start time is the known one or later, nor without a batch to compare with."""
     assert not needs_replay_check(None, evidence(None))
     assert not needs_replay_check(UNKNOWN_DIGEST, evidence(None))
     assert not needs_replay_check(KNOWN, evidence(1_000))
@@ -112,7 +112,7 @@ def test_the_replay_socket_is_asked_only_if_its_answer_matters() -> None:
 def test_a_new_incarnation_is_always_greater_than_the_last(
     known: KnownIncarnation, found: Evidence, now: int, contradicted: bool
 ) -> None:
-    """This holds whatever the clocks show, since agents reject records of older incarnations."""
+    """A new incarnation is greater whatever the clocks show, since agents reject records of older ones."""
     for decision in (
         decide_at_start(known, found, now),
         decide_while_feeding(known, known.incarnation, found, now, contradicted=contradicted),

@@ -75,7 +75,7 @@ def test_a_name_is_kept_while_its_block_is_in_transit_or_pooled(removal: BlocksR
 
 
 def test_a_name_given_to_another_block_still_stands_for_the_one_in_the_pool() -> None:
-    """It stands for the pooled block until the other block enters a pool under the same name."""
+    """A name stands for the pooled block until the other block enters a pool under the same name."""
     ledger, names = ledger_of_three(), CxlNames()
     enter(names, ledger, TRANSIT, 11)
     ledger.apply(BlocksRemoved(u64(11)))

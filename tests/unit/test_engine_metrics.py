@@ -140,7 +140,7 @@ def test_a_page_that_cannot_be_used_is_refused_with_a_reason(page: bytes, reason
     st.floats(0.0, 1.0),
 )
 def test_pages_of_the_prometheus_client_are_read(model: str, waiting: int, usage: float) -> None:
-    """They are read whatever the labels contain and whatever else is on the page."""
+    """The client's pages are read whatever their labels contain and whatever other metrics they have."""
     registry = CollectorRegistry()
     for name, value in (("vllm:num_requests_waiting", waiting), ("vllm:kv_cache_usage_perc", usage)):
         Gauge(name, "A gauge.", ["model_name", "engine"], registry=registry).labels(model, "0").set(value)

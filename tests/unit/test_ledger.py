@@ -143,7 +143,7 @@ def test_without_counted_copies_the_first_removal_removes_a_block() -> None:
 
 
 def test_a_block_stored_again_after_its_removal_is_published_again() -> None:
-    """Its copies are counted from one again."""
+    """The copies of a block that was removed are counted from one again."""
     ledger = Ledger(counts_copies=True)
     event = stored(u64(11), u64(1))
     for _ in range(3):
@@ -460,7 +460,7 @@ REQUEST = ResyncRequest(RANK, Incarnation(5), 10, 1, "gap", 0)
 
 
 @pytest.mark.parametrize(
-    ("request_of", "at_s", "wanted"),
+    ("request_of", "at_s", "answered"),
     [
         (replace(REQUEST, incarnation=Incarnation(4)), 100.0, False),  # of another incarnation
         (replace(REQUEST, incarnation=Incarnation(6)), 100.0, False),
@@ -471,10 +471,10 @@ REQUEST = ResyncRequest(RANK, Incarnation(5), 10, 1, "gap", 0)
         (replace(REQUEST, sequence=21), RESTATE_EVERY_S, True),
     ],
 )
-def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, wanted: bool) -> None:
+def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, answered: bool) -> None:
     """Only requests for this incarnation are answered, and again only when the answer cannot still be on its way."""
     restatements = Restatements()
-    assert restatements.wanted(REQUEST, Incarnation(5), 20, 0.0)
+    assert restatements.answers(REQUEST, Incarnation(5), 20, 0.0)
     restatements.sent(20, 0.0)
-    assert restatements.wanted(request_of, Incarnation(5), 30, at_s) is wanted
-    assert not Restatements().wanted(REQUEST, Incarnation(5), -1, at_s)  # no batch has been published yet
+    assert restatements.answers(request_of, Incarnation(5), 30, at_s) is answered
+    assert not Restatements().answers(REQUEST, Incarnation(5), -1, at_s)  # no batch has been published yet

@@ -83,7 +83,7 @@ def test_any_history_leaves_each_rank_in_the_incarnation_and_at_the_batch_that_a
 
 
 def test_a_ledger_is_incomplete_after_a_heartbeat_shows_a_lost_batch_until_the_engine_clears() -> None:
-    """The same happens again if another batch is lost after the clear."""
+    """A heartbeat that names a batch which never arrived makes the ledger incomplete, before and after a clear."""
     rank, _ = recovered_ranks(silent=False)
     clear = replace(batch(RANKS[0], 0), body=EngineEvents((AllBlocksCleared(),)))
     for number in (12, 14):

@@ -151,7 +151,7 @@ def test_a_value_that_is_not_a_block_hash_is_refused(raw: Any) -> None:
     ],
 )
 def test_the_medium_becomes_the_tier(medium: str | None, tier: Tier) -> None:
-    """This holds for stores and removals. An unknown medium is external, whose weight is 0 by default."""
+    """Stores and removals get the medium's tier; an unknown medium is external, whose weight is 0 by default."""
     stored, removed = decode_payload(
         pack(stored_event(medium=medium), {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}), BLOCK
     ).events
