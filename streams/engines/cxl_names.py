@@ -9,10 +9,11 @@ to use the same name for it. So a name is kept from in_transit until the block i
 
 from __future__ import annotations
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import BlocksStored, KvEvent
-from streams.core.ids import EngineHash, HashArray, WorkerId
+from streams.core.ids import EngineHash, HashArray
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
-from streams.cxl.states import RULES, CxlMemoryState, PlacementEffect, stored_as
+from streams.cxl.states import RULES, PlacementEffect, stored_as
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
 
@@ -52,7 +53,7 @@ class CxlNames:
         went into the pool under it, even if the engine has given the name to another block since. Raises BadRecord with
         reason over_capacity if the limit of names is reached.
         """
-        enters = RULES[state].place is PlacementEffect.SET
+        enters = RULES[state].placement is PlacementEffect.SET
         found: list[tuple[BlockAddress, EngineHash]] = []
         unknown: list[int] = []
         for name in map(EngineHash, engine.tolist()):
@@ -92,12 +93,10 @@ def _changes(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
 
 
 def stored_states(event: BlocksStored) -> list[CxlStateChanged]:
-    """Return a store's CXL metadata as transitions. Raises BadRecord for an unknown state."""
-    if event.cxl is None:
+    """Return a store's CXL metadata as transitions."""
+    cxl = event.cxl
+    if cxl is None:
         return []
-    try:
-        states = stored_as(CxlMemoryState(event.cxl.state))
-    except ValueError as exc:
-        raise BadRecord("bad_state", f"{event.cxl.state!r} is not a state of CXL memory") from exc
-    workers = tuple(map(WorkerId, event.cxl.accessible_workers))
-    return [CxlStateChanged(0, event.engine, state, event.cxl.pool_id, workers) for state in states]
+    return [
+        CxlStateChanged(0, event.engine, state, cxl.pool_id, cxl.accessible_workers) for state in stored_as(cxl.state)
+    ]

@@ -17,13 +17,13 @@ import xxhash
 from confluent_kafka import KafkaError, Message, Producer
 
 from streams.codec import encode_batch
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     Body,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -284,7 +284,7 @@ class KvEventPublisher:
         lora_name: str | None = None,
         namespace: str | None = None,
         moe: MoeLabels | None = None,
-        cxl: CxlMetadata | None = None,
+        cxl: CxlMemoryMetadata | None = None,
     ) -> None:
         """Publish that the rank holds these blocks now, consecutive and after `parent`.
 

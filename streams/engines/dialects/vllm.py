@@ -15,12 +15,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
     LABEL_NAMES,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CxlMetadata,
     KvEvent,
     MoeLabels,
     check_labels,
@@ -28,7 +28,6 @@ from streams.core.events import (
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_pool_id
-from streams.cxl.states import CxlMemoryState
 from streams.engines.dialects.interface import DecodedBatch, Dialect, EngineEvent
 from streams.errors import BadRecord, InvalidRequest
 
@@ -188,11 +187,11 @@ def _moe_labels(raw: dict[str, Any] | None) -> MoeLabels | None:
     return labels
 
 
-def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMetadata | None:
+def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMemoryMetadata | None:
     if raw is None:
         return None
     state, pool_id, workers = _placed(raw["state"], raw.get("pool_id"), raw.get("accessible_workers"))
-    return CxlMetadata(state.value, pool_id, workers)
+    return CxlMemoryMetadata(state, pool_id, workers)
 
 
 def _placed(state: Any, pool_id: Any, workers: Any) -> tuple[CxlMemoryState, str | None, tuple[WorkerId, ...]]:
