@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from streams.cli.options import GroupedGroup, key_and_value
 from streams.settings import ENV_PREFIX
@@ -74,18 +73,21 @@ def kafka_status(directory: Path) -> None:
 
 
 def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any:
-    """Start the local Kafka, with a progress bar while it is downloaded; returns its KafkaState."""
+    """Start the local Kafka and return its KafkaState. Shows progress during the download of its jars and the start."""
     from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.progress import shown
 
     local = LocalKafka(LocalKafkaConfig(directory, overrides or {}))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("fetching Kafka", total=None, visible=False)
+    with shown(Console(stderr=True), "starting Kafka") as step:
 
-        def fetched(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, visible=True, description=f"fetching Kafka  {name}")
+        def downloaded(done: int, total: int, name: str) -> None:
+            if done < total:
+                step.name = "downloading Kafka"
+                step.update(done, name, total)
+            else:
+                step.name, step.total, step.doing = "starting Kafka", None, ""
 
-        return local.up(fetched)
+        return local.up(downloaded)
 
 
 COMMANDS = (kafka,)

@@ -46,12 +46,14 @@ def router(resolved: Resolved) -> None:
     "engines",
     multiple=True,
     required=True,
-    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]",
+    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]"
+    "[,dialect=NAME]",
     help="one engine; repeat the option for each engine",
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
-    from streams.engines.bridge import Bridge, engine_address
+    from streams.engines.address import engine_address
+    from streams.engines.bridge import Bridge
     from streams.engines.bridge_metrics import run_bridge
     from streams.kafka import ensure_topics
 

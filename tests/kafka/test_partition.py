@@ -14,24 +14,17 @@ from typing import Any
 import pytest
 
 from streams.errors import BadRecord
-from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, delete_topics, ensure_topics
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import (
-    INIT_TIMEOUT_S,
-    PARTITION_RECORD_EVERY_S,
-    TRANSACTIONS_PER_SECOND_MAX,
-    Outgoing,
-    PartitionWiring,
-    SourceRecord,
-    TablePartition,
-    commit_until_answered,
-    produce,
-    table_producer,
-)
+from streams.tables.index_reducer import prefix_index_table
+from streams.tables.pacing import PARTITION_RECORD_EVERY_S, TRANSACTIONS_PER_SECOND_MAX
+from streams.tables.partition import TablePartition
 from streams.tables.records import Change, decode_partition, partition_key
+from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import PartitionStore, TableSpec
+from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, table_producer
+from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S
