@@ -40,6 +40,7 @@ HEARTBEAT_S = 0.5
 def create_app(settings: Settings) -> faust.App:
     """Build the App. Nothing is read or written before the worker starts."""
     data_dir = Path(settings.data_dir).absolute()
+    serves_only_metrics = not settings.router and settings.metrics_port > 0
     app = App(
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
@@ -56,9 +57,9 @@ def create_app(settings: Settings) -> faust.App:
         topic_disable_leader=True,
         topic_partitions=settings.partitions,
         topic_replication_factor=settings.replication,
-        web_enabled=settings.router or settings.metrics_port > 0,
+        web_enabled=settings.router or serves_only_metrics,
         web_bind=settings.host,
-        web_port=settings.port if settings.router else settings.metrics_port or settings.port,
+        web_port=settings.metrics_port if serves_only_metrics else settings.port,
         web_host=settings.host,
         web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
         stream_wait_empty=False,
@@ -121,7 +122,7 @@ def create_app(settings: Settings) -> faust.App:
     agent_metrics = agent_registry(indexer)
     if router is not None:
         Handlers(router, [agent_metrics]).add_to(app.web.web_app)
-    elif settings.metrics_port:
+    elif serves_only_metrics:
         app.web.web_app.add_routes(monitoring_routes(agent_metrics))
     return app
 
