@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_metrics, decode_worker
-from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PlainFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
 from streams.core.block_facts.moe_labels import LabelIndex, MoeSelector
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import DpRank, Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier, WorkerId
@@ -233,7 +233,7 @@ class View:
             self._batches = (self.index, *compiled[1:])
 
     def _new_sets(self) -> FactSets:
-        return PlainFactSets() if _compiled() is None else CompiledFactSets()
+        return PythonFactSets() if _compiled() is None else CompiledFactSets()
 
     def reset(self) -> None:
         """Forget everything, to be folded anew."""

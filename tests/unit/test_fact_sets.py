@@ -14,7 +14,7 @@ from streams.core.block_facts.fact_sets import (
     CompiledFactSets,
     FactQuery,
     FactSets,
-    PlainFactSets,
+    PythonFactSets,
     RankNumbering,
     RequestPath,
 )
@@ -22,7 +22,7 @@ from streams.core.ids import DpRank, Float64Array, HashArray, RankId, WorkerId
 from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
 
-SETS: list[type[FactSets]] = [PlainFactSets, CompiledFactSets]
+SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 
 
 def rank(number: int) -> RankId:

@@ -1,1 +1,1 @@
-"""Compiled kernels of the sets of facts about blocks."""
+"""Compiled kernels of the fact sets."""
