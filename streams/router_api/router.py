@@ -155,6 +155,11 @@ class Router:
         """Serve delivery reports and expire bookings; call it about every half second."""
         self.loads.poll()
 
+    @property
+    def sessions_evicted(self) -> int:
+        """Session bindings that were dropped because too many sessions were bound."""
+        return self._sessions.evicted
+
     def workers_left(self) -> int:
         """How many workers must still be registered before a starting router is ready; 0 once there were enough."""
         if not self._had_enough_workers:
