@@ -27,6 +27,7 @@ from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tie
 from streams.core.index.interface import OverlapScores, with_predictions
 from streams.core.index.predicted_index import ApproximatePrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.kernels.available import kernels_available
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import FleetState
 from streams.core.routing.eligibility import FilterReason, WorkerFilter, eligible_ranks, refusals
@@ -108,21 +109,19 @@ def fast_fold() -> RunFold:
     compiled = _compiled()
     if compiled is None:
         return PlainRunFold()
-    from streams.warming import warm_kernels
+    from streams.warming import ROUTER, warm
 
-    warm_kernels()  # here, before anybody is answered: half a minute once, a tenth of a second from the cache
+    warm(ROUTER)  # before the first answer, which would otherwise wait for a compiler
     return compiled[0]()
 
 
 def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
     """The fold over compiled kernels and what decodes for it; None where numba cannot be imported."""
-    try:
-        from streams.core.index.tree_fold import TreeRunFold
-        from streams.tables.run_decoding import decode_runs, labels_of
-    except ImportError as exc:
-        if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
-            raise
+    if not kernels_available():
         return None
+    from streams.core.index.tree_fold import TreeRunFold
+    from streams.tables.run_decoding import decode_runs, labels_of
+
     return TreeRunFold, decode_runs, labels_of
 
 
