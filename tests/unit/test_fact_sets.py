@@ -236,6 +236,7 @@ def test_answers_to_sets_that_ended_are_forgotten(make: type[FactSets], monkeypa
         assert counts.tolist() == expected
 
 
+@pytest.mark.thorough
 def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
     """And the last of them is asked as the first is; one more is refused."""
     sets, ranks = CompiledFactSets(), numbers_of(2)

