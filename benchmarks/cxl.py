@@ -27,6 +27,7 @@ from benchmarks.ours import clock
 from benchmarks.report import OURS, Bar, Report, Samples, ratio_bar, select
 from streams import __version__
 from streams.codec import encode_worker
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
@@ -34,7 +35,6 @@ from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.cxl.states import CxlMemoryState
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings

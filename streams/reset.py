@@ -27,9 +27,9 @@ from streams.errors import KvStreamsError, ScopeInUse, TableError
 from streams.kafka import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import INIT_TIMEOUT_S, commit_until_answered, produce, scope_of, table_producer
 from streams.tables.records import partition_key
 from streams.tables.store import PartitionStore
+from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, scope_of, table_producer
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

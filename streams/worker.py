@@ -18,10 +18,12 @@ import faust
 from faust.types import TP
 
 from streams import faults, log
+from streams.agent_metrics import agent_registry
 from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
+from streams.metrics import monitoring_routes
 from streams.reset import reset_scope
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
@@ -29,6 +31,7 @@ from streams.router_api.server import prefer_request_threads, tick_forever
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
+from streams.warming import AGENT, WORKER, warm
 
 #: Between two heartbeats to the group; a third of the session timeout, as is usual, makes a fail-over 1 s longer.
 HEARTBEAT_S = 0.5
@@ -37,6 +40,7 @@ HEARTBEAT_S = 0.5
 def create_app(settings: Settings) -> faust.App:
     """Build the App. Nothing is read or written before the worker starts."""
     data_dir = Path(settings.data_dir).absolute()
+    warm(WORKER if settings.router else AGENT)
     app = App(
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
@@ -53,9 +57,9 @@ def create_app(settings: Settings) -> faust.App:
         topic_disable_leader=True,
         topic_partitions=settings.partitions,
         topic_replication_factor=settings.replication,
-        web_enabled=settings.router,
+        web_enabled=settings.router or settings.metrics_port > 0,
         web_bind=settings.host,
-        web_port=settings.port,
+        web_port=settings.port if settings.router else settings.metrics_port,
         web_host=settings.host,
         web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
         stream_wait_empty=False,
@@ -115,8 +119,11 @@ def create_app(settings: Settings) -> faust.App:
         if router is not None:
             await asyncio.to_thread(router.stop)
 
+    agent_metrics = agent_registry(indexer)
     if router is not None:
-        Handlers(router).add_to(app.web.web_app)
+        Handlers(router, [agent_metrics]).add_to(app.web.web_app)
+    elif settings.metrics_port:
+        app.web.web_app.add_routes(monitoring_routes(agent_metrics))
     return app
 
 

@@ -17,13 +17,13 @@ import xxhash
 from confluent_kafka import KafkaError, Message, Producer
 
 from streams.codec import encode_batch
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     Body,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -50,6 +50,7 @@ from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsErr
 from streams.kafka import producer, require_topic, worker_key
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
+from streams.warming import HASHING, warm
 
 #: A batch waits this long for room in the client's queue, and a flush this long for the broker.
 PUBLISH_TIMEOUT_S = 30.0
@@ -255,6 +256,7 @@ class KvEventPublisher:
         """
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
+        warm(HASHING)  # before the first event, which would otherwise wait for a compiler
         self._kafka = kafka or event_producer(settings)
         self._settings = settings
         self._pools: PoolDirectory | None = None
@@ -277,7 +279,7 @@ class KvEventPublisher:
         lora_name: str | None = None,
         namespace: str | None = None,
         moe: MoeLabels | None = None,
-        cxl: CxlMetadata | None = None,
+        cxl: CxlMemoryMetadata | None = None,
     ) -> None:
         """Blocks are held now. token_ids: those of all blocks, len(engine_hashes) * block_size of them.
 

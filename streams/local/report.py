@@ -96,14 +96,14 @@ def explain(answer: Mapping[str, Any], n_tokens: int, block_size: int) -> str:
     others = [terms for terms in candidates if terms is not chosen]
     words = [
         f"A request of {n_tokens:,} tokens is {answer['request_blocks']} blocks of {block_size}.",
-        f"Worker {chosen['worker_id']} holds the first {chosen['overlap_blocks']} of them, so "
+        f"Worker {chosen['worker_id']} holds the first {chosen['scores']} of them, so "
         f"{chosen['own_prefill_blocks']:.0f} are left to compute; {chosen['active_prefill_blocks']:.0f} blocks wait "
         f"for prefill there and {chosen['decode_blocks']:.0f} would be in use: cost {chosen['cost']:.0f}.",
     ]
     if others:
         next_best = others[0]
         words.append(
-            f"The next best, worker {next_best['worker_id']}, holds {next_best['overlap_blocks']} and would cost "
+            f"The next best, worker {next_best['worker_id']}, holds {next_best['scores']} and would cost "
             f"{next_best['cost']:.0f}; the dearest {others[-1]['cost']:.0f}."
         )
     words.append(f"So it goes to worker {chosen['worker_id']}. How far the index can be trusted: {answer['mode']}.")

@@ -146,6 +146,11 @@ class Router:
         """Serve delivery reports and expiry; called every half second or so."""
         self.loads.poll()
 
+    @property
+    def sessions_evicted(self) -> int:
+        """Session bindings dropped because more than SESSIONS_MAX were in use, since the router started."""
+        return self._sessions.forgotten
+
     def workers_left(self) -> int:
         """How many workers are still to be registered before a router that starts is ready; 0 once they were."""
         if not self._had_enough_workers:

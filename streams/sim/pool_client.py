@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
-from streams.cxl.states import CxlMemoryState
+from streams.core.cxl_memory import CxlMemoryState
 from streams.errors import KvStreamsError
 from streams.sim.model import EngineConfig, KvStored
 from streams.sim.pool import CxlChanged, EnginePoolBlocks

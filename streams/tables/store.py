@@ -177,8 +177,8 @@ class PartitionStore:
 
     def _refused(self, exc: Exception) -> TableError:
         return TableError(
-            f"{self.path} is refused by the system: {exc}",
-            remedy="Make room there, or set data_dir to where this user may write; nothing was thrown away",
+            f"the system refuses access to {self.path}: {exc}",
+            remedy="Free space there, or set data_dir to a folder that this user may write; nothing was deleted",
         )
 
     def _open(self) -> Rdict:
@@ -201,7 +201,7 @@ class PartitionStore:
             if _LOCKED.match(str(exc)):
                 raise TableError(
                     f"{self.path} is in use: {exc}",
-                    remedy="Another process uses this data_dir; each needs one of its own",
+                    remedy="Another process uses this data_dir; each process needs its own",
                 ) from exc
             if refusal(exc):
                 raise self._refused(exc) from exc

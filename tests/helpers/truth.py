@@ -20,11 +20,11 @@ from streams.core.events import EngineBatch
 from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.runs import Run
 from streams.errors import BadRecord, KvStreamsError
-from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, partition_of, producer
 from streams.local.stack import Fact, facts, get_json
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
+from streams.tables.index_reducer import prefix_index_table
 from streams.tables.records import RUN_PREFIX, decode_progress, decode_run, parse_run_key, progress_key
 from streams.tables.store import PartitionStore
 from streams.topics import topics

@@ -28,14 +28,14 @@ from streams.local.processes import Child, Children
 from streams.local.stack import RouterProcess, Stack, facts
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import (
+from streams.tables.records import decode_partition, partition_key
+from streams.tables.transactions import (
     IN_TRANSACTION,
     INIT_TIMEOUT_S,
     commit_until_answered,
     produce,
     table_producer,
 )
-from streams.tables.records import decode_partition, partition_key
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -14,24 +14,17 @@ from typing import Any
 import pytest
 
 from streams.errors import BadRecord
-from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, delete_topics, ensure_topics
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.partition import (
-    INIT_TIMEOUT_S,
-    PARTITION_RECORD_EVERY_S,
-    TRANSACTIONS_PER_SECOND_MAX,
-    Outgoing,
-    PartitionWiring,
-    SourceRecord,
-    TablePartition,
-    commit_until_answered,
-    produce,
-    table_producer,
-)
+from streams.tables.index_reducer import prefix_index_table
+from streams.tables.pacing import PARTITION_RECORD_EVERY_S, TRANSACTIONS_PER_SECOND_MAX
+from streams.tables.partition import TablePartition
 from streams.tables.records import Change, decode_partition, partition_key
+from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import PartitionStore, TableSpec
+from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, table_producer
+from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S
@@ -179,19 +172,19 @@ def test_a_partition_that_a_rebalance_gives_back_goes_on_without_being_read_agai
         wait_for(lambda: len(opened.acknowledged) == 5, VISIBLE_TIMEOUT_S, "five acknowledgements")
         assert partition.suspend()
         assert partition.suspend()  # a second rebalance before the first is over
-        written = partition.counts["transactions"]
+        written = partition.counts()["transactions"]
         source = topics(opened.settings).kv_events.name
         assert partition.offer(records(opened.settings, 5, 6)) == -1
         assert partition.next_offset(source) is None
         time.sleep(1.5 * PARTITION_RECORD_EVERY_S)
-        assert partition.counts["transactions"] == written
+        assert partition.counts()["transactions"] == written
         opened.ready.clear()
         partition.resume()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
         assert partition.next_offset(source) == 5
         assert partition.offer(records(opened.settings, 5, 6)) is None
         wait_for(lambda: len(opened.acknowledged) == 7, VISIBLE_TIMEOUT_S, "two more")
-        assert len(opened.reducers) == 1 and partition.counts["reopened"] == 0
+        assert len(opened.reducers) == 1 and partition.counts()["reopened"] == 0
         assert partition.suspend()
     finally:
         partition.stop()  # as when it goes elsewhere
@@ -214,7 +207,7 @@ def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(ope
         opened.ready.clear()
         partition.resume()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
-        assert partition.counts["reopened"] == 1
+        assert partition.counts()["reopened"] == 1
         assert opened.reducers[-1].loaded == [b"0", b"1", b"2", b"another"]
         assert partition.next_offset(topics(opened.settings).kv_events.name) == 3
     finally:
@@ -289,7 +282,7 @@ def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log
         assert partition.queued == 3
         go_on.set()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
-        assert partition.counts["reopened"] == 1
+        assert partition.counts()["reopened"] == 1
         assert partition.next_offset(source) == 3
         assert opened.acknowledged == [0, 1, 2]
     finally:
@@ -313,7 +306,7 @@ def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened:
         wait_for(lambda: second._stopping, VISIBLE_TIMEOUT_S, "the end to be asked for")
     ending.join()
     assert len(opened.reducers) == reducers
-    assert second.counts["reopened"] == 0
+    assert second.counts()["reopened"] == 0
 
 
 def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> None:
@@ -325,7 +318,7 @@ def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> 
     delete_topics(opened.settings, [topics(opened.settings).index_changelog])
     second = opened.begin()
     try:
-        wait_for(lambda: second.counts["reopened"] >= 2, VISIBLE_TIMEOUT_S, "two attempts")
+        wait_for(lambda: second.counts()["reopened"] >= 2, VISIBLE_TIMEOUT_S, "two attempts")
     finally:
         second.stop()
     (path,) = tables_path(opened.settings).iterdir()

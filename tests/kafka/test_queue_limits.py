@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from streams.errors import BadRecord
-from streams.indexer_agent import prefix_index_table
 from streams.kafka import ensure_topics
 from streams.local.processes import Children
 from streams.local.stack import Stack
 from streams.settings import Settings
-from streams.tables.partition import Outgoing, PartitionWiring, SourceRecord, TablePartition
+from streams.tables.index_reducer import prefix_index_table
+from streams.tables.partition import TablePartition
 from streams.tables.records import Change
+from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import TableSpec
+from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -8,10 +8,11 @@ import threading
 import faust
 from faust.types import TP
 
-from streams.indexer_agent import Indexer, PartitionPlan, prefix_index_table
+from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
 from streams.settings import Settings
-from streams.tables.partition import SourceRecord
+from streams.tables.index_reducer import prefix_index_table
+from streams.tables.reducer import PartitionPlan, SourceRecord
 from streams.topics import topics
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_queue_limits import Slow

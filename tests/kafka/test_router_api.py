@@ -504,9 +504,9 @@ def test_metrics_tell_what_there_is(fleet: Fleet) -> None:
     after = metrics(fleet.main)
     assert after["kvstreams_workers"] == len(fleet.main.workers())
     assert after["kvstreams_index_blocks"] == before["kvstreams_index_blocks"] + 4
-    assert after["kvstreams_answers/fallback"] == before.get("kvstreams_answers/fallback", 0) + 3
+    assert after["kvstreams_answers_total/fallback"] == before.get("kvstreams_answers_total/fallback", 0) + 3
     assert after["kvstreams_route_seconds_count"] == before["kvstreams_route_seconds_count"] + 3
-    assert after["kvstreams_bad_records"] == before["kvstreams_bad_records"]
+    assert after["kvstreams_bad_records_total"] == before["kvstreams_bad_records_total"]
 
 
 def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
@@ -639,7 +639,7 @@ def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings
         kafka.produce(topic, key=key, value=value, partition=0)
     assert kafka.flush(PATIENCE_S) == 0
     with served(scope) as api:
-        assert metrics(api)["kvstreams_bad_records"] == len(strange)
+        assert metrics(api)["kvstreams_bad_records_total"] == len(strange)
         api.call("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}).given()
         agents = Agents(scope, fresh=[])
         agents.hold(rank_of(1), TOKENS)

@@ -23,10 +23,10 @@ from streams.core.reducer.holdings import PlainHoldings, plain_holdings
 from streams.core.reducer.ordering import Health, Verdict
 from streams.core.reducer.restatement import CHUNKS_MAX, ChunkKey, Parking
 from streams.errors import BadRecord
-from streams.indexer_agent import IndexReducer
 from streams.settings import Settings
-from streams.tables.partition import SourceRecord
+from streams.tables.index_reducer import IndexReducer
 from streams.tables.records import PARKED_PREFIX
+from streams.tables.reducer import SourceRecord
 from streams.topics import topics
 from tests.helpers.reference import chain_hashes
 from tests.unit.test_holdings import RANK, SIBLING, batch, check, judge, members, names, stored, u64

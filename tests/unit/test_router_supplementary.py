@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from streams.core.block_facts import fact_sets as block_sets
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
 from streams.cxl import pooled_view
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka import partition_of
 from streams.router_api.router import Router

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import decode_batch, encode_batch
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     KvEvent,
@@ -231,7 +231,7 @@ def test_whatever_bytes_come_both_decoders_agree(seed: int, data: st.DataObject)
 
 def test_what_is_no_ordinary_batch_is_left_to_the_codec() -> None:
     """Stores into CXL memory, empty values and None among good ones, each at its place."""
-    pooled = replace(stored(names(1), u64(1)), cxl=CxlMetadata("in_transit", "p", (1,)))
+    pooled = replace(stored(names(1), u64(1)), cxl=CxlMemoryMetadata("in_transit", "p", (1,)))
     values = [encode_batch(batch(1)), None, b"", encode_batch(batch(2, pooled)), encode_batch(batch(3))]
     found = decode_events(values)
     assert [isinstance(each, BadRecord) for each in found] == [False, True, True, False, False]

@@ -15,7 +15,8 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, E
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import CxlStateChanged
-from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, Payload, decode_payload, engine_hash
+from streams.engines.dialects.interface import DecodedBatch
+from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, decode_payload, engine_hash
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
 from streams.sim.model import EngineConfig, KvCleared, KvRemoved, KvStored, Output
@@ -46,7 +47,7 @@ def stored_event(**changes: Any) -> dict[str, Any]:
     return event | changes
 
 
-def only_stored(payload: Payload) -> BlocksStored:
+def only_stored(payload: DecodedBatch) -> BlocksStored:
     (event,) = payload.events
     assert isinstance(event, BlocksStored)
     return event
@@ -60,7 +61,7 @@ def as_array(event: dict[str, Any]) -> list[Any]:
     return list(event.values())
 
 
-def decoded_or_reason(raw: bytes) -> Payload | str:
+def decoded_or_reason(raw: bytes) -> DecodedBatch | str:
     try:
         return decode_payload(raw, BLOCK)
     except BadRecord as exc:
@@ -91,7 +92,7 @@ def test_every_form_of_a_batch_says_the_same(form: str) -> None:
 @pytest.mark.parametrize("outer", [[1.5, []], [1.5, [], None], {"ts": 1.5, "events": []}])
 def test_a_batch_that_names_no_rank_is_of_rank_0(outer: Any) -> None:
     """Engines without data parallelism leave it out."""
-    assert decode_payload(msgpack.packb(outer), BLOCK) == Payload(1500, 0, (), 0)
+    assert decode_payload(msgpack.packb(outer), BLOCK) == DecodedBatch(1500, 0, (), 0)
 
 
 def test_a_short_event_of_an_older_vllm_is_read() -> None:
@@ -133,7 +134,7 @@ def test_what_is_no_block_hash_is_refused(raw: Any) -> None:
     """Neither text nor a float nor a bool is a hash."""
     with pytest.raises(TypeError):
         engine_hash(raw)
-    with pytest.raises(BadRecord, match="no block hash"):
+    with pytest.raises(BadRecord, match="not a block hash"):
         decode_payload(pack(["BlockRemoved", [raw]]), BLOCK)
 
 
@@ -388,7 +389,7 @@ def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) ->
         good[raw[0] % len(good)] = raw[1]
         raw = bytes(good)
     payload = decoded_or_reason(raw)
-    assert isinstance(payload, Payload) or payload in REASONS
+    assert isinstance(payload, DecodedBatch) or payload in REASONS
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ EXPIRED_PER_TICK_MAX = 16
 SILENT = "silent"
 
 
+#: Keys of `MaintenanceActions.counts`: ranks that fell silent (`silent`), expiries of workers (`expiry_written`),
+#: resync requests (`resync_requested`), those of them after which no more follow (`resync_given_up`), and degraded
+#: ranks that were cleared (`cleared`).
+MAINTENANCE_COUNTS = ("silent", "expiry_written", "resync_requested", "resync_given_up", "cleared")
+
+
 @dataclass(slots=True)
 class MaintenanceActions:
     """What is to be written: requests to `kv-control`, expiries to `kv-events`. counts: what happened, by name."""
@@ -169,7 +175,7 @@ class RankMaintenance:
                     asked_at_ms=wall_ms,
                 )
             )
-            actions.counts["resync_asked"] += 1
+            actions.counts["resync_requested"] += 1
             actions.counts["resync_given_up"] += ask.last
 
 
