@@ -13,7 +13,7 @@ import numpy as np
 
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.sim.offline import simulate
 from streams.sim.trace import generate
 

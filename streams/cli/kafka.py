@@ -9,7 +9,6 @@ import click
 from rich.console import Console
 
 from streams.cli.options import GroupedGroup, key_and_value
-from streams.progress import shown
 from streams.settings import ENV_PREFIX
 
 KAFKA_DIRECTORY = Path(".kvstreams/kafka")
@@ -74,8 +73,9 @@ def kafka_status(directory: Path) -> None:
 
 
 def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any:
-    """Start the local Kafka, and show progress while it is downloaded and started; returns its KafkaState."""
+    """Start the local Kafka and return its KafkaState. Shows progress during the download of its jars and the start."""
     from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.progress import shown
 
     local = LocalKafka(LocalKafkaConfig(directory, overrides or {}))
     with shown(Console(stderr=True), "starting Kafka") as step:

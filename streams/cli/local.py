@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from streams import warming
 from streams.cli.kafka import KAFKA_DIRECTORY, start_kafka
 from streams.cli.options import GroupedCommand
 from streams.cli.output import console
@@ -69,6 +68,8 @@ def demo(
 ) -> None:
     """Compare routing policies on this machine, with simulated engines and a real Kafka."""
     from streams.local.demo import DEMO_POLICIES, DemoConfig, require_extra, run_demo
+    from streams.warming import WORKER
+    from streams.warming import warm as warm_kernels
 
     require_extra("psutil", "matplotlib")
     try:
@@ -90,7 +91,7 @@ def demo(
         blocks=blocks,
         policies=tuple(mode for mode in DEMO_POLICIES if mode in modes),
     )
-    warming.warm(warming.WORKER)  # once, here: otherwise each of the demo's processes would compile the kernels
+    warm_kernels(WORKER)  # once, here: otherwise each of the demo's processes would compile the kernels
     run_demo(config, start_kafka)
 
 
@@ -107,17 +108,21 @@ def demo(
 def up(workers: int, directory: Path, kafka_directory: Path) -> None:
     """Run everything on this machine in the foreground, to try the HTTP API."""
     from streams.local.demo import require_extra, run_up
+    from streams.warming import WORKER
+    from streams.warming import warm as warm_kernels
 
     require_extra("psutil")
-    warming.warm(warming.WORKER)
+    warm_kernels(WORKER)
     run_up(workers, directory, kafka_directory, start_kafka)
 
 
 @click.command(cls=GroupedCommand)
 def warm() -> None:
     """Compile the kernels. Needed once per installation; otherwise the first process that starts compiles them."""
-    if not warming.warm(console=console()):
-        click.echo("nothing to compile")
+    from streams.warming import warm as warm_kernels
+
+    if not warm_kernels(console=console()):
+        click.echo("no kernel had to be compiled")
 
 
 COMMANDS = (demo, up, warm)

@@ -52,7 +52,7 @@ def sim(
 ) -> None:
     """Run a simulated engine that a router cannot distinguish from vLLM."""
     from streams.core.events import MoeLabels
-    from streams.sim.model import EngineConfig
+    from streams.sim.engine_config import EngineConfig
     from streams.sim.server import SimServerConfig, run
 
     log.configure(Settings())

@@ -38,7 +38,7 @@ from streams.local.report import draw, explain, print_policies, summarise, summa
 from streams.local.stack import Engine, RouterProcess, Stack, get_json, held_blocks, known_blocks, wait_workers
 from streams.progress import shown
 from streams.settings import Settings
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.sim.offline import simulate
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
 from streams.topics import topics

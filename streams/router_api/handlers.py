@@ -36,6 +36,7 @@ from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     RouteRequest,
+    answer_json,
     parse_book,
     parse_output,
     parse_pool,
@@ -112,7 +113,7 @@ class Handlers:
         """Choose a rank and book it."""
         started = time.perf_counter()
         asked, packed = await _route_request(request)
-        answer = self._router.route(asked, packed)
+        answer = answer_json(self._router.route(asked, packed))
         self._metrics.route_seconds.observe(time.perf_counter() - started)
         return _json(answer)
 
@@ -143,23 +144,23 @@ class Handlers:
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The registry."""
-        return _json({"workers": [self._worker_json(worker) for worker in self._router.list_workers()]})
+        return _json({"workers": [self._worker_json(worker) for worker in self._router.registry.workers()]})
 
     async def put_worker(self, request: web.Request) -> web.Response:
         """Register a worker, or change it."""
         body = await _body(request)
         worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
-        await asyncio.to_thread(self._router.put_worker, worker)
+        await asyncio.to_thread(self._router.registry.put_worker, worker)
         return _json(self._worker_json(worker))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         """Remove a worker and what it held."""
-        await asyncio.to_thread(self._router.delete_worker, _worker_id(request))
+        await asyncio.to_thread(self._router.registry.delete_worker, _worker_id(request))
         return _json({"worker_id": _worker_id(request), "removed": True})
 
     async def cordon(self, request: web.Request) -> web.Response:
         """Take a worker out gently."""
-        return _json(self._worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
+        return _json(self._worker_json(await asyncio.to_thread(self._router.registry.cordon, _worker_id(request))))
 
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
         """A worker of the registry, which of its ranks are not heard of, and what its engine says of them."""
@@ -214,11 +215,11 @@ class Handlers:
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
         asked = parse_pool(await _body(request))
-        return _json(pool_json(await asyncio.to_thread(self._router.put_pool, _pool_id(request), asked)))
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), asked)))
 
     async def delete_pool(self, request: web.Request) -> web.Response:
         """A CXL pool is lost, with all that it held."""
-        return _json(pool_json(await asyncio.to_thread(self._router.lose_pool, _pool_id(request))))
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
 
     async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Every pooled block: its place, its state, and who can reach it."""
@@ -244,7 +245,7 @@ class Handlers:
         try:
             self._router.check_ready()
         except NotReady as exc:
-            return _json({**reported, "ready": False, "why": str(exc)}, status=exc.http_status)
+            return _json({**reported, "ready": False, "reason": str(exc)}, status=exc.http_status)
         return _json(reported)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002

@@ -16,8 +16,10 @@ from streams.core.routing.sessions import SESSIONS_MAX
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
 from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
+from streams.router_api.engine_reports import REPORTS_MAX
 from streams.router_api.router import Router
-from streams.router_api.view import REPORTS_MAX, AnswerMode, DegradedReason, RankCounts
+from streams.router_api.trust import AnswerMode, DegradedReason
+from streams.router_api.view import RankCounts
 from streams.settings import Settings
 from streams.topics import topics
 

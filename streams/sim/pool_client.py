@@ -24,7 +24,8 @@ import orjson
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.errors import KvStreamsError
-from streams.sim.model import EngineConfig, KvStored
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import KvStored
 from streams.sim.pool import CxlChanged, EnginePoolBlocks
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import zmq
 
 from streams.local.ports import free_port
 from streams.local.stack import Engine, RouterProcess, Stack, get_json, wait_workers
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S, assert_known, dead_letters
 

@@ -21,7 +21,7 @@ from streams.local.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wai
 from streams.router_api.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
 from streams.router_api.metrics import ROUTER_METRICS
 from streams.settings import Settings, as_environ
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.tables.records import encode_progress, progress_key
 from streams.topics import topics
 from streams.waiting import wait_for

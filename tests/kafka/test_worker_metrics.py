@@ -84,7 +84,7 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
             "scraped_at_ms": 0,
             "scrapes_failed": 0,
         }
-        by_rank = {row["worker_id"]: row["engine"] for row in api.get("/loads")["loads"]}
+        by_rank = {row["worker_id"]: row["engine_metrics"] for row in api.get("/loads")["loads"]}
         assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
         assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
         chosen = api.ask(**ASKED)

@@ -17,7 +17,9 @@ from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.cxl.states import NOT_POOLED, Refused, transition
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.sim.model import EngineConfig, EngineModel, EngineStats, FirstToken, KvStored, Output, PoolAsked
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import EngineStats, FirstToken, KvStored, Output, PoolAsked
+from streams.sim.model import EngineModel
 from streams.sim.offline import Outcome, simulate
 from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
 from streams.sim.trace import generate, infinite_cache_hit_share

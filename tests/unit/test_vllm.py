@@ -19,8 +19,8 @@ from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, decode_payload, engine_hash
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
-from streams.sim.model import EngineConfig, KvCleared, KvRemoved, KvStored, Output
-from streams.sim.server import EventDialect, HashDialect, SimServerConfig, _wire_events
+from streams.sim.engine_messages import KvCleared, KvRemoved, KvStored
+from streams.sim.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
 
 BLOCK = 4
 TOKENS = list(range(1, 13))
@@ -421,21 +421,17 @@ def test_the_simulated_engine_speaks_this_dialect(
     event_dialect: EventDialect, hash_dialect: HashDialect, lora_name: str | None
 ) -> None:
     """What its own encoder writes is read as what its model said."""
-    config = SimServerConfig(
-        engine=EngineConfig(block_size=BLOCK),
-        event_dialect=event_dialect,
-        hash_dialect=hash_dialect,
-        lora_names=("poet",),
-    )
+    form = WireForm(BLOCK, event_dialect=event_dialect, hash_dialect=hash_dialect, lora_names=("poet",))
     engine = np.array([U64_MASK, 5, 1 << 63], dtype=np.uint64)
     local = local_hashes(TOKENS, BLOCK, hash_seed(lora_name))
     tokens = np.array(TOKENS, dtype="<u4").tobytes()
-    outputs: list[Output] = [
+    events: list[BlockEvent] = [
         KvStored(0.0, EngineHash(77), engine, local, local, tokens, 4, lora_name),
         KvRemoved(1.0, engine[:2]),
         KvCleared(2.0),
     ]
-    stored, *removals, cleared = decode_payload(pack(*_wire_events(outputs, config)), BLOCK).events
+    sent = [wire_event for event in events for wire_event in form.events(event)]
+    stored, *removals, cleared = decode_payload(pack(*sent), BLOCK).events
     assert isinstance(stored, BlocksStored)
     assert (stored.parent, stored.engine.tolist(), stored.local.tolist()) == (77, engine.tolist(), local.tolist())
     assert [event.engine.tolist() for event in removals if isinstance(event, BlocksRemoved)] == [[U64_MASK], [5]]
