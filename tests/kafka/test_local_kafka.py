@@ -1,4 +1,4 @@
-"""The Kafka for one machine, with real brokers: they start, are found again, survive a kill, and fail readably."""
+"""The Kafka for one machine, with real brokers: they start, are found again, survive a kill, and explain failures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ from confluent_kafka.cimpl import NewTopic
 from streams.errors import LocalKafkaError
 from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, kafka
 
-# A jar of 3 kB: what is fetched, broken and mended in these tests.
-SMALL_JAR = "jspecify"
-
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
-    """Give a broker's directory; each test calls `up`, which starts it only where the test before ended it."""
+    """Give a broker's directory; each test calls `up`, which starts it only if the test before stopped it."""
     overrides = {"broker.session.timeout.ms": "1000"}  # what `up` waits for after `kill`
     local = LocalKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka") / "a café", overrides=overrides))
     yield local
@@ -36,7 +33,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
 
 
 def brokers_of(directory: Path) -> list[int]:
-    """Return the pids of all brokers that run on this directory, whatever state.json says."""
+    """Return the pids of all brokers that run in this directory, whatever state.json contains."""
     return [
         process.pid
         for process in psutil.process_iter(["cmdline", "status"])
@@ -57,7 +54,7 @@ def produce(bootstrap: str, topic: str, value: bytes) -> None:
 
 
 def consume(bootstrap: str, topic: str, *, in_group: bool = False) -> bytes:
-    """Return the first message, read as a member of a group or, sooner, without one."""
+    """Return the first message, read as a member of a group or, which is faster, without one."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": f"of-{topic}", "auto.offset.reset": "earliest"})
     try:
         if in_group:
@@ -78,7 +75,7 @@ def consume(bootstrap: str, topic: str, *, in_group: bool = False) -> bytes:
 
 
 def test_a_message_goes_through_a_new_broker(broker: LocalKafka) -> None:
-    """A broker started from nothing takes a message from one client and gives it to another, without a word."""
+    """A new broker takes a message from one client and gives it to another, and prints nothing."""
     state = broker.up()
     assert not state.reused
     assert state.notes == ()
@@ -92,7 +89,7 @@ def test_a_message_goes_through_a_new_broker(broker: LocalKafka) -> None:
 
 
 def test_a_second_up_finds_the_running_broker(broker: LocalKafka) -> None:
-    """`up` where a broker runs returns that one, for another object as well, and `status` tells the same."""
+    """If a broker is running, `up` returns that one, to another object as well, and so does `status`."""
     first = broker.up()
     again = LocalKafka(broker.config).up()
     assert again.reused
@@ -102,7 +99,7 @@ def test_a_second_up_finds_the_running_broker(broker: LocalKafka) -> None:
 
 
 def test_up_with_other_properties_says_that_it_changed_nothing(broker: LocalKafka) -> None:
-    """A running broker is not restarted for other overrides; the answer has a note about it."""
+    """A running broker is not restarted for other overrides; the returned state has a note about it."""
     first = broker.up()
     other = LocalKafka(LocalKafkaConfig(broker.directory, overrides={"num.io.threads": "3"})).up()
     assert other.pid == first.pid
@@ -110,7 +107,7 @@ def test_up_with_other_properties_says_that_it_changed_nothing(broker: LocalKafk
 
 
 def test_a_killed_broker_comes_back_with_its_data_and_port(broker: LocalKafka) -> None:
-    """What was acknowledged before SIGKILL is read after the next `up`, at the same address."""
+    """A message that was acknowledged before SIGKILL can be read after the next `up`, at the same address."""
     before = broker.up()
     create_topic(before.bootstrap, "survivor")
     produce(before.bootstrap, "survivor", b"still here")
@@ -125,7 +122,7 @@ def test_a_killed_broker_comes_back_with_its_data_and_port(broker: LocalKafka) -
 
 
 def test_a_paused_broker_is_alive_and_does_not_answer(broker: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between `pause` and `resume` the process exists, `answers` is false and `up` says why it cannot use it."""
+    """Between `pause` and `resume` the process exists, `answers` is false and the error of `up` explains why."""
     monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", 0.3)
     state = broker.up()
     broker.pause()
@@ -141,7 +138,7 @@ def test_a_paused_broker_is_alive_and_does_not_answer(broker: LocalKafka, monkey
 
 
 def test_down_leaves_no_process_and_may_be_repeated(broker: LocalKafka) -> None:
-    """`down` ends even a paused broker, tells whether there was one, and what needs a broker says that none runs."""
+    """`down` stops even a paused broker and returns whether one was running; `kill` without a broker is an error."""
     broker.up()
     broker.pause()
     assert broker.down()
@@ -154,7 +151,7 @@ def test_down_leaves_no_process_and_may_be_repeated(broker: LocalKafka) -> None:
 
 
 def test_two_ups_at_once_start_one_broker(broker: LocalKafka) -> None:
-    """Of two simultaneous calls one starts the broker and the other one finds it."""
+    """Of two simultaneous calls, one starts the broker and the other finds it."""
     broker.down()
     with ThreadPoolExecutor(2) as threads:
         states = list(threads.map(lambda _: LocalKafka(broker.config).up(), range(2)))
@@ -162,8 +159,8 @@ def test_two_ups_at_once_start_one_broker(broker: LocalKafka) -> None:
     assert brokers_of(broker.directory) == [states[0].pid] == [states[1].pid]
 
 
-def test_a_port_taken_meanwhile_is_replaced_and_told(broker: LocalKafka) -> None:
-    """Where another server has the saved port, the broker starts on a new one, with its data and a note about it."""
+def test_a_port_taken_in_the_meantime_is_replaced_and_noted(broker: LocalKafka) -> None:
+    """If another server uses the saved port, the broker starts on a new one, with its data and a note about it."""
     before = broker.up()
     broker.down()
     port = int(before.bootstrap.rpartition(":")[2])
@@ -180,7 +177,7 @@ def test_a_port_taken_meanwhile_is_replaced_and_told(broker: LocalKafka) -> None
 @pytest.mark.parametrize(
     ("overrides", "reason", "remedy"),
     [
-        ({"log.dirs": "{file}"}, "No available log directories", "can write"),
+        ({"log.dirs": "{file}"}, "No available log directories", "write permission"),
         ({"num.io.threads": "many"}, "Invalid value many for configuration num.io.threads", "property"),
         ({"authorizer.class.name": "no.such.Class"}, "ClassNotFoundException: no.such.Class", "class"),
         ({"listeners": "PLAINTEXT://0.0.0.0:9092"}, "sets listeners itself", "overrides"),
@@ -190,7 +187,7 @@ def test_a_port_taken_meanwhile_is_replaced_and_told(broker: LocalKafka) -> None
 def test_a_broker_that_cannot_start_says_why(
     tmp_path: Path, overrides: dict[str, str], reason: str, remedy: str
 ) -> None:
-    """The error quotes Kafka's own reason, tells what to do, and nothing is left running."""
+    """The error quotes Kafka's own reason and explains what to do, and nothing is left running."""
     file = tmp_path / "file"
     file.touch()
     overrides = {key: value.format(file=file) for key, value in overrides.items()}
@@ -203,7 +200,7 @@ def test_a_broker_that_cannot_start_says_why(
 
 
 def test_a_start_that_takes_too_long_is_ended(broker: LocalKafka) -> None:
-    """After `start_timeout_s` without an answer the broker is killed, and the error says so."""
+    """After `start_timeout_s` without an answer the broker is killed, which the error states."""
     broker.down()
     local = LocalKafka(LocalKafkaConfig(broker.directory, start_timeout_s=0.1))
     with pytest.raises(LocalKafkaError, match=r"did not answer within 0\.1 s"):
@@ -229,7 +226,7 @@ def test_an_interrupted_start_leaves_no_broker(broker: LocalKafka, monkeypatch: 
 
 @pytest.mark.parametrize("version", ["3.9.1", "5.0.0", "4.99.0"])
 def test_data_of_another_kafka_is_refused(tmp_path: Path, version: str) -> None:
-    """Data of another major version, or of a newer one, is not touched, and the error names both versions."""
+    """Data of another major version, or of a newer one, is not changed, and the error names both versions."""
     saved = kafka._Saved(version, "AAAAAAAAAAAAAAAAAAAAAA", broker_port=20_001, controller_port=20_002)
     (tmp_path / "state.json").write_text(json.dumps(asdict(saved)))
     with pytest.raises(LocalKafkaError, match=rf"Kafka {version}, and this is Kafka {KAFKA_VERSION}") as caught:
@@ -239,7 +236,7 @@ def test_data_of_another_kafka_is_refused(tmp_path: Path, version: str) -> None:
 
 
 def test_a_reused_pid_is_neither_mistaken_nor_killed(tmp_path: Path) -> None:
-    """A process that has the noted pid and another creation time is a stranger."""
+    """A process with the saved pid and another creation time is not the broker."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as stranger:
         try:
             process = kafka._Process(stranger.pid, psutil.Process(stranger.pid).create_time() - 60, "17", "")
@@ -256,8 +253,8 @@ def test_a_reused_pid_is_neither_mistaken_nor_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"process": null}'])
-def test_an_unreadable_state_is_told_and_kept(tmp_path: Path, text: str) -> None:
-    """A state.json that is not ours gives an error that names it, for every call."""
+def test_an_unreadable_state_is_reported_and_kept(tmp_path: Path, text: str) -> None:
+    """With a state.json that is not ours, every call raises an error that names the file."""
     (tmp_path / "state.json").write_text(text)
     local = LocalKafka(LocalKafkaConfig(tmp_path))
     for call in (local.up, local.down, local.status, local.kill):
@@ -266,8 +263,8 @@ def test_an_unreadable_state_is_told_and_kept(tmp_path: Path, text: str) -> None
     assert (tmp_path / "state.json").read_text() == text
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    """A file in the directory's place gives an error that names the directory."""
+def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    """If a file is in the directory's place, the error names the directory."""
     (tmp_path / "file").touch()
     local = LocalKafka(LocalKafkaConfig(tmp_path / "file" / "kafka"))
     assert local.status() is None
@@ -277,13 +274,13 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_a_comma_is_refused(tmp_path: Path) -> None:
-    """Kafka would take the directory for two, and put its data elsewhere."""
+    """Kafka would take the directory for two, and put its data in other places."""
     with pytest.raises(LocalKafkaError, match="comma"):
         LocalKafka(LocalKafkaConfig(tmp_path / "a, b")).up()
     assert not list(tmp_path.iterdir())
 
 
 def test_properties_are_written_as_java_reads_them() -> None:
-    """Everything that means something in a properties file, or is not ASCII, is escaped."""
+    """Every character with a meaning in a properties file, or outside ASCII, is escaped."""
     text = kafka._as_properties({"log.dirs": "/tmp/a b:c=d\\é\U0001d11e\n#!"}).splitlines()[1]
     assert text == r"log.dirs=/tmp/a b:c=d\u005c\u00e9\ud834\udd1e\u000a\u0023\u0021"
