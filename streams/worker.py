@@ -59,7 +59,7 @@ def create_app(settings: Settings) -> faust.App:
         topic_replication_factor=settings.replication,
         web_enabled=settings.router or settings.metrics_port > 0,
         web_bind=settings.host,
-        web_port=settings.port if settings.router else settings.metrics_port,
+        web_port=settings.port if settings.router else settings.metrics_port or settings.port,
         web_host=settings.host,
         web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
         stream_wait_empty=False,
