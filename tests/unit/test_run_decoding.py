@@ -398,7 +398,7 @@ def test_a_full_index_takes_what_fits_and_reports_the_rest() -> None:
     keys, values = [key for (key,), _ in runs], [value for _, (value,) in runs]
     refused = fold.fold_records(columns_of(keys, values))
     assert refused and len(fold) == 399 - len(refused)
-    with pytest.raises(IndexFull, match="no room"):
+    with pytest.raises(IndexFull, match="over capacity"):
         fold.fold(*_run_of(other, 1000))
     fold.fold(keys, [None] * 399)
     assert not len(fold)
