@@ -168,17 +168,17 @@ def check(fleet: Fleet, router: Router, prompt: Prompt, body: RouteRequest, *, s
     """Check that the scores are those of the generated data, and that the cheapest rank was chosen."""
     answer = router.route(body, prompt.tokens)
     members = set() if prompt.pool is None else set(fleet.members(prompt.pool))
-    for each in answer["candidates"]:
-        own = N_OWN if each["worker_id"] == prompt.holder else N_SHARED
+    for each in answer.candidates or ():
+        own = N_OWN if each.rank.worker_id == prompt.holder else N_SHARED
         reached = (
-            prompt.n_known - own if each["worker_id"] in members and (prompt.holder is None or own == N_OWN) else 0
+            prompt.n_known - own if each.rank.worker_id in members and (prompt.holder is None or own == N_OWN) else 0
         )
         wanted = (own, reached if supplementary else 0, own if supplementary else 0)
-        found = (each["scores"], each["cxl_accessible_scores"], each["moe_scores"])
+        found = (each.scores, each.cxl_accessible_scores, each.moe_scores)
         if found != wanted:
-            raise SystemExit(f"worker {each['worker_id']} has scores {found}, but the data has {wanted}")
-    if answer["cost"] != min(each["cost"] for each in answer["candidates"]):
-        raise SystemExit(f"worker {answer['worker_id']} was chosen at cost {answer['cost']}, which is not the lowest")
+            raise SystemExit(f"worker {each.rank.worker_id} has scores {found}, but the data has {wanted}")
+    if answer.cost != min(each.cost for each in answer.candidates or ()):
+        raise SystemExit(f"worker {answer.rank.worker_id} was chosen at cost {answer.cost}, which is not the lowest")
 
 
 def measure(router: Router, prompts: list[Prompt], body: RouteRequest) -> tuple[float, float]:
@@ -202,7 +202,7 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     fleet = Fleet(ranks, pooled)
     neither = fleet.router(pooled=False, labelled=False)
     without_query = fleet.router(pooled=False, labelled=False)  # the same, without the query for supplementary matches
-    without_query._supplementary = lambda *_: None  # type: ignore[method-assign]
+    without_query.view.supplementary = lambda *_, **__: None  # type: ignore[method-assign]
     begun = time.monotonic()
     full = fleet.router(pooled=True, labelled=True)
     case = f"{ranks} ranks, {N_TOKENS} tokens, {full.view.n_pooled()} rows, {full.view.labelled()[0]} labelled records"

@@ -1,6 +1,7 @@
-"""The HTTP calls of docs/http.md, bound to a Router: the same under Faust and under `kvstreams router`.
+"""The HTTP calls of docs/http.md, bound to a Router: the same ones under Faust and under `kvstreams router`.
 
-What lives here: request in, response out, and the one shape of errors. What must not: decisions.
+What lives here: the way from a request to a response, and the shape of all errors. What must not: decisions (router),
+and JSON of values (wire).
 """
 
 from __future__ import annotations
@@ -10,27 +11,33 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.workers import Worker
 from streams.cxl.events import check_pool_id
-from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
-from streams.router_api.dead_letters import DeadLetterCounts
+from streams.errors import (
+    HTTP_CODES,
+    HTTP_ERROR,
+    InvalidRequest,
+    KvStreamsError,
+    NotReady,
+    RequestTooLarge,
+    api_error,
+)
+from streams.metrics import MetricsRegistry, metrics_response
+from streams.router_api.metrics import RouterMetrics
 from streams.router_api.router import Router
-from streams.router_api.view import DegradedReason
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     RouteRequest,
+    answer_json,
     parse_book,
     parse_output,
     parse_pool,
@@ -46,31 +53,17 @@ from streams.router_api.wire import (
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a client is asked to wait before it tries again.
+#: Seconds after which a client may retry, as the header Retry-After.
 RETRY_AFTER_S = "1"
 
-#: One fact of the dump: worker id, dp rank, tier, sequence hash; little-endian.
+#: One fact in the answer of GET /state/blocks: worker id, dp rank, tier, sequence hash; little-endian.
 FACT = struct.Struct("<QIBQ")
 
-#: A request id in a path; aiohttp's own pattern leaves out ids with braces, which /route takes.
+#: A request id in a path. aiohttp's own pattern does not match ids with braces, which /route accepts.
 _ANY_ID = "{request_id:[^/]+}"
-
-#: Codes of what no class of ours is about: the server's own refusals.
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
-HTTP_ERROR = "http_error"
 
 #: Errors of an application by their code; only its own loop writes it.
 _ERRORS = web.AppKey("errors", Counter)
-
-#: Doubts that a rank is the reason of.
-RANK_DEGRADED_REASONS = (
-    DegradedReason.NO_EVENTS_YET,
-    DegradedReason.EVENTS_LOST,
-    DegradedReason.REMOVED,
-    DegradedReason.OVER_CAPACITY,
-    DegradedReason.OWNER_SILENT,
-    DegradedReason.OWNER_BEHIND,
-)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -78,57 +71,17 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Handlers:
     """Binds a router's calls to paths.
 
-    Calls that wait for Kafka run on a thread, so that a broker which is away delays them and no answer to /route.
+    Calls that wait for Kafka run on a thread, so that an unreachable broker delays them but no answer to /route.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
+        """more_metrics: of the same process, served after the router's own."""
         self._router = router
-        self._registry = CollectorRegistry()
-        self._seconds = Histogram(
-            "kvstreams_route_seconds",
-            "Time inside POST /route",
-            registry=self._registry,
-            buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
-        )
-        self._gauges = {
-            name: Gauge(f"kvstreams_{name}", text, registry=self._registry)
-            for name, text in (
-                ("index_blocks", "Facts held in the index: one block, one rank, one tier"),
-                ("workers", "Registered workers"),
-                ("pooled_blocks", "Rows of the table of pooled blocks, in whatever state"),
-                (
-                    "pooled_over_capacity",
-                    "Rows of pooled blocks that found no room; answers are degraded",
-                ),
-                ("labelled_records", "Run records with labels of experts"),
-                ("labels_over_capacity", "Labels of blocks that found no room, and count for nothing"),
-                ("ranks_with_metrics", "Ranks whose engine says how it is"),
-                ("scrapes_failed", "Scrapes that failed, as the bridges tell, of the ranks with metrics"),
-                ("bookings_known", "Bookings remembered, the ended ones that have not expired among them"),
-                ("bookings_dropped", "Records of bookings that Kafka did not take, or that found no room to wait"),
-                ("bookings_unacknowledged", "Records of bookings that Kafka has not acknowledged yet"),
-                ("bookings_in_sync", "1 while bookings of all routers are known to all, 0 while Kafka is away"),
-                ("unknown_calls", "Calls for request ids that no booking came for"),
-                ("bad_records", "Records of the router's topics that could not be used"),
-                ("records_over_capacity", "Run records that the index had no room for; their ranks are degraded"),
-                ("index_bytes", "Memory that the index takes"),
-            )
-        }
-        self._answers = Gauge("kvstreams_answers", "Answers of POST /route by mode", ["mode"], registry=self._registry)
-        self._ranks = Gauge(
-            "kvstreams_ranks",
-            "Ranks of registered workers by state; one may be in several, and is in registered",
-            ["state"],
-            registry=self._registry,
-        )
-        self._degraded_ranks = Gauge(
-            "kvstreams_degraded_ranks", "Ranks that make answers degraded, by why", ["reason"], registry=self._registry
-        )
-        self._errors: Counter[str] = Counter()
-        self._registry.register(_Totals(self._errors, router.dead_letters))
+        self._metrics = RouterMetrics(router)
+        self._more_metrics = more_metrics
 
     def routes(self) -> list[web.RouteDef]:
-        """Every path."""
+        """Every path with its handler."""
         return [
             web.post("/route", self.route),
             web.get("/loads", self.loads),
@@ -153,20 +106,20 @@ class Handlers:
         ]
 
     def add_to(self, app: web.Application) -> None:
-        """Bind every path to an application whose middleware is `error_shape`, and count its errors."""
+        """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
         app.add_routes(self.routes())
-        app[_ERRORS] = self._errors
+        app[_ERRORS] = self._metrics.errors
 
     async def route(self, request: web.Request) -> web.Response:
         """Choose a rank and book it."""
         started = time.perf_counter()
-        asked, packed = await _route_request(request)
-        answer = self._router.route(asked, packed)
-        self._seconds.observe(time.perf_counter() - started)
+        route_request, packed = await _route_request(request)
+        answer = answer_json(self._router.route(route_request, packed))
+        self._metrics.route_seconds.observe(time.perf_counter() - started)
         return _json(answer)
 
     async def potential(self, request: web.Request) -> web.Response:
-        """What each rank's load would be with this request."""
+        """What each eligible rank's load would be with this request."""
         return _json(self._router.potential(*await _route_request(request)))
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
@@ -174,44 +127,44 @@ class Handlers:
         return _json(self._router.rank_loads())
 
     async def book(self, request: web.Request) -> web.Response:
-        """Book a choice made elsewhere."""
+        """Book a choice that was made elsewhere."""
         return _json(self._router.book(_request_id(request), parse_book(await _body(request))))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
-        """The prompt is computed."""
+        """The rank has computed the prompt."""
         return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL))
 
     async def output(self, request: web.Request) -> web.Response:
-        """So many tokens are generated."""
+        """A number of tokens has been generated so far."""
         reported = parse_output(await _body(request))
         return _accepted(self._router.report_output(_request_id(request), reported.output_tokens))
 
     async def free(self, request: web.Request) -> web.Response:
-        """The request is over."""
+        """The request has ended."""
         return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The registry."""
-        return _json({"workers": [self._worker_json(worker) for worker in self._router.list_workers()]})
+        return _json({"workers": [self._worker_json(worker) for worker in self._router.registry.workers()]})
 
     async def put_worker(self, request: web.Request) -> web.Response:
         """Register a worker, or change it."""
         body = await _body(request)
         worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
-        await asyncio.to_thread(self._router.put_worker, worker)
+        await asyncio.to_thread(self._router.registry.put_worker, worker)
         return _json(self._worker_json(worker))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
-        """Remove a worker and what it held."""
-        await asyncio.to_thread(self._router.delete_worker, _worker_id(request))
+        """Remove a worker and everything that it held."""
+        await asyncio.to_thread(self._router.registry.delete_worker, _worker_id(request))
         return _json({"worker_id": _worker_id(request), "removed": True})
 
     async def cordon(self, request: web.Request) -> web.Response:
-        """Take a worker out gently."""
-        return _json(self._worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
+        """Keep new requests from a worker."""
+        return _json(self._worker_json(await asyncio.to_thread(self._router.registry.cordon, _worker_id(request))))
 
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
-        """A worker of the registry, which of its ranks are not heard of, and what its engine says of them."""
+        """A worker of the registry with its silent ranks and the metrics that its engine reports."""
         view = self._router.view
         return {
             **worker_json(worker),
@@ -220,7 +173,7 @@ class Handlers:
         }
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """What the view holds of each rank, with digests that are equal on every router that holds the same."""
+        """What the view has of each rank. Routers that hold the same blocks of a rank show the same digest."""
         ranks = self._router.view.rank_states()
         return _json(
             {
@@ -247,13 +200,13 @@ class Handlers:
         )
 
     async def state_blocks(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Every fact held, 21 bytes each (FACT), in order."""
+        """Every fact in the index, 21 bytes each (FACT), in order."""
 
         def page() -> bytes:
             facts = sorted(self._router.view.members())
             return b"".join(FACT.pack(rank.worker_id, rank.dp_rank, tier, block) for rank, tier, block in facts)
 
-        # A million facts take seconds, during which others are answered.
+        # A million facts take seconds, during which other calls are answered.
         return web.Response(body=await asyncio.to_thread(page), content_type=OCTET_STREAM)
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -262,15 +215,15 @@ class Handlers:
 
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
-        asked = parse_pool(await _body(request))
-        return _json(pool_json(await asyncio.to_thread(self._router.put_pool, _pool_id(request), asked)))
+        body = parse_pool(await _body(request))
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), body)))
 
     async def delete_pool(self, request: web.Request) -> web.Response:
-        """A CXL pool is lost, with all that it held."""
-        return _json(pool_json(await asyncio.to_thread(self._router.lose_pool, _pool_id(request))))
+        """Mark a CXL pool and its contents as lost."""
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
 
     async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Every pooled block: its place, its state, and who can reach it."""
+        """Every pooled block with its placement and the workers that can reach it."""
 
         def page() -> bytes:
             rows = [pooled_json(block, workers) for block, workers in self._router.view.pooled_blocks()]
@@ -279,11 +232,11 @@ class Handlers:
         return web.Response(body=await asyncio.to_thread(page), content_type="application/json")
 
     async def healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The process lives."""
+        """The process is running."""
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Whether every topic is there and read to its end, and as many workers as wanted are registered."""
+        """Whether every topic exists and was read to its end, and enough workers are registered."""
         reported: dict[str, Any] = {
             "ready": True,
             "partitions_left": self._router.feeds.pending(),
@@ -293,78 +246,19 @@ class Handlers:
         try:
             self._router.check_ready()
         except NotReady as exc:
-            return _json({**reported, "ready": False, "why": str(exc)}, status=exc.http_status)
+            return _json({**reported, "ready": False, "reason": str(exc)}, status=exc.http_status)
         return _json(reported)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""
-        router = self._router
-        reports = router.view.reports()
-        with router.loads.locked() as loads:
-            bookings_known = len(loads)
-        for name, value in (
-            ("index_blocks", len(router.view.index)),
-            ("workers", len(router.view.workers)),
-            ("ranks_with_metrics", len(reports)),
-            ("scrapes_failed", sum(report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0)),
-            ("pooled_blocks", router.view.n_pooled()),
-            ("pooled_over_capacity", router.view.pooled_over_capacity()),
-            ("labelled_records", router.view.labelled()[0]),
-            ("labels_over_capacity", router.view.labelled()[1]),
-            ("bookings_known", bookings_known),
-            ("bookings_dropped", router.loads.unpublished),
-            ("bookings_unacknowledged", router.loads.unacknowledged),
-            ("bookings_in_sync", float(router.loads.in_sync)),
-            ("unknown_calls", router.loads.unknown_calls),
-            ("bad_records", router.feeds.bad_records),
-            ("records_over_capacity", router.view.records_over_capacity),
-            ("index_bytes", router.view.index.memory_bytes()),
-        ):
-            self._gauges[name].set(value)
-        for mode, count in router.answers.items():
-            self._answers.labels(mode).set(count)
-        ranks = router.view.rank_counts()
-        for state, count in (
-            ("registered", ranks.registered),
-            ("cordoned", ranks.cordoned),
-            ("silent", ranks.silent),
-            ("degraded", ranks.degraded.total()),
-            ("approximate", ranks.approximate),
-        ):
-            self._ranks.labels(state).set(count)
-        for reason in RANK_DEGRADED_REASONS:
-            self._degraded_ranks.labels(reason.value).set(ranks.degraded[reason])
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-class _Totals(Collector):
-    """What is counted elsewhere, as counters."""
-
-    def __init__(self, errors: Counter[str], dead_letters: DeadLetterCounts) -> None:
-        self._counted = errors
-        self._dead_letters = dead_letters
-
-    def collect(self) -> Iterator[Metric]:
-        """Both, as they are now."""
-        errors = CounterMetricFamily("kvstreams_errors", "Calls answered with an error, by its code", labels=["code"])
-        for code, count in sorted(self._counted.items()):
-            errors.add_metric([code], count)
-        yield errors
-        letters = CounterMetricFamily(
-            "kvstreams_dead_letters",
-            "Dead letters of the scope since this router started, whoever wrote them; every router counts all",
-            labels=["source", "reason"],
-        )
-        for (source, reason), count in sorted(self._dead_letters.counts().items()):
-            letters.add_metric([source, reason], count)
-        yield letters
+        return metrics_response(self._metrics.registry, *self._more_metrics)
 
 
 @web.middleware
 async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Give every error the one shape, and count it.
+    """Give every error the same shape, and count it.
 
-    What nobody foresaw is a 500 with its trace in the log, never in the answer.
+    An unexpected exception becomes a 500, with its trace in the log and not in the answer.
     """
     try:
         return await handler(request)
@@ -395,7 +289,7 @@ def _refusal(
     detail: dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
 ) -> web.Response:
-    """The one shape of errors, counted."""
+    """Return an error in the shape of all errors, and count it."""
     errors = request.app.get(_ERRORS)
     if errors is not None:
         errors[code] += 1
@@ -406,7 +300,7 @@ def _refusal(
 
 async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:
     body = await _body(request)
-    # Not request.content_type: aiohttp takes a missing or broken header for octets, and JSON would become tokens.
+    # Not request.content_type, because aiohttp takes a missing or broken header for octets: JSON would become tokens.
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == OCTET_STREAM:
         return parse_route_query(request.query), body
     return parse_route(body), None
@@ -417,8 +311,8 @@ async def _body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPException:
         raise
-    except (OSError, web.RequestPayloadError) as exc:  # the client went away, or its encoding is not what it says
-        raise InvalidRequest("the body did not arrive") from exc
+    except (OSError, web.RequestPayloadError) as exc:  # the client disconnected, or its encoding is not as declared
+        raise InvalidRequest("the body was not received completely") from exc
 
 
 def _request_id(request: web.Request) -> str:

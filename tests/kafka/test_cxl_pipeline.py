@@ -32,15 +32,15 @@ from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings, as_environ, tables_path
 from streams.tables.cxl_reducer import partition_plan
-from streams.tables.partition import scope_of
 from streams.tables.store import PartitionStore
+from streams.tables.transactions import scope_of
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
+from tests.helpers.pages import blocks
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
 from tests.unit.test_cxl_interleavings import History, Reference, expected_blocks, random_history, reference_of
-from tests.unit.test_docs import blocks
 
 #: What a router returns about each pooled block: its metadata, its pool's epoch and its position in its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]
@@ -403,9 +403,9 @@ def test_stores_in_a_pool_and_scripts_report_transitions_like_any_other(stack: S
     assert (early.returncode, early.stdout) == (1, "sent: 1 blocks of worker 1 rank 0 to cxl_pooled\n"), early.stderr
     assert early.stderr.startswith("refused: not_in_transit: ")
     done = script(stack.settings, *transition, "--state", "in_transit", "--pool-id", POOL, "13", "14")
-    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait tells how\n"
+    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait prints their verdict\n"
     assert (done.returncode, done.stdout) == (1, sent), done.stderr
-    assert "1 hashes name no block of it: 14" in done.stderr
+    assert "1 hashes are unknown for this rank: 14" in done.stderr
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2]), 13: ("in_transit", [])})
     pooled = script(stack.settings, *transition, "--state", "cxl_pooled", "--wait", "60", "13")
     assert (pooled.returncode, pooled.stdout.splitlines()[1:]) == (0, ["applied"]), pooled.stderr
@@ -423,7 +423,7 @@ def test_stores_in_a_pool_and_scripts_report_transitions_like_any_other(stack: S
     assert "is in epoch 1 already" in over.stderr
     nobody = script(stack.settings, "transition", "--worker-id", "9", "--state", "evicted", "11")
     assert nobody.returncode == 1
-    assert "has told nothing" in nobody.stderr
+    assert "has published nothing" in nobody.stderr
     worker.child.kill()
     silence = script(stack.settings, *transition, "--state", "evicted", "--wait", "1", "13")
     assert silence.returncode == 1

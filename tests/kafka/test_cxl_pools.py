@@ -50,14 +50,14 @@ def test_the_command_changes_what_its_options_name(scope: Settings) -> None:
     unknown = command("--latency-class", "near")
     assert isinstance(unknown.exception, UnknownId)
     assert command("--member", "2", "--member", "1", "--latency-class", "near", "--capacity-blocks", "9").exit_code == 0
-    shown = "pool p: epoch 0, members 1, 2, latency class near, room for 9 blocks\n"
+    shown = "pool p: epoch 0, members 1, 2, latency class near, capacity 9 blocks\n"
     assert command().output == shown
     assert command("--epoch", "1").output == shown.replace("epoch 0", "epoch 1")
     assert command("--no-members").output == shown.replace("epoch 0, members 1, 2", "epoch 1, members none")
     assert command("--member", "1", "--no-members").exit_code == 2
     assert command("--lost", "--epoch", "9").exit_code == 2
-    assert command("--lost").output == "pool p: epoch 2, lost, latency class near, room for 9 blocks\n"
-    assert command().output == "pool p: epoch 2, lost, latency class near, room for 9 blocks\n"
+    assert command("--lost").output == "pool p: epoch 2, lost, latency class near, capacity 9 blocks\n"
+    assert command().output == "pool p: epoch 2, lost, latency class near, capacity 9 blocks\n"
 
 
 def test_every_router_has_the_pools_and_their_epochs_never_decrease(fleet: Fleet) -> None:

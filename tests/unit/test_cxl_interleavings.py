@@ -34,8 +34,8 @@ from streams.cxl.records import (
 from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.tables.cxl_reducer import PartitionReducer, partition_plan
-from streams.tables.partition import SourceRecord
 from streams.tables.pooled_block_table import PARKED_MAX, PooledBlockTable, PooledTableCount
+from streams.tables.reducer import SourceRecord
 from streams.topics import topics
 from tests.helpers.reference import ReferenceFleet, input_history
 

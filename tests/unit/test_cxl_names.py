@@ -1,4 +1,4 @@
-"""Engine hashes of blocks in CXL pools: resolved by the ledger, or later by the names under which they entered."""
+"""Engine hashes of blocks in CXL pools: resolved by the ledger, and later by the names that the blocks entered with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from confluent_kafka import Producer
 
 from streams.codec import decode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
@@ -29,6 +28,7 @@ from streams.engines.publisher import KvEventPublisher
 from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX
+from tests.helpers.recording_producer import RecordingProducer
 from tests.unit.test_holdings import u64
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
@@ -41,7 +41,7 @@ FIRST, SECOND, THIRD = (
 
 
 def ledger_of_three() -> Ledger:
-    """Return a ledger with blocks 11, 12 and 13, which are one chain."""
+    """A ledger that holds blocks 11, 12 and 13 of one chain."""
     ledger = Ledger(counts_copies=True)
     ledger.apply(BlocksStored(None, u64(11, 12), u64(1, 2)))
     ledger.apply(BlocksStored(EngineHash(12), u64(13), u64(3), Tier.HOST))
@@ -53,15 +53,15 @@ def enter(names: CxlNames, ledger: Ledger, state: CxlMemoryState, *engine: int) 
     return [address for address, _ in blocks.rows()], unknown
 
 
-def test_a_ledger_has_the_address_of_a_block() -> None:
-    """It has the address of a block in any tier, and none for an unknown name."""
+def test_a_ledger_returns_the_address_of_a_block() -> None:
+    """A block is found in any tier; a name that the ledger does not have has no address."""
     ledger = ledger_of_three()
     assert [ledger.address(EngineHash(name)) for name in (11, 12, 13, 14)] == [FIRST, SECOND, THIRD, None]
 
 
 @pytest.mark.parametrize("removal", [BlocksRemoved(u64(11, 12)), AllBlocksCleared()])
 def test_a_name_is_kept_while_its_block_is_in_transit_or_pooled(removal: BlocksRemoved | AllBlocksCleared) -> None:
-    """The GPU's copy is removed while the block is in transit; later transitions find the block until its eviction."""
+    """The ledger loses the block when the GPU's copy is removed; later transitions find it until it is evicted."""
     ledger, names = ledger_of_three(), CxlNames()
     assert enter(names, ledger, TRANSIT, 11, 12) == ([FIRST, SECOND], [])
     ledger.apply(removal)
@@ -73,8 +73,8 @@ def test_a_name_is_kept_while_its_block_is_in_transit_or_pooled(removal: BlocksR
     assert len(names) == 0
 
 
-def test_a_reused_name_still_refers_to_the_block_in_the_pool() -> None:
-    """It refers to the other block once that one enters a pool under the same name."""
+def test_a_name_given_to_another_block_still_stands_for_the_one_in_the_pool() -> None:
+    """A name stands for the pooled block until the other block enters a pool under the same name."""
     ledger, names = ledger_of_three(), CxlNames()
     enter(names, ledger, TRANSIT, 11)
     ledger.apply(BlocksRemoved(u64(11)))
@@ -85,8 +85,8 @@ def test_a_reused_name_still_refers_to_the_block_in_the_pool() -> None:
     assert enter(names, ledger, EVICTED, 11) == ([other], [])
 
 
-def test_replayed_batches_restore_the_names() -> None:
-    """A bridge that reads an engine's batches again has the same names as the bridge before it."""
+def test_reading_an_engines_batches_again_leads_to_the_same_names() -> None:
+    """A bridge that rebuilds its state from the replay buffer has the names that the bridge before it had."""
     names, ledger = CxlNames(), Ledger(counts_copies=True)
     names.apply(BlocksStored(None, u64(11, 12), u64(1, 2), cxl=CxlMemoryMetadata("cxl_pooled", "p", ())), ledger)
     names.apply(BlocksRemoved(u64(11, 12)), ledger)
@@ -94,7 +94,7 @@ def test_replayed_batches_restore_the_names() -> None:
     assert enter(names, ledger, POOLED, 11, 12) == ([FIRST], [12])
 
 
-def test_a_store_in_a_pool_amounts_to_transitions() -> None:
+def test_a_store_in_a_pool_becomes_the_transitions_that_lead_there() -> None:
     """A block that is stored in a pool enters it through in_transit."""
     stored = BlocksStored(None, u64(11), u64(1), cxl=CxlMemoryMetadata("cxl_pooled", "p", (7,)))
     assert [(each.state, each.pool_id, each.accessible_workers) for each in stored_states(stored)] == [
@@ -128,16 +128,16 @@ def payload_of(*events: Any) -> bytes:
 
 
 @pytest.mark.parametrize("event", [TRANSITION, ["CxlStateTransition", *list(TRANSITION.values())[1:]]])
-def test_an_engine_reports_transitions_among_vllms_events(event: Any) -> None:
-    """A transition is a map or an array, like any event."""
+def test_a_transition_is_read_from_a_map_or_an_array(event: Any) -> None:
+    """An engine reports transitions in the same two forms as vLLM's own events."""
     (found,) = decode_payload(payload_of(event), 4).events
     assert isinstance(found, CxlStateChanged)
     assert (found.event_id, found.state, found.pool_id, found.accessible_workers) == (5, TRANSIT, "p", (7, 8))
     assert found.engine.tolist() == [11, (1 << 64) - 1]
 
 
-def test_an_engine_reports_where_it_stored_a_block() -> None:
-    """A store that is a map may have CXL metadata."""
+def test_the_cxl_metadata_of_a_store_is_read() -> None:
+    """A store that is a map may name the state, the pool and the workers of its blocks."""
     (found,) = decode_payload(payload_of(STORED), 4).events
     assert isinstance(found, BlocksStored)
     assert found.cxl == CxlMemoryMetadata("cxl_pooled", "p", (7,))
@@ -158,22 +158,10 @@ def test_an_engine_reports_where_it_stored_a_block() -> None:
     ],
 )
 def test_an_invalid_transition_makes_its_batch_a_dead_letter(event: Any) -> None:
-    """The dead letter has the same reason as for any other invalid event."""
+    """The reason is `bad_event`, as for every other event that cannot be read."""
     with pytest.raises(BadRecord) as caught:
         decode_payload(payload_of(event), 4)
     assert caught.value.reason == "bad_event"
-
-
-class RecordingProducer(Producer):
-    """Keeps what a publisher would send, without a broker."""
-
-    def __init__(self) -> None:
-        super().__init__({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
-        self.values: list[bytes] = []
-
-    def produce(self, topic: str, *_: Any, **record: Any) -> None:
-        if topic.endswith("kv-events"):
-            self.values.append(record["value"])
 
 
 @pytest.mark.parametrize(
@@ -186,22 +174,22 @@ class RecordingProducer(Producer):
         {"moe": MoeLabels(expert_group=1 << 31)},
     ],
 )
-def test_an_invalid_batch_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
-    """Nothing of the batch is in the ledger, not even its valid events, and the next batch has its number."""
+def test_a_refused_batch_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
+    """None of its events is in the ledger, and the next batch gets its number."""
     kafka = RecordingProducer()
     publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=kafka)
     good = BlocksStored(None, u64(11), u64(1))
     with pytest.raises(BadRecord):
         publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2), **bad)])
     assert publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2))]) == 0
-    first, batch = map(decode_batch, kafka.values)
-    assert (first.sequence, batch.sequence) == (BEFORE_FIRST, 0)
+    begun, batch = map(decode_batch, kafka.values("kv-events"))
+    assert (begun.sequence, batch.sequence) == (BEFORE_FIRST, 0)
     assert isinstance(batch.body, EngineEvents)
     assert [each.engine.tolist() for each in batch.body.events if isinstance(each, BlocksStored)] == [[11], [12]]
 
 
-def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
-    """A batch that is too large has changed the ledger, so that no other batch may have its number."""
+def test_the_number_of_a_batch_that_is_too_large_is_missing_in_the_log() -> None:
+    """The ledger has the batch already, so no other batch may take its number."""
     kafka = RecordingProducer()
     publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=kafka)
     n = EVENT_BYTES_MAX // 16
@@ -209,4 +197,4 @@ def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
     with pytest.raises(BadRecord, match="bytes"):
         publisher.publish([BlocksStored(None, names, names)])
     assert publisher.publish([BlocksRemoved(names[:1])]) == 1
-    assert [decode_batch(value).sequence for value in kafka.values] == [BEFORE_FIRST, 1]
+    assert [decode_batch(value).sequence for value in kafka.values("kv-events")] == [BEFORE_FIRST, 1]

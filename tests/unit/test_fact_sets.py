@@ -236,6 +236,7 @@ def test_rows_of_ended_sets_are_dropped_beyond_a_limit(make: type[FactSets], mon
         assert counts.tolist() == expected
 
 
+@pytest.mark.thorough
 def test_as_many_sets_fit_as_the_limit_allows() -> None:
     """The last set works like the first, and one more set is refused."""
     sets, ranks = CompiledFactSets(), numbers_of(2)
