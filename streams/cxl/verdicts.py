@@ -84,12 +84,12 @@ class VerdictWatch:
         Raises KvStreamsError if the topics cannot be read.
         """
         deadline = time.monotonic() + timeout_s
-        wanted = frozenset(offsets)
+        sent = frozenset(offsets)
         ends: dict[str, int] | None = None
         while time.monotonic() < deadline:
             for message in consume(self._consumer, _READ_RECORDS, _POLL_S):
                 self._take(message)
-            if self._status(wanted) is not VerdictStatus.DECIDED:
+            if self._status(sent) is not VerdictStatus.DECIDED:
                 ends = None
             elif ends is None:
                 try:
@@ -97,10 +97,10 @@ class VerdictWatch:
                 except KafkaException as exc:
                     raise KvStreamsError(f"cannot read the agents' verdicts: {exc.args[0].str()}") from exc
             elif all(self._read.get(topic, -1) >= end for topic, end in ends.items()):
-                return self._verdict(VerdictStatus.DECIDED, wanted)
-        status = self._status(wanted)
+                return self._verdict(VerdictStatus.DECIDED, sent)
+        status = self._status(sent)
         # DECIDED would be premature: a refusal may be in records that were not read before the timeout.
-        return self._verdict(VerdictStatus.UNKNOWN if status is VerdictStatus.DECIDED else status, wanted)
+        return self._verdict(VerdictStatus.UNKNOWN if status is VerdictStatus.DECIDED else status, sent)
 
     def close(self) -> None:
         """Stop reading."""
@@ -112,13 +112,13 @@ class VerdictWatch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _status(self, wanted: frozenset[int]) -> VerdictStatus:
-        if self._applied < max(wanted):
+    def _status(self, sent: frozenset[int]) -> VerdictStatus:
+        if self._applied < max(sent):
             return VerdictStatus.UNKNOWN
-        return VerdictStatus.PARKED if wanted.intersection(self._parked.values()) else VerdictStatus.DECIDED
+        return VerdictStatus.PARKED if sent.intersection(self._parked.values()) else VerdictStatus.DECIDED
 
-    def _verdict(self, status: VerdictStatus, wanted: frozenset[int]) -> TransitionVerdict:
-        return TransitionVerdict(status, tuple(why for at, why in sorted(self._refused.items()) if at in wanted))
+    def _verdict(self, status: VerdictStatus, sent: frozenset[int]) -> TransitionVerdict:
+        return TransitionVerdict(status, tuple(why for at, why in sorted(self._refused.items()) if at in sent))
 
     def _take(self, message: Message) -> None:
         topic, offset, error = message.topic() or "", message.offset() or 0, message.error()

@@ -214,7 +214,7 @@ class PooledBlockTable:
             self._park(_Parked(parked_key.number, change, parked_row))
 
     def apply(self, change: CxlTransition, raw: bytes, offset: int, timestamp_ms: int) -> TransitionOutcome:
-        """Apply, park or drop a record of cxl-events. raw, offset, timestamp_ms: the record's value and position.
+        """Apply, park or drop a record of cxl-events. raw, offset, timestamp_ms: its value, offset and append time.
 
         Raises BadRecord for a transition of an older incarnation than an earlier one of its rank, one that is illegal
         for some of its blocks (the others have entered the state), or one that cannot be parked for lack of capacity.

@@ -40,7 +40,7 @@ from tests.helpers.engine_double import EngineDouble
 from tests.helpers.pages import blocks
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
-from tests.unit.test_cxl_interleavings import History, Reference, random_history, reference_of, wanted_blocks
+from tests.unit.test_cxl_interleavings import History, Reference, expected_blocks, random_history, reference_of
 
 #: What a router returns about each pooled block: its metadata, its pool's epoch and its position in its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]
@@ -96,23 +96,23 @@ class TransitionSender:
         return reference_of(History(self.history.kv[: self._at[0]], self.history.cxl[: self._at[1]]))
 
     def assert_known(self, router: RouterProcess) -> None:
-        wanted = wanted_blocks(self.reference)
+        expected = expected_blocks(self.reference)
         try:
-            wait_for(lambda: blocks_of(router.url) == wanted, VISIBLE_TIMEOUT_S, "the reference's rows", 0.25)
+            wait_for(lambda: blocks_of(router.url) == expected, VISIBLE_TIMEOUT_S, "the reference's rows", 0.25)
         finally:
-            assert blocks_of(router.url) == wanted
+            assert blocks_of(router.url) == expected
 
     def assert_refused(self) -> None:
         """Check that every refusal is exactly one dead letter, whichever process was killed meanwhile."""
-        wanted = self.reference.refused
+        expected = self.reference.refused
         cxl = topics(self.settings).cxl_events.name.encode()
 
         def found() -> Counter[str]:
             letters = [headers for _, headers in dead_letters(self.settings) if headers["kvstreams.topic"] == cxl]
             return Counter(headers["kvstreams.reason"].decode() for headers in letters)
 
-        wait_for(lambda: found().total() >= wanted.total(), VISIBLE_TIMEOUT_S, "the refusals")
-        assert found() == wanted
+        wait_for(lambda: found().total() >= expected.total(), VISIBLE_TIMEOUT_S, "the refusals")
+        assert found() == expected
 
 
 @pytest.mark.parametrize("effect", [0, 1, 2, 4, 5, 6, 7])
@@ -125,9 +125,9 @@ def test_a_worker_killed_at_an_effect_leaves_pooled_blocks_as_they_were(stack: S
     times = 12 if effect in (0, 5, 6, 7) else 150  # of transactions, or of records
     doomed = stack.worker("doomed", router=False, env={"KVSTREAMS_FAULT": f"{effect}:{times}"})
     wait_for(lambda: not doomed.child.running, VISIBLE_TIMEOUT_S, "the fault")
-    heir = stack.worker("heir")
+    next_owner = stack.worker("next-owner")
     sender.publish(1.0)
-    sender.assert_known(heir)
+    sender.assert_known(next_owner)
     sender.assert_refused()
 
 
@@ -206,11 +206,11 @@ def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -
             shutil.rmtree(Path(worker.settings.data_dir))
             broker.kill()
             broker.up()
-            heir = stack.worker("heir", router=False)
+            next_owner = stack.worker("next-owner", router=False)
             sender.publish(1.0)
             late = stack.router("late")
             sender.assert_known(late)
-            assert heir.child.running
+            assert next_owner.child.running
             sender.assert_refused()
     finally:
         broker.down()
@@ -236,11 +236,11 @@ def reach(router: RouterProcess) -> dict[int, tuple[str, list[int]]]:
     return {row["engine_hash"]: (row["state"], row["reachable_workers"]) for row in rows}
 
 
-def await_reach(router: RouterProcess, wanted: dict[int, tuple[str, list[int]]]) -> None:
+def await_reach(router: RouterProcess, expected: dict[int, tuple[str, list[int]]]) -> None:
     try:
-        wait_for(lambda: reach(router) == wanted, VISIBLE_TIMEOUT_S, "who reaches what")
+        wait_for(lambda: reach(router) == expected, VISIBLE_TIMEOUT_S, "who reaches what")
     finally:
-        assert reach(router) == wanted
+        assert reach(router) == expected
 
 
 def script(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -329,16 +329,18 @@ def supplementary(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
 
 
 def await_supplementary(
-    router: RouterProcess, wanted: dict[int, tuple[int, int, int]], tokens: list[int], **query: Any
+    router: RouterProcess, expected: dict[int, tuple[int, int, int]], tokens: list[int], **query: Any
 ) -> int:
     """Wait until a decision has these scores, and return the chosen worker."""
     try:
         wait_for(
-            lambda: supplementary(ask(router, tokens, **query)) == wanted, VISIBLE_TIMEOUT_S, "the scores of a decision"
+            lambda: supplementary(ask(router, tokens, **query)) == expected,
+            VISIBLE_TIMEOUT_S,
+            "a decision's scores",
         )
     finally:
         answer = ask(router, tokens, **query)
-        assert supplementary(answer) == wanted
+        assert supplementary(answer) == expected
     chosen: int = answer["worker_id"]
     return chosen
 

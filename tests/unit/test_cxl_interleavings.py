@@ -245,7 +245,7 @@ def enter(found: Reference, each: CxlTransition) -> None:
         found.refused[reasons[0]] += 1
 
 
-def wanted_blocks(reference: Reference) -> dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]:
+def expected_blocks(reference: Reference) -> dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]:
     return {
         (rank, block): (CxlMemoryMetadata(row.state, row.pool, row.workers), row.epoch, address_of(block))
         for (rank, block), row in reference.rows.items()
@@ -354,7 +354,7 @@ def folded(records: Iterable[tuple[bytes, bytes | None]]) -> PooledView:
 
 
 def check(agent: Agent, reference: Reference) -> None:
-    assert blocks_of(folded(agent.log)) == wanted_blocks(reference)
+    assert blocks_of(folded(agent.log)) == expected_blocks(reference)
     assert agent.waiting == reference.waiting
     assert agent.dead == reference.refused
 
@@ -421,7 +421,7 @@ def test_any_permutation_of_the_compacted_log_gives_the_same_view(seed: int, tom
     compacted = list({key: (key, value) for key, value in agent.log}.values())
     records = [each for each in compacted if tombstones or each[1] is not None]
     rng.shuffle(records)
-    assert blocks_of(folded([*records, *rng.sample(records, len(records) // 2)])) == wanted_blocks(
+    assert blocks_of(folded([*records, *rng.sample(records, len(records) // 2)])) == expected_blocks(
         reference_of(history)
     )
 

@@ -110,7 +110,7 @@ KNOWN = CxlPool("p", "near", 5, (WorkerId(1), WorkerId(2)), epoch=3, registered_
 
 
 @pytest.mark.parametrize(
-    ("known", "change", "wanted"),
+    ("known", "change", "expected"),
     [
         (KNOWN, PoolChange(), KNOWN),
         (KNOWN, PoolChange(members=(WorkerId(4),)), replace(KNOWN, members=(WorkerId(4),))),
@@ -131,10 +131,10 @@ KNOWN = CxlPool("p", "near", 5, (WorkerId(1), WorkerId(2)), epoch=3, registered_
     ],
 )
 def test_a_change_of_a_pool_keeps_what_it_does_not_name(
-    known: CxlPool | None, change: PoolChange, wanted: CxlPool
+    known: CxlPool | None, change: PoolChange, expected: CxlPool
 ) -> None:
     """A change that names nothing changes nothing, and naming the members of a lost pool brings the pool back."""
-    assert changed_pool("p", known, change) == wanted
+    assert changed_pool("p", known, change) == expected
 
 
 @pytest.mark.parametrize(

@@ -86,13 +86,13 @@ def test_every_pair_of_states_with_and_without_a_pool(
 ) -> None:
     """A legal transition gives the metadata of the documented table; an illegal one gives the reason."""
     found = transition(known(source), target, pool, THERE)
-    wanted = expected(source, target, pool)
-    if isinstance(wanted, RefusalReason):
+    outcome = expected(source, target, pool)
+    if isinstance(outcome, RefusalReason):
         assert isinstance(found, Refused)
-        assert found.reason is wanted
+        assert found.reason is outcome
         assert found.message
     else:
-        assert found == wanted
+        assert found == outcome
 
 
 def test_every_state_has_a_rule() -> None:
