@@ -1,6 +1,6 @@
 """Ask the prefix index directly, in one process, without Kafka: which rank holds how much of a prompt?
 
-    python examples/index_as_a_library.py
+python examples/index_as_a_library.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The map:
     core/             pure: ids, events, hashing, prefix index, holdings, loads, cost, selection, decision
     codec, topics     Avro bytes to events and back; the topics as data
     tables/           the transactional table: records, RocksDB, changelog, the order of effects
-    indexer_agent     decode, apply, commit; fed by Faust
+    indexer_agent     feeds the tables from Faust
     engines/          what engines say (pure), publisher and bridge (I/O)
     router_api/       the router: view, loads, HTTP
     sim/              one pure engine model; a live server and an offline simulator around it

@@ -15,6 +15,7 @@ from typing import assert_never
 import numpy as np
 
 from streams.core.block_facts.fact_sets import PlainFactSets, RankNumbering
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
@@ -26,7 +27,6 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
-from streams.cxl.states import CxlMemoryState
 from streams.errors import SettingsError
 from streams.sim.engine_config import EngineConfig
 from streams.sim.engine_messages import (

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import HashArray
 from streams.cxl.events import CxlPool
-from streams.cxl.states import CxlMemoryState
 from streams.errors import SettingsError
 from streams.sim.block_cache import require
 from streams.sim.engine_config import BLOCK_SIZE_MAX

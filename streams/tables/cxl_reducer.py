@@ -37,12 +37,12 @@ from streams.cxl.records import (
     parked_key,
 )
 from streams.errors import BadRecord
-from streams.indexer_agent import IndexReducer, PartitionPlan, check_home, prefix_index_table
 from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
-from streams.tables.partition import Outgoing, SourceRecord
+from streams.tables.index_reducer import IndexReducer, check_home, prefix_index_table
 from streams.tables.pooled_block_table import PooledBlockTable, TransitionOutcome
 from streams.tables.records import Change
+from streams.tables.reducer import Outgoing, PartitionPlan, SourceRecord
 from streams.tables.store import TableSpec
 from streams.topics import CXL_BLOCKS, topics
 

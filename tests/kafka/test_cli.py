@@ -98,7 +98,7 @@ def test_a_router_of_a_scope_without_topics_is_not_ready_and_creates_none(
     names = [spec.name for spec in topics(scope).all()]
     answer = api.call("GET", "/ready")
     assert (answer.status, answer.json["ready"], answer.json["topics_missing"]) == (503, False, names)
-    assert "kvstreams topics create" in answer.json["why"]
+    assert "kvstreams topics create" in answer.json["reason"]
     for method, path, body in (
         ("POST", "/route", {"token_ids": [1]}),
         ("GET", "/loads", None),

@@ -1,38 +1,34 @@
-"""Local copies of tables that cannot be gone on with, and changelogs that are not what they were, on a real Kafka.
+"""Local copies that a worker cannot continue from, and changelogs that were recreated, on a real Kafka.
 
-Whatever lies in a worker's folder, it is thrown away with a reason and rebuilt, or left alone with a remedy; the
-routers reach the plain reference's state, and the copy on disk is what the changelog says.
+A worker either rebuilds the copy in its folder and logs the reason, or leaves the copy alone and logs a remedy. In both
+cases the routers reach the reference's state, and the copy on disk then equals the changelog.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaException
-from rocksdict import Options, Rdict
 
 from streams.errors import KvStreamsError, TableError
-from streams.indexer_agent import prefix_index_table
 from streams.kafka import Record, delete_topics, ensure_topics
 from streams.local.stack import RouterProcess, Stack
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec
+from streams.tables.index_reducer import prefix_index_table
+from streams.tables.store import ChangelogPosition, PartitionStore
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.small_disk import fill, small_disk_at
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
+from tests.unit.test_store import raw
 
 CACHE_MB = 1
-
-#: Of the small disk that is filled: some of it RocksDB takes for itself at once.
-DISK_MB = 48
 
 
 def folder(settings: Settings, partition: int) -> Path:
@@ -44,18 +40,12 @@ def opened(settings: Settings, partition: int) -> PartitionStore:
     return PartitionStore(path, path.name, CACHE_MB)
 
 
-def raw(path: Path) -> Rdict:
-    options = Options(raw_mode=True)
-    options.set_allow_concurrent_memtable_write(False)  # the memtable is as the store was made with
-    return Rdict(str(path), options)
-
-
 def empty_current(settings: Settings, partition: int) -> None:
     (folder(settings, partition) / "CURRENT").write_bytes(b"")
 
 
 def tables_on_disk(settings: Settings, partition: int) -> list[Path]:
-    """The files that hold a partition's records, all of them written out."""
+    """The files that contain a partition's records, after a flush."""
     store = opened(settings, partition)
     store.flush()
     store.close()
@@ -70,10 +60,10 @@ def cut_files(settings: Settings, partition: int) -> None:
 
 
 def break_blocks(settings: Settings, partition: int) -> None:
-    """Same size, other bytes: RocksDB opens and its checksums fail when it reads."""
+    """Change bytes and keep the size: RocksDB opens the file, and its checksums fail when it reads."""
     for path in tables_on_disk(settings, partition):
         data = bytearray(path.read_bytes())
-        # At the beginning lie records; what RocksDB reads when it opens a file lies at its end.
+        # Records are at the beginning of the file; RocksDB reads only the end when it opens the file.
         data[16:48] = bytes(byte ^ 0xFF for byte in data[16:48])
         path.write_bytes(data)
 
@@ -85,7 +75,7 @@ def set_layout(settings: Settings, partition: int) -> None:
 
 
 def swap_partitions(settings: Settings, partition: int) -> None:
-    """Each pair of folders exchanged, as somebody who restores the wrong backup does."""
+    """Exchange each pair of folders, as restoring the wrong backup would."""
     if partition % 2:
         return
     one, other = folder(settings, partition), folder(settings, partition + 1)
@@ -95,7 +85,7 @@ def swap_partitions(settings: Settings, partition: int) -> None:
 
 
 def age(settings: Settings, partition: int) -> None:
-    """Thirteen hours, of which the changelog has forgotten something: a record that the copy has and nobody else."""
+    """Make the copy 13 h old, with a row that the changelog no longer contains."""
     table = prefix_index_table(settings)
     store = opened(settings, partition)
     position = store.position(table)
@@ -111,12 +101,12 @@ FAULTS: dict[str, tuple[Callable[[Settings, int], None], str]] = {
     "blocks are broken": (break_blocks, "it cannot be read: Corruption"),
     "another layout": (set_layout, "its layout is version 1, ours 2"),
     "another partition's": (swap_partitions, "it was made for"),
-    "too old": (age, "tells for 24 h what was deleted"),
+    "too old": (age, "keeps tombstones for 24 h"),
 }
 
 
 def changelog(settings: Settings, partition: int) -> dict[bytes, bytes]:
-    """What is left of a changelog when each key's last record counts."""
+    """Return the last value of each key in a changelog."""
     found: dict[bytes, bytes] = {}
 
     def fold(records: list[Record]) -> None:
@@ -131,7 +121,7 @@ def changelog(settings: Settings, partition: int) -> dict[bytes, bytes]:
 
 
 def assert_copies(worker: RouterProcess) -> None:
-    """End a worker in order, and see that every copy on its disk is what the changelog says."""
+    """Stop a worker, and assert that every copy on its disk equals the changelog."""
     worker.child.stop()
     settings = worker.settings
     for partition in range(settings.partitions):
@@ -146,18 +136,18 @@ def reasons(worker: RouterProcess, text: str) -> int:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_copy_that_cannot_be_gone_on_with_is_rebuilt_and_says_why(stack: Stack, fault: str) -> None:
-    """One line a partition with the reason; nothing of what was wrong is left in the copy or reaches a router."""
+def test_an_unusable_copy_is_rebuilt_and_the_reason_is_logged(stack: Stack, fault: str) -> None:
+    """The worker logs the reason once per partition, and no damaged row stays in the copy or reaches a router."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    hurt, reason = FAULTS[fault]
+    damage, reason = FAULTS[fault]
     worker = stack.worker()
     engines = Engines(stack.settings, seed)
     engines.publish(300)
     assert_equal(worker.url, engines.reference)
     worker.child.stop()
     for partition in range(stack.settings.partitions):
-        hurt(worker.settings, partition)
+        damage(worker.settings, partition)
     with engines.publishing(100):
         stack.restart_worker(worker)
     assert_equal(worker.url, engines.reference)
@@ -166,24 +156,8 @@ def test_a_copy_that_cannot_be_gone_on_with_is_rebuilt_and_says_why(stack: Stack
     assert_copies(worker)
 
 
-def test_a_copy_of_another_scope_in_the_same_folder_is_moved_aside(scope: Settings, tmp_path: Path) -> None:
-    """Under its own name it is left alone; under ours it is not taken for ours."""
-    table = prefix_index_table(scope)
-    theirs = PartitionStore(tmp_path / "theirs-kvstreams-0", "theirs-kvstreams-0", CACHE_MB)
-    theirs.write({table: [(b"key", b"value")]}, {})
-    theirs.close()
-    shutil.copytree(theirs.path, tmp_path / "ours-kvstreams-0")
-    ours = PartitionStore(tmp_path / "ours-kvstreams-0", "ours-kvstreams-0", CACHE_MB)
-    assert list(ours.items(table)) == []
-    ours.close()
-    assert raw(tmp_path / "ours-kvstreams-0.damaged")[b"\x01key"] == b"value"
-    again = PartitionStore(theirs.path, "theirs-kvstreams-0", CACHE_MB)
-    assert list(again.items(table)) == [(b"key", b"value")]
-    again.close()
-
-
-def test_a_copy_that_another_process_holds_is_left_alone(stack: Stack) -> None:
-    """The worker says who uses it and what to do, asks again, and goes on when it is free."""
+def test_a_copy_that_another_process_has_open_is_left_alone(stack: Stack) -> None:
+    """The worker logs the conflict and a remedy, tries again, and continues once the copy is free."""
     worker = stack.worker()
     engines = Engines(stack.settings, seed=1)
     engines.publish(200)
@@ -192,9 +166,11 @@ def test_a_copy_that_another_process_holds_is_left_alone(stack: Stack) -> None:
     held = opened(worker.settings, 0)
     before = dict(held.items(prefix_index_table(worker.settings)))
     worker.child.start()
-    with pytest.raises(TableError, match=r"is in use: .*Another process uses this data_dir; each needs one of its own"):
+    with pytest.raises(
+        TableError, match=r"is in use: .*Another process uses this data_dir; each process needs its own"
+    ):
         opened(worker.settings, 0)
-    wait_for(lambda: reasons(worker, "each needs one of its own") > 1, VISIBLE_TIMEOUT_S, "the worker to say so twice")
+    wait_for(lambda: reasons(worker, "each process needs its own") > 1, VISIBLE_TIMEOUT_S, "the worker to log it twice")
     engines.publish(50)
     assert dict(held.items(prefix_index_table(worker.settings))) == before
     held.close()
@@ -205,34 +181,16 @@ def test_a_copy_that_another_process_holds_is_left_alone(stack: Stack) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes; skips where this user may not mount one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "kvstreams-test", str(path)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as exc:
-        pytest.skip(f"no file system can be mounted here: {exc}")
-    try:
+    """A file system of a few megabytes."""
+    with small_disk_at(tmp_path / "disk") as path:
         yield path
-    finally:
-        unmount(path)
 
 
-def unmount(path: Path) -> None:
-    """Also while a worker that is about to end has files open there: it is gone when the last one is closed."""
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(ballast: Path) -> None:
-    """Write until the file system has no room."""
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-
-
-def test_a_full_disk_stops_nothing_but_the_partition_and_throws_nothing_away(stack: Stack, small_disk: Path) -> None:
-    """What is open goes on; one that must be opened says that there is no room, keeps what it has, and then goes on."""
+def test_a_full_disk_stops_only_partitions_that_must_be_opened_and_deletes_nothing(
+    stack: Stack, small_disk: Path
+) -> None:
+    """Open partitions continue. A partition that must be opened logs that there is no space, keeps its copy, and
+    continues once there is space again."""
     worker = stack.worker(env={"KVSTREAMS_DATA_DIR": str(small_disk)})
     engines = Engines(stack.settings, seed=2)
     engines.publish(200)
@@ -243,7 +201,7 @@ def test_a_full_disk_stops_nothing_but_the_partition_and_throws_nothing_away(sta
     assert_equal(worker.url, engines.reference)
     worker.child.kill()
     worker.child.start()
-    wait_for(lambda: reasons(worker, "Make room there") > 1, VISIBLE_TIMEOUT_S, "the worker to say so twice")
+    wait_for(lambda: reasons(worker, "Free space there") > 1, VISIBLE_TIMEOUT_S, "the worker to log it twice")
     assert worker.child.running
     ballast.unlink()
     engines.publish(100)
@@ -252,51 +210,22 @@ def test_a_full_disk_stops_nothing_but_the_partition_and_throws_nothing_away(sta
     worker.child.stop()
 
 
-def test_a_store_that_cannot_be_flushed_says_so_and_keeps_what_it_has(small_disk: Path) -> None:
-    """With room again the same handle goes on, and all of it is there when it is opened again."""
-    table = TableSpec("table", 1, "changelog")
-    store = PartitionStore(small_disk / "store", "scope", 8)
-    store.write({table: [(b"first", b"1")]}, {})
-    store.flush()
-    ballast = small_disk / "ballast"
-    fill(ballast)
-    store.write({table: [(b"second", bytes(64 * 1024))]}, {})
-    with pytest.raises(TableError, match="is refused by the system") as refused:
-        store.flush()
-    assert "Make room there" in refused.value.remedy
-    ballast.unlink()
-
-    def goes_on() -> bool:
-        try:
-            store.write({table: [(b"third", b"3")]}, {})
-            store.flush()
-        except TableError:
-            return False  # RocksDB looks for room by itself, from time to time
-        return True
-
-    wait_for(goes_on, VISIBLE_TIMEOUT_S, "the store to go on")
-    store.close()
-    again = PartitionStore(small_disk / "store", "scope", 8)
-    assert [key for key, _ in again.items(table)] == [b"first", b"second", b"third"]
-    again.close()
-
-
 def recreate_changelog(settings: Settings) -> None:
     spec = topics(settings).index_changelog
     delete_topics(settings, [spec])
 
-    def made() -> bool:
+    def created() -> bool:
         try:
             ensure_topics(settings, [spec])
         except (KvStreamsError, KafkaException):
-            return False  # its deletion is not over yet
+            return False  # the broker is still deleting the old one
         return True
 
-    wait_for(made, VISIBLE_TIMEOUT_S, "the changelog to be there again")
+    wait_for(created, VISIBLE_TIMEOUT_S, "the changelog to exist again")
 
 
-def test_a_changelog_made_anew_while_nobody_looked_is_told_by_its_id(stack: Stack) -> None:
-    """The copy is ahead of it and thrown away; the sources, which are all there, give the same state again."""
+def test_a_changelog_recreated_while_its_owner_is_stopped_is_detected_by_its_id(stack: Stack) -> None:
+    """The copy is ahead of the new changelog and is deleted; the sources are complete and give the same state again."""
     worker = stack.worker()
     engines = Engines(stack.settings, seed=3)
     engines.publish(300)
@@ -310,9 +239,9 @@ def test_a_changelog_made_anew_while_nobody_looked_is_told_by_its_id(stack: Stac
     assert_copies(worker)
 
 
-@pytest.mark.parametrize("then", ["goes on", "is killed"])
-def test_a_changelog_made_anew_under_its_owner_is_noticed_at_the_next_commit(stack: Stack, then: str) -> None:
-    """What was written to the new one alone is no state: the table begins anew, also when another owner finds it."""
+@pytest.mark.parametrize("then", ["continues", "is killed"])
+def test_a_changelog_recreated_under_its_owner_is_noticed_at_the_next_commit(stack: Stack, then: str) -> None:
+    """The new changelog has changes without the state before them, so the table starts over, under any owner."""
     worker = stack.worker()
     router = stack.router("router")
     engines = Engines(stack.settings, seed=4)
@@ -329,14 +258,3 @@ def test_a_changelog_made_anew_under_its_owner_is_noticed_at_the_next_commit(sta
     assert_equal(router.url, engines.reference)
     assert_equal(worker.url, engines.reference)
     assert_copies(worker)
-
-
-def test_positions_keep_the_time_as_of_which_they_are(tmp_path: Path) -> None:
-    """As JSON, whose fields are the position's."""
-    table = prefix_index_table(Settings())
-    store = PartitionStore(tmp_path / "store", "store", CACHE_MB)
-    store.write({}, {table: ChangelogPosition("id", 7, 123)})
-    assert store.position(table) == ChangelogPosition("id", 7, 123)
-    store.close()
-    text = raw(tmp_path / "store")[b"\x00changelog:\x01"]
-    assert text == b'{"topic_id": "id", "next_offset": 7, "as_of_ms": 123}'

@@ -19,6 +19,8 @@ import pytest
 from streams.cli import cli
 from streams.errors import (
     API_ERRORS,
+    HTTP_CODES,
+    HTTP_ERROR,
     AllWorkersBusy,
     BadRecord,
     EpochConflict,
@@ -28,7 +30,6 @@ from streams.errors import (
     KvStreamsError,
     api_error,
 )
-from streams.router_api.handlers import HTTP_CODES, HTTP_ERROR
 from streams.sim.pool_server import PoolServer, PoolServerConfig
 from streams.sim.server import SimServer, SimServerConfig
 from tests.helpers.pages import ROOT, blocks

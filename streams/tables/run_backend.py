@@ -1,6 +1,7 @@
-"""The store of runs that a partition works with: compiled, or the plain one where numba cannot be imported.
+"""Chooses the store of runs that a partition works with: compiled, or pure Python if numba cannot be imported.
 
-What lives here: one interface in bytes over the two. What must not: what an event does (core.run_store), kernels.
+What lives here: one interface, in bytes, over both. What must not: what an event does (core.reducer.run_store),
+kernels.
 """
 
 from __future__ import annotations
@@ -12,27 +13,29 @@ from typing import Protocol
 from streams.codec import decode_batch
 from streams.core.events import EngineBatch, KvEvent
 from streams.core.ids import Epoch, RankId
+from streams.core.kernels.available import kernels_available
 from streams.core.reducer.run_store import PlainRunStore, RunStore
 from streams.core.runs import Run, RunKey
 from streams.errors import BadRecord
 from streams.tables.records import Change, decode_run, encode_run, run_key
 
-#: Decodes values of kv-events, given the registry's ids, each by itself good or bad.
+#: Decodes values of kv-events, given the schema registry's ids: each value becomes a batch or an error of its own.
 DecodeEvents = Callable[[Sequence[bytes | None], Mapping[str, int]], Sequence[EngineBatch | BadRecord]]
 
 
 class IndexRuns(RunStore[Iterable[KvEvent], Change], Protocol):
-    """A store of runs in the bytes of the index table."""
+    """A store of runs whose changes are rows of the index table."""
 
     def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
-        """Forget everything; these are the ranks."""
+        """Drop everything, and start with these ranks."""
 
     def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
-        """Take in records read back; gives how many were of no known rank, and the bad ones with their positions."""
+        """Take rows that were read back; returns the number of those whose rank is unknown, and the position and error
+        of each unreadable one."""
 
 
 class PlainIndexRuns(PlainRunStore[Change]):
-    """The plain store, in bytes."""
+    """The pure-Python store, with rows as changes."""
 
     def __init__(self) -> None:
         super().__init__(_as_bytes)
@@ -48,23 +51,21 @@ class PlainIndexRuns(PlainRunStore[Change]):
         return self.adopt(runs), bad
 
 
-def index_runs() -> tuple[IndexRuns, DecodeEvents]:
-    """An empty store, and what decodes the events that it applies."""
+def run_backend() -> tuple[IndexRuns, DecodeEvents]:
+    """Return an empty store, and the function that decodes the events for it."""
     make, decode = _compiled() or (PlainIndexRuns, decode_one_by_one)
     return make(), decode
 
 
 @cache
 def _compiled() -> tuple[Callable[[], IndexRuns], DecodeEvents] | None:
-    try:
-        from streams.tables.event_decoding import decode_events
-        from streams.tables.run_table import RunTable
-        from streams.warming import warm_kernels
-    except ImportError as exc:
-        if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
-            raise
+    if not kernels_available():
         return None
-    warm_kernels()  # before a partition is opened: no batch waits for a compiler
+    from streams.tables.event_decoding import decode_events
+    from streams.tables.run_table import RunTable
+    from streams.warming import AGENT, warm
+
+    warm(AGENT)  # before a partition is opened, so that no batch waits for a compiler
     return RunTable, decode_events
 
 

@@ -1,0 +1,229 @@
+"""The meaning of `kv-events`: the reducer of one partition's index table.
+
+What lives here: which rule of a rank applies to each record, and how progress, runs and parked chunks become rows. What
+must not: transactions (partition), the rules themselves (core.reducer), Faust.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import assert_never
+
+from streams.codec import decode_batch, encode_batch, encode_resync
+from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
+from streams.core.reducer.holdings import Holdings
+from streams.core.reducer.maintenance import RankMaintenance
+from streams.core.reducer.ordering import Progress, Verdict
+from streams.core.reducer.restatement import ChunkKey
+from streams.errors import BadRecord
+from streams.kafka import partition_of, worker_key
+from streams.settings import Settings
+from streams.tables.records import (
+    PARKED_PREFIX,
+    PROGRESS_PREFIX,
+    RUN_PREFIX,
+    Change,
+    decode_progress,
+    encode_progress,
+    parked_key,
+    parse_parked_key,
+    progress_key,
+)
+from streams.tables.reducer import Outgoing, SourceRecord
+from streams.tables.run_backend import run_backend
+from streams.tables.store import TableSpec
+from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, topics
+
+log = logging.getLogger(__name__)
+
+#: Tombstones of ended epochs in one transaction: the restart of a worker with a million blocks must not delay others.
+TOMBSTONES_PER_BATCH = 1000
+
+#: Run records loaded with one call when a partition is opened.
+LOAD_RECORDS = 4096
+
+#: The count of rows that could not be read when a table was loaded, next to those of verdicts.
+BAD_TABLE_RECORD = "bad_table_record"
+
+#: Verdicts that are too common to be logged.
+_USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED, Verdict.PARKED})
+
+
+def prefix_index_table(settings: Settings) -> TableSpec:
+    """The table of runs, progress and partition records."""
+    return TableSpec(PREFIX_INDEX, 1, topics(settings).index_changelog.name)
+
+
+class IndexReducer:
+    """The pure state of one partition's index table, and its records.
+
+    verdicts: incremented for each record that is applied, for each unreadable row, and by maintenance ticks.
+    """
+
+    def __init__(
+        self, settings: Settings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
+    ) -> None:
+        self._settings = settings
+        self._table = prefix_index_table(settings)
+        self._verdicts = verdicts
+        self._runs, self._decode_events = run_backend()
+        self.holdings = Holdings(self._runs, on_effect)
+        self._maintenance = RankMaintenance(
+            self.holdings,
+            grace_ms=int(settings.worker_grace_s * 1000),
+            clear_degraded_after_ms=int(settings.clear_degraded_after_s * 1000),
+        )
+
+    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
+        """Start from the rows of the table, in order of their keys: parked chunks, progress, runs."""
+        progress: list[Progress] = []
+        parked: list[tuple[ChunkKey, EngineBatch, int]] = []
+        runs: list[tuple[bytes, bytes]] = []
+        n_strays, has_ranks = 0, False
+        for key, value in items:
+            if key.startswith(RUN_PREFIX):
+                if not has_ranks:
+                    self.holdings.load(progress, (), parked)
+                    has_ranks = True
+                runs.append((key, value))
+                if len(runs) == LOAD_RECORDS:
+                    n_strays += self._load_runs(table, runs)
+                    runs.clear()
+                continue
+            try:
+                if key.startswith(PROGRESS_PREFIX):
+                    progress.append(decode_progress(key, value))
+                elif key.startswith(PARKED_PREFIX):
+                    parked.append(self._decode_parked(key, value))
+                else:
+                    raise BadRecord("bad_key", f"{key.hex()} is not a key of this table")
+            except BadRecord as exc:
+                self._skip(table, exc)
+        if not has_ranks:
+            self.holdings.load(progress, (), parked)
+        n_strays += self._load_runs(table, runs)
+        if n_strays:
+            log.warning("%s: skipped %d runs of ranks that have no progress row", table.name, n_strays)
+
+    def _load_runs(self, table: TableSpec, runs: list[tuple[bytes, bytes]]) -> int:
+        n_strays, bad = self._runs.load_records(runs)
+        for _, exc in bad:
+            self._skip(table, exc)
+        return n_strays
+
+    def _skip(self, table: TableSpec, exc: BadRecord) -> None:
+        # A foreign writer wrote to the changelog. Nothing stops because of it: without the row, the index can only
+        # report fewer blocks than the rank holds.
+        self._verdicts[BAD_TABLE_RECORD] += 1
+        log.warning("%s: skipped a row: %s", table.name, exc)
+
+    def _decode_parked(self, key: bytes, value: bytes) -> tuple[ChunkKey, EngineBatch, int]:
+        batch = decode_batch(value, self._settings.schema_ids)
+        if not isinstance(batch.body, RestatementChunk):
+            raise BadRecord("bad_parked", f"the value of {key.hex()} is not a chunk of a restatement")
+        return parse_parked_key(key), batch, len(value)
+
+    def decode(self, records: Sequence[SourceRecord]) -> Sequence[EngineBatch | BadRecord]:
+        """Effect 1: each record's batch, or the reason why it cannot be decoded."""
+        return self._decode_events([record.value for record in records], self._settings.schema_ids)
+
+    def apply(self, record: SourceRecord, decoded: EngineBatch | BadRecord) -> None:
+        """Effects 2 to 4 of one record. Raises BadRecord for a dead letter."""
+        if isinstance(decoded, BadRecord):
+            raise decoded
+        batch = decoded
+        check_home(record, batch.rank.worker_id, self._settings)
+        expected = self._settings.block_size_of(batch.model)
+        if batch.block_size != expected and not isinstance(batch.body, WorkerRemoved):
+            raise BadRecord(
+                "wrong_block_size",
+                f"rank {batch.rank} has blocks of {batch.block_size} tokens; {batch.model} has {expected} here",
+            )
+        match batch.body:
+            case EngineEvents(events):
+                verdict = self.holdings.apply(batch, events)  # 2 fence, 3 verdict, 4 apply
+            case WorkerRemoved():
+                verdict = self._remove(batch, batch.body)
+            case Heartbeat():
+                verdict = self.holdings.renew(batch, batch.body)
+            case RestatementChunk():
+                raw = record.value or b""
+                if len(raw) > PARKED_CHUNK_BYTES_MAX:
+                    raise BadRecord(
+                        "bad_restatement", f"a chunk has {len(raw)} bytes; the limit is {PARKED_CHUNK_BYTES_MAX}"
+                    )
+                verdict = self.holdings.restate(batch, raw)
+            case _:
+                assert_never(batch.body)
+        self._verdicts[verdict.value] += 1
+        if verdict not in _USUAL:
+            log.info(
+                "%s: batch %d of rank %s, incarnation %d",
+                verdict.value,
+                batch.sequence,
+                batch.rank,
+                batch.incarnation,
+            )
+
+    def _remove(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
+        if removed.seen_sequence is None:
+            return self.holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
+        return self.holdings.expire_worker(batch, removed.seen_sequence)
+
+    @property
+    def full(self) -> bool:
+        """Whether the partition must commit before it applies more."""
+        return self.holdings.full
+
+    def source_lost(self) -> None:
+        """Degrade every rank: records of the source were lost before this partition read them."""
+        self.holdings.degrade_all()
+
+    def tick(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
+        """Return resync requests, and expiries; an expiry is applied when it is read back in order with other events.
+
+        The arguments are those of `Reducer.tick`.
+        """
+        actions = self._maintenance.tick(monotonic_ms, wall_ms, applied_until)
+        self._verdicts.update(actions.counts)
+        names = topics(self._settings)
+        for request in actions.requests:
+            log.info(
+                "requesting a restatement of rank %s, attempt %d: %s", request.rank, request.attempt, request.reason
+            )
+        for expiry in actions.expiries:
+            log.warning("worker %s is removed: it was silent for too long", expiry.rank.worker_id)
+        return [
+            Outgoing(names.kv_control.name, worker_key(request.rank.worker_id), encode_resync(request))
+            for request in actions.requests
+        ] + [
+            Outgoing(names.kv_events.name, worker_key(expiry.rank.worker_id), encode_batch(expiry))
+            for expiry in actions.expiries
+        ]
+
+    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
+        """Return an empty list: a record of this topic is refused when it is applied, and never later."""
+        return []
+
+    def take_changes(self) -> dict[TableSpec, list[Change]]:
+        """Take what changed since the last call.
+
+        Progress comes first, since a new epoch tells readers to drop the runs of older ones.
+        """
+        changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
+        records: list[Change] = [(progress_key(each.rank), encode_progress(each)) for each in changes.progress]
+        records += [(parked_key(key), raw) for key, raw in changes.parked]
+        records += changes.runs
+        return {self._table: records}
+
+
+def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:
+    """Raise BadRecord for a record that does not have its worker's key, or is not in its worker's partition."""
+    if record.key is not None and record.key != worker_key(worker_id):
+        raise BadRecord("wrong_key", f"key {record.key!r} is not worker {worker_id}")
+    home = partition_of(worker_id, settings.partitions)
+    if record.partition != home:
+        # Two owners would each have a part of one rank. This happens with librdkafka's default partitioner.
+        raise BadRecord("wrong_partition", f"worker {worker_id} belongs in partition {home} (murmur2)")
