@@ -16,7 +16,7 @@ import pytest
 from streams.errors import LocalKafkaError
 from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, ensure_jars, find_java, jars, kafka
 
-# A jar of 3 kB: what is fetched, broken and mended in these tests.
+# A jar of 3 kB, which these tests fetch, damage and repair.
 SMALL_JAR = "jspecify"
 
 
@@ -127,7 +127,7 @@ def test_a_missing_java_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a Maven cache of links to the real jars, in which jgo cannot be imported, so that nothing is fetched."""
+    """Give a Maven cache of links to the real jars. jgo cannot be imported, so nothing is fetched."""
     ensure_jars()
     repository = tmp_path / "m2"
     for jar in jars.pinned_jars():
@@ -144,10 +144,10 @@ def small_jar() -> jars.Jar:
 
 
 def test_a_full_cache_needs_neither_jgo_nor_the_network(cache: Path) -> None:
-    """With every jar in place nothing is fetched, nothing is written and no progress is told."""
-    told: list[tuple[int, int, str]] = []
-    assert len(ensure_jars(lambda *progress: told.append(progress))) == len(jars.pinned_jars())
-    assert told == []
+    """If every jar is in the cache, nothing is fetched or written, and no progress is reported."""
+    progress: list[tuple[int, int, str]] = []
+    assert len(ensure_jars(lambda *step: progress.append(step))) == len(jars.pinned_jars())
+    assert progress == []
     assert not list(cache.glob(".kvstreams*"))
 
 
@@ -155,7 +155,7 @@ def test_a_full_cache_needs_neither_jgo_nor_the_network(cache: Path) -> None:
 def test_a_missing_or_cut_jar_is_fetched_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int | None
 ) -> None:
-    """A jar that is not there or too short is replaced by a verified one, and told as progress."""
+    """A jar that is missing or too short is replaced by a verified one and reported as progress."""
     jar = small_jar()
     place = jar.path_in(cache)
     content = place.read_bytes()
@@ -169,15 +169,15 @@ def test_a_missing_or_cut_jar_is_fetched_again(
         return into / "a.jar"
 
     monkeypatch.setattr(jars, "_fetch", fetch)
-    told: list[tuple[int, int, str]] = []
-    assert place in ensure_jars(lambda *progress: told.append(progress))
+    progress: list[tuple[int, int, str]] = []
+    assert place in ensure_jars(lambda *step: progress.append(step))
     assert hashlib.sha256(place.read_bytes()).hexdigest() == jar.sha256
-    assert told == [(1, 1, SMALL_JAR)]
+    assert progress == [(1, 1, SMALL_JAR)]
     assert not list(cache.glob(".kvstreams-staging"))
 
 
 def test_a_jar_that_stays_wrong_is_named_and_never_put_in_place(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fetched file of the right size and other bytes is tried once more, then the error names jar and digests."""
+    """A jar with the right size and a wrong digest is fetched once more; then the error names jar and digests."""
     jar = small_jar()
     jar.path_in(cache).unlink()
     fetched: list[Path] = []
@@ -195,8 +195,8 @@ def test_a_jar_that_stays_wrong_is_named_and_never_put_in_place(cache: Path, mon
     assert not jar.path_in(cache).exists()
 
 
-def test_a_network_that_fails_is_told_with_a_remedy(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download that raises is tried once more; the error names the jar and what to check."""
+def test_a_network_failure_is_reported_with_a_remedy(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that fails is tried once more; then the error names the jar and what to check."""
     jar = small_jar()
     jar.path_in(cache).unlink()
 
@@ -210,16 +210,16 @@ def test_a_network_that_fails_is_told_with_a_remedy(cache: Path, monkeypatch: py
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_without_jgo_a_missing_jar_is_told_with_a_remedy(cache: Path) -> None:
-    """Where jgo is not installed the error says which package brings it."""
+def test_without_jgo_a_missing_jar_is_reported_with_a_remedy(cache: Path) -> None:
+    """If jgo is not installed, the error names the package that includes it."""
     small_jar().path_in(cache).unlink()
     with pytest.raises(LocalKafkaError, match="jgo") as caught:
         ensure_jars()
     assert "kvstreams[local]" in caught.value.remedy
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the cache's place gives an error that names the cache."""
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in place of the cache gives an error that names the cache."""
     (tmp_path / "m2").touch()
     monkeypatch.setenv("M2_REPO", str(tmp_path / "m2"))
     with pytest.raises(LocalKafkaError, match="cannot be written") as caught:
@@ -227,14 +227,14 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
     assert "M2_REPO" in caught.value.remedy
 
 
-def test_a_lock_is_waited_for_and_then_told(tmp_path: Path) -> None:
-    """Whoever does not get the lock in time learns who may hold it."""
+def test_a_lock_that_is_not_free_in_time_is_an_error(tmp_path: Path) -> None:
+    """The error names what needed the lock, and a lock that was released can be taken again."""
     lock = tmp_path / "lock"
     with (
         jars.file_lock(lock, 0.0, "first"),
         pytest.raises(LocalKafkaError, match="second"),
         jars.file_lock(lock, 0.01, "second"),
     ):
-        pytest.fail("two hold one lock")
+        pytest.fail("the lock was taken twice")
     with jars.file_lock(lock, 0.0, "third"):
         pass
