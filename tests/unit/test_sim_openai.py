@@ -10,8 +10,8 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import EngineHash
-from streams.cxl.states import CxlMemoryState
 from streams.errors import InvalidRequest, UnknownModel
 from streams.sim import openai
 from streams.sim.engine_config import EngineConfig
