@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from streams.core.ids import U64_MASK
 from streams.errors import SettingsError
 
-#: The largest GPUs hold some 100,000 blocks. With millions of blocks, each per-block array of a model takes 100 MB.
+#: The largest GPUs hold hundreds of thousands of blocks. With millions, each per-block array takes about 100 MB.
 N_BLOCKS_MAX = 1 << 22
 #: The largest block of any known engine is 256 tokens. The limit exists so that a typo is reported at once.
 BLOCK_SIZE_MAX = 4096

@@ -16,7 +16,7 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
 from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_OPTIONS, WEIGHT_MAX, Settings, as_environ, load
 
-KNOBS = [knob.name for knob in fields(Settings)]
+SETTINGS = [setting.name for setting in fields(Settings)]
 
 #: Every setting with a range: its lowest and its highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -73,7 +73,7 @@ def test_a_setting_without_a_value_has_its_default() -> None:
     """Without command line, environment and file, every setting has its default, and its source is "default"."""
     resolved = load({}, {})
     assert resolved.settings == Settings()
-    assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default")
+    assert dict(resolved.sources) == dict.fromkeys(SETTINGS, "default")
 
 
 def test_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_precedence_is_command_line_environment_file_default(tmp_path: Path) -> 
         "partitions": "KVSTREAMS_PARTITIONS",
         "block_size": str(file),
     }
-    assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default") | expected
+    assert dict(resolved.sources) == dict.fromkeys(SETTINGS, "default") | expected
 
 
 def test_the_file_in_the_current_folder_is_read(tmp_path: Path) -> None:
@@ -185,26 +185,26 @@ WRONG: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
-@pytest.mark.parametrize(("knob", "value", "reason"), WRONG)
+@pytest.mark.parametrize(("setting", "value", "reason"), WRONG)
 def test_the_error_for_a_wrong_value_names_the_setting_and_its_source(
-    knob: str, value: str, reason: str, source: str, tmp_path: Path
+    setting: str, value: str, reason: str, source: str, tmp_path: Path
 ) -> None:
     """One error has the setting, what is wrong with its value, and where the value came from, for every source."""
     overrides: dict[str, Any] = {}
     environ: dict[str, str] = {}
     file = None
     if source == "command line":
-        overrides, came_from = {knob: value}, "command line"
+        overrides, came_from = {setting: value}, "command line"
     elif source == "environment":
-        environ, came_from = {f"KVSTREAMS_{knob.upper()}": value}, f"KVSTREAMS_{knob.upper()}"
+        environ, came_from = {f"KVSTREAMS_{setting.upper()}": value}, f"KVSTREAMS_{setting.upper()}"
     else:
         quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        file = toml(tmp_path / "w.toml", f'{knob} = "{quoted}"\n')
+        file = toml(tmp_path / "w.toml", f'{setting} = "{quoted}"\n')
         came_from = str(file)
     with pytest.raises(SettingsError) as caught:
         load(overrides, environ, file)
     text = str(caught.value)
-    assert text.startswith(knob)
+    assert text.startswith(setting)
     assert reason in text
     assert text.endswith(f"It came from: {came_from}")
 
@@ -223,26 +223,26 @@ def just_outside(value: float, away: int) -> float:
     return value + away * (1 if isinstance(value, int) else max(1e-9, abs(value) * 1e-9))
 
 
-@pytest.mark.parametrize("knob", RANGES)
-def test_a_range_includes_its_bounds_and_nothing_beyond(knob: str) -> None:
+@pytest.mark.parametrize("setting", RANGES)
+def test_a_range_includes_its_bounds_and_nothing_beyond(setting: str) -> None:
     """The lowest and the highest value are accepted, and the next values outside are refused."""
-    low, high = RANGES[knob]
+    low, high = RANGES[setting]
     for inside in (low, high):
-        resolved = load({knob: inside}, {})
-        assert getattr(resolved.settings, knob) == inside
+        resolved = load({setting: inside}, {})
+        assert getattr(resolved.settings, setting) == inside
     for outside in (just_outside(low, -1), just_outside(high, 1)):
-        with pytest.raises(SettingsError, match=f"^{knob} is "):
-            load({knob: outside}, {})
+        with pytest.raises(SettingsError, match=f"^{setting} is "):
+            load({setting: outside}, {})
 
 
 def test_every_number_has_a_range_that_is_tested() -> None:
     """Every setting that is a number is in RANGES."""
-    numbers = {knob.name for knob in fields(Settings) if type(getattr(Settings(), knob.name)) in (int, float)}
+    numbers = {setting.name for setting in fields(Settings) if type(getattr(Settings(), setting.name)) in (int, float)}
     assert numbers == set(RANGES)
 
 
 @pytest.mark.parametrize(
-    ("knob", "text", "value"),
+    ("setting", "text", "value"),
     [
         ("model_block_sizes", "llama=64,qwen=16", {"llama": 64, "qwen": 16}),
         ("model_block_sizes", " llama = 64 , ", {"llama": 64}),
@@ -258,11 +258,11 @@ def test_every_number_has_a_range_that_is_tested() -> None:
         *[("router", text, False) for text in ("off", "false", "0", "no", "False")],
     ],
 )
-def test_every_kind_of_setting_is_read_from_the_environment(knob: str, text: str, value: Any) -> None:
+def test_every_kind_of_setting_is_read_from_the_environment(setting: str, text: str, value: Any) -> None:
     """Dicts, tuples, switches and choices have a form for environment variables."""
-    resolved = load({}, {f"KVSTREAMS_{knob.upper()}": text})
-    assert getattr(resolved.settings, knob) == value
-    assert resolved.sources[knob] == f"KVSTREAMS_{knob.upper()}"
+    resolved = load({}, {f"KVSTREAMS_{setting.upper()}": text})
+    assert getattr(resolved.settings, setting) == value
+    assert resolved.sources[setting] == f"KVSTREAMS_{setting.upper()}"
 
 
 def test_a_file_uses_toml_tables_and_lists(tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_block_size_of_a_model() -> None:
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
 
-def _numbers(knob: str) -> st.SearchStrategy[Any]:
-    low, high = RANGES[knob]
+def _numbers(setting: str) -> st.SearchStrategy[Any]:
+    low, high = RANGES[setting]
     if isinstance(low, float):
         return st.floats(low, high)
     return st.integers(int(low), int(high))
@@ -308,7 +308,7 @@ ANY_SETTINGS = st.builds(
     kv_events=st.booleans(),
     router_replica_sync=st.booleans(),
     track_active_blocks=st.booleans(),
-    **{knob: _numbers(knob) for knob in RANGES},
+    **{setting: _numbers(setting) for setting in RANGES},
 )
 
 
@@ -326,20 +326,20 @@ def test_a_child_process_ignores_other_sources(tmp_path: Path) -> None:
     assert load({}, inherited | as_environ(Settings())).settings == Settings()
 
 
-@pytest.mark.parametrize("knob", UNNEEDED_OPTIONS)
+@pytest.mark.parametrize("setting", UNNEEDED_OPTIONS)
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
-def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source: str, tmp_path: Path) -> None:
-    """From everywhere, whatever they are given, saying why they are needless; nothing of them is passed on."""
-    overrides = {knob: "5"} if source == "command line" else {}
-    environ = {f"KVSTREAMS_{knob.upper()}": "5"} if source == "environment" else {}
-    file = toml(tmp_path / "n.toml", f"{knob} = 5\n") if source == "file" else None
+def test_unneeded_options_of_dynamo_are_accepted_with_a_warning(setting: str, source: str, tmp_path: Path) -> None:
+    """Every source accepts them with any value; the warning has the reason, and child processes do not get them."""
+    overrides = {setting: "5"} if source == "command line" else {}
+    environ = {f"KVSTREAMS_{setting.upper()}": "5"} if source == "environment" else {}
+    file = toml(tmp_path / "n.toml", f"{setting} = 5\n") if source == "file" else None
     resolved = load(overrides, environ, file)
     assert resolved.settings == Settings()
     (warning,) = resolved.warnings
-    assert warning.startswith(f"{knob} (from: ")
-    assert warning.endswith(UNNEEDED_OPTIONS[knob])
+    assert warning.startswith(f"{setting} (from: ")
+    assert warning.endswith(UNNEEDED_OPTIONS[setting])
     assert load(dict.fromkeys(UNNEEDED_OPTIONS), {}).warnings == ()
-    assert f"KVSTREAMS_{knob.upper()}" not in as_environ(resolved.settings)
+    assert f"KVSTREAMS_{setting.upper()}" not in as_environ(resolved.settings)
 
 
 @pytest.mark.parametrize(
