@@ -1,6 +1,6 @@
-"""What routers on a real Kafka choose and tell (docs/http.md): cost, mode, filters, registry, state.
+"""What routers on a real Kafka choose and return (docs/http.md): cost, mode, filters, registry, state.
 
-The fleet's two routers serve all tests; every test takes a model and workers of its own, so that none sees another's.
+The fleet's two routers serve all tests. Every test uses a model and workers of its own, so that none affects another.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tests.helpers.api import (
 
 
 def test_u64_values_are_numbers_or_decimal_strings(fleet: Fleet) -> None:
-    """The greatest ids and hashes arrive whole, as numbers and as strings, and leave as numbers."""
+    """The greatest ids and hashes are accepted as numbers and as strings, and returned unchanged as numbers."""
     model = fleet.model()
     greatest, least = U64_MASK - 1, 12345678901234567890
     for worker_id in (greatest, least):
@@ -82,7 +82,7 @@ def test_u64_values_are_numbers_or_decimal_strings(fleet: Fleet) -> None:
 
 
 def test_hashes_and_tokens_are_the_same_request(fleet: Fleet) -> None:
-    """Local hashes find what the tokens that they are of find, as numbers and as strings."""
+    """Local hashes, as numbers or strings, find the same blocks as the tokens that they were made of."""
     from streams.core.hashing import local_hashes
 
     model = fleet.model()
@@ -97,7 +97,7 @@ def test_hashes_and_tokens_are_the_same_request(fleet: Fleet) -> None:
 
 
 def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
-    """Packed tokens with the rest as query parameters are answered as the same request in JSON."""
+    """Packed tokens with query parameters get the same answer as the same request in JSON."""
     model = fleet.model()
     first, second = fleet.register(model, 2, taints=["a", "b"], dp_size=2)
     fleet.agents.hold(rank_of(first, 1), TOKENS)
@@ -133,7 +133,7 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 2, 3, 5, 63, 65])
 def test_octets_are_whole_tokens(n_bytes: int, fleet: Fleet, model: str) -> None:
-    """Packed tokens of no length, or of one that is no multiple of four, are refused."""
+    """Packed tokens are refused if they are empty or their length is not a multiple of four."""
     answer = fleet.main.call("POST", f"/route?model={model}", b"x" * n_bytes, OCTETS)
     answer.refused(400, "invalid_request")
 
@@ -155,14 +155,14 @@ def test_octets_are_whole_tokens(n_bytes: int, fleet: Fleet, model: str) -> None
     ],
 )
 def test_a_wrong_query_is_400(query: str, fleet: Fleet, model: str) -> None:
-    """Query parameters are checked as the fields of the body are."""
+    """Query parameters are validated like the fields of a body."""
     answer = fleet.main.call("POST", f"/route?model={model}&{query}", packed(TOKENS), OCTETS)
     answer.refused(400, "invalid_request")
 
 
 @pytest.mark.parametrize("n_tokens", [1, 15, 16, 17, 31, 32])
 def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) -> None:
-    """The last, partial block must be computed too, though it can be held by nobody."""
+    """The partial last block must be computed too, although no rank can hold it."""
     answer = fleet.main.ask(model=model, token_ids=[7] * n_tokens)
     assert answer["request_blocks"] == math.ceil(n_tokens / BLOCK_SIZE)
     assert answer["cost"] == answer["request_blocks"] + n_tokens // BLOCK_SIZE
@@ -172,7 +172,7 @@ def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) 
 
 
 def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
-    """With explain every eligible rank is a candidate, its terms are the formula's, and the cheapest is chosen."""
+    """With explain every eligible rank is a candidate, the terms follow the formula, and the cheapest is chosen."""
     model = fleet.model()
     ids = fleet.register(model, 3, dp_size=2)
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
@@ -215,7 +215,7 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
 
 
 def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> None:
-    """Overlap draws a request, load drives it away."""
+    """Overlap attracts a request, and load repels it."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -227,7 +227,7 @@ def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> No
 
 
 def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
-    """The same tokens under an adapter or in a namespace are other blocks."""
+    """The same tokens under an adapter or in a namespace are different blocks."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.agents.hold(rank_of(worker_id), TOKENS)
@@ -240,7 +240,7 @@ def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
 
 
 def test_temperature_spreads_choices(fleet: Fleet) -> None:
-    """Without temperature the cheapest is chosen every time, with much of it every rank is."""
+    """Without temperature the cheapest rank is always chosen; with a high one, every rank is."""
     model = fleet.model()
     first, second = fleet.register(model, 2)
     fleet.agents.hold(rank_of(first), TOKENS)
@@ -259,7 +259,7 @@ def test_temperature_spreads_choices(fleet: Fleet) -> None:
     ("mode", "wanted"), [(RouterMode.ROUND_ROBIN, "each in turn"), (RouterMode.RANDOM, "each at some time")]
 )
 def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -> None:
-    """Round-robin takes turns and random draws, whatever is held; both say `fallback`, for a repeated id too."""
+    """Round-robin takes turns and random draws, whatever ranks hold; both return `fallback`, for a repeated id too."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
@@ -280,7 +280,7 @@ def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -
 
 
 def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
-    """Exact needs an owner that is at work, up to date, and a rank without gaps; the worst eligible rank decides."""
+    """Exact requires a running owner without lag and a rank without gaps; the worst eligible rank decides the mode."""
     model = fleet.model()
     live, gap, hybrid = fleet.register(model, 3, LIVE)
     (never,) = fleet.register(model, 1, NEVER)
@@ -332,7 +332,7 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
 
 
 def test_filters_come_before_cost(fleet: Fleet) -> None:
-    """Allowed, excluded, forced worker and rank, phase and taints each leave only those who pass all of them."""
+    """Allowed, excluded, named worker and rank, phase and taints each leave only the ranks that pass."""
     model = fleet.model()
     both, prefill, decode, tainted = fleet.agents.worker_ids(4, LIVE)
     fleet.put(both, model, dp_size=2)
@@ -386,7 +386,7 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
 
 
 def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
-    """What is put is what is listed, on every router; put again it is changed."""
+    """A registered worker is listed by every router, and is changed when it is registered again."""
     model = fleet.model()
     body = {
         "url": "http://e:1",
@@ -423,7 +423,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
 
 
 def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
-    """The table of docs/http.md, cell by cell, at the router that was told and at another one."""
+    """The table in docs/http.md holds cell by cell, at the router that was called and at another one."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     path = f"/workers/{worker_id}"
@@ -446,7 +446,8 @@ def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
 
 
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
-    """A cordoned worker keeps what runs, gets nothing new from any router, and comes back when it is put again."""
+    """A cordoned worker keeps its running requests, gets no new ones from any router, and gets them after it registers
+    again."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-running")
@@ -465,7 +466,7 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
 
 
 def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
-    """DELETE ends a worker on every router, and tells the agents so in order with the worker's events."""
+    """DELETE removes a worker from every router, and tells agents in order with the worker's events."""
     fleet.register(fleet.model())  # with no worker at all the answer would be another: there is none to ask for
     model = fleet.model()
     told, silent = fleet.register(model, 2, dp_size=2)
@@ -510,7 +511,7 @@ def test_metrics_tell_what_there_is(fleet: Fleet) -> None:
 
 
 def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
-    """/state tells each rank's epoch, health and a digest of what it holds; /state/blocks every single fact."""
+    """/state returns each rank's epoch, health and digest; /state/blocks returns every single fact."""
     model = fleet.model()
     (worker_id,) = fleet.register(model, dp_size=2)
     sequence = fleet.agents.hold(rank_of(worker_id, 1), TOKENS, tier=Tier.DISK, absent=[2])
@@ -548,7 +549,7 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
 
 
 def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
-    """/healthz and /ready answer for a router that has read its topics, to GET and to HEAD."""
+    """/healthz and /ready answer GET and HEAD for a router that has read its topics."""
     assert fleet.main.get("/healthz") == {"status": "ok"}
     assert fleet.main.get("/ready") == {
         "ready": True,
@@ -562,7 +563,8 @@ def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
 
 
 def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
-    """Before its topics are read to their ends a router is alive, not ready, and answers nothing from half a state."""
+    """Until its topics are read to their ends a router is healthy but not ready, and answers no request from a partial
+    state."""
 
     async def ask() -> None:
         app = web.Application(middlewares=[error_shape])
@@ -605,7 +607,7 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
 
 
 def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Kafka a worker is neither registered nor forgotten: 503, and the registry stays as it was."""
+    """Without Kafka a registration is answered with 503, and the registry stays as it was."""
     monkeypatch.setattr(registry_module, "PUBLISH_TIMEOUT_S", 0.5)
     router = Router(replace(scope, kafka=f"127.0.0.1:{free_port()}"))
     body = json.dumps({"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}).encode()
@@ -617,7 +619,7 @@ def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, mo
 
 
 def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings) -> None:
-    """What a stranger writes to a router's topics is counted, and everything behind it is read all the same."""
+    """Records of a foreign writer in a router's topics are counted and skipped, and the records after them are read."""
     named = topics(scope)
     ensure_topics(scope, named.all())
     strange: list[tuple[str, bytes | None, bytes | None]] = [

@@ -1,6 +1,6 @@
 """A router's choices without Kafka: its topics count as read, and its registry is folded by hand.
 
-What must not be here: anything that depends on what Kafka does (test_router_modes, test_router_api).
+What must not be here: anything that depends on Kafka's behaviour (test_router_modes, test_router_api).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def ask(router: Router, name: str = "r", tokens: Sequence[int] = tuple(TOKENS), 
 
 
 def test_without_events_a_prompt_goes_where_it_went() -> None:
-    """In mode approximate; a question without booking predicts nothing."""
+    """Without events a prompt returns to the rank that got it before, and a request that books nothing predicts
+    nothing."""
     router = router_of(kv_events=False)
     for _ in range(5):
         assert ask(router, update_states="false")["overlap_blocks"] == 0
@@ -50,7 +51,7 @@ def test_without_events_a_prompt_goes_where_it_went() -> None:
 
 @pytest.mark.parametrize("override", [{}, {"overlap_score_weight": 1.0}])
 def test_without_weight_the_index_is_not_asked(override: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is it by a request that gives itself a weight, which is told `fallback`."""
+    """A router without weight never reads its index; a request that sets a weight gets mode `fallback`."""
     router = router_of(kv_overlap_score_weight=0.0)
 
     def refuse(_: object) -> None:
@@ -63,7 +64,7 @@ def test_without_weight_the_index_is_not_asked(override: dict[str, Any], monkeyp
 
 
 def test_a_request_without_weight_does_not_ask_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a router that has one; others on it do."""
+    """A request that sets weight 0 does not read the index, while other requests on the same router do."""
     router = router_of()
 
     def refuse(_: object) -> None:
@@ -76,7 +77,7 @@ def test_a_request_without_weight_does_not_ask_the_index(monkeypatch: pytest.Mon
 
 
 def test_direct_needs_a_worker() -> None:
-    """And obeys."""
+    """In mode direct a request must name a worker, which is then chosen."""
     router = router_of(router_mode=RouterMode.DIRECT)
     with pytest.raises(InvalidRequest, match="worker_id is missing"):
         ask(router)
@@ -84,7 +85,8 @@ def test_direct_needs_a_worker() -> None:
 
 
 def test_a_session_stays_where_it_was() -> None:
-    """As long as that rank may be chosen; each phase has its own, and looking binds nothing."""
+    """A session keeps its rank while that is a candidate; each phase has its own, and a request that books nothing
+    binds none."""
     router = router_of(router_mode=RouterMode.ROUND_ROBIN, router_session_affinity_ttl_s=60.0)
 
     def go(name: str, session: str, **fields: Any) -> int:
@@ -102,7 +104,8 @@ def test_a_session_stays_where_it_was() -> None:
 
 
 def test_busy_ranks_are_left_out_by_what_engines_say() -> None:
-    """And by what was booked; all busy is a fault of its own."""
+    """Ranks that are busy by their engine's report or by bookings are left out; if all are, the error is
+    AllWorkersBusy."""
     router = router_of(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=40)
     report(router.view, rank(1), kv_active_blocks=51, kv_total_blocks=100)
     chosen = {ask(router, f"r{n}")["worker_id"] for n in range(2)}
@@ -114,7 +117,7 @@ def test_busy_ranks_are_left_out_by_what_engines_say() -> None:
 
 
 def test_metrics_reach_the_older_policies() -> None:
-    """The emptier engine wins, in mode exact as far as the index goes."""
+    """The emptier engine wins, and the mode is that of the index."""
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
     for worker_id, active in ((1, 90), (2, 10)):
         hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE))
@@ -124,7 +127,7 @@ def test_metrics_reach_the_older_policies() -> None:
 
 
 def test_overrides_are_the_requests_own() -> None:
-    """Blocks that are not tracked cost it nothing; the next request is priced as ever."""
+    """A request without tracked blocks pays nothing for them, and the next request does again."""
     router = router_of(1)
     ask(router, "one", list(range(500, 564)))
     with_blocks, without = (
@@ -135,7 +138,7 @@ def test_overrides_are_the_requests_own() -> None:
 
 
 def test_a_router_waits_for_its_first_workers() -> None:
-    """Not ready before; afterwards for good."""
+    """A router is not ready before enough workers are registered, and stays ready when they leave."""
     router = router_of(1, router_min_initial_workers=2)
     with pytest.raises(NotReady, match="1 more workers") as caught:
         ask(router)
@@ -147,7 +150,7 @@ def test_a_router_waits_for_its_first_workers() -> None:
 
 
 def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another router's, of the same id and on another rank: the answer is that, and nothing is booked beside it."""
+    """If another router's booking of the id arrives during the choice, it is the answer, and nothing is booked."""
     router = router_of(2)
     overlap = router.view.overlap
 
