@@ -1,31 +1,63 @@
-"""What all tests share: child processes, and the end of the broker that the tests in tests/kafka may have started.
+"""What all tests share: the option --fast, child processes, commands, and the end of the broker of tests/kafka.
 
-A test that asks for none of these starts nothing.
+A test that uses none of these fixtures starts nothing.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from streams.local.kafka import LocalKafka
 from streams.local.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
+from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
+
+#: With --fast, tests of generated examples run one in so many of them, and at least FAST_EXAMPLES_MIN.
+FAST_EXAMPLES_DIVISOR = 5
+FAST_EXAMPLES_MIN = 10
+
+#: Where hypothesis keeps the settings of a test, and where its own pytest plugin replaces them for --hypothesis-seed
+#: and similar options. `settings` as a decorator can be applied only once, and most tests apply it themselves.
+_HYPOTHESIS_SETTINGS = "_hypothesis_internal_use_settings"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --fast, which `make fast` uses."""
+    parser.addoption("--fast", action="store_true", help="fewer generated examples, and no tests marked thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --fast, deselect tests marked thorough and reduce the number of generated examples of the others."""
+    if not config.getoption("--fast"):
+        return
+    thorough = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if item not in thorough]
+    config.hook.pytest_deselected(items=thorough)
+    # One function may be several items, by its parameters, and must be changed once.
+    for function in {item.function for item in items if isinstance(item, pytest.Function)}:
+        full = getattr(function, _HYPOTHESIS_SETTINGS, None)
+        if full is not None:
+            fewer = min(full.max_examples, max(FAST_EXAMPLES_MIN, full.max_examples // FAST_EXAMPLES_DIVISOR))
+            setattr(function, _HYPOTHESIS_SETTINGS, settings(full, max_examples=fewer))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the folder of the broker that all worker processes of this run share."""
+    config.addinivalue_line("markers", "thorough: takes seconds of computing; `make fast` leaves it out")
     if not hasattr(config, "workerinput"):
         os.environ[DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the broker behind the last worker process, if a test ever asked for it."""
+    """Stop the broker, if any test started it, after the last worker process has ended."""
     if not hasattr(config, "workerinput"):
         directory = Path(os.environ.pop(DIRECTORY_ENV))
         LocalKafka(broker_config(directory)).down()
@@ -34,6 +66,33 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def children() -> Iterator[Children]:
-    """Owner of the test's child processes, each ended by its own id."""
+    """Give the owner of the test's child processes, which ends each of them by its own id."""
     with Children() as owned:
         yield owned
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Give a function that starts `kvstreams` in an empty folder; processes that still run are killed afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        started.append(start_command(tmp_path, arguments, env or {}))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        with process:  # closes its pipes
+            process.kill()
+
+
+@pytest.fixture
+def run(start: Start) -> Run:
+    """Give a function that runs `kvstreams` to its end."""
+
+    def to_the_end(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments, env=env)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return to_the_end

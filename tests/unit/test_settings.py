@@ -1,4 +1,4 @@
-"""Every knob: where its value comes from, what is refused, and how it reaches a child process."""
+"""Every setting: where its value comes from, what is refused, and how it reaches a child process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_OPTIONS, 
 
 KNOBS = [knob.name for knob in fields(Settings)]
 
-#: Every knob with a range: its lowest value, and its highest where it has one of its own.
+#: Every setting with a range: its lowest and its highest value.
 RANGES: dict[str, tuple[float, float]] = {
     "partitions": (1, 1024),
     "replication": (1, 7),
@@ -60,7 +60,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody's kvstreams.toml is in the current folder."""
+    """Run each test in a folder without a kvstreams.toml."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -69,37 +69,37 @@ def toml(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_knob_that_nobody_gives_has_its_default() -> None:
-    """Without command line, environment and file every knob is its default and says so."""
+def test_a_setting_without_a_value_has_its_default() -> None:
+    """Without command line, environment and file, every setting has its default, and its source is "default"."""
     resolved = load({}, {})
     assert resolved.settings == Settings()
     assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default")
 
 
 def test_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:
-    """Each source wins over those behind it, and every knob says which one it was."""
+    """The first of these sources that has a value wins, and every setting has its source."""
     file = toml(tmp_path / "some.toml", "port = 1\npartitions = 2\nblock_size = 3\n")
     environ = {"KVSTREAMS_PORT": "10", "KVSTREAMS_PARTITIONS": "20"}
     resolved = load({"port": 100, "partitions": None}, environ, file)
     settings = resolved.settings
     assert (settings.port, settings.partitions, settings.block_size, settings.host) == (100, 20, 3, "127.0.0.1")
-    wanted = {
+    expected = {
         "port": "command line",
         "partitions": "KVSTREAMS_PARTITIONS",
         "block_size": str(file),
     }
-    assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default") | wanted
+    assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default") | expected
 
 
 def test_the_file_in_the_current_folder_is_read(tmp_path: Path) -> None:
-    """kvstreams.toml is found without being named."""
+    """kvstreams.toml in the current folder is read without being named."""
     toml(tmp_path / CONFIG_FILE_DEFAULT, 'host = "0.0.0.0"\n')
     resolved = load({}, {})
     assert resolved.settings.host == "0.0.0.0"
     assert resolved.sources["host"] == CONFIG_FILE_DEFAULT
 
 
-def test_the_environment_names_a_file(tmp_path: Path) -> None:
+def test_the_environment_can_name_a_file(tmp_path: Path) -> None:
     """KVSTREAMS_CONFIG replaces the file in the current folder, and --config replaces both."""
     toml(tmp_path / CONFIG_FILE_DEFAULT, "port = 1\n")
     named = toml(tmp_path / "named.toml", "port = 2\n")
@@ -110,8 +110,8 @@ def test_the_environment_names_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
-def test_a_file_that_is_named_must_be_there(by: str, tmp_path: Path) -> None:
-    """A missing file is an error only where somebody named it, and the error names it."""
+def test_a_file_that_is_named_must_exist(by: str, tmp_path: Path) -> None:
+    """A missing file is an error if an option or the environment names it, and the error contains the name."""
     missing = tmp_path / "missing.toml"
     with pytest.raises(SettingsError, match=r"missing\.toml is not there"):
         load({}, {"KVSTREAMS_CONFIG": str(missing)} if by == "environment" else {}, missing if by == "option" else None)
@@ -122,28 +122,28 @@ def test_a_file_that_is_named_must_be_there(by: str, tmp_path: Path) -> None:
     [b"port = ", b"port = 1\nport = 2", b"\xff\xfe\x00", b'host = "\xff"', b"port = " + b"9" * 5000],
     ids=["cut off", "twice", "utf-16", "latin-1", "5000 digits"],
 )
-def test_a_file_that_is_not_toml_is_named(content: bytes, tmp_path: Path) -> None:
-    """Bytes that are no TOML are refused with the file's name, whatever is wrong with them."""
+def test_the_error_for_an_invalid_file_names_it(content: bytes, tmp_path: Path) -> None:
+    """A file that is not valid TOML is refused with its name, whatever is wrong with it."""
     (tmp_path / "bad.toml").write_bytes(content)
     with pytest.raises(SettingsError, match=r"bad\.toml cannot be read"):
         load({}, {}, tmp_path / "bad.toml")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    """A folder in place of the file is refused by name."""
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    """The error says that the folder cannot be read."""
     with pytest.raises(SettingsError, match="cannot be read"):
         load({}, {}, tmp_path)
 
 
-def test_an_unknown_knob_in_a_file_is_refused(tmp_path: Path) -> None:
-    """A knob that does not exist is named, with the file and where the right names stand."""
+def test_an_unknown_setting_in_a_file_is_refused(tmp_path: Path) -> None:
+    """The error has the unknown name, the file, and the command that prints all settings."""
     file = toml(tmp_path / "a.toml", "prot = 1\n")
     with pytest.raises(SettingsError, match=r"prot in .*a\.toml is no knob.*kvstreams config"):
         load({}, {}, file)
 
 
-def test_other_variables_are_not_ours() -> None:
-    """KVSTREAMS_ variables of other parts, and other people's PORT, change nothing."""
+def test_other_variables_are_ignored() -> None:
+    """KVSTREAMS_ variables of other parts, and variables without the prefix, change nothing."""
     environ = {"KVSTREAMS_TEST_KAFKA": "x:1", "PORT": "1", "KVSTREAMS_": "x", "kvstreams_port": "1"}
     assert load({}, environ).settings == Settings()
 
@@ -186,10 +186,10 @@ WRONG: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
 @pytest.mark.parametrize(("knob", "value", "reason"), WRONG)
-def test_a_wrong_value_names_the_knob_and_its_source(
+def test_the_error_for_a_wrong_value_names_the_setting_and_its_source(
     knob: str, value: str, reason: str, source: str, tmp_path: Path
 ) -> None:
-    """What is wrong, with which knob, and where it came from, stand in one error, whatever the source."""
+    """One error has the setting, what is wrong with its value, and where the value came from, for every source."""
     overrides: dict[str, Any] = {}
     environ: dict[str, str] = {}
     file = None
@@ -213,8 +213,8 @@ def test_a_wrong_value_names_the_knob_and_its_source(
     "line",
     ["port = true", "port = [1]", "kafka = 1", "router = 1.5", "tier_weights = 1", "log_level = []", "port = {}"],
 )
-def test_a_file_with_another_type_is_refused(line: str, tmp_path: Path) -> None:
-    """TOML values of a type that the knob has not are refused by name."""
+def test_a_value_of_another_type_in_a_file_is_refused(line: str, tmp_path: Path) -> None:
+    """A TOML value of a wrong type is refused, and the error names the setting and the file."""
     with pytest.raises(SettingsError, match=f"^{line.split(' ')[0]} is .*It came from: .*t.toml$"):
         load({}, {}, toml(tmp_path / "t.toml", line))
 
@@ -225,7 +225,7 @@ def just_outside(value: float, away: int) -> float:
 
 @pytest.mark.parametrize("knob", RANGES)
 def test_a_range_includes_its_bounds_and_nothing_beyond(knob: str) -> None:
-    """The lowest and the highest value are taken, the next ones outside are refused."""
+    """The lowest and the highest value are accepted, and the next values outside are refused."""
     low, high = RANGES[knob]
     for inside in (low, high):
         resolved = load({knob: inside}, {})
@@ -236,7 +236,7 @@ def test_a_range_includes_its_bounds_and_nothing_beyond(knob: str) -> None:
 
 
 def test_every_number_has_a_range_that_is_tested() -> None:
-    """A new knob that is a number stands in RANGES too."""
+    """Every setting that is a number is in RANGES."""
     numbers = {knob.name for knob in fields(Settings) if type(getattr(Settings(), knob.name)) in (int, float)}
     assert numbers == set(RANGES)
 
@@ -258,14 +258,14 @@ def test_every_number_has_a_range_that_is_tested() -> None:
         *[("router", text, False) for text in ("off", "false", "0", "no", "False")],
     ],
 )
-def test_every_kind_of_knob_is_read_from_the_environment(knob: str, text: str, value: Any) -> None:
-    """Dicts, tuples, switches and choices have a form that fits an environment variable."""
+def test_every_kind_of_setting_is_read_from_the_environment(knob: str, text: str, value: Any) -> None:
+    """Dicts, tuples, switches and choices have a form for environment variables."""
     resolved = load({}, {f"KVSTREAMS_{knob.upper()}": text})
     assert getattr(resolved.settings, knob) == value
     assert resolved.sources[knob] == f"KVSTREAMS_{knob.upper()}"
 
 
-def test_a_file_has_tables_and_lists_of_its_own(tmp_path: Path) -> None:
+def test_a_file_uses_toml_tables_and_lists(tmp_path: Path) -> None:
     """Dicts are tables and tuples are lists in TOML."""
     text = "tier_weights = [1, 0.5, 0.25, 0]\nrouter = false\n[model_block_sizes]\nllama = 64\n"
     settings = load({}, {}, toml(tmp_path / "t.toml", text)).settings
@@ -275,7 +275,7 @@ def test_a_file_has_tables_and_lists_of_its_own(tmp_path: Path) -> None:
 
 
 def test_block_size_of_a_model() -> None:
-    """A model that is named has its block size, every other one the common one."""
+    """A model in `model_block_sizes` has its own block size; all others have `block_size`."""
     settings = Settings(block_size=16, model_block_sizes={"llama": 64})
     assert settings.block_size_of("llama") == 64
     assert settings.block_size_of("qwen") == 16
@@ -314,13 +314,13 @@ ANY_SETTINGS = st.builds(
 
 @given(ANY_SETTINGS)
 @hypothesis_settings(deadline=None, max_examples=100)
-def test_settings_reach_a_child_as_they_are(settings: Settings) -> None:
-    """Whatever the settings, a child that loads them from its environment has the same."""
+def test_settings_reach_a_child_process_unchanged(settings: Settings) -> None:
+    """A child process that loads its settings from the environment has the same ones as its parent."""
     assert load({}, as_environ(settings)).settings == settings
 
 
-def test_a_child_takes_nothing_from_around_it(tmp_path: Path) -> None:
-    """A knob at its default stays so in a child whose environment or folder says otherwise."""
+def test_a_child_process_ignores_other_sources(tmp_path: Path) -> None:
+    """A setting at its default keeps it in a child whose environment or folder has another value."""
     toml(tmp_path / CONFIG_FILE_DEFAULT, "port = 1\n")
     inherited = {"KVSTREAMS_PARTITIONS": "2", "KVSTREAMS_KAFKA": "elsewhere:1"}
     assert load({}, inherited | as_environ(Settings())).settings == Settings()
@@ -351,13 +351,13 @@ def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source:
         ({"kv_events": False}, False),
     ],
 )
-def test_the_index_is_read_where_it_is_wanted(changes: dict[str, Any], reads: bool) -> None:
-    """Not where overlap has no weight, or is predicted."""
+def test_the_index_is_read_only_if_it_is_used(changes: dict[str, Any], reads: bool) -> None:
+    """The index is not read if overlap has no weight, or if cached blocks are predicted."""
     assert Settings(**changes).reads_index is reads
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes a knob behind others' backs; another value is another object, checked anew."""
+    """A setting cannot be changed in place; `replace` returns a new object, and checks it."""
     settings = Settings()
     with pytest.raises(FrozenInstanceError):
         settings.port = 1  # type: ignore[misc]
@@ -376,7 +376,7 @@ def test_settings_are_frozen() -> None:
         ({"kv_events": False}, None),
     ],
 )
-def test_who_asks_for_persistence_without_an_index_is_warned(given: dict[str, Any], warns: str | None) -> None:
-    """There is nothing of an index to persist; whoever did not ask is told nothing."""
+def test_persistence_without_an_index_gives_a_warning(given: dict[str, Any], warns: str | None) -> None:
+    """An explicit router_reset_states=False without an index gives a warning, because nothing persists."""
     warnings = load(given, {}).warnings
     assert [warns in warning for warning in warnings] == [True] if warns else not warnings
