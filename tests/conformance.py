@@ -43,15 +43,15 @@ from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, apply_event
 from tests.unit.test_holdings import batch
 from tests.unit.test_table_properties import Record, commit, compacted, folded, recovered
 
-#: Our own cases, beside this file.
+#: Our own cases, next to this file.
 OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
 
-#: Kinds that ask for something that kvstreams does not have, and what that is.
+#: Kinds that need something that kvstreams does not have, and what that is.
 NO_SUBJECT = {
     "queue": "no queue of waiting requests is part of this project yet",
 }
 
-#: What engines and routers call the tiers.
+#: Names that engines and routers use for the tiers.
 TIERS = {
     "device": Tier.DEVICE,
     "gpu": Tier.DEVICE,
@@ -71,10 +71,10 @@ TIERS = {
     "object": Tier.EXTERNAL,
 }
 
-#: Of the workers of labelled blocks.
+#: The model of the workers with labelled blocks.
 MODEL, DP_SIZE = "m", 4
 
-#: Points of the unit interval at which a choice at random is looked at; a thousand tell probabilities to 0.1 %.
+#: Points of the unit interval at which a random choice is sampled; 1,000 give probabilities to 0.1 %.
 N_DRAWS = 1000
 
 
@@ -124,7 +124,7 @@ def run(case: Case) -> None:
         KINDS[case.kind](case.data)
     except Differs:
         raise
-    except Exception as exc:  # whatever it is, the other cases are still to run
+    except Exception as exc:  # whatever it is, the other cases must still run
         raise Differs(f"{type(exc).__name__}: {exc}") from exc
 
 
@@ -262,7 +262,7 @@ def run_indexer(data: Mapping[str, Any]) -> None:
         for number, op in enumerate(data.get("ops", [])):
             _step(f"{name}, op {number}", subject, op, data)
             subject.check()
-        # Where there are queries among the ops, the case's own only repeats the last of them.
+        # If there are queries among the ops, the case's own query only repeats the last of them.
         if "expect" in data and "query" in data and all(op.get("op") != "query" for op in data.get("ops", [])):
             _compare_scores(f"{name}, at the end", subject.find_matches(_u64(data["query"])), data["expect"])
     if "tokens" in data and "query" in data:
@@ -450,7 +450,7 @@ def _run_hash(query: Mapping[str, Any], expect: Any, data: Mapping[str, Any]) ->
     if "bytes_utf8" in query:
         raw = query["bytes_utf8"].encode()
         _compare("hash of the bytes", xxhash.xxh3_64_intdigest(raw, seed), expect)
-        if raw and len(raw) % 4 == 0:  # as many whole tokens, in one block
+        if raw and len(raw) % 4 == 0:  # as whole tokens, in one block
             _compare("hash of the bytes as tokens", local_hashes(raw, len(raw) // 4, seed).tolist(), [expect])
         return
     block_size, eagle = query.get("block_size", data.get("block_size")), query.get("eagle", False)
@@ -522,7 +522,7 @@ def run_cost(data: Mapping[str, Any]) -> None:
                 same = found.keys() == value.keys() and all(math.isclose(found[each], value[each]) for each in value)
                 if not same:
                     raise Differs(f"costs: found {found}, expected {value}")
-            case "selected" if isinstance(value, list):  # all that may be chosen
+            case "selected" if isinstance(value, list):  # all candidates that can be chosen
                 _compare("selected", sorted(draws), sorted(map(str, value)))
             case "selected" if temperature:
                 _compare("selected most often", draws.most_common(1)[0][0], str(value))

@@ -46,10 +46,10 @@ N_WORKERS = 8
 CLIENTS = 4
 EQUAL_TIMEOUT_S = 60.0
 
-#: Compaction that happens while one waits for it: segments close with the next tick, and all of them are dirty enough.
+#: Settings for fast compaction: segments close with the next tick, and all of them are dirty enough.
 COMPACTING = {"segment.ms": "1000", "min.cleanable.dirty.ratio": "0.0"}
 
-#: How often the broker's cleaner looks, against its default of 15 s.
+#: Interval of the broker's cleaner; its default is 15 s.
 CLEANER = {"log.cleaner.backoff.ms": "200", "group.min.session.timeout.ms": "1000"}
 
 Loads = dict[RankId, tuple[int, int, int]]
@@ -139,7 +139,7 @@ class Replicas:
         try:
             self._flow(2 * third, n_bookings)
             wait_for(lambda: self._mode_is("degraded"), EQUAL_TIMEOUT_S, "the routers to notice")
-            self._flow(n_bookings, n_bookings + CLIENTS)  # decisions go on, and say so
+            self._flow(n_bookings, n_bookings + CLIENTS)  # decisions continue, and their mode shows it
             waiting = [int(metrics(Api(router.url))["kvstreams_bookings_unacknowledged"]) for router in self._routers]
             if not all(waiting):
                 raise Broken(f"{waiting} records wait for a Kafka that is away")
@@ -195,7 +195,7 @@ class Replicas:
         owner = rng.choice(apis)
         other = rng.choice([api for api in apis if api is not owner])
         fate = rng.random()
-        if fate < 0.08:  # a free that comes before its add
+        if fate < 0.08:  # a free that precedes its add
             self._free(other, request_id)
             owner.route(**asked)
             self.told.calls["free before add"] += 1
@@ -206,17 +206,17 @@ class Replicas:
             if owner.route(**asked)["worker_id"] != chosen["worker_id"]:
                 raise Broken(f"{request_id} was routed twice by one router")
             self.told.calls["repeated"] += 1
-        if rng.random() < 0.3:  # stated anew, with more of it cached
+        if rng.random() < 0.3:  # replaced, with more of it cached
             body = {name: chosen[name] for name in ("worker_id", "dp_rank")}
             owner.call("POST", f"/loads/{request_id}", {**body, "token_ids": tokens, "overlap_blocks": 1}).given()
             self.told.calls["stated anew"] += 1
         twice = rng.random() < 0.05
-        if twice:  # a retry at another router, which may not have heard of it
+        if twice:  # a retry at another router, which may not have read the booking
             other.route(**asked)
             self.told.calls["booked at two routers"] += 1
         for _ in range(rng.randrange(3)):
             self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/prefill-complete", "prefill")
-        for _ in range(rng.randrange(3)):  # told to anybody, in any order
+        for _ in range(rng.randrange(3)):  # calls at any router, in any order
             told = {"output_tokens": rng.randrange(10 * BLOCK_SIZE)}
             self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/output", "output", told)
         freed = rng.random() < 0.8
@@ -226,7 +226,7 @@ class Replicas:
                 self._free(rng.choice(apis), request_id)
             if rng.random() < 0.3:  # another router's late prefill-complete
                 self._tell(other, "POST", f"/loads/{request_id}/prefill-complete", "late prefill")
-            if rng.random() < 0.1:  # the id used again, while its free is under way
+            if rng.random() < 0.1:  # the id is used again while its free is on its way
                 rng.choice(apis).route(**asked)
                 self.told.calls["id used again"] += 1
                 return None

@@ -45,7 +45,7 @@ from streams.waiting import wait_for
 #: Only a hang is a failure.
 PATIENCE_S = 30.0
 
-#: What the fleet's routers are told.
+#: Settings of the fleet's routers.
 BLOCK_SIZE = 16
 TOKENS_MAX = 4096
 BODY_BYTES_MAX = 64 * 1024
@@ -53,7 +53,7 @@ BODY_BYTES_MAX = 64 * 1024
 #: Four blocks of a prompt.
 TOKENS = list(range(100, 100 + 4 * BLOCK_SIZE))
 
-#: What each partition's owner does: it is at work, was never there, fell silent, or lags.
+#: What each partition's owner does: it runs, never existed, became silent, or lags.
 LIVE, NEVER, SILENT, BEHIND = range(4)
 
 JSON = "application/json"

@@ -118,14 +118,14 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
         ({"lora_name": "l ü", "namespace": "n"}, f"lora_name={quote('l ü')}&namespace=n"),
     ]
     for fields, query in requests:
-        dp_rank = fields.get("dp_rank", 1)  # one candidate a worker, so that nothing is left to chance
+        dp_rank = fields.get("dp_rank", 1)  # one candidate per worker, so that nothing is left to chance
         body = {"model": model, "request_id": "r", "token_ids": TOKENS, **fields, "dp_rank": dp_rank}
         wanted = fleet.main.ask(**body)
         rank = "" if "dp_rank" in fields else "&dp_rank=1"
         path = f"/route?model={model}&request_id=r&update_states=false&explain=true{rank}&{query}"
         found = fleet.main.call("POST", path, packed(TOKENS), OCTETS).given()
         assert found["candidates"] == wanted["candidates"]
-        assert {**found, "worker_id": 0} == {**wanted, "worker_id": 0}  # equal costs are drawn by lot
+        assert {**found, "worker_id": 0} == {**wanted, "worker_id": 0}  # ties are broken at random
     potential = fleet.main.call("POST", "/loads/potential", {"model": model, "token_ids": TOKENS}).given()
     found = fleet.main.call("POST", f"/loads/potential?model={model}", packed(TOKENS), f"{OCTETS}; x=y").given()
     assert found == potential
@@ -298,7 +298,7 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     def becomes(wanted: str, *worker_ids: int) -> None:
         fleet.wait(lambda: mode(*worker_ids) == wanted, f"mode {wanted}")
 
-    assert mode(live) == "degraded: no_events_yet"  # a rank that nobody ever told of is not known to be empty
+    assert mode(live) == "degraded: no_events_yet"  # a rank without any event may hold blocks
     for worker_id in (live, gap, silent, behind):
         fleet.agents.progress(rank_of(worker_id))
     becomes("exact", live)
@@ -314,15 +314,15 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     fleet.agents.progress(rank_of(gap), Health.REMOVED, generation=2)
     becomes("degraded: removed", gap)
     fleet.agents.progress(rank_of(never))
-    becomes("degraded: owner_silent", never)  # no owner has ever been heard of
+    becomes("degraded: owner_silent", never)  # no owner was ever heard from
     fleet.agents.state_partition(SILENT)
     becomes("exact", silent)
-    becomes("degraded: owner_silent", silent)  # nothing more is heard of this one
+    becomes("degraded: owner_silent", silent)  # this owner is no longer heard from
     becomes("exact", live)
     becomes("degraded: owner_silent", live, silent)
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms + 1)
     fleet.wait(lambda: fleet.main.get("/state")["applied_offsets"].get(str(BEHIND)) == 7, "the owner's record")
-    assert mode(behind) == "degraded: owner_behind"
+    assert mode(behind) == "degraded: owner_lagging"
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms)
     becomes("exact", behind)
     assert mode(live, silent, never, gap, hybrid, behind) == "degraded: removed"
@@ -339,7 +339,7 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
     fleet.put(prefill, model, role="prefill")
     fleet.put(decode, model, role="decode", taints=["gpu-b"])
     fleet.put(tainted, model, taints=["gpu-a", "gpu-b"])
-    fleet.agents.hold(rank_of(both), TOKENS)  # the cheapest, wherever it may be chosen
+    fleet.agents.hold(rank_of(both), TOKENS)  # the cheapest one whenever it is eligible
     fleet.holds(both, 4)
 
     def ranks(**fields: Any) -> list[tuple[int, int]]:
@@ -412,7 +412,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "metrics": [],
         **body,
     }
-    assert fleet.main.workers()[worker_id] == answer  # at once, where it was put
+    assert fleet.main.workers()[worker_id] == answer  # at once, on the router that was called
     fleet.wait(lambda: fleet.peer.workers().get(worker_id) == answer, "the peer to know the worker")
     assert fleet.main.loads([worker_id]) == {(worker_id, rank): (0, 0, 0) for rank in range(3)}
     changed = fleet.put(worker_id, model, url="http://e:9")
@@ -467,7 +467,7 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
 
 def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
     """DELETE removes a worker from every router, and tells agents in order with the worker's events."""
-    fleet.register(fleet.model())  # with no worker at all the answer would be another: there is none to ask for
+    fleet.register(fleet.model())  # without any worker the answer would be a different one
     model = fleet.model()
     told, silent = fleet.register(model, 2, dp_size=2)
     fleet.agents.progress(rank_of(told, 0), incarnation=4)
@@ -483,7 +483,7 @@ def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
     records: list[Record] = []
     read_to_end(fleet.settings, topics(fleet.settings).kv_events.name, LIVE, None, records.extend)
     removed = {record.key: decode_batch(record.value) for record in records}
-    assert str(silent).encode() not in removed  # it never told anything, so there is nothing to remove
+    assert str(silent).encode() not in removed  # it never had events, so that there is nothing to remove
     batch = removed[str(told).encode()]
     assert (batch.rank.worker_id, batch.incarnation, batch.model) == (told, U64_MASK, model)
     assert isinstance(batch.body, WorkerRemoved)
@@ -615,7 +615,7 @@ def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, mo
         router.registry.put_worker(parse_worker(rank_of(1).worker_id, body, 0))
     assert router.registry.workers() == []
     del router
-    gc.collect()  # ends its client, which would look for the broker, and say so, until the last test
+    gc.collect()  # ends its client, which would otherwise try to connect, and log that, until the last test
 
 
 def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings) -> None:

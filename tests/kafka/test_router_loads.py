@@ -44,7 +44,7 @@ def test_a_look_books_nothing(fleet: Fleet) -> None:
     booked = fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-r")
     before = fleet.main.loads(ids)
     other = fleet.main.ask(model=model, token_ids=TOKENS, request_id=f"{model}-r")
-    assert other["worker_id"] != booked["worker_id"]  # it is a question, and the answer to it counts the booking
+    assert other["worker_id"] != booked["worker_id"]  # it books nothing, and its choice takes the booking into account
     assert fleet.main.loads(ids) == before == fleet.same_loads(ids, 1)
 
 
@@ -80,14 +80,14 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
     """The table in docs/http.md holds cell by cell, at the router that booked and at another one."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
-    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # that nobody registers
+    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # not registered
     asked = {"model": model, "token_ids": TOKENS}
     booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
     told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
     unheard = {"request_id": f"{model}-unheard", "output_tokens": 17}
     answer = fleet.main.call("POST", f"/loads/{model}-unheard/output", {"output_tokens": 17}).given(202)
     assert answer == {**unheard, "buffered": True}
-    for over in ("prefill", "free"):  # unknown to everybody
+    for over in ("prefill", "free"):  # unknown to every router
         path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
         answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
         assert answer == {"request_id": f"{model}-unknown", "phase": over, "buffered": True}
@@ -96,7 +96,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         mode = {"mode": "degraded", "degraded_because": "no_events_yet"}
         assert first.route(**route).items() >= mode.items()
         fleet.same_loads([worker_id], 1)
-        for overlap, each in enumerate((fleet.main, fleet.peer)):  # one of them did not book it
+        for overlap, each in enumerate((fleet.main, fleet.peer)):  # only one of them booked it
             assert each.route(**route) == {**told, "overlap_blocks": overlap, "cost": None, **mode}
             assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
             fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
@@ -113,7 +113,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         second = fleet.peer if first is fleet.main else fleet.main
         assert second.call("DELETE", f"/loads/{model}-r").given()["buffered"] is False
         fleet.same_loads([worker_id], 0)
-        for each in (fleet.main, fleet.peer):  # it is over, and known
+        for each in (fleet.main, fleet.peer):  # it has ended, and is known
             for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
                 assert each.call(*call).given()["buffered"] is False
             assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["buffered"] is False
@@ -151,7 +151,9 @@ def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
         ]
         == 1
     )
-    more = fleet.main.call("POST", path, {**body, "overlap_blocks": 1000}).given()  # stated anew: it holds more now
+    more = fleet.main.call(
+        "POST", path, {**body, "overlap_blocks": 1000}
+    ).given()  # replaced, since the rank holds more now
     assert more["overlap_blocks"] == 5
     assert fleet.same_loads([first], 1)[first, 1] == (0, 4, 1)
     fleet.main.call("DELETE", path).given()
@@ -285,7 +287,7 @@ def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -
             assert api.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
             fleet.same_loads([worker_id], 0)
     fleet.peer.route(model=model, token_ids=TOKENS, request_id=request_id)
-    # Another booking of the same id's partition is behind all that might still be on its way for it.
+    # A later booking in the same partition is read after everything that might still be on its way for this id.
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-other")
     assert fleet.same_loads([worker_id], 2) == {(worker_id, 0): (128, 4, 2)}
     for name in (request_id, f"{model}-other"):

@@ -107,7 +107,7 @@ WRONG_HASHES: list[Any] = [
     [1, None],
 ]
 
-#: What neither POST /route nor POST /loads/potential takes: fields, beside a model, that make a request invalid.
+#: Fields that, together with a model, make a request to POST /route or POST /loads/potential invalid.
 WRONG_FIELDS: list[dict[str, Any]] = [
     {},
     {"token_ids": [1], "block_hashes": [1]},
@@ -377,7 +377,7 @@ def test_a_body_that_is_not_compressed_as_it_says_is_400(scope: Settings) -> Non
 def test_a_body_is_json_unless_it_says_octets(content_type: str | None, fleet: Fleet, model: str) -> None:
     """Only application/octet-stream means packed tokens; JSON without a proper type is not taken for tokens."""
     body = json.dumps({"model": model, "token_ids": TOKENS, "update_states": False})
-    padded = (body + " " * (-len(body) % 4)).encode()  # of a length that packed tokens could have
+    padded = (body + " " * (-len(body) % 4)).encode()  # padded to a length that packed tokens could have
     answer = fleet.main.call("POST", "/route", padded, content_type).given()
     assert answer["request_blocks"] == 4
 
@@ -412,7 +412,7 @@ def test_an_unknown_path_is_404(path: str, fleet: Fleet) -> None:
 
 # --- fuzz --------------------------------------------------------------------------------------------------------
 
-TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)  # halves of surrogates too
+TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)  # including single surrogates
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(10**30), 10**30), st.floats(), TEXT)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=12
@@ -420,7 +420,7 @@ VALUES = st.recursive(
 #: Workers of the fuzzed model.
 FUZZED_IDS = (0, 1, U64_MASK)
 IDS = st.one_of(st.sampled_from([0, 1, U64_MASK, 1 << 64, -1, "0", "1", str(U64_MASK), "x", None, 1.5]), SCALARS)
-#: For each field values that may well be right; the rest of the time anything stands in their place. Temperatures come
+#: Values of each field that are likely to be valid; otherwise a field gets anything. Temperatures come
 #: from a list, since the smallest ones that a float can hold are for the selection's own tests.
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "request_id": TEXT,
@@ -459,7 +459,7 @@ CONTENT: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, U32_MAX), min_size=1, max_size=70)}),
     st.fixed_dictionaries({"block_hashes": st.lists(st.integers(0, U64_MASK), min_size=1, max_size=5)}),
 )
-#: Objects that each call takes as they are.
+#: Valid bodies of each call.
 RIGHT_ROUTE = CONTENT.map(lambda content: {"model": "fuzzed", **content})
 RIGHT_BOOKING = st.tuples(CONTENT, st.sampled_from(FUZZED_IDS)).map(lambda drawn: {**drawn[0], "worker_id": drawn[1]})
 RIGHT_WORKER = st.just({"url": "http://e", "model": "fuzzed too", "block_size": BLOCK_SIZE})
@@ -484,7 +484,7 @@ ROUTE_FIELDS = [*list(LIKELY)[:14], "update_states", "explain", "router_config_o
 BOOK_FIELDS = ["dp_rank", "token_ids", "block_hashes", "lora_name", "namespace", "overlap_blocks"]
 WORKER_FIELDS = ["dp_size", "taints", "kv_total_blocks", "max_requests"]
 
-#: How many bodies each call is sent; a failure prints the body and how to get it again.
+#: Number of bodies for each call. A failure prints the body and how to reproduce it.
 fuzzing = settings(max_examples=120, deadline=None, print_blob=True)
 
 
@@ -545,7 +545,7 @@ def test_no_booking_is_a_fault_of_the_router(fuzzed: Api) -> None:
     @given(st.text(min_size=1, max_size=20), bodies(RIGHT_BOOKING, BOOK_FIELDS))
     def send(request_id: str, body: bytes) -> None:
         path = f"/loads/{quote(request_id, safe='')}"
-        if request_id == "potential":  # that path is another call
+        if request_id == "potential":  # this path is a different call
             return
         answer = fuzzed.call("POST", path, body)
         assert_answered(answer, body, (200, 400, 404, 409, 413))

@@ -19,7 +19,7 @@ from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, Api, metrics, rank_of, served
 from tests.helpers.engine_double import EngineDouble
 
-#: Short, so that what an engine said is over soon once it says no more.
+#: Short, so that an engine's last report soon expires when the engine stops reporting.
 INTERVAL_S = 0.2
 
 ASKED = {"token_ids": TOKENS, "model": "m"}
@@ -88,7 +88,10 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
         assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
         assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
         chosen = api.ask(**ASKED)
-        assert (chosen["worker_id"], chosen["mode"]) == (2, "degraded")  # nobody indexes here; the metrics are there
+        assert (chosen["worker_id"], chosen["mode"]) == (
+            2,
+            "degraded",
+        )  # no agent writes the index here, but metrics are available
         assert {row["worker_id"]: row["cost"] for row in chosen["candidates"]} == {1: 0.9 + 1.0, 2: 0.1}
         with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as late:
             await_usages(late, {1: 0.9, 2: 0.1})

@@ -17,7 +17,7 @@ from tests import conformance
 from tests.conformance import KINDS, OWN_CASES, Case, Differs, load, main, run
 from tests.soak import INDEXES
 
-#: Facts from public tests; beside the checkout where the project is developed, nowhere else.
+#: Facts from public tests. They are next to the checkout where the project is developed, and not part of it.
 SHARED_CASES = Path(__file__).parents[3] / "shared" / "conformance" / "cases.jsonl"
 
 

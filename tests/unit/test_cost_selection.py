@@ -166,7 +166,7 @@ def test_random_is_uniform() -> None:
 
 
 RANKS = [rank(1), rank(2), rank(3)]
-#: The documented example: overlap 2, 5, 8 of ten blocks, decode load such that with the request it is 10, 5, 9.
+#: The documented example: overlap 2, 5 and 8 of ten blocks, and decode blocks of 10, 5 and 9 including the request's.
 OVERLAP = OverlapScores(dict(zip(RANKS, (2, 5, 8), strict=True)))
 SEQUENCE = b""
 

@@ -41,7 +41,7 @@ class Log:
     """One compacted topic. away: nothing is acknowledged. now_ms: the broker's clock."""
 
     partitions: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(TOPIC.partitions)])
-    written: list[Record] = field(default_factory=list)  # all, the superseded too
+    written: list[Record] = field(default_factory=list)  # including superseded records
     away: bool = False
     now_ms: int = 1_000_000
 
@@ -173,7 +173,7 @@ class World:
         while busy:
             for replica in self.replicas:
                 replica.sync.poll()
-            # All of them read, whoever had anything: one that lags would tick, and tick again.
+            # All of them read, even if only some had records: a router that lags would write one tick after another.
             busy = sum(replica.fold(n) for replica in self.replicas for n in range(TOPIC.partitions)) > 0
             busy |= any(replica.sync.unacknowledged for replica in self.replicas)
 
@@ -256,7 +256,7 @@ def play(actions: list[tuple[Any, ...]]) -> None:
                 world.replicas[router].fold(partition, n)
             case "poll", (router,):
                 world.replicas[router].sync.poll()
-            case "restart", (router,):  # what it had not sent is lost, and it begins at the log's beginning
+            case "restart", (router,):  # unsent records are lost, and the log is read from its beginning
                 world.replicas[router] = Replica(world.log, world.clock)
             case "time out", (router, n):
                 world.replicas[router].client.time_out(n)
@@ -337,7 +337,7 @@ def test_an_id_used_again_while_its_free_is_under_way_lives() -> None:
     third.sync.report_phase("r", BookingPhase.FREE)
     with third.sync.locked() as active:
         assert active.live("r") is None
-    third.sync.book("r", booking(2, [7, 8]))  # first and second know of neither
+    third.sync.book("r", booking(2, [7, 8]))  # first and second have read neither
     assert (live(first, "r"), live(second, "r")) == (1, 1)
     assert world.same() == {rank_of(2): (16, 2, 1)}
 
@@ -453,9 +453,9 @@ def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> N
     assert first.sync.in_sync
     world.pass_time(1)
     assert not first.sync.in_sync
-    assert second.sync.in_sync  # it has said nothing that is not acknowledged
+    assert second.sync.in_sync  # everything that it published is acknowledged
     world.pass_time(QUIET_MS)
-    second.sync.poll()  # a tick, since it remembers bookings there
+    second.sync.poll()  # a tick, since it has bookings there
     world.pass_time(KNOBS.stale_after_ms + 1)
     assert not second.sync.in_sync
     assert len(world.log.written) == n_in_log
@@ -486,13 +486,15 @@ def test_a_router_without_bookings_finds_out_that_kafka_is_away() -> None:
     n_written = len(world.log.written)
     assert pass_time(QUIET_MS)
     assert not pass_time(KNOBS.stale_after_ms + QUIET_MS)
-    assert second.sync.in_sync  # it was never asked, and asks nobody by itself
+    assert second.sync.in_sync  # `in_sync` was never read, so that it wrote no tick
     world.settle()
     assert first.sync.in_sync
     for _ in range(5):
         world.pass_time(QUIET_MS)
         world.settle()
-    assert len(world.log.written) - n_written <= 3  # the tick that waited, and one of each that was asked at the end
+    assert (
+        len(world.log.written) - n_written <= 3
+    )  # the waiting tick, and one of each router whose `in_sync` was read at the end
 
 
 def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +509,7 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     world.log.away = True
     for number in range(10):
         first.sync.book(f"short-{number}", booking(99))
-        if number >= 3:  # before, they are in flight, and a free is a record of its own
+        if number >= 3:  # earlier ones are in flight, and their free is a record of its own
             first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
         first.sync.book(str(number), booking(number))
     assert first.sync.unacknowledged == 3 + 4
@@ -629,10 +631,10 @@ def test_bookings_end_by_the_logs_clock() -> None:
     first = world.replicas[0]
     first.sync.book("r", booking(1))
     world.settle()
-    world.clock[0] += 100 * TTL_MS  # this machine was suspended; the log has not moved
+    world.clock[0] += 100 * TTL_MS  # this machine was suspended; the log's time did not advance
     assert first.loads == {rank_of(1): (16, 1, 1)}
     world.log.now_ms += TTL_MS - 1
-    world.settle()  # its tick moves the log's clock on
+    world.settle()  # its tick advances the log's time
     assert first.loads == {rank_of(1): (16, 1, 1)}
     world.log.now_ms += 1
     world.clock[0] += QUIET_MS

@@ -170,7 +170,7 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
 @pytest.mark.parametrize(
     ("in_flight", "on_cpu", "ratio", "wanted"),
     [
-        # One CPU, one other of eight times its throughput: the CPU's turn is when it has less than an eighth.
+        # A CPU and a device of eight times its throughput: the CPU is chosen below an eighth of the load.
         ([0, 0], [True, False], 8.0, {1}),
         ([0, 1], [True, False], 8.0, {0}),
         ([1, 8], [True, False], 8.0, {1}),
@@ -178,12 +178,12 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
         ([2, 9], [True, False], 8.0, {1}),
         ([1, 1], [True, False], 1.0, {1}),
         ([1, 2], [True, False], 1.0, {0}),
-        # Groups count as wholes, by how many they are; within, the least loaded.
+        # Groups are compared as wholes, by their size; within a group the least loaded is chosen.
         ([1, 0, 9, 8], [True, True, False, False], 8.0, {1}),
         ([2, 1, 9, 8], [True, True, False, False], 8.0, {3}),
         ([1, 7, 9], [True, False, False], 8.0, {1}),  # 1 / 1 is 16 / 16
         ([1, 8, 9], [True, False, False], 8.0, {0}),  # 1 / 1 is less than 17 / 16
-        # One group alone.
+        # Only one group.
         ([3, 1, 2], [True, True, True], 8.0, {1}),
         ([3, 1, 1], [False, False, False], 8.0, {1, 2}),
     ],

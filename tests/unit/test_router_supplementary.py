@@ -42,7 +42,7 @@ PLACED = Placement(CxlMemoryState.CXL_POOLED, "p", 0, (), "m", Incarnation(1), 0
 QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
 LABELS = MoeLabels(2, 7, 3)
 
-#: Worker 1's blocks are those of a worker that is gone; all others have told that they hold nothing.
+#: The owner of the pooled blocks, which is not registered.
 DEAD = 9
 
 
@@ -153,7 +153,7 @@ def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> No
     hold(router.view, rank(1), LOCAL[:2])
     label(router, 2, 0, 2)
     label(router, 3, 0, 1, MoeLabels(2, 8, 3))
-    label(router, 3, 2, 4)  # behind a hole
+    label(router, 3, 2, 4)  # after a hole
     assert terms(ask(router, {"moe_query": QUERY, "moe_score_weight": 0.25})) == {
         1: (2, 0, 0, 2.0, 6.0),
         2: (2, 0, 2, 2.5, 5.5),
@@ -186,7 +186,10 @@ def test_exclusions_apply_last() -> None:
     with pytest.raises(NoEligibleWorker, match="excluded") as caught:
         ask(router, strict, excluded_worker_ids=[2])
     assert caught.value.detail == {"matching": 1}
-    assert terms(ask(router, strict, allowed_worker_ids=[1, 3])).keys() == {1, 3}  # who may not serve does not match
+    assert terms(ask(router, strict, allowed_worker_ids=[1, 3])).keys() == {
+        1,
+        3,
+    }  # a rank that is not eligible does not match
     label(router, 3, 0, 1)
     assert terms(ask(router, strict, excluded_worker_ids=[2])).keys() == {3}
 
@@ -217,7 +220,7 @@ def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
     alive(router, other)
     assert ask(router)["mode"] == "exact"
     alive(router, other, behind_ms=5000)
-    assert ask(router)["degraded_because"] == "pooled_owner_behind"
+    assert ask(router)["degraded_because"] == "pooled_owner_lagging"
     router.view.fold_pooled(key, None)
     assert ask(router)["mode"] == "exact"
 
@@ -283,7 +286,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     for _ in range(2):  # the second finds the booking
         again = msgspec.convert({**booked, "router_config_override": {"moe_query": QUERY}}, RouteRequest)
         assert answer_json(router.route(again))["degraded_because"] == "labels_over_capacity"
-    # Another rank's leave makes room, which is taken when the record is written again.
+    # Labels of another rank end, and their capacity is used when the record is written again.
     tell(1, labelled=False)
     assert ask(router, strict)["mode"] == "degraded"
     tell(2)

@@ -314,8 +314,8 @@ def test_the_prefix_goes_over_own_blocks_and_pooled_ones_to_the_first_hole(poole
     assert reached(pooled, 1, 2, 3, 4) == [4, 4, 4, 0]
     hold(pooled, 1, 0, 2)  # both pooled too
     hold(pooled, 2, 4, 6)  # between pooled ones
-    hold(pooled, 3, 5, 9)  # behind a hole at 4
-    hold(pooled, 4, 0, 9)  # no host of the pool
+    hold(pooled, 3, 5, 9)  # after a hole at 4
+    hold(pooled, 4, 0, 9)  # not a member of the pool
     assert reached(pooled, 1, 2, 3, 4) == [2, 6, 4, 0]
     hold(pooled, 3, 4, 5)
     assert reached(pooled, 1, 2, 3, 4) == [2, 6, 7, 0]

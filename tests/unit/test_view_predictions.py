@@ -238,7 +238,7 @@ def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
     assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
     view.fold_worker(b"2", None)
     assert view.eligible(wanted) == (rank(1),)
-    for number in range(1000):  # more filters than are kept
+    for number in range(1000):  # more filters than are cached
         assert view.eligible(WorkerFilter("m", excluded=frozenset({WorkerId(number)}))) == (
             () if number == 1 else (rank(1),)
         )
