@@ -14,7 +14,8 @@ from streams.core.hashing import local_hashes
 from streams.core.ids import HashArray
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.routing.selection import RouterMode
-from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
+from streams.core.workers import WorkerState
+from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
 from streams.router_api.router import Router
 from streams.router_api.wire import answer_json, parse_route_query
 from streams.settings import Settings
@@ -165,3 +166,37 @@ def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.
     assert (answer["worker_id"], answer["overlap_blocks"], answer["cost"]) == (2, 3, None)
     with router.loads.locked() as loads:
         assert len(loads) == 1
+
+
+def test_a_prepared_request_can_be_booked_once_a_rank_is_free_again() -> None:
+    """A booking that found every rank busy succeeds with the same preparation after a load has been freed."""
+    router = router_of(1, active_prefill_tokens_threshold=40)
+    ask(router, "first")
+    prepared = router.prepare(parse_route_query({"request_id": "second"}), packed(TOKENS))
+    with pytest.raises(AllWorkersBusy):
+        router.try_book(prepared)
+    router.report_phase("first", BookingPhase.FREE)
+    answer = router.try_book(prepared)
+    assert (answer.request_id, answer.rank, answer.candidates) == ("second", rank(1), None)
+    assert router.try_book(prepared).cost is None  # the same id again gets the existing choice
+
+
+def test_a_request_that_no_rank_may_serve_is_refused_when_it_is_booked() -> None:
+    """Preparation does not raise, since the request may repeat the id of a booking on a rank that is cordoned now."""
+    router = router_of(1)
+    ask(router)
+    register(router.view, 1, state=WorkerState.CORDONED)
+    prepared = router.prepare(parse_route_query({"request_id": "other"}), packed(TOKENS))
+    assert (prepared.ranks, type(prepared.refusal)) == ((), NoEligibleWorker)
+    with pytest.raises(NoEligibleWorker, match="cordoned 1"):
+        router.try_book(prepared)
+    assert ask(router)["worker_id"] == 1
+
+
+def test_an_answer_has_the_url_of_its_worker() -> None:
+    """The URL is the registered one, and null for an existing booking whose worker was removed."""
+    router = router_of(1)
+    assert ask(router)["url"] == router.view.workers[rank(1).worker_id].url
+    router.view.fold_worker(b"1", None)
+    register(router.view, 2)
+    assert (ask(router)["worker_id"], ask(router)["url"]) == (1, None)
