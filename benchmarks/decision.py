@@ -1,8 +1,8 @@
-"""`python -m benchmarks.decision`: what one routing decision takes inside the process, and each of its parts.
+"""`python -m benchmarks.decision`: the time of one routing decision inside the process, and of each of its parts.
 
 What lives here: a fleet of ranks that hold prompts and run requests, and the steps of Router.route between the parsed
-request and the answer: hash, match, cost and selection, booking. What must not: HTTP and Kafka; what publishing a
-booking takes is the client's queue and is said beside. Exits 1 where the choice is not the one that the formula has.
+request and the answer: hash, match, cost and selection, booking. What must not: HTTP and Kafka. The time for encoding a
+booking's record is listed separately. Exits with 1 if the chosen rank is not the one with the lowest cost.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 
 SEED = 7
 BLOCK_SIZE = 16
-#: The bar of issue 6, for 64 ranks and 2,048 tokens.
+#: The bar, for 64 ranks and 2,048 tokens.
 P50_US_MAX = 28.0
 
-#: Requests under way on each rank, and prompts that each holds beside them.
+#: Running requests of each rank, and prompts that each rank holds, including those of the running requests.
 N_ACTIVE = 16
 N_HELD = 64
 
 
 class Fleet:
-    """Ranks, what they hold and what they run; every prompt begins with the same quarter, a system prompt."""
+    """Ranks, the prompts that they hold and run; with `shared`, all prompts begin with the same quarter."""
 
     def __init__(self, n_ranks: int, n_tokens: int, *, shared: bool) -> None:
         self.rng = np.random.default_rng(SEED)
@@ -63,7 +63,7 @@ class Fleet:
                     self.loads.add(BookingId(f"{rank}-{number}", "r", number), carried, 0)
 
     def prompt(self) -> bytes:
-        """A new one, as it comes over HTTP."""
+        """A new prompt, as packed tokens."""
         own = self.rng.integers(0, 128_000, self.n_tokens - len(self.shared), dtype=np.uint32)
         return np.concatenate([self.shared, own]).astype("<u4").tobytes()
 
@@ -72,7 +72,7 @@ Step = Callable[[], object]
 
 
 def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
-    """One decision and its booking; ns of each step, and of all."""
+    """Make one decision and its booking; return the ns of each step and of all steps."""
     begun = clock()
     local, chain = request_hashes(prompt, BLOCK_SIZE)
     sequence = pack_hashes(chain)
@@ -119,7 +119,7 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
 
 
 def measure(samples: Samples, case: str, fleet: Fleet, n_decisions: int, repeats: int) -> None:
-    """Half of the prompts are held by one rank, half are new."""
+    """Measure decisions; one rank holds half of the prompts, and the others are new."""
     prompts = [
         fleet.prompts[int(fleet.rng.integers(len(fleet.prompts)))] if number % 2 else fleet.prompt()
         for number in range(n_decisions)

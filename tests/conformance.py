@@ -1,11 +1,11 @@
-"""Facts that others published, as cases: `python -m tests.conformance FILE...` says which of them hold here.
+"""Facts that others published, as cases: `python -m tests.conformance FILE...` prints which of them hold here.
 
-What lives here: reading files of cases, what each kind of case asks of which part of kvstreams, and telling what
-differed. What must not: cases (conformance_cases.jsonl holds our own).
+What lives here: reading files of cases, what each kind of case requires of which part of kvstreams, and reporting what
+differs. What must not: cases (conformance_cases.jsonl has our own).
 
-A case is a line of JSON: `name`, `kind`, and by kind `ops` or `query` and `expect`. An indexer's case must come out the
-same in every index and behind the whole pipeline of records. Exits with 1 if a case failed, with 2 if a file cannot be
-read.
+A case is a line of JSON: `name`, `kind`, and depending on the kind `ops`, or `query` and `expect`. An indexer's case
+must have the same result in every index and through the whole pipeline of records. Exits with 1 if a case failed, and
+with 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, apply_event
 from tests.unit.test_holdings import batch
 from tests.unit.test_table_properties import Record, commit, compacted, folded, recovered
 
-#: Our own cases, beside this file.
+#: Our own cases, next to this file.
 OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
 
-#: Kinds that ask for something that kvstreams does not have, and what that is.
+#: Kinds that need something that kvstreams does not have, and what that is.
 NO_SUBJECT = {
     "queue": "no queue of waiting requests is part of this project yet",
 }
 
-#: What engines and routers call the tiers.
+#: Names that engines and routers use for the tiers.
 TIERS = {
     "device": Tier.DEVICE,
     "gpu": Tier.DEVICE,
@@ -71,24 +71,24 @@ TIERS = {
     "object": Tier.EXTERNAL,
 }
 
-#: Of the workers of labelled blocks.
+#: The model of the workers with labelled blocks.
 MODEL, DP_SIZE = "m", 4
 
-#: Points of the unit interval at which a choice at random is looked at; a thousand tell probabilities to 0.1 %.
+#: Points of the unit interval at which a random choice is sampled; 1,000 give probabilities to 0.1 %.
 N_DRAWS = 1000
 
 
 class Unreadable(Exception):
-    """A file or a line of it is no case; the message names both."""
+    """A file, or a line of it, is not a valid case; the message names both."""
 
 
 class Differs(Exception):
-    """A case did not come out as expected; the message says in what."""
+    """A case did not have the expected result; the message describes the difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case and where it stands."""
+    """One case and its position."""
 
     name: str
     kind: str
@@ -97,7 +97,7 @@ class Case:
 
 
 def load(path: Path) -> list[Case]:
-    """Read a file of cases, blank lines left out. Raises Unreadable."""
+    """Read a file of cases and skip blank lines. Raises Unreadable."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
@@ -124,37 +124,37 @@ def run(case: Case) -> None:
         KINDS[case.kind](case.data)
     except Differs:
         raise
-    except Exception as exc:  # whatever it is, the other cases are still to run
+    except Exception as exc:  # whatever it is, the other cases must still run
         raise Differs(f"{type(exc).__name__}: {exc}") from exc
 
 
 class Subject(Protocol):
-    """What indexer cases are asked of."""
+    """Runs the ops of indexer cases."""
 
     def event(self, rank: RankId, event: KvEvent) -> None:
-        """Take one engine event; a store behind an unknown parent changes nothing."""
+        """Take one engine event; a store after an unknown parent changes nothing."""
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker in all its ranks."""
+        """Drop all ranks of a worker."""
 
     def remove_rank(self, rank: RankId) -> None:
-        """Forget one rank."""
+        """Drop one rank."""
 
     def start_again(self) -> None:
-        """Go on as a copy made of what can be dumped."""
+        """Continue with a copy made from a dump."""
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score a request."""
 
     def check(self) -> None:
-        """Raise IndexCorrupt where something is broken."""
+        """Raise IndexCorrupt if an invariant is broken."""
 
     def __len__(self) -> int:
         """Number of facts held."""
 
 
 class IndexSubject:
-    """An index that is told the events themselves."""
+    """An index that gets the events directly."""
 
     def __init__(self, make_index: IndexFactory) -> None:
         self._make_index = make_index
@@ -193,9 +193,9 @@ class IndexSubject:
 
 
 class Pipeline:
-    """Everything between engine batch and answer but Kafka: holdings, the log's bytes, a router's view.
+    """Everything between engine batch and answer except Kafka: holdings, the log's bytes, a router's view.
 
-    restarts: agent and router die behind each event and come back from the compacted log.
+    restarts: agent and router restart after each event, from the compacted log.
     """
 
     def __init__(self, make_fold: FoldFactory, restarts: bool) -> None:
@@ -237,7 +237,7 @@ class Pipeline:
         return View(Settings(), lambda: 0, self._make_fold)
 
     def _commit(self, rank: RankId, number: int, event: KvEvent | None) -> None:
-        """event: None removes the worker."""
+        """Commit an event; None removes the worker."""
         life = Incarnation(self._lives[rank.worker_id])
         one = batch(number, *([] if event is None else [event]), rank=rank, incarnation=life)
         records = commit(self.holdings, [one if event else replace(one, body=WorkerRemoved("asked for"))])
@@ -248,7 +248,7 @@ class Pipeline:
 
 
 def subjects() -> list[tuple[str, Subject]]:
-    """Everything that must give an indexer's answers, each new and with its name."""
+    """Everything that must give an indexer's answers, newly created, with its name."""
     made: list[tuple[str, Subject]] = [(make.__name__, IndexSubject(make)) for make in INDEXES]
     for make in FOLDS:
         made.append((f"pipeline to {make.__name__}", Pipeline(make, restarts=False)))
@@ -257,12 +257,12 @@ def subjects() -> list[tuple[str, Subject]]:
 
 
 def run_indexer(data: Mapping[str, Any]) -> None:
-    """ops in order, on every subject. Raises Differs."""
+    """Run the ops in order, on every subject. Raises Differs."""
     for name, subject in subjects():
         for number, op in enumerate(data.get("ops", [])):
             _step(f"{name}, op {number}", subject, op, data)
             subject.check()
-        # Where there are queries among the ops, the case's own only repeats the last of them.
+        # If there are queries among the ops, the case's own query only repeats the last of them.
         if "expect" in data and "query" in data and all(op.get("op") != "query" for op in data.get("ops", [])):
             _compare_scores(f"{name}, at the end", subject.find_matches(_u64(data["query"])), data["expect"])
     if "tokens" in data and "query" in data:
@@ -326,7 +326,7 @@ def _labels_of(told: Mapping[str, int] | None) -> MoeLabels | None:
 
 
 def tier_of(told: str | int | None) -> Tier:
-    """The tier of a name or a number; the device where nothing is told."""
+    """The tier of a name or a number; the device if there is none."""
     if told is None:
         return Tier.DEVICE
     if isinstance(told, int):
@@ -338,7 +338,7 @@ def tier_of(told: str | int | None) -> Tier:
 
 
 def _compare_scores(where: str, answer: OverlapScores, expected: Iterable[Sequence[int]]) -> None:
-    """expected: (worker, rank, blocks) each; a rank of no blocks is as good as left out."""
+    """expected: (worker, rank, blocks) each; a rank without blocks may be left out."""
     scores = {_rank(*told): blocks for *told, blocks in expected if blocks}
     _compare(f"{where}: scores", dict(answer.scores), scores)
     _compare(f"{where}: best score", answer.max_score, max(scores.values(), default=0))
@@ -349,7 +349,7 @@ def _rank(worker_id: int, dp_rank: int = 0) -> RankId:
 
 
 class LabelledPipeline(Pipeline):
-    """The same with workers that are registered, and blocks that are labelled."""
+    """A pipeline with registered workers and labelled blocks."""
 
     def __init__(self, make_fold: FoldFactory, restarts: bool, worker_ids: Iterable[int]) -> None:
         self._worker_ids = sorted(worker_ids)
@@ -364,11 +364,11 @@ class LabelledPipeline(Pipeline):
 
 
 def run_moe(data: Mapping[str, Any]) -> None:
-    """ops in order, then queries of labels, on every pipeline to a router's view. Raises Differs.
+    """Run the ops in order, then queries of labels, on every pipeline to a router's view. Raises Differs.
 
-    query: `queries`, and one block that is `stored` by `worker_id` before, if there is one. Each query may name its
-    `local_hashes`; without them it is that block's. expect: of each query `scores`, `moe_scores`, and who `stays` where
-    `fallback_to_unlabeled` is false.
+    query: `queries`, and optionally one block that is `stored` by `worker_id` before. Each query may give
+    `local_hashes`; otherwise they are those of that block. expect: for each query `scores`, `moe_scores`, and which
+    worker `stays` if `fallback_to_unlabeled` is false.
     """
     query = data["query"]
     ops = list(data["ops"])
@@ -391,7 +391,7 @@ def run_moe(data: Mapping[str, Any]) -> None:
 
 
 def _by_labels(op: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A store of blocks with different labels as stores of one kind each: an engine's event has one."""
+    """A store of blocks with several labels, as one store for each label: an engine's event has one."""
     told = op.get("event", {})
     data = told.get("event", {}).get("data")
     if not isinstance(data, dict) or "stored" not in data:
@@ -435,7 +435,7 @@ def _ask_labels(
 
 
 def run_hash(data: Mapping[str, Any]) -> None:
-    """One query or several, each of tokens, of plain bytes, or of numbers of tokens. Raises Differs."""
+    """Run one or several hash queries: of tokens, of bytes, or of numbers of tokens. Raises Differs."""
     query, expect = data["query"], data["expect"]
     if isinstance(query, dict):
         _run_hash(query, expect, data)
@@ -450,7 +450,7 @@ def _run_hash(query: Mapping[str, Any], expect: Any, data: Mapping[str, Any]) ->
     if "bytes_utf8" in query:
         raw = query["bytes_utf8"].encode()
         _compare("hash of the bytes", xxhash.xxh3_64_intdigest(raw, seed), expect)
-        if raw and len(raw) % 4 == 0:  # as many whole tokens, in one block
+        if raw and len(raw) % 4 == 0:  # as whole tokens, in one block
             _compare("hash of the bytes as tokens", local_hashes(raw, len(raw) // 4, seed).tolist(), [expect])
         return
     block_size, eagle = query.get("block_size", data.get("block_size")), query.get("eagle", False)
@@ -494,7 +494,7 @@ def _seed(query: Mapping[str, Any]) -> int:
 
 
 class _Draw:
-    """A generator that gives one number."""
+    """A generator that returns one number."""
 
     def __init__(self, point: float) -> None:
         self._point = point
@@ -506,8 +506,9 @@ class _Draw:
 def run_cost(data: Mapping[str, Any]) -> None:
     """Price the workers and choose. Raises Differs.
 
-    workers: of each id `prefill_blocks`, the request's own; `overlap`, blocks cached, one number or one a tier;
-    `decode_blocks`; `active_prefill_blocks` of others. prefill_load_scale multiplies prefill, overlap_credit overlap.
+    workers: for each id `prefill_blocks`, the request's own; `overlap`, cached blocks, as one number or one per tier;
+    `decode_blocks`; `active_prefill_blocks` of other requests. prefill_load_scale multiplies prefill, overlap_credit
+    overlap.
     """
     query, expect = data["query"], data["expect"]
     ids = list(query["workers"])
@@ -521,7 +522,7 @@ def run_cost(data: Mapping[str, Any]) -> None:
                 same = found.keys() == value.keys() and all(math.isclose(found[each], value[each]) for each in value)
                 if not same:
                     raise Differs(f"costs: found {found}, expected {value}")
-            case "selected" if isinstance(value, list):  # all that may be chosen
+            case "selected" if isinstance(value, list):  # all candidates that can be chosen
                 _compare("selected", sorted(draws), sorted(map(str, value)))
             case "selected" if temperature:
                 _compare("selected most often", draws.most_common(1)[0][0], str(value))
@@ -579,7 +580,7 @@ def _u64(hashes: Iterable[int]) -> HashArray:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run files of cases; gives the exit status."""
+    """Run files of cases; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)

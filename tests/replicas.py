@@ -1,11 +1,11 @@
 """Routers that share bookings through one real Kafka, while one is killed and Kafka is away: `make replicas`.
 
-What lives here: clients that book, free and repeat themselves at any router, what happens meanwhile, and what must hold
-at the end. What must not: interleavings that must come in one order (test_loads_sync has those, in memory).
+What lives here: clients that book, free and repeat calls at any router, the faults meanwhile, and what must hold at the
+end. What must not: interleavings that need a particular order (test_loads_sync has those, in memory).
 
-Three routers are processes of their own. While requests flow one of them dies by SIGKILL, and Kafka is stopped; routers
-go on deciding, `degraded`. Then the topic is compacted, which is proven by what is gone, and a router starts late from
-what is left. All that live have the loads that a fold of every record ever written says, by a rule of its own; and once
+Three routers run as processes. While requests flow, one of them is killed and Kafka is stopped; the routers continue to
+decide, `degraded`. Then the topic is compacted, which is verified by what was removed, and a router starts late from
+the rest. All running routers have the loads of a fold of every record ever written, by a rule of its own, and once all
 bookings have expired nothing remains.
 """
 
@@ -46,10 +46,10 @@ N_WORKERS = 8
 CLIENTS = 4
 EQUAL_TIMEOUT_S = 60.0
 
-#: Compaction that happens while one waits for it: segments close with the next tick, and all of them are dirty enough.
+#: Settings for fast compaction: segments close with the next tick, and all of them are dirty enough.
 COMPACTING = {"segment.ms": "1000", "min.cleanable.dirty.ratio": "0.0"}
 
-#: How often the broker's cleaner looks, against its default of 15 s.
+#: Interval of the broker's cleaner; its default is 15 s.
 CLEANER = {"log.cleaner.backoff.ms": "200", "group.min.session.timeout.ms": "1000"}
 
 Loads = dict[RankId, tuple[int, int, int]]
@@ -79,8 +79,7 @@ def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, b
 
 
 def loads_of(records: Iterable[Record]) -> Loads:
-    """Prefill tokens, blocks (distinct ones of prompts, and output) and requests of each rank, of one process that read
-    every record."""
+    """Prefill tokens, blocks (distinct prompt blocks, and output) and requests of each rank, from every record."""
     tokens: Counter[RankId] = Counter()
     requests: Counter[RankId] = Counter()
     output: Counter[RankId] = Counter()
@@ -95,7 +94,7 @@ def loads_of(records: Iterable[Record]) -> Loads:
 
 @dataclass
 class SentCalls:
-    """What clients did. simple: ids with one booking, by a router that lives on, and whether they were freed."""
+    """What clients did. simple: ids with one booking, by a router that keeps running, and whether they were freed."""
 
     calls: Counter[str] = field(default_factory=Counter)
     simple: dict[str, bool] = field(default_factory=dict)
@@ -118,7 +117,7 @@ class Replicas:
         self.told = SentCalls()
 
     def run(self, n_bookings: int, outage_s: float, stop: Callable[[], None], go_on: Callable[[], None]) -> None:
-        """Play it. stop, go_on: Kafka goes away and comes back. Raises Broken or KvStreamsError."""
+        """Play the run. stop, go_on: stop Kafka and start it again. Raises Broken or KvStreamsError."""
         ensure_topics(self._settings, topics(self._settings).all())
         self._routers = [self._stack.router(f"router-{n}", wait=False) for n in range(3)]
         for router in self._routers:
@@ -140,7 +139,7 @@ class Replicas:
         try:
             self._flow(2 * third, n_bookings)
             wait_for(lambda: self._mode_is("degraded"), EQUAL_TIMEOUT_S, "the routers to notice")
-            self._flow(n_bookings, n_bookings + CLIENTS)  # decisions go on, and say so
+            self._flow(n_bookings, n_bookings + CLIENTS)  # decisions continue, and their mode shows it
             waiting = [int(metrics(Api(router.url))["kvstreams_bookings_unacknowledged"]) for router in self._routers]
             if not all(waiting):
                 raise Broken(f"{waiting} records wait for a Kafka that is away")
@@ -173,7 +172,7 @@ class Replicas:
     # -- clients -------------------------------------------------------------------------------------------------------
 
     def _flow(self, first: int, last: int) -> None:
-        """Let clients live the lives of these requests, at any router that lives."""
+        """Let clients run these requests from start to end, at any running router."""
         apis = [Api(router.url) for router in self._routers]
         dies = len(self._routers) == 3
 
@@ -190,13 +189,13 @@ class Replicas:
                 done.result()
 
     def _live(self, apis: Sequence[Api], request_id: str, rng: random.Random) -> bool | None:
-        """One request's life; whether it was freed, None where it was booked more than once."""
+        """Run one request; return whether it was freed, or None if it was booked more than once."""
         tokens = [rng.randrange(4)] * (BLOCK_SIZE * rng.randrange(1, 9) + rng.randrange(BLOCK_SIZE))
         asked = {"model": "m", "token_ids": tokens, "request_id": request_id}
         owner = rng.choice(apis)
         other = rng.choice([api for api in apis if api is not owner])
         fate = rng.random()
-        if fate < 0.08:  # a free that comes before its add
+        if fate < 0.08:  # a free that precedes its add
             self._free(other, request_id)
             owner.route(**asked)
             self.told.calls["free before add"] += 1
@@ -207,17 +206,17 @@ class Replicas:
             if owner.route(**asked)["worker_id"] != chosen["worker_id"]:
                 raise Broken(f"{request_id} was routed twice by one router")
             self.told.calls["repeated"] += 1
-        if rng.random() < 0.3:  # stated anew, with more of it cached
+        if rng.random() < 0.3:  # replaced, with more of it cached
             body = {name: chosen[name] for name in ("worker_id", "dp_rank")}
             owner.call("POST", f"/loads/{request_id}", {**body, "token_ids": tokens, "overlap_blocks": 1}).given()
             self.told.calls["stated anew"] += 1
         twice = rng.random() < 0.05
-        if twice:  # a retry at another router, which may not have heard of it
+        if twice:  # a retry at another router, which may not have read the booking
             other.route(**asked)
             self.told.calls["booked at two routers"] += 1
         for _ in range(rng.randrange(3)):
             self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/prefill-complete", "prefill")
-        for _ in range(rng.randrange(3)):  # told to anybody, in any order
+        for _ in range(rng.randrange(3)):  # calls at any router, in any order
             told = {"output_tokens": rng.randrange(10 * BLOCK_SIZE)}
             self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/output", "output", told)
         freed = rng.random() < 0.8
@@ -227,7 +226,7 @@ class Replicas:
                 self._free(rng.choice(apis), request_id)
             if rng.random() < 0.3:  # another router's late prefill-complete
                 self._tell(other, "POST", f"/loads/{request_id}/prefill-complete", "late prefill")
-            if rng.random() < 0.1:  # the id used again, while its free is under way
+            if rng.random() < 0.1:  # the id is used again while its free is on its way
                 rng.choice(apis).route(**asked)
                 self.told.calls["id used again"] += 1
                 return None
@@ -255,7 +254,7 @@ class Replicas:
         wait_for(lambda: self._mode_is(mode), EQUAL_TIMEOUT_S, f"the routers to answer {mode}")
 
     def _read(self) -> set[tuple[int, int]]:
-        """Read the topic, remember every record; gives where those are that it has now."""
+        """Read the topic and keep every record; return the positions of the records that it has now."""
         there: set[tuple[int, int]] = set()
 
         def take(records: list[Record]) -> None:
@@ -268,7 +267,7 @@ class Replicas:
         return there
 
     def _equal(self, when: str) -> Loads:
-        """Wait until every router has the loads that the log says; gives them."""
+        """Wait until every router has the loads of the log; return them."""
         truth: Loads = {}
 
         def same() -> bool:
@@ -297,8 +296,10 @@ class Replicas:
         return dict(truth)
 
     def _compact(self) -> int:
-        """Have the topic compacted, and prove it: what is gone was superseded, and all that was superseded is gone but
-        for what the newest segments hold."""
+        """Have the topic compacted, and verify it.
+
+        What was removed was superseded, and everything superseded was removed, except in the newest segments.
+        """
         self._alter(COMPACTING)
         there: set[tuple[int, int]] = set()
 
@@ -333,7 +334,7 @@ class Replicas:
             future.result(30.0)
 
     def _check_simple(self) -> None:
-        """What a client meant is what came of it, where it was booked once."""
+        """Check that a request with one booking ended as its client meant."""
         live = Counter(booking_id.request_id for booking_id in live_bookings(self._written.values()))
         wrong = {request_id for request_id, freed in self.told.simple.items() if live[request_id] != (not freed)}
         if wrong:
@@ -345,13 +346,13 @@ class Replicas:
 
 
 def settings_of(kafka: str, **changes: Any) -> Settings:
-    """Settings of a run: no index is needed, and what routers answer says whether they hear of each other."""
+    """Settings of a run: no index is read, so that an answer's mode shows whether routers share bookings."""
     given = {"partitions": 4, "kv_events": False, "topic_prefix": "replicas-", **changes}
     return Settings(kafka=kafka, **given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play one run; gives 1 where anything differs, having told what, and keeps what lies on disk then."""
+    """Play one run. If anything differs, print it, keep the files, and return 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.replicas", description=__doc__)
     parser.add_argument("--bookings", type=int, default=5_000)
     parser.add_argument("--outage", type=float, default=20.0, help="seconds")

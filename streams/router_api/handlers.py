@@ -62,7 +62,7 @@ FACT = struct.Struct("<QIBQ")
 #: A request id in a path. aiohttp's own pattern does not match ids with braces, which /route accepts.
 _ANY_ID = "{request_id:[^/]+}"
 
-#: Errors of an application by their code; only its own loop writes it.
+#: Counts of an application's errors by code. Only its own event loop changes them.
 _ERRORS = web.AppKey("errors", Counter)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -246,7 +246,7 @@ class Router:
             trust = self._trust(
                 prepared.policy, prepared.reads_index, prepared.ranks, prepared.predicted, query=prepared.moe_query
             )
-        self.answers[trust.mode.value] += 1
+        self.answers[trust.mode] += 1
         chosen = decision.chosen
         return RouteAnswer(
             prepared.request_id,

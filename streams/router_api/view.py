@@ -106,7 +106,7 @@ class RankState:
 
 
 def fast_fold() -> RunFold:
-    """The fold over compiled kernels, or the plain one where numba cannot be imported."""
+    """The fold over compiled kernels, or the pure-Python one if numba is missing."""
     compiled = _compiled()
     if compiled is None:
         return PlainRunFold()
@@ -117,7 +117,7 @@ def fast_fold() -> RunFold:
 
 
 def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
-    """The fold over compiled kernels and what decodes for it; None where numba cannot be imported."""
+    """The fold over compiled kernels, with its decoders; None if numba is missing."""
     if not kernels_available():
         return None
     from streams.core.index.tree_fold import TreeRunFold

@@ -379,19 +379,19 @@ def trust_json(trust: Trust) -> dict[str, Any]:
 
 def answer_json(answer: RouteAnswer) -> dict[str, Any]:
     """The answer to POST /route."""
-    trust = answer.trust
+    rank, trust = answer.rank, answer.trust
     fields: dict[str, Any] = {
         "request_id": answer.request_id,
-        "worker_id": answer.rank.worker_id,
-        "dp_rank": answer.rank.dp_rank,
+        "worker_id": rank.worker_id,
+        "dp_rank": rank.dp_rank,
         "url": answer.worker_url,
         "overlap_blocks": answer.overlap_blocks,
         "request_blocks": answer.request_blocks,
         "cost": answer.cost,
-        "mode": trust.mode.value,
+        "mode": trust.mode,  # a StrEnum: reading its `value` takes longer, and orjson writes the same
     }
     if trust.reason is not None:
-        fields["degraded_because"] = trust.reason.value
+        fields["degraded_because"] = trust.reason
     if answer.candidates is not None:
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
     return fields

@@ -1,7 +1,7 @@
-"""The HTTP API for tests: a client, two routers to be asked, and a stand-in for the agents.
+"""The HTTP API for tests: a client, two routers, and a stand-in for the agents.
 
-The stand-in writes to the changelog what agents would, so that routers are tested without Faust: a router is a replica
-of topics, and does not ask who wrote them.
+The stand-in writes to the changelog what agents would write, so that routers are tested without Faust. A router is a
+replica of topics, and it does not matter which process wrote them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from streams.waiting import wait_for
 #: Only a hang is a failure.
 PATIENCE_S = 30.0
 
-#: What the fleet's routers are told.
+#: Settings of the fleet's routers.
 BLOCK_SIZE = 16
 TOKENS_MAX = 4096
 BODY_BYTES_MAX = 64 * 1024
@@ -53,7 +53,7 @@ BODY_BYTES_MAX = 64 * 1024
 #: Four blocks of a prompt.
 TOKENS = list(range(100, 100 + 4 * BLOCK_SIZE))
 
-#: What each partition's owner does: it is at work, was never there, fell silent, or lags.
+#: What each partition's owner does: it runs, never existed, became silent, or lags.
 LIVE, NEVER, SILENT, BEHIND = range(4)
 
 JSON = "application/json"
@@ -76,7 +76,7 @@ class Answer:
         return json.loads(self.body)
 
     def refused(self, status: int, code: str) -> str:
-        """Check that this is an error of the one shape; gives its message."""
+        """Check that this is an error in the shape of all errors; return its message."""
         assert self.status == status, self.body
         assert self.headers["content-type"].partition(";")[0] == JSON
         assert ("retry-after" in self.headers) == (status == 503)
@@ -90,7 +90,7 @@ class Answer:
         return message
 
     def given(self, status: int = 200) -> Any:
-        """Check the status; gives what the body holds."""
+        """Check the status; return the body."""
         assert self.status == status, self.body
         return self.json
 
@@ -122,7 +122,7 @@ class Api:
         return self.call("GET", path).given()
 
     def route(self, **asked: Any) -> dict[str, Any]:
-        """Route and take the choice."""
+        """Route a request and return the answer."""
         answer: dict[str, Any] = self.call("POST", "/route", asked).given()
         return answer
 
@@ -149,7 +149,7 @@ class Api:
 
 @contextmanager
 def served(settings: Settings) -> Iterator[Api]:
-    """A router inside this process, on a free port, ready when the block begins and gone when it ends."""
+    """A router inside this process, on a free port: ready when the block begins, stopped when it ends."""
     own = replace(settings, port=free_port())
     ensure_topics(own, topics(own).all())
     loop = asyncio.new_event_loop()
@@ -188,7 +188,7 @@ class Agents:
         self._kafka = producer(settings)
 
     def worker_ids(self, n: int, partition: int) -> list[int]:
-        """Worker ids that nobody has had, all of one partition."""
+        """Unused worker ids that all belong to one partition."""
         ours = (each for each in self._ids if partition_of(WorkerId(each), self.settings.partitions) == partition)
         return list(itertools.islice(ours, n))
 
@@ -207,7 +207,8 @@ class Agents:
         absent: Sequence[int] = (),
         incarnation: int = 1,
     ) -> HashArray:
-        """A rank holds the full blocks of `tokens`, but for those at the positions `absent`; gives their sequence."""
+        """A rank holds the full blocks of `tokens` except those at the positions `absent`; return their sequence
+        hashes."""
         local = local_hashes(list(tokens), self.settings.block_size)
         sequence = sequence_hashes(local)
         for start in range(0, len(local), RUN_BLOCKS_MAX):
@@ -233,7 +234,7 @@ class Agents:
 
     @contextmanager
     def keeping_fresh(self) -> Iterator[None]:
-        """While the block runs, the partitions in `fresh` have an owner that is not behind."""
+        """While the block runs, the partitions in `fresh` have an owner without lag."""
         over = threading.Event()
 
         def run() -> None:
@@ -275,11 +276,11 @@ class Fleet:
     _models: Iterator[int]
 
     def model(self) -> str:
-        """A model that no other test knows."""
+        """A model that no other test uses."""
         return f"model-{next(self._models)}"
 
     def register(self, model: str, n: int = 1, partition: int = LIVE, **body: Any) -> list[int]:
-        """Register n workers of a model with both routers; gives their ids, ascending."""
+        """Register n workers of a model with both routers; return their ids, ascending."""
         ids = self.agents.worker_ids(n, partition)
         for worker_id in ids:
             self.put(worker_id, model, **body)
@@ -292,7 +293,7 @@ class Fleet:
         return answer
 
     def holds(self, worker_id: int, n_blocks: int) -> None:
-        """Wait until both routers know of so many blocks of a worker."""
+        """Wait until both routers have n_blocks blocks of a worker."""
 
         def known(api: Api) -> int:
             ranks = api.get("/state")["ranks"]
@@ -301,7 +302,7 @@ class Fleet:
         self.wait(lambda: known(self.main) == known(self.peer) == n_blocks, f"{n_blocks} blocks of {worker_id}")
 
     def same_loads(self, worker_ids: Sequence[int], requests: int) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """Wait until both routers have the same loads, of so many requests; gives them."""
+        """Wait until both routers have the same loads, with this number of requests; return the loads."""
 
         def same() -> bool:
             here = self.main.loads(worker_ids)
@@ -316,7 +317,7 @@ class Fleet:
 
 
 def metrics(api: Api) -> dict[str, float]:
-    """Every sample of /metrics by its name, and its labels' values, in order of the labels, where it has any."""
+    """Every sample of /metrics by its name, followed by the values of its labels in order of the labels."""
     answer = api.call("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain")

@@ -1,6 +1,6 @@
-"""Routers as processes on a Kafka of the test's own: bookings shared while one is killed and Kafka is away.
+"""Routers as processes on a Kafka of the test's own: they share bookings while one is killed and Kafka is away.
 
-A small run of tests.replicas, which `make replicas` plays in full.
+This is a small run of tests.replicas, which `make replicas` plays in full.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEED = 11
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[LocalKafka]:
-    """A broker that may be stopped."""
+    """A broker that the test may stop."""
     own = LocalKafka(LocalKafkaConfig(tmp_path / "kafka", CLEANER, class_archive=False))
     yield own
     own.down()
@@ -33,13 +33,13 @@ def broker(tmp_path: Path) -> Iterator[LocalKafka]:
 def test_routers_agree_whatever_happens_to_them_and_to_kafka(
     broker: LocalKafka, tmp_path: Path, children: Children
 ) -> None:
-    """One is killed, Kafka is paused, the topic is compacted, one starts late: all have the loads that the log says."""
+    """After a killed router, a paused Kafka, a compacted topic and a late start, all have the loads of the log."""
     settings = settings_of(broker.up().bootstrap, stale_after_ms=500)
     Replicas(Stack(settings, tmp_path, children), broker, SEED).run(150, 1.0, broker.pause, broker.resume)
 
 
 def test_after_expiry_nothing_remains_anywhere(scope: Settings) -> None:
-    """On routers that saw the bookings, on one that starts late and would not have, whether they were freed or not."""
+    """Bookings expire, freed or not, on routers that read them as they were made and on one that starts late."""
     short = replace(scope, booking_ttl_s=3.0)
     with served(short) as api, served(short) as peer:
         api.call("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": 16}).given()

@@ -1,6 +1,6 @@
-"""What routers on a real Kafka choose and tell (docs/http.md): cost, mode, filters, registry, state.
+"""What routers on a real Kafka choose and return (docs/http.md): cost, mode, filters, registry, state.
 
-The fleet's two routers serve all tests; every test takes a model and workers of its own, so that none sees another's.
+The fleet's two routers serve all tests. Every test uses a model and workers of its own, so that none affects another.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tests.helpers.api import (
 
 
 def test_u64_values_are_numbers_or_decimal_strings(fleet: Fleet) -> None:
-    """The greatest ids and hashes arrive whole, as numbers and as strings, and leave as numbers."""
+    """The greatest ids and hashes are accepted as numbers and as strings, and returned unchanged as numbers."""
     model = fleet.model()
     greatest, least = U64_MASK - 1, 12345678901234567890
     for worker_id in (greatest, least):
@@ -82,7 +82,7 @@ def test_u64_values_are_numbers_or_decimal_strings(fleet: Fleet) -> None:
 
 
 def test_hashes_and_tokens_are_the_same_request(fleet: Fleet) -> None:
-    """Local hashes find what the tokens that they are of find, as numbers and as strings."""
+    """Local hashes, as numbers or strings, find the same blocks as the tokens that they were made of."""
     from streams.core.hashing import local_hashes
 
     model = fleet.model()
@@ -97,7 +97,7 @@ def test_hashes_and_tokens_are_the_same_request(fleet: Fleet) -> None:
 
 
 def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
-    """Packed tokens with the rest as query parameters are answered as the same request in JSON."""
+    """Packed tokens with query parameters get the same answer as the same request in JSON."""
     model = fleet.model()
     first, second = fleet.register(model, 2, taints=["a", "b"], dp_size=2)
     fleet.agents.hold(rank_of(first, 1), TOKENS)
@@ -118,14 +118,14 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
         ({"lora_name": "l ü", "namespace": "n"}, f"lora_name={quote('l ü')}&namespace=n"),
     ]
     for fields, query in requests:
-        dp_rank = fields.get("dp_rank", 1)  # one candidate a worker, so that nothing is left to chance
+        dp_rank = fields.get("dp_rank", 1)  # one candidate per worker, so that nothing is left to chance
         body = {"model": model, "request_id": "r", "token_ids": TOKENS, **fields, "dp_rank": dp_rank}
         wanted = fleet.main.ask(**body)
         rank = "" if "dp_rank" in fields else "&dp_rank=1"
         path = f"/route?model={model}&request_id=r&update_states=false&explain=true{rank}&{query}"
         found = fleet.main.call("POST", path, packed(TOKENS), OCTETS).given()
         assert found["candidates"] == wanted["candidates"]
-        assert {**found, "worker_id": 0} == {**wanted, "worker_id": 0}  # equal costs are drawn by lot
+        assert {**found, "worker_id": 0} == {**wanted, "worker_id": 0}  # ties are broken at random
     potential = fleet.main.call("POST", "/loads/potential", {"model": model, "token_ids": TOKENS}).given()
     found = fleet.main.call("POST", f"/loads/potential?model={model}", packed(TOKENS), f"{OCTETS}; x=y").given()
     assert found == potential
@@ -133,7 +133,7 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 2, 3, 5, 63, 65])
 def test_octets_are_whole_tokens(n_bytes: int, fleet: Fleet, model: str) -> None:
-    """Packed tokens of no length, or of one that is no multiple of four, are refused."""
+    """Packed tokens are refused if they are empty or their length is not a multiple of four."""
     answer = fleet.main.call("POST", f"/route?model={model}", b"x" * n_bytes, OCTETS)
     answer.refused(400, "invalid_request")
 
@@ -155,14 +155,14 @@ def test_octets_are_whole_tokens(n_bytes: int, fleet: Fleet, model: str) -> None
     ],
 )
 def test_a_wrong_query_is_400(query: str, fleet: Fleet, model: str) -> None:
-    """Query parameters are checked as the fields of the body are."""
+    """Query parameters are validated like the fields of a body."""
     answer = fleet.main.call("POST", f"/route?model={model}&{query}", packed(TOKENS), OCTETS)
     answer.refused(400, "invalid_request")
 
 
 @pytest.mark.parametrize("n_tokens", [1, 15, 16, 17, 31, 32])
 def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) -> None:
-    """The last, partial block must be computed too, though it can be held by nobody."""
+    """The partial last block must be computed too, although no rank can hold it."""
     answer = fleet.main.ask(model=model, token_ids=[7] * n_tokens)
     assert answer["request_blocks"] == math.ceil(n_tokens / BLOCK_SIZE)
     assert answer["cost"] == answer["request_blocks"] + n_tokens // BLOCK_SIZE
@@ -172,7 +172,7 @@ def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) 
 
 
 def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
-    """With explain every eligible rank is a candidate, its terms are the formula's, and the cheapest is chosen."""
+    """With explain every eligible rank is a candidate, the terms follow the formula, and the cheapest is chosen."""
     model = fleet.model()
     ids = fleet.register(model, 3, dp_size=2)
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
@@ -215,7 +215,7 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
 
 
 def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> None:
-    """Overlap draws a request, load drives it away."""
+    """Overlap attracts a request, and load repels it."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -227,7 +227,7 @@ def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> No
 
 
 def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
-    """The same tokens under an adapter or in a namespace are other blocks."""
+    """The same tokens under an adapter or in a namespace are different blocks."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.agents.hold(rank_of(worker_id), TOKENS)
@@ -240,7 +240,7 @@ def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
 
 
 def test_temperature_spreads_choices(fleet: Fleet) -> None:
-    """Without temperature the cheapest is chosen every time, with much of it every rank is."""
+    """Without temperature the cheapest rank is always chosen; with a high one, every rank is."""
     model = fleet.model()
     first, second = fleet.register(model, 2)
     fleet.agents.hold(rank_of(first), TOKENS)
@@ -259,7 +259,7 @@ def test_temperature_spreads_choices(fleet: Fleet) -> None:
     ("mode", "wanted"), [(RouterMode.ROUND_ROBIN, "each in turn"), (RouterMode.RANDOM, "each at some time")]
 )
 def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -> None:
-    """Round-robin takes turns and random draws, whatever is held; both say `fallback`, for a repeated id too."""
+    """Round-robin takes turns and random draws, whatever ranks hold; both return `fallback`, for a repeated id too."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
@@ -280,7 +280,7 @@ def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -
 
 
 def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
-    """Exact needs an owner that is at work, up to date, and a rank without gaps; the worst eligible rank decides."""
+    """Exact requires a running owner without lag and a rank without gaps; the worst eligible rank decides the mode."""
     model = fleet.model()
     live, gap, hybrid = fleet.register(model, 3, LIVE)
     (never,) = fleet.register(model, 1, NEVER)
@@ -298,7 +298,7 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     def becomes(wanted: str, *worker_ids: int) -> None:
         fleet.wait(lambda: mode(*worker_ids) == wanted, f"mode {wanted}")
 
-    assert mode(live) == "degraded: no_events_yet"  # a rank that nobody ever told of is not known to be empty
+    assert mode(live) == "degraded: no_events_yet"  # a rank without any event may hold blocks
     for worker_id in (live, gap, silent, behind):
         fleet.agents.progress(rank_of(worker_id))
     becomes("exact", live)
@@ -314,15 +314,15 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     fleet.agents.progress(rank_of(gap), Health.REMOVED, generation=2)
     becomes("degraded: removed", gap)
     fleet.agents.progress(rank_of(never))
-    becomes("degraded: owner_silent", never)  # no owner has ever been heard of
+    becomes("degraded: owner_silent", never)  # no owner was ever heard from
     fleet.agents.state_partition(SILENT)
     becomes("exact", silent)
-    becomes("degraded: owner_silent", silent)  # nothing more is heard of this one
+    becomes("degraded: owner_silent", silent)  # this owner is no longer heard from
     becomes("exact", live)
     becomes("degraded: owner_silent", live, silent)
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms + 1)
     fleet.wait(lambda: fleet.main.get("/state")["applied_offsets"].get(str(BEHIND)) == 7, "the owner's record")
-    assert mode(behind) == "degraded: owner_behind"
+    assert mode(behind) == "degraded: owner_lagging"
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms)
     becomes("exact", behind)
     assert mode(live, silent, never, gap, hybrid, behind) == "degraded: removed"
@@ -332,14 +332,14 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
 
 
 def test_filters_come_before_cost(fleet: Fleet) -> None:
-    """Allowed, excluded, forced worker and rank, phase and taints each leave only those who pass all of them."""
+    """Allowed, excluded, named worker and rank, phase and taints each leave only the ranks that pass."""
     model = fleet.model()
     both, prefill, decode, tainted = fleet.agents.worker_ids(4, LIVE)
     fleet.put(both, model, dp_size=2)
     fleet.put(prefill, model, role="prefill")
     fleet.put(decode, model, role="decode", taints=["gpu-b"])
     fleet.put(tainted, model, taints=["gpu-a", "gpu-b"])
-    fleet.agents.hold(rank_of(both), TOKENS)  # the cheapest, wherever it may be chosen
+    fleet.agents.hold(rank_of(both), TOKENS)  # the cheapest one whenever it is eligible
     fleet.holds(both, 4)
 
     def ranks(**fields: Any) -> list[tuple[int, int]]:
@@ -386,7 +386,7 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
 
 
 def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
-    """What is put is what is listed, on every router; put again it is changed."""
+    """A registered worker is listed by every router, and is changed when it is registered again."""
     model = fleet.model()
     body = {
         "url": "http://e:1",
@@ -412,7 +412,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "metrics": [],
         **body,
     }
-    assert fleet.main.workers()[worker_id] == answer  # at once, where it was put
+    assert fleet.main.workers()[worker_id] == answer  # at once, on the router that was called
     fleet.wait(lambda: fleet.peer.workers().get(worker_id) == answer, "the peer to know the worker")
     assert fleet.main.loads([worker_id]) == {(worker_id, rank): (0, 0, 0) for rank in range(3)}
     changed = fleet.put(worker_id, model, url="http://e:9")
@@ -423,7 +423,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
 
 
 def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
-    """The table of docs/http.md, cell by cell, at the router that was told and at another one."""
+    """The table in docs/http.md holds cell by cell, at the router that was called and at another one."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     path = f"/workers/{worker_id}"
@@ -446,7 +446,8 @@ def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
 
 
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
-    """A cordoned worker keeps what runs, gets nothing new from any router, and comes back when it is put again."""
+    """A cordoned worker keeps its running requests, gets no new ones from any router, and gets them after it registers
+    again."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-running")
@@ -465,8 +466,8 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
 
 
 def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
-    """DELETE ends a worker on every router, and tells the agents so in order with the worker's events."""
-    fleet.register(fleet.model())  # with no worker at all the answer would be another: there is none to ask for
+    """DELETE removes a worker from every router, and tells agents in order with the worker's events."""
+    fleet.register(fleet.model())  # without any worker the answer would be a different one
     model = fleet.model()
     told, silent = fleet.register(model, 2, dp_size=2)
     fleet.agents.progress(rank_of(told, 0), incarnation=4)
@@ -482,7 +483,7 @@ def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
     records: list[Record] = []
     read_to_end(fleet.settings, topics(fleet.settings).kv_events.name, LIVE, None, records.extend)
     removed = {record.key: decode_batch(record.value) for record in records}
-    assert str(silent).encode() not in removed  # it never told anything, so there is nothing to remove
+    assert str(silent).encode() not in removed  # it never had events, so that there is nothing to remove
     batch = removed[str(told).encode()]
     assert (batch.rank.worker_id, batch.incarnation, batch.model) == (told, U64_MASK, model)
     assert isinstance(batch.body, WorkerRemoved)
@@ -510,7 +511,7 @@ def test_metrics_tell_what_there_is(fleet: Fleet) -> None:
 
 
 def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
-    """/state tells each rank's epoch, health and a digest of what it holds; /state/blocks every single fact."""
+    """/state returns each rank's epoch, health and digest; /state/blocks returns every single fact."""
     model = fleet.model()
     (worker_id,) = fleet.register(model, dp_size=2)
     sequence = fleet.agents.hold(rank_of(worker_id, 1), TOKENS, tier=Tier.DISK, absent=[2])
@@ -548,7 +549,7 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
 
 
 def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
-    """/healthz and /ready answer for a router that has read its topics, to GET and to HEAD."""
+    """/healthz and /ready answer GET and HEAD for a router that has read its topics."""
     assert fleet.main.get("/healthz") == {"status": "ok"}
     assert fleet.main.get("/ready") == {
         "ready": True,
@@ -562,7 +563,8 @@ def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
 
 
 def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
-    """Before its topics are read to their ends a router is alive, not ready, and answers nothing from half a state."""
+    """Until its topics are read to their ends a router is healthy but not ready, and answers no request from a partial
+    state."""
 
     async def ask() -> None:
         app = web.Application(middlewares=[error_shape])
@@ -605,7 +607,7 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
 
 
 def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Kafka a worker is neither registered nor forgotten: 503, and the registry stays as it was."""
+    """Without Kafka a registration is answered with 503, and the registry stays as it was."""
     monkeypatch.setattr(registry_module, "PUBLISH_TIMEOUT_S", 0.5)
     router = Router(replace(scope, kafka=f"127.0.0.1:{free_port()}"))
     body = json.dumps({"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}).encode()
@@ -613,11 +615,11 @@ def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, mo
         router.registry.put_worker(parse_worker(rank_of(1).worker_id, body, 0))
     assert router.registry.workers() == []
     del router
-    gc.collect()  # ends its client, which would look for the broker, and say so, until the last test
+    gc.collect()  # ends its client, which would otherwise try to connect, and log that, until the last test
 
 
 def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings) -> None:
-    """What a stranger writes to a router's topics is counted, and everything behind it is read all the same."""
+    """Records of a foreign writer in a router's topics are counted and skipped, and the records after them are read."""
     named = topics(scope)
     ensure_topics(scope, named.all())
     strange: list[tuple[str, bytes | None, bytes | None]] = [

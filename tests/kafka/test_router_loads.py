@@ -35,7 +35,7 @@ from tests.helpers.api import (
 
 
 def test_a_look_books_nothing(fleet: Fleet) -> None:
-    """With update_states false nothing is booked, under an id of its own or that of a live booking."""
+    """With update_states false nothing is booked, under a new id or that of an active booking."""
     model = fleet.model()
     ids = fleet.register(model, 2)
     for _ in range(3):
@@ -44,12 +44,12 @@ def test_a_look_books_nothing(fleet: Fleet) -> None:
     booked = fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-r")
     before = fleet.main.loads(ids)
     other = fleet.main.ask(model=model, token_ids=TOKENS, request_id=f"{model}-r")
-    assert other["worker_id"] != booked["worker_id"]  # it is a question, and the answer to it counts the booking
+    assert other["worker_id"] != booked["worker_id"]  # it books nothing, and its choice takes the booking into account
     assert fleet.main.loads(ids) == before == fleet.same_loads(ids, 1)
 
 
 def test_a_request_without_an_id_gets_one(fleet: Fleet) -> None:
-    """An id that the router makes can be used for the rest of the request's life."""
+    """The id that the router makes up can be used in all later calls for the request."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     first, second = (fleet.main.route(model=model, token_ids=TOKENS)["request_id"] for _ in range(2))
@@ -60,7 +60,8 @@ def test_a_request_without_an_id_gets_one(fleet: Fleet) -> None:
 
 
 def test_a_repeated_request_books_once(fleet: Fleet) -> None:
-    """A live request id gets the same choice again, whatever it asks now, from every router, and is booked once."""
+    """A repeated id of an active booking gets the same choice from every router, whatever else it asks, and is booked
+    once."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     request_id = f"{model}-r"
@@ -76,17 +77,17 @@ def test_a_repeated_request_books_once(fleet: Fleet) -> None:
 
 
 def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) -> None:
-    """The table of docs/http.md, cell by cell, at the router that booked and at another one."""
+    """The table in docs/http.md holds cell by cell, at the router that booked and at another one."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
-    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # that nobody registers
+    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # not registered
     asked = {"model": model, "token_ids": TOKENS}
     booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
     told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
     unheard = {"request_id": f"{model}-unheard", "output_tokens": 17}
     answer = fleet.main.call("POST", f"/loads/{model}-unheard/output", {"output_tokens": 17}).given(202)
     assert answer == {**unheard, "buffered": True}
-    for over in ("prefill", "free"):  # unknown to everybody
+    for over in ("prefill", "free"):  # unknown to every router
         path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
         answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
         assert answer == {"request_id": f"{model}-unknown", "phase": over, "buffered": True}
@@ -95,7 +96,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         mode = {"mode": "degraded", "degraded_because": "no_events_yet"}
         assert first.route(**route).items() >= mode.items()
         fleet.same_loads([worker_id], 1)
-        for overlap, each in enumerate((fleet.main, fleet.peer)):  # one of them did not book it
+        for overlap, each in enumerate((fleet.main, fleet.peer)):  # only one of them booked it
             assert each.route(**route) == {**told, "overlap_blocks": overlap, "cost": None, **mode}
             assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
             fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
@@ -112,7 +113,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         second = fleet.peer if first is fleet.main else fleet.main
         assert second.call("DELETE", f"/loads/{model}-r").given()["buffered"] is False
         fleet.same_loads([worker_id], 0)
-        for each in (fleet.main, fleet.peer):  # it is over, and known
+        for each in (fleet.main, fleet.peer):  # it has ended, and is known
             for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
                 assert each.call(*call).given()["buffered"] is False
             assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["buffered"] is False
@@ -124,7 +125,7 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
 
 
 def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
-    """POST /loads books what another router of somebody else's chose; the same again changes nothing."""
+    """POST /loads books a choice made elsewhere, and repeating it changes nothing."""
     model = fleet.model()
     first, second = fleet.register(model, 2, dp_size=2)
     path = f"/loads/{model}-r"
@@ -150,7 +151,9 @@ def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
         ]
         == 1
     )
-    more = fleet.main.call("POST", path, {**body, "overlap_blocks": 1000}).given()  # stated anew: it holds more now
+    more = fleet.main.call(
+        "POST", path, {**body, "overlap_blocks": 1000}
+    ).given()  # replaced, since the rank holds more now
     assert more["overlap_blocks"] == 5
     assert fleet.same_loads([first], 1)[first, 1] == (0, 4, 1)
     fleet.main.call("DELETE", path).given()
@@ -161,7 +164,7 @@ def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("expected", [0, 1, COUNT_MAX])
 def test_any_expected_output_is_booked(expected: int, fleet: Fleet) -> None:
-    """The number of tokens expected reaches the other routers at both ends of its range."""
+    """The number of expected tokens reaches the other routers at both ends of its range."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     asked = {"model": model, "token_ids": TOKENS, "expected_output_tokens": expected, "request_id": f"{model}-r"}
@@ -172,7 +175,7 @@ def test_any_expected_output_is_booked(expected: int, fleet: Fleet) -> None:
 
 
 def test_a_booking_lives_through_its_phases(fleet: Fleet) -> None:
-    """Prefill-complete takes the prefill tokens, free the rest; both may be repeated and told to any router."""
+    """Prefill-complete ends the charge for prefill and free the rest; both may be repeated, at any router."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     for name in ("a", "b"):
@@ -195,12 +198,12 @@ def test_a_booking_lives_through_its_phases(fleet: Fleet) -> None:
     "body", [None, {}, {"output_tokens": -1}, {"output_tokens": COUNT_MAX + 1}, {"output_tokens": 1.5}, {"tokens": 1}]
 )
 def test_a_wrong_number_of_generated_tokens_is_refused(body: Any, fleet: Fleet) -> None:
-    """It is a whole number that a record has room for, and nothing else is told with it."""
+    """The number must be whole and fit into a record, and the body has no other fields."""
     fleet.main.call("POST", "/loads/r/output", body).refused(400, "invalid_request")
 
 
 def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
-    """Told to the router that did not book, they make its rank dearer at both, until the request is over."""
+    """Output reported to the router that did not book raises the rank's cost at both until the request ends."""
     model = fleet.model()
     first, second = fleet.register(model, 2)
     fleet.main.route(model=model, token_ids=TOKENS, worker_id=first, request_id=f"{model}-r")
@@ -223,7 +226,7 @@ def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
 
 
 def test_cached_tokens_are_not_charged(fleet: Fleet) -> None:
-    """A booking charges what its rank must compute: the tokens beyond what it holds, a partial block included."""
+    """A booking charges what its rank must compute: the tokens that it does not hold, including a partial block."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.agents.hold(rank_of(worker_id), TOKENS[:32])
@@ -233,7 +236,7 @@ def test_cached_tokens_are_not_charged(fleet: Fleet) -> None:
 
 
 def test_potential_loads_are_those_that_a_booking_brings(fleet: Fleet) -> None:
-    """What POST /loads/potential foretells for a rank is what GET /loads says once the request is there."""
+    """POST /loads/potential predicts for a rank what GET /loads shows once the request is booked."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     fleet.agents.hold(rank_of(ids[0]), TOKENS[:48])
@@ -256,7 +259,7 @@ def test_potential_loads_are_those_that_a_booking_brings(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "free"])
 def test_a_call_that_comes_too_soon_waits_for_its_booking(phase: str, fleet: Fleet) -> None:
-    """A call for an id that no router has told of yet is 202, held, and applied when the booking arrives."""
+    """A call for an unknown id is answered with 202, buffered, and applied when the booking arrives."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     request_id = f"{model}-r"
@@ -273,7 +276,7 @@ def test_a_call_that_comes_too_soon_waits_for_its_booking(phase: str, fleet: Fle
 
 
 def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -> None:
-    """A free repeated after a booking ended changes nothing, and the id's next booking lives."""
+    """A free that is repeated after its booking ended changes nothing, and the id's next booking stays."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     request_id = f"{model}-r"
@@ -284,7 +287,7 @@ def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -
             assert api.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
             fleet.same_loads([worker_id], 0)
     fleet.peer.route(model=model, token_ids=TOKENS, request_id=request_id)
-    # Another booking of the same id's partition is behind all that might still be on its way for it.
+    # A later booking in the same partition is read after everything that might still be on its way for this id.
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-other")
     assert fleet.same_loads([worker_id], 2) == {(worker_id, 0): (128, 4, 2)}
     for name in (request_id, f"{model}-other"):
@@ -295,7 +298,7 @@ def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -
 @given(st.text(min_size=1, max_size=NAME_CHARS_MAX))
 @settings(max_examples=60, deadline=None, print_blob=True)
 def test_any_text_is_a_request_id(fleet: Fleet, model: str, request_id: str) -> None:
-    """Whatever text a request was routed under, its life can be told under the same id in a path."""
+    """Any text under which a request was routed can be used as an id in a path."""
     if len(quote(request_id, safe="")) > 4000:  # the server's limit on a request line is 8 KiB
         request_id = request_id[:300]
     answer = fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
@@ -310,21 +313,21 @@ def test_any_text_is_a_request_id(fleet: Fleet, model: str, request_id: str) -> 
     "request_id", [".", "..", "a/b", "a%2Fb", "{x}", "+", "a b", "?", "#", "prefill-complete", "0"]
 )
 def test_ids_that_look_like_paths_are_ids(request_id: str, fleet: Fleet, model: str) -> None:
-    """Ids that have a meaning in URLs are ids all the same."""
+    """Ids that have a meaning in URLs can be used as ids."""
     fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
     told = fleet.main.call("DELETE", f"/loads/{quote(request_id, safe='')}").given()
     assert told == {"request_id": request_id, "phase": "free", "buffered": False}
 
 
 def test_an_id_that_is_too_long_is_refused(fleet: Fleet) -> None:
-    """The same limit holds for ids in bodies and in paths."""
+    """The same limit applies to ids in bodies and in paths."""
     path = f"/loads/{'x' * (NAME_CHARS_MAX + 1)}"
     for call in (("DELETE", path), ("POST", f"{path}/prefill-complete"), ("POST", path, {"worker_id": 1})):
         fleet.main.call(*call).refused(400, "invalid_request")
 
 
 def test_a_router_that_starts_late_has_the_same_loads(fleet: Fleet) -> None:
-    """A router that starts at any moment reaches just the loads of those that saw everything happen."""
+    """A router that starts at any moment has exactly the loads of those that read everything as it happened."""
     model = fleet.model()
     ids = fleet.register(model, 2, dp_size=2)
     rng = random.Random(7)
@@ -354,7 +357,7 @@ def test_a_router_that_starts_late_has_the_same_loads(fleet: Fleet) -> None:
 
 
 def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
-    """A chain of more hashes than a record of Kafka holds by default is a load that every router sees."""
+    """A chain of more hashes than a record of Kafka holds by default is a load at every router."""
     tiny = replace(scope, model_block_sizes={"tiny": 1})
     n = 140_000  # 8 bytes each, against Kafka's default of 1 MiB
     with served(tiny) as api, served(tiny) as peer:
@@ -370,7 +373,7 @@ def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
 
 @pytest.mark.parametrize("limit", ["the client's", "the topic's"])
 def test_a_booking_too_long_for_a_record_is_charged_and_counted(limit: str, scope: Settings) -> None:
-    """A booking that Kafka will not take counts here, is told as unpublished, and its end is taken."""
+    """A booking that Kafka refuses is charged here, counted as unpublished, and can be freed."""
     ensure_topics(scope, [topics(scope).router_loads])
     more = {} if limit == "the client's" else {"message.max.bytes": 2 * LOAD_BYTES_MAX}
     kafka = producer(scope, **more)
@@ -397,7 +400,8 @@ def booking(worker_id: int = 1) -> Booking:
 
 
 def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
-    """A call that no booking came for is dropped and counted when its time is over; a booking after that lives."""
+    """A buffered call whose booking does not arrive in time is dropped and counted, and does not affect a later
+    booking."""
     clock = [0]
     loads = loads_of(scope, clock)
     assert loads.report_phase("r", BookingPhase.FREE) is False
@@ -413,7 +417,7 @@ def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
 
 
 def test_so_many_calls_are_held_and_no_more(scope: Settings) -> None:
-    """Beyond the limit the oldest call that is held is dropped and counted."""
+    """Beyond the limit the oldest buffered call is dropped and counted."""
     loads = loads_of(scope, [0])
     for n in range(BUFFERED_CALLS_MAX + 2):
         assert loads.report_phase(str(n), BookingPhase.FREE) is False
@@ -425,7 +429,7 @@ def test_so_many_calls_are_held_and_no_more(scope: Settings) -> None:
 
 
 def test_a_booking_that_nobody_ends_expires(scope: Settings) -> None:
-    """After its TTL a booking weighs no more, and its id is free for another rank."""
+    """After its TTL a booking is no longer charged, and its id can be booked on another rank."""
     clock = [0]
     loads = loads_of(scope, clock)
     loads.book("r", booking(1))

@@ -71,7 +71,7 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
         await_ranks(api, {**counts, "silent": 1, "cordoned": 2}, reasons)
         agents.state_partition(stale, behind_ms=settings.behind_after_ms + 1)
         wait_for(
-            lambda: of(api, "kvstreams_degraded_ranks")["owner_behind"] == 1, PATIENCE_S, "an owner that is behind"
+            lambda: of(api, "kvstreams_degraded_ranks")["owner_lagging"] == 1, PATIENCE_S, "an owner that is behind"
         )
 
 

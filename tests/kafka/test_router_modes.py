@@ -1,4 +1,4 @@
-"""Routers on a real Kafka whose knobs are set: modes, predictions, sessions, busy ranks, what is read at all."""
+"""Routers on a real Kafka with various settings: modes, predictions, sessions, busy ranks, and the topics they read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Fleet, rank_of, se
     ],
 )
 def test_only_what_is_wanted_is_read(changes: dict[str, Any], read: set[str]) -> None:
-    """No index where overlap has no weight or is predicted, no loads where routers do not tell each other."""
+    """The index is not read if overlap has no weight or is predicted, nor loads if routers do not share them."""
     assert Router(Settings(**changes)).feeds.pending().keys() == {*read, "dead letters"}
 
 
@@ -39,7 +39,7 @@ def test_only_what_is_wanted_is_read(changes: dict[str, Any], read: set[str]) ->
     [RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO, RouterMode.DEVICE_AWARE_WEIGHTED, RouterMode.DIRECT],
 )
 def test_modes_by_load_follow_the_bookings(mode: RouterMode, fleet: Fleet) -> None:
-    """Of two workers the one without a request is chosen; nothing is read of what they hold. Direct obeys."""
+    """The worker without a request is chosen, whatever workers hold; direct chooses the named worker."""
     model = fleet.model()
     busy, idle = fleet.register(model, 2)
     fleet.agents.hold(rank_of(busy), TOKENS)
@@ -59,7 +59,7 @@ def test_modes_by_load_follow_the_bookings(mode: RouterMode, fleet: Fleet) -> No
 
 @pytest.mark.parametrize("mode", [RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION])
 def test_the_older_policies_without_metrics(mode: RouterMode, fleet: Fleet) -> None:
-    """Hits alone decide the one, where there are any; the other takes the least loaded, and both say so."""
+    """Without metrics one policy decides by hits alone, the other chooses the least loaded, and the mode shows it."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -82,7 +82,7 @@ def test_the_older_policies_without_metrics(mode: RouterMode, fleet: Fleet) -> N
 
 
 def test_without_events_a_router_knows_what_it_decided(fleet: Fleet) -> None:
-    """The same prompt goes where it went, in mode `approximate`; what the index says is not read."""
+    """A prompt returns to the rank that got it before, in mode `approximate`, and the index is not read."""
     model = fleet.model()
     first, second = fleet.register(model, 2)
     fleet.agents.hold(rank_of(first), TOKENS)
@@ -103,7 +103,7 @@ def test_without_events_a_router_knows_what_it_decided(fleet: Fleet) -> None:
 
 
 def test_a_router_without_weight_answers_by_load(fleet: Fleet) -> None:
-    """A request that asks for overlap nevertheless is told `fallback`."""
+    """A request that sets a weight on such a router is answered with `fallback`."""
     model = fleet.model()
     holder, _ = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -118,7 +118,8 @@ def test_a_router_without_weight_answers_by_load(fleet: Fleet) -> None:
 
 
 def test_a_session_stays_on_its_rank(fleet: Fleet) -> None:
-    """However busy it is, as long as it may be chosen; a phase has a binding of its own, looking binds nothing."""
+    """A session keeps its rank under load while that is a candidate; phases have bindings of their own, and requests
+    that book nothing bind none."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     settings = replace(fleet.settings, router_session_affinity_ttl_s=600.0, router_mode=RouterMode.ROUND_ROBIN)
@@ -145,7 +146,7 @@ def test_a_session_stays_on_its_rank(fleet: Fleet) -> None:
 
 
 def test_busy_ranks_get_nothing(fleet: Fleet) -> None:
-    """Beyond a threshold a rank is left out, and 503 all_workers_busy is told where all are."""
+    """A rank over a threshold is left out, and the answer is 503 all_workers_busy if all are."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -165,7 +166,7 @@ def test_busy_ranks_get_nothing(fleet: Fleet) -> None:
 
 
 def test_routers_that_tell_nobody_keep_their_bookings(fleet: Fleet) -> None:
-    """Nothing goes out and nothing comes in."""
+    """Without replica sync a router neither publishes its bookings nor reads those of others."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     with served(replace(fleet.settings, router_replica_sync=False)) as api:
@@ -179,7 +180,7 @@ def test_routers_that_tell_nobody_keep_their_bookings(fleet: Fleet) -> None:
 
 
 def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
-    """Not ready before as many are registered as are wanted; afterwards it stays ready when they go."""
+    """A router is not ready until enough workers are registered, and then stays ready when they leave."""
     ensure_topics(scope, topics(scope).all())
     router = Router(replace(scope, router_min_initial_workers=2))
     router.start()
@@ -200,7 +201,7 @@ def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3, 64])
 def test_any_number_of_threads_folds_the_same(threads: int, fleet: Fleet) -> None:
-    """Each takes its partitions; every fact, worker and booking arrives."""
+    """Each thread reads its partitions, and every fact, worker and booking arrives."""
     model = fleet.model()
     ids = fleet.register(model, 4)
     for n, worker_id in enumerate(ids):

@@ -1,4 +1,5 @@
-"""What routers refuse, and how: one shape of errors, the caller's fault told as such, and never a fault of ours."""
+"""What routers refuse, and how: all errors have one shape, and a wrong request is never reported as a fault of the
+router."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from tests.helpers.api import (
 
 
 def test_without_workers_there_is_nobody_to_choose(scope: Settings) -> None:
-    """An empty registry is 503 with Retry-After, whatever model is asked for; with one model it need not be named."""
+    """An empty registry is 503 with Retry-After for any model; while one model is served it may be left out."""
     with served(scope) as api:
         for asked in ({"token_ids": TOKENS}, {"token_ids": TOKENS, "model": "m"}):
             for path in ("/route", "/loads/potential"):
@@ -51,7 +52,7 @@ def test_without_workers_there_is_nobody_to_choose(scope: Settings) -> None:
 
 
 def test_an_unknown_model_is_404(fleet: Fleet, model: str) -> None:
-    """A model that no worker serves is 404 and told with those that there are."""
+    """A model that no worker serves is 404, and the answer lists the models that are served."""
     for path in ("/route", "/loads/potential"):
         answer = fleet.main.call("POST", path, {"model": "nobody's", "token_ids": TOKENS})
         answer.refused(404, "unknown_model")
@@ -106,7 +107,7 @@ WRONG_HASHES: list[Any] = [
     [1, None],
 ]
 
-#: What neither POST /route nor POST /loads/potential takes: fields, beside a model, that make a request invalid.
+#: Fields that, together with a model, make a request to POST /route or POST /loads/potential invalid.
 WRONG_FIELDS: list[dict[str, Any]] = [
     {},
     {"token_ids": [1], "block_hashes": [1]},
@@ -173,7 +174,7 @@ def names_itself(value: object) -> str:
 @pytest.mark.parametrize("path", ["/route", "/loads/potential"])
 @pytest.mark.parametrize("fields", WRONG_FIELDS, ids=names_itself)
 def test_a_wrong_field_is_400(path: str, fields: dict[str, Any], fleet: Fleet, model: str) -> None:
-    """Every field of a wrong type or outside its range is the caller's fault and told as such."""
+    """A field of a wrong type or out of range is 400, and the message names it."""
     fleet.main.call("POST", path, {"model": model, **fields}).refused(400, "invalid_request")
 
 
@@ -214,7 +215,7 @@ BROKEN_BODIES: dict[str, bytes] = {
 @pytest.mark.parametrize("call", ["POST /route", "POST /loads/potential", "POST /loads/broken", "PUT /workers/5"])
 @pytest.mark.parametrize("body", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
 def test_a_broken_body_is_400(call: str, body: bytes, fleet: Fleet) -> None:
-    """What is no JSON object of ours is the caller's fault, however it is broken."""
+    """A body that is not a valid JSON object is 400, however it is broken."""
     method, path = call.split(" ")
     fleet.main.call(method, path, body).refused(400, "invalid_request")
 
@@ -245,7 +246,7 @@ def test_a_broken_body_is_400(call: str, body: bytes, fleet: Fleet) -> None:
     ids=names_itself,
 )
 def test_a_wrong_booking_is_400_and_books_nothing(fields: dict[str, Any], fleet: Fleet, model: str) -> None:
-    """A booking that does not fit is refused before it counts."""
+    """An invalid booking is refused before it is charged."""
     worker_id = next(each for each, worker in fleet.main.workers().items() if worker["model"] == model)
     answer = fleet.main.call("POST", "/loads/wrong-booking", {"worker_id": worker_id, **fields})
     answer.refused(400, "invalid_request")
@@ -295,7 +296,7 @@ def test_a_wrong_booking_is_400_and_books_nothing(fields: dict[str, Any], fleet:
     ids=names_itself,
 )
 def test_a_wrong_worker_is_400_and_not_registered(fields: dict[str, Any], fleet: Fleet) -> None:
-    """A worker that does not fit is refused before it is on Kafka."""
+    """An invalid worker is refused before it is written to Kafka."""
     body = {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE, **fields}
     body = {name: value for name, value in body.items() if value is not None or name == "role"}
     fleet.main.call("PUT", "/workers/5", body).refused(400, "invalid_request")
@@ -303,7 +304,7 @@ def test_a_wrong_worker_is_400_and_not_registered(fields: dict[str, Any], fleet:
 
 
 def test_a_block_size_that_is_not_the_models_is_refused(fleet: Fleet) -> None:
-    """A model has one block size within a scope; another is refused with what to set."""
+    """A model has one block size within a scope; another one is refused, and the error names the setting."""
     body = {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE * 2}
     message = fleet.main.call("PUT", "/workers/5", body).refused(400, "wrong_block_size")
     assert "model_block_sizes" in message
@@ -320,7 +321,7 @@ def test_a_worker_id_is_a_u64(call: str, worker_id: str, fleet: Fleet) -> None:
 
 
 def test_a_worker_that_is_not_registered_is_404(fleet: Fleet) -> None:
-    """Nothing can be done to a worker that nobody registered."""
+    """Calls for a worker that is not registered are 404."""
     fleet.main.call("DELETE", "/workers/5").refused(404, "unknown_id")
     fleet.main.call("PUT", "/workers/5/cordon").refused(404, "unknown_id")
     fleet.main.call("POST", "/loads/r", {"worker_id": 5, "token_ids": [1]}).refused(404, "unknown_id")
@@ -330,7 +331,7 @@ def test_a_worker_that_is_not_registered_is_404(fleet: Fleet) -> None:
     ("n", "status"), [(TOKENS_MAX - 1, 200), (TOKENS_MAX, 200), (TOKENS_MAX + 1, 413), (TOKENS_MAX * 2, 413)]
 )
 def test_more_tokens_than_the_limit_are_413(n: int, status: int, fleet: Fleet, model: str) -> None:
-    """The limit holds for tokens as JSON, as octets and as hashes, and is itself allowed."""
+    """The limit applies to tokens as JSON, as octets and as hashes, and exactly the limit is allowed."""
     asked = {"model": model, "update_states": False}
     worker_id = next(each for each, worker in fleet.main.workers().items() if worker["model"] == model)
     answers = [
@@ -350,7 +351,7 @@ def test_more_tokens_than_the_limit_are_413(n: int, status: int, fleet: Fleet, m
 
 @pytest.mark.parametrize("call", ["POST /route", "POST /loads/potential", "POST /loads/big", "PUT /workers/5"])
 def test_a_body_beyond_the_limit_is_413(call: str, fleet: Fleet) -> None:
-    """More bytes than allowed are refused, as they are or compressed."""
+    """A body beyond the limit is refused, also if it exceeds the limit only after decompression."""
     method, path = call.split(" ")
     big = b'{"token_ids": [' + b" " * (2 * BODY_BYTES_MAX)
     fleet.main.call(method, path, big).refused(413, "too_large")
@@ -360,13 +361,13 @@ def test_a_body_beyond_the_limit_is_413(call: str, fleet: Fleet) -> None:
 
 
 def test_a_compressed_body_is_read(fleet: Fleet, model: str) -> None:
-    """A body may come compressed."""
+    """A compressed body is accepted."""
     body = gzip.compress(json.dumps({"model": model, "token_ids": TOKENS, "update_states": False}).encode())
     fleet.main.call("POST", "/route", body, headers={"Content-Encoding": "gzip"}).given()
 
 
 def test_a_body_that_is_not_compressed_as_it_says_is_400(scope: Settings) -> None:
-    """Bytes that their Content-Encoding does not describe are the caller's fault."""
+    """A body that does not match its Content-Encoding is 400."""
     with served(scope) as api:
         answer = api.call("POST", "/route", b"plain", headers={"Content-Encoding": "gzip"})
         answer.refused(400, "invalid_request")
@@ -376,7 +377,7 @@ def test_a_body_that_is_not_compressed_as_it_says_is_400(scope: Settings) -> Non
 def test_a_body_is_json_unless_it_says_octets(content_type: str | None, fleet: Fleet, model: str) -> None:
     """Only application/octet-stream means packed tokens; JSON without a proper type is not taken for tokens."""
     body = json.dumps({"model": model, "token_ids": TOKENS, "update_states": False})
-    padded = (body + " " * (-len(body) % 4)).encode()  # of a length that packed tokens could have
+    padded = (body + " " * (-len(body) % 4)).encode()  # padded to a length that packed tokens could have
     answer = fleet.main.call("POST", "/route", padded, content_type).given()
     assert answer["request_blocks"] == 4
 
@@ -396,7 +397,7 @@ def test_a_body_is_json_unless_it_says_octets(content_type: str | None, fleet: F
     ],
 )
 def test_a_wrong_method_is_405_with_those_that_are_right(method: str, path: str, allow: set[str], fleet: Fleet) -> None:
-    """A path that exists says which methods it takes."""
+    """The answer to a wrong method lists the methods of the path."""
     answer = fleet.main.call(method, path)
     answer.refused(405, "method_not_allowed")
     assert set(answer.headers["allow"].split(",")) == allow
@@ -404,14 +405,14 @@ def test_a_wrong_method_is_405_with_those_that_are_right(method: str, path: str,
 
 @pytest.mark.parametrize("path", ["/", "/nowhere", "/routes", "/route/x", "/loads/a/b", "/x%ff", "/v1/route", "//"])
 def test_an_unknown_path_is_404(path: str, fleet: Fleet) -> None:
-    """Paths that do not exist are refused in the same shape as everything else."""
+    """The answer to an unknown path has the shape of all errors."""
     for method in ("GET", "POST", "DELETE"):
         fleet.main.call(method, path).refused(404, "not_found")
 
 
 # --- fuzz --------------------------------------------------------------------------------------------------------
 
-TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)  # halves of surrogates too
+TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)  # including single surrogates
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(10**30), 10**30), st.floats(), TEXT)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=12
@@ -419,7 +420,7 @@ VALUES = st.recursive(
 #: Workers of the fuzzed model.
 FUZZED_IDS = (0, 1, U64_MASK)
 IDS = st.one_of(st.sampled_from([0, 1, U64_MASK, 1 << 64, -1, "0", "1", str(U64_MASK), "x", None, 1.5]), SCALARS)
-#: For each field values that may well be right; the rest of the time anything stands in their place. Temperatures come
+#: Values of each field that are likely to be valid; otherwise a field gets anything. Temperatures come
 #: from a list, since the smallest ones that a float can hold are for the selection's own tests.
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "request_id": TEXT,
@@ -458,7 +459,7 @@ CONTENT: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, U32_MAX), min_size=1, max_size=70)}),
     st.fixed_dictionaries({"block_hashes": st.lists(st.integers(0, U64_MASK), min_size=1, max_size=5)}),
 )
-#: Objects that each call takes as they are.
+#: Valid bodies of each call.
 RIGHT_ROUTE = CONTENT.map(lambda content: {"model": "fuzzed", **content})
 RIGHT_BOOKING = st.tuples(CONTENT, st.sampled_from(FUZZED_IDS)).map(lambda drawn: {**drawn[0], "worker_id": drawn[1]})
 RIGHT_WORKER = st.just({"url": "http://e", "model": "fuzzed too", "block_size": BLOCK_SIZE})
@@ -466,7 +467,7 @@ RIGHT_WORKER = st.just({"url": "http://e", "model": "fuzzed too", "block_size": 
 
 @st.composite
 def bodies(draw: st.DrawFn, right: st.SearchStrategy[dict[str, Any]], fields: Sequence[str]) -> bytes:
-    """Bodies of all kinds: right ones with some more fields, those with one field of anything, any JSON, any bytes."""
+    """Bodies of all kinds: valid ones with additional fields, ones with an arbitrary field, any JSON, and any bytes."""
     kind = draw(st.sampled_from(["likely", "likely", "likely", "likely", "json", "bytes"]))
     if kind == "bytes":
         return draw(st.binary(max_size=60))
@@ -483,20 +484,20 @@ ROUTE_FIELDS = [*list(LIKELY)[:14], "update_states", "explain", "router_config_o
 BOOK_FIELDS = ["dp_rank", "token_ids", "block_hashes", "lora_name", "namespace", "overlap_blocks"]
 WORKER_FIELDS = ["dp_size", "taints", "kv_total_blocks", "max_requests"]
 
-#: How many bodies each call is sent; a failure prints the body and how to get it again.
+#: Number of bodies for each call. A failure prints the body and how to reproduce it.
 fuzzing = settings(max_examples=120, deadline=None, print_blob=True)
 
 
 @pytest.fixture(scope="module")
 def fuzzed(fleet: Fleet) -> Api:
-    """A router with a model named `fuzzed`, whose workers have the ids that the fuzzer guesses."""
+    """A router with a model named `fuzzed`, whose workers have the ids that the fuzzer uses."""
     for worker_id in FUZZED_IDS:
         fleet.put(worker_id, "fuzzed", dp_size=2)
     return fleet.main
 
 
 def assert_answered(answer: Answer, body: bytes, allowed: Sequence[int]) -> None:
-    """Whatever was sent, the answer is one of these, in a shape of ours, and never a fault of the router."""
+    """Check that the answer has one of these statuses, the shape of an answer or error, and no fault of the router."""
     assert answer.status in allowed, (answer.status, answer.body, body)
     if answer.status >= 400:
         answer.refused(answer.status, answer.json["error"]["code"])
@@ -504,7 +505,7 @@ def assert_answered(answer: Answer, body: bytes, allowed: Sequence[int]) -> None
 
 @pytest.mark.parametrize("path", ["/route", "/loads/potential"])
 def test_no_body_is_a_fault_of_the_router(path: str, fuzzed: Api) -> None:
-    """Whatever JSON or bytes a routing call gets, it chooses or says what is wrong with it."""
+    """Whatever JSON or bytes a routing call gets, the router chooses a rank or reports what is wrong."""
     statuses = set()
 
     @fuzzing
@@ -520,7 +521,7 @@ def test_no_body_is_a_fault_of_the_router(path: str, fuzzed: Api) -> None:
 
 
 def test_no_query_is_a_fault_of_the_router(fuzzed: Api) -> None:
-    """Whatever stands in the query beside packed tokens, the router chooses or says what is wrong with it."""
+    """Whatever query parameters come with packed tokens, the router chooses a rank or reports what is wrong."""
 
     @fuzzing
     @given(
@@ -536,7 +537,7 @@ def test_no_query_is_a_fault_of_the_router(fuzzed: Api) -> None:
 
 
 def test_no_booking_is_a_fault_of_the_router(fuzzed: Api) -> None:
-    """Whatever booking comes for whatever id, it is booked or refused, and its end is taken."""
+    """Any booking of any id is either made or refused, and its end is accepted."""
     statuses = set()
 
     @fuzzing
@@ -544,7 +545,7 @@ def test_no_booking_is_a_fault_of_the_router(fuzzed: Api) -> None:
     @given(st.text(min_size=1, max_size=20), bodies(RIGHT_BOOKING, BOOK_FIELDS))
     def send(request_id: str, body: bytes) -> None:
         path = f"/loads/{quote(request_id, safe='')}"
-        if request_id == "potential":  # that path is another call
+        if request_id == "potential":  # this path is a different call
             return
         answer = fuzzed.call("POST", path, body)
         assert_answered(answer, body, (200, 400, 404, 409, 413))
@@ -556,7 +557,7 @@ def test_no_booking_is_a_fault_of_the_router(fuzzed: Api) -> None:
 
 
 def test_no_worker_is_a_fault_of_the_router(fuzzed: Api) -> None:
-    """Whatever worker is announced, it is registered or refused."""
+    """Any worker is either registered or refused."""
 
     @fuzzing
     @example(b'{"url": "http://e", "model": "fuzzed too", "block_size": 16}')

@@ -1,4 +1,4 @@
-"""What engines say of themselves, through a real bridge and a real Kafka, to routers that choose by it."""
+"""Metrics that engines report reach routers through a real bridge and a real Kafka, and routers choose by them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, Api, metrics, rank_of, served
 from tests.helpers.engine_double import EngineDouble
 
-#: Short, so that what an engine said is over soon once it says no more.
+#: Short, so that an engine's last report soon expires when the engine stops reporting.
 INTERVAL_S = 0.2
 
 ASKED = {"token_ids": TOKENS, "model": "m"}
 
 
 def say(engine: EngineDouble, *, usage: float, waiting: int = 0, running: int = 0) -> None:
-    """The engine is as it says from its next scrape on."""
+    """The engine reports these metrics from its next scrape on."""
     engine.gauges = (
         f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {usage}\n'
         f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {waiting}\n'
@@ -36,7 +36,7 @@ def say(engine: EngineDouble, *, usage: float, waiting: int = 0, running: int = 
 
 
 def told(api: Api) -> dict[int, dict[str, Any]]:
-    """What each worker's only rank says, of those that say anything."""
+    """The metrics of each worker's only rank, for workers that have any."""
     return {worker_id: row["metrics"][0] for worker_id, row in api.workers().items() if row["metrics"]}
 
 
@@ -55,7 +55,7 @@ def engines() -> Iterator[tuple[EngineDouble, EngineDouble]]:
 
 
 def bridged(stack: Stack, engines: tuple[EngineDouble, ...]) -> Settings:
-    """Start a bridge of these engines as workers 1, 2, ...; gives the scope's settings."""
+    """Start a bridge for these engines as workers 1, 2, ...; yields the scope's settings."""
     stack.settings = replace(stack.settings, metrics_interval_s=INTERVAL_S)
     addresses = [
         Engine(number, None, engine.url, engine.events, engine.replay)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def bridged(stack: Stack, engines: tuple[EngineDouble, ...]) -> Settings:
 
 
 def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
-    """Both older policies, on a router that was there and on one that comes late; the choice follows the engines."""
+    """Both older policies follow the engines' metrics, on a running router and on one that starts late."""
     first, second = engines
     say(first, usage=0.9, waiting=4, running=2)
     say(second, usage=0.1)
@@ -88,7 +88,10 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
         assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
         assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
         chosen = api.ask(**ASKED)
-        assert (chosen["worker_id"], chosen["mode"]) == (2, "degraded")  # nobody indexes here; the metrics are there
+        assert (chosen["worker_id"], chosen["mode"]) == (
+            2,
+            "degraded",
+        )  # no agent writes the index here, but metrics are available
         assert {row["worker_id"]: row["cost"] for row in chosen["candidates"]} == {1: 0.9 + 1.0, 2: 0.1}
         with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as late:
             await_usages(late, {1: 0.9, 2: 0.1})
@@ -105,8 +108,10 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
 
 
 def test_an_engine_that_says_no_more_is_not_believed(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
-    """Whether it answers never, or with a page that cannot be used: its last word runs out, is counted, and comes
-    back; the other engine's word goes on meanwhile."""
+    """The last report of an engine that stops answering, or answers with an unusable page, expires.
+
+    The failed scrapes are counted, the engine's next report is used again, and the other engine's reports continue.
+    """
     first, second = engines
     say(first, usage=0.3)
     say(second, usage=0.5)
@@ -131,7 +136,7 @@ def test_an_engine_that_says_no_more_is_not_believed(stack: Stack, engines: tupl
 
 
 def test_a_record_that_is_none_stops_nobody(scope: Settings) -> None:
-    """It is counted, and the next one is folded; what lay in the log before a router came is too old for it."""
+    """An unusable record is counted and skipped; records written before a router started are not used."""
     kafka = producer(scope)
 
     def write(worker_id: int, key: bytes, value: bytes | None = None, usage: float = 0.5) -> None:

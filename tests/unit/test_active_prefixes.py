@@ -1,4 +1,4 @@
-"""Blocks in use: whatever is added and removed, the tree says what sets of blocks say, and is sound after each step."""
+"""The tree of active prefixes gives the same answers as sets of blocks, and is sound after every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shared(tree: ActivePrefixes, row: int, asked: bytes) -> int:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
 def test_the_tree_says_what_sets_say(seed: int) -> None:
-    """Random chains over two symbols, so that they share and part everywhere; each row's blocks counted once."""
+    """Random chains over two symbols share and part everywhere, and each row's blocks count once."""
     rng = random.Random(seed)
     tree = ActivePrefixes()
     live: list[tuple[int, bytes, PrefixNode]] = []
@@ -58,7 +58,7 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 128])
 @pytest.mark.parametrize("parted", [1, 2, 16, 31, 127])
 def test_chains_that_part_anywhere_share_what_is_before(length: int, parted: int) -> None:
-    """The other one goes on with content of its own, or ends there."""
+    """A second chain shares the blocks before the point where it parts or ends."""
     tree = ActivePrefixes()
     tree.add(1, chain([5] * length))
     same = min(length, parted)
@@ -70,7 +70,7 @@ def test_chains_that_part_anywhere_share_what_is_before(length: int, parted: int
 
 
 def test_a_tree_that_was_split_is_whole_again_when_the_others_are_over() -> None:
-    """Runs do not stay cut up behind requests that are gone."""
+    """Runs that were split are joined again when the requests that parted them have ended."""
     tree = ActivePrefixes()
     tree.add(1, chain([5] * 20))
     others = [tree.add(row, chain([5] * n + [row] * 3))[0] for row, n in ((1, 4), (2, 8), (3, 12))]

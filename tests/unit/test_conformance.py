@@ -1,4 +1,4 @@
-"""The cases hold, and the runner says which do not: its lines and its exit status."""
+"""The conformance cases pass, and the runner names those that fail, in its lines and its exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import conformance
 from tests.conformance import KINDS, OWN_CASES, Case, Differs, load, main, run
 from tests.soak import INDEXES
 
-#: Facts from public tests; beside the checkout where the project is developed, nowhere else.
+#: Facts from public tests. They are next to the checkout where the project is developed, and not part of it.
 SHARED_CASES = Path(__file__).parents[3] / "shared" / "conformance" / "cases.jsonl"
 
 
@@ -29,18 +29,18 @@ def cases(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("case", cases(OWN_CASES))
 def test_our_own_cases_hold(case: Case) -> None:
-    """In every index, and behind the whole pipeline of records."""
+    """Our own cases pass in every index, and through the whole pipeline of records."""
     run(case)
 
 
 @pytest.mark.parametrize("case", cases(SHARED_CASES))
 def test_facts_from_public_tests_hold(case: Case) -> None:
-    """As others published them."""
+    """Facts from public tests of other projects hold, as these published them."""
     run(case)
 
 
 def stored(*blocks: int, **told: Any) -> dict[str, Any]:
-    """An op that stores blocks named as their tokens hash."""
+    """An op that stores blocks, named by the hashes of their tokens."""
     pairs = [{"block_hash": block, "tokens_hash": block} for block in blocks]
     return {"op": "event", "event": {"worker_id": 1, **told, "event": {"data": {"stored": {"blocks": pairs}}}}}
 
@@ -112,7 +112,7 @@ COSTS = {"1": 3, "2": 1}
     ],
 )
 def test_what_differs_is_told(case: dict[str, Any], told: str) -> None:
-    """Which subject, which op, what was found and what was expected; nothing that is asked for passes unlooked at."""
+    """A failure names the subject, the op, what was found and what was expected; every expectation is checked."""
     with pytest.raises(Differs) as caught:
         run(Case(case["name"], case["kind"], "here", case))
     assert told in str(caught.value)
@@ -134,12 +134,12 @@ def test_what_differs_is_told(case: dict[str, Any], told: str) -> None:
     ],
 )
 def test_fields_may_be_left_out(case: dict[str, Any]) -> None:
-    """Tiers, ranks, parents and numbers of events have defaults, and a case may ask for little."""
+    """Tiers, ranks, parents and numbers of events have defaults, and a case may have few expectations."""
     run(Case(case["name"], case["kind"], "here", case))
 
 
 def test_every_subject_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One index that differs fails the case, and is named."""
+    """A single index that differs fails the case, and is named."""
 
     class Blind(PlainPrefixIndex):
         def find_matches(self, local: HashArray) -> OverlapScores:
@@ -159,7 +159,7 @@ def written(path: Path, *lines: Any) -> str:
 def test_the_runner_tells_each_failure_each_kind_skipped_and_the_sum(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line each, and 1 as soon as one failed."""
+    """The runner prints one line for each, and exits with 1 if any case failed."""
     wrong = indexer("wrong", stored(1), asked(1, expect=[]))
     right = indexer("right", stored(1), asked(1, expect=[[1, 0, 1]]))
     queued = {"name": "q", "kind": "queue"}
@@ -189,7 +189,7 @@ def test_the_runner_tells_each_failure_each_kind_skipped_and_the_sum(
 def test_a_line_that_is_no_case_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
 ) -> None:
-    """With 2, its file and number, before any case was run."""
+    """An invalid line ends the run with status 2, its file and its number, before any case is run."""
     path = written(tmp_path / "cases.jsonl", priced({"winner": 1}), line)
     assert main([path]) == 2
     out, err = capsys.readouterr()
@@ -197,7 +197,7 @@ def test_a_line_that_is_no_case_ends_the_run(
 
 
 def test_a_file_that_cannot_be_read_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Be it missing, a folder, or no text."""
+    """A file that is missing, a folder, or not text ends the run."""
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xff")
     for path in (tmp_path / "none.jsonl", tmp_path, binary):
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read_ends_the_run(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.thorough  # starts a process, which loads every kernel
 def test_the_runner_is_a_command(tmp_path: Path) -> None:
-    """Its exit status is the process's, and it asks for a file."""
+    """The runner's status is that of the process, and it requires a file."""
     path = written(tmp_path / "cases.jsonl", priced({"costs": COSTS}), priced({"selected": 1}))
     for arguments, status in (([path], 1), ([], 2)):
         done = subprocess.run(
@@ -221,6 +221,6 @@ def test_the_runner_is_a_command(tmp_path: Path) -> None:
 def test_a_run_of_nothing_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[dict[str, Any], ...]
 ) -> None:
-    """A file that is empty, or that has only kinds which nobody knows here, proves nothing."""
+    """A file that is empty, or has only unknown kinds of cases, is not a success."""
     assert main([written(tmp_path / "cases.jsonl", *lines)]) == 2
     assert "nothing ran" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a rank costs, who may be chosen, and how often each is."""
+"""The cost of a rank, which ranks are eligible, and how often each one is chosen."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def terms(**changes: Any) -> RankTerms:
     ("overlap", "decode", "cost"), [(2, 10, 18.0), (5, 5, 10.0), (8, 9, 11.0)], ids=["18", "10", "11"]
 )
 def test_the_costs_of_the_documented_example(overlap: int, decode: int, cost: float) -> None:
-    """Ten prefill blocks against overlap and decode load."""
+    """Ranks are priced by ten prefill blocks, their overlap and their decode load."""
     found = terms(overlap_blocks=overlap, effective_cached_blocks=float(overlap), decode_blocks=decode)
     assert found.cost == cost
 
@@ -73,12 +73,12 @@ def test_the_costs_of_the_documented_example(overlap: int, decode: int, cost: fl
     ],
 )
 def test_a_cost_is_weighted_prefill_and_decode(changes: dict[str, Any], cost: float) -> None:
-    """Own and queued prefill in blocks, never below nothing, times the weight, and decode blocks."""
+    """A cost is the weight times own and active prefill in blocks, never below 0, plus decode blocks."""
     assert terms(**changes).cost == pytest.approx(cost)
 
 
 class Spread:
-    """A generator that gives n evenly spread floats, in order."""
+    """A generator that returns n evenly spread floats, in order."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -92,7 +92,7 @@ class Spread:
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 5.0])
 @pytest.mark.parametrize("costs", [[18.0, 10.0, 11.0], [0.0, 1.0], [3.0, 3.0, 4.0, 100.0]])
 def test_a_temperature_samples_softmax(temperature: float, costs: list[float]) -> None:
-    """Over evenly spread draws each rank is chosen as often as theory has it, to 1 %; over random ones nearly."""
+    """Evenly spread draws choose each rank as often as the softmax predicts, to 1 %, and random draws nearly so."""
     span = max(costs) - min(costs)
     weights = [math.exp(-cost / (span * temperature)) for cost in costs]
     theory = [weight / sum(weights) for weight in weights]
@@ -105,13 +105,13 @@ def test_a_temperature_samples_softmax(temperature: float, costs: list[float]) -
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 10.0, math.inf])
 def test_equal_costs_are_chosen_uniformly(temperature: float) -> None:
-    """At any temperature."""
+    """Ranks of equal cost are equally likely at any temperature."""
     counts = Counter(select_by_cost([7.0] * 4, temperature, rng) for rng in [Spread(400)] for _ in range(400))
     assert counts == {0: 100, 1: 100, 2: 100, 3: 100}
 
 
 def test_without_temperature_the_cheapest_wins_and_ties_are_uniform() -> None:
-    """Only among the exact minima."""
+    """At temperature 0 only the exact minima are chosen, all of them equally often."""
     spread = Spread(300)
     counts = Counter(select_by_cost([5.0, 2.0, 9.0, 2.0, 2.0], 0.0, spread) for _ in range(300))
     assert counts == {1: 100, 3: 100, 4: 100}
@@ -120,12 +120,12 @@ def test_without_temperature_the_cheapest_wins_and_ties_are_uniform() -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9])
 @pytest.mark.parametrize("costs", [[2.0, 1.0, 3.0], [0.2, 0.1, 0.3], [1e300, 1.0, 1e300], [2e-320, 1e-320, 3e-320]])
 def test_a_temperature_near_zero_takes_the_cheapest(temperature: float, costs: list[float]) -> None:
-    """However small the numbers, nothing is divided by nothing."""
+    """However small cost differences and temperature are, nothing is divided by zero."""
     assert {select_by_cost(costs, temperature, rng) for rng in [Spread(50)] for _ in range(50)} == {1}
 
 
 def test_an_infinite_temperature_ignores_cost() -> None:
-    """Every rank is as likely as any other."""
+    """At an infinite temperature every rank is equally likely."""
     spread = Spread(300)
     counts = Counter(select_by_cost([0.0, 5.0, 100.0], math.inf, spread) for _ in range(300))
     assert counts == {0: 100, 1: 100, 2: 100}
@@ -146,13 +146,13 @@ class Fixed:
     temperature=st.one_of(st.just(0.0), st.floats(0, 1e6)),
 )
 def test_every_draw_chooses_one_of_the_candidates(draw: float, costs: list[float], temperature: float) -> None:
-    """The ends of the generator's range included."""
+    """Draws at both ends of the generator's range choose a candidate too."""
     assert select_by_cost(costs, temperature, Fixed(draw)) in range(len(costs))
     assert select_random(len(costs), Fixed(draw)) in range(len(costs))
 
 
 def test_round_robin_takes_turns_over_whoever_is_there() -> None:
-    """Each in its turn; a change of the number of candidates starts no faults."""
+    """Every candidate gets its turn, also when the number of candidates changes."""
     turns = RoundRobin()
     assert [turns.select(3) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert [turns.select(2) for _ in range(4)] == [1, 0, 1, 0]
@@ -160,13 +160,13 @@ def test_round_robin_takes_turns_over_whoever_is_there() -> None:
 
 
 def test_random_is_uniform() -> None:
-    """Over evenly spread draws exactly."""
+    """Evenly spread draws choose every candidate equally often."""
     spread = Spread(300)
     assert Counter(select_random(3, spread) for _ in range(300)) == {0: 100, 1: 100, 2: 100}
 
 
 RANKS = [rank(1), rank(2), rank(3)]
-#: The documented example: overlap 2, 5, 8 of ten blocks, decode load such that with the request it is 10, 5, 9.
+#: The documented example: overlap 2, 5 and 8 of ten blocks, and decode blocks of 10, 5 and 9 including the request's.
 OVERLAP = OverlapScores(dict(zip(RANKS, (2, 5, 8), strict=True)))
 SEQUENCE = b""
 
@@ -186,7 +186,7 @@ def choose(chooser: Chooser, policy: RoutePolicy, scores: OverlapScores = OVERLA
 
 
 def test_the_documented_example_is_decided_for_the_second_rank() -> None:
-    """Costs 18, 10 and 11, every rank's terms in the candidates' order."""
+    """The costs are 18, 10 and 11, and the terms of all ranks come in the candidates' order."""
     decision = choose(Chooser(random.Random(SEED)), RoutePolicy())
     assert [each.cost for each in decision.candidates] == [18.0, 10.0, 11.0]
     assert [each.rank for each in decision.candidates] == RANKS
@@ -195,7 +195,7 @@ def test_the_documented_example_is_decided_for_the_second_rank() -> None:
 
 
 def test_a_weight_of_nothing_balances_load_only() -> None:
-    """The fewest decode blocks win, whatever is cached where."""
+    """With weight 0 the rank with the fewest decode blocks wins, whatever ranks hold."""
     policy = RoutePolicy(overlap_score_weight=0.0)
     assert choose(Chooser(random.Random(SEED)), policy).chosen.rank == rank(2)
     assert not policy.reads_index
@@ -211,12 +211,12 @@ def test_a_weight_of_nothing_balances_load_only() -> None:
     ],
 )
 def test_only_a_policy_that_overlap_can_change_reads_the_index(policy: RoutePolicy, reads: bool) -> None:
-    """The others answer with no index at all."""
+    """Other policies decide without scores."""
     assert policy.reads_index is reads
 
 
 def test_modes_choose_in_their_own_way() -> None:
-    """Round robin by turns, random uniformly, both with every rank's terms told."""
+    """Round robin takes turns and random is uniform, and both return the terms of every rank."""
     chooser = Chooser(Spread(300))
     robin = RoutePolicy(mode=RouterMode.ROUND_ROBIN)
     assert [choose(chooser, robin).chosen.rank for _ in range(4)] == [*RANKS, RANKS[0]]
@@ -227,7 +227,7 @@ def test_modes_choose_in_their_own_way() -> None:
 
 
 def test_a_temperature_reaches_the_choice() -> None:
-    """The dearest rank is chosen, too."""
+    """At a high temperature the most expensive rank is chosen too."""
     chooser = Chooser(Spread(200))
     counts = Counter(choose(chooser, RoutePolicy(temperature=1.0)).chosen.rank for _ in range(200))
     assert counts.keys() == set(RANKS)
@@ -235,7 +235,7 @@ def test_a_temperature_reaches_the_choice() -> None:
 
 
 def test_a_choice_changes_no_load_and_no_score() -> None:
-    """Booking is the caller's; asked again with the same draws, the same is chosen."""
+    """A choice books nothing, so that the same draws make the same choice again."""
     loads = example_loads()
     before = {each: (load.requests, load.decode_blocks) for each, load in loads.ranks().items()}
     for mode in RouterMode:
@@ -256,7 +256,7 @@ def test_a_choice_changes_no_load_and_no_score() -> None:
     [(TIER_WEIGHTS, 2 + 0.75 + 0.25), ((1.0, 1.0, 1.0, 1.0), 5.0), ((1.0, 0.0, 0.0, 0.0), 2.0)],
 )
 def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effective: float) -> None:
-    """Two on the device, one each on host, disk and outside: overlap five, worth what the policy says."""
+    """Blocks on host, disk and external memory count with the weights that the policy gives their tiers."""
     index = PlainPrefixIndex()
     local = np.arange(1, 6, dtype=np.uint64)
     named = local + np.uint64(1000)
@@ -273,7 +273,7 @@ def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effect
     ("n_tokens", "cached", "prefill"), [(160, 0.0, 160), (160, 5.0, 80), (155, 9.25, 7), (100, 10.0, 0), (0, 0.0, 0)]
 )
 def test_a_booking_charges_what_the_rank_must_compute(n_tokens: int, cached: float, prefill: int) -> None:
-    """Tokens less those cached, never below nothing, and all of the request's blocks."""
+    """A booking charges the tokens that are not cached, never fewer than 0, and all of the request's blocks."""
     chosen = terms(overlap_blocks=7, effective_cached_blocks=cached)
     booked = booking_of(
         chosen,
@@ -328,7 +328,7 @@ FLEET = {
     ],
 )
 def test_filters_leave_the_ranks_that_may_serve(wanted: dict[str, Any], found: list[tuple[int, int]]) -> None:
-    """Model, state, worker and rank, allowed, excluded, role and taints, in order of worker and rank."""
+    """Each filter leaves the ranks that pass it, in order of worker and rank."""
     asked = WorkerFilter(**({"model": "m"} | wanted))
     assert eligible_ranks(FLEET, asked) == [rank(*each) for each in found]
     n_ranks = sum(each.dp_size for each in FLEET.values())
@@ -351,7 +351,7 @@ def test_filters_leave_the_ranks_that_may_serve(wanted: dict[str, Any], found: l
 def test_ranks_that_do_not_pass_are_counted_by_the_first_filter(
     wanted: dict[str, Any], silent: list[tuple[int, int]], counts: dict[str, int]
 ) -> None:
-    """Each once, in the order in which filters are looked at; silence comes last."""
+    """Each refused rank is counted once, by the first filter in their order; silence comes last."""
     asked = WorkerFilter(**({"model": "m"} | wanted))
     found = refusals(FLEET.values(), asked, frozenset(rank(*each) for each in silent))
     assert found == {**({"other_model": 1, "cordoned": 1} if asked.model == "m" else {}), **counts}
@@ -382,7 +382,7 @@ def test_ranks_that_do_not_pass_are_counted_by_the_first_filter(
     ),
 )
 def test_a_rank_either_passes_or_is_counted(workers: list[Worker], wanted: WorkerFilter) -> None:
-    """The filters that choose and those that explain are the same."""
+    """Every rank is either listed as eligible or counted as refused."""
     for each in workers:
         passing = eligible_ranks({each.worker_id: each}, wanted)
         refused = refusals([each], wanted, frozenset())
@@ -402,7 +402,7 @@ def test_a_rank_either_passes_or_is_counted(workers: list[Worker], wanted: Worke
     ],
 )
 def test_a_worker_has_blocks_ranks_and_a_model(changes: dict[str, Any], fits: bool) -> None:
-    """Otherwise it is no worker."""
+    """A worker without a valid block size, number of ranks or model is refused."""
     if fits:
         worker(1, **changes)
     else:

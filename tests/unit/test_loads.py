@@ -1,4 +1,4 @@
-"""Active loads: bookings folded in any order, any number of times, into the same loads."""
+"""Active loads: bookings folded in any order and any number of times give the same loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(name: str, counter: int = 1, router: str = "router") -> BookingId:
 
 
 def booking(rank: RankId = A, n_blocks: int = 3, *, tokens: int = 48, output: int = 0, branch: int = 0) -> Booking:
-    """Blocks 1, 2, 3, ...; from block `branch` on, where that is given, of another content."""
+    """A booking of the blocks 1, 2, 3, ...; from block `branch` on, if it is given, with other contents."""
     local = [number if not branch or number < branch else number + 1000 for number in range(1, n_blocks + 1)]
     return Booking(rank, "m", tokens, pack_hashes(chain_hashes(local)), 0, n_blocks, None, output)
 
@@ -63,7 +63,7 @@ def seen(loads: ActiveLoads) -> dict[RankId, tuple[int, int, int, int]]:
 
 
 def by_brute_force(told: list[BookingEvent]) -> dict[RankId, tuple[int, int, int, int]]:
-    """Loads of the bookings that have an add and no free; of several adds the last one told."""
+    """The loads of the bookings that have an add and no free; if a booking has several adds, the last one is used."""
     return {rank: (*sums, len(active_blocks(told)[rank])) for rank, sums in _sums(told).items()}
 
 
@@ -95,7 +95,7 @@ ALL_PHASES = (BookingPhase.ADD, BookingPhase.PREFILL, BookingPhase.FREE)
 
 @pytest.mark.parametrize("n_phases", [1, 2, 3])
 def test_phases_of_two_requests_in_any_order_give_the_same_loads(n_phases: int) -> None:
-    """All permutations of what was told of both, frees before adds included."""
+    """All permutations of the records of two requests, also frees before adds, give the same loads."""
     told = life(request("r1"), booking(), *ALL_PHASES[:n_phases])
     told += life(request("r2"), booking(B if n_phases == 2 else A, 5, branch=3), *ALL_PHASES[: 4 - n_phases])
     expected = by_brute_force(told)
@@ -106,7 +106,7 @@ def test_phases_of_two_requests_in_any_order_give_the_same_loads(n_phases: int) 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int) -> None:
-    """Shuffled, repeated, of several routers and with one id booked twice: the sum is that of brute force."""
+    """Shuffled and repeated records of several routers, with one id booked twice, give the loads of brute force."""
     rng = random.Random(seed)
     told: list[BookingEvent] = []
     for number in range(rng.randint(1, 12)):
@@ -137,7 +137,7 @@ def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_adds_that_grow_a_booking_replace_it(seed: int) -> None:
-    """Of one booking's adds the last one counts, whatever is told in between of other phases."""
+    """The last of a booking's adds is used, whatever phases are folded between them."""
     rng = random.Random(seed)
     booking_id = request("r")
     told: list[BookingEvent] = []
@@ -152,7 +152,7 @@ def test_adds_that_grow_a_booking_replace_it(seed: int) -> None:
 
 
 def test_blocks_shared_on_a_rank_count_once() -> None:
-    """Until the last request that uses them is over."""
+    """A block that several requests share counts once, until the last of them has ended."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r1"), booking(A, 3), 0)
     loads.add(request("r2"), booking(A, 5), 0)
@@ -172,7 +172,7 @@ def test_blocks_shared_on_a_rank_count_once() -> None:
     ("tokens", "blocks"), [(0, 2), (1, 2), (32, 2), (33, 3), (48, 3), (49, 4)], ids=lambda value: str(value)
 )
 def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
-    """A last one that is not full included; a booking never shrinks, and is the same one where it does not grow."""
+    """A partial last block counts; a booking never shrinks, and is the same object if it does not grow."""
     carried = booking(output=2)
     grown = with_output(carried, tokens, 16)
     assert grown == carried._replace(output_blocks=blocks)
@@ -188,7 +188,7 @@ def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
 
 
 def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:
-    """Once, and also for an add that comes after it."""
+    """A prefill-complete ends the charge for tokens once, also if the add follows it."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r1"), booking(tokens=48), 0)
     loads.add(request("r2"), booking(tokens=16), 0)
@@ -201,7 +201,7 @@ def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:
 
 @pytest.mark.parametrize("first", [BookingPhase.FREE, BookingPhase.PREFILL])
 def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: BookingPhase) -> None:
-    """Until it expires; a prefill alone is known and ends nothing."""
+    """A freed booking is known until it expires; a prefill alone makes an id known and ends nothing."""
     loads = ActiveLoads(TTL_MS)
     apply(loads, (request("r"), first, None))
     assert loads.knows("r") and loads.live("r") is None
@@ -211,7 +211,7 @@ def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: BookingPhas
 
 
 def test_the_earliest_live_booking_of_an_id_is_the_one() -> None:
-    """A retry's booking takes its place when that ends."""
+    """A later booking of the same id takes its place when the earlier one ends."""
     loads = ActiveLoads(TTL_MS)
     first, second = request("r", 1), request("r", 2)
     loads.add(first, booking(A), 0)
@@ -226,7 +226,7 @@ def test_the_earliest_live_booking_of_an_id_is_the_one() -> None:
 
 @pytest.mark.parametrize(("now_ms", "ended"), [(0, 0), (999, 0), (1000, 1), (1499, 1), (1500, 2), (9999, 2)])
 def test_a_booking_ends_a_ttl_after_its_last_word(now_ms: int, ended: int) -> None:
-    """Told at 0 and at 500, with a TTL of 1000."""
+    """With records at 0 and 500 and a TTL of 1,000, a booking ends at 1,500."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r1"), booking(A), 0)
     loads.add(request("r2"), booking(B), 200)
@@ -239,7 +239,7 @@ def test_a_booking_ends_a_ttl_after_its_last_word(now_ms: int, ended: int) -> No
 
 
 def test_being_stated_again_keeps_a_booking_alive() -> None:
-    """An add of the same booking counts from its own time; an older one told late takes nothing away."""
+    """A repeated add renews a booking from its own time; an older one that is folded late does not shorten it."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r"), booking(), 0)
     loads.add(request("r"), booking(), 800)
@@ -250,7 +250,7 @@ def test_being_stated_again_keeps_a_booking_alive() -> None:
 
 
 def test_a_late_record_of_an_old_booking_expires_in_its_own_time() -> None:
-    """A router that starts reads partition after partition: what is old in one does not wait for another's."""
+    """A starting router reads one partition after another, and old bookings of one do not wait for those of another."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("fresh"), booking(A), 900)
     loads.add(request("old"), booking(B), 100)
@@ -263,7 +263,7 @@ def test_a_late_record_of_an_old_booking_expires_in_its_own_time() -> None:
 @settings(max_examples=60, deadline=None)
 @given(told=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(ALL_PHASES), st.integers(0, 3000)), max_size=40))
 def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, BookingPhase, int]]) -> None:
-    """Whatever order the words come in, at any moment just those are remembered that the TTL leaves."""
+    """In whatever order records come, exactly the bookings within the TTL are kept at any moment."""
     loads = ActiveLoads(TTL_MS)
     last: dict[str, int] = {}
     for number, phase, at_ms in told:
@@ -278,7 +278,7 @@ def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, BookingP
 
 
 def test_ended_bookings_expire_as_well() -> None:
-    """Nothing is remembered for ever, and an id is new again afterwards."""
+    """Ended bookings are dropped after the TTL, and their ids are new again afterwards."""
     loads = ActiveLoads(TTL_MS)
     for told in life(request("r"), booking(), BookingPhase.FREE, BookingPhase.ADD, BookingPhase.PREFILL):
         apply(loads, told)
@@ -292,7 +292,7 @@ def test_ended_bookings_expire_as_well() -> None:
 def test_beyond_the_limit_the_oldest_booking_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, n_bookings: int
 ) -> None:
-    """With room for four; being told again is no new booking, and makes one the youngest."""
+    """With a limit of four, a fifth booking drops the oldest; a further record of a booking makes it the youngest."""
     monkeypatch.setattr(loads_module, "BOOKINGS_MAX", 4)
     loads = ActiveLoads(TTL_MS)
     for number in range(n_bookings):
@@ -308,13 +308,13 @@ def test_beyond_the_limit_the_oldest_booking_is_dropped_and_counted(
 
 
 def test_the_limit_covers_a_fleet() -> None:
-    """A thousand ranks with 256 running requests each stay below it."""
+    """A thousand ranks with 256 running requests each stay below the limit."""
     assert loads_module.BOOKINGS_MAX >= 1000 * 256
 
 
 @pytest.mark.parametrize("forget", [lambda loads: loads.free(request("r"), 0), lambda loads: loads.expire(TTL_MS)])
 def test_a_rank_without_bookings_has_no_load_left(forget: Callable[[ActiveLoads], object]) -> None:
-    """Whatever was booked, moved to another rank or grown, ends at nothing."""
+    """Whatever was booked, moved to another rank or grown, the loads end at zero."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r"), booking(A, output=4), 0)
     loads.add(request("r"), booking(B)._replace(prefill_tokens=7), 0)

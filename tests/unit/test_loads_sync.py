@@ -1,7 +1,8 @@
-"""Routers that share bookings through one log, in memory: whatever the order, all end with the loads that the log says.
+"""Routers that share bookings through one log, in memory: whatever their order, all end with the loads of the log.
 
-The log is a stand-in for Kafka, so that a test says when it is away, what it acknowledges and what is compacted; the
-same with a real one is in test_replica_sync. What it holds is folded here a second time, by a rule of two lines.
+The log stands in for Kafka, so that a test decides when it is away, what it acknowledges and what is compacted; the
+same with a real Kafka is in test_replica_sync. The contents of the log are folded here a second time, by a rule of two
+lines.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ TOPIC = topics(KNOBS).router_loads
 
 @dataclass
 class Log:
-    """One compacted topic. away: nothing is acknowledged; now_ms: the broker's clock."""
+    """One compacted topic. away: nothing is acknowledged. now_ms: the broker's clock."""
 
     partitions: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(TOPIC.partitions)])
-    written: list[Record] = field(default_factory=list)  # all, the superseded too
+    written: list[Record] = field(default_factory=list)  # including superseded records
     away: bool = False
     now_ms: int = 1_000_000
 
@@ -51,7 +52,7 @@ class Log:
         self.written.append(record)
 
     def compact(self) -> int:
-        """Leave the last record of each key, but for a partition's last one; gives how many are gone."""
+        """Keep the last record of each key and the last one of each partition; return how many were removed."""
         gone = 0
         for partition, records in enumerate(self.partitions):
             last = {record.key: record.offset for record in records}
@@ -61,12 +62,12 @@ class Log:
         return gone
 
     def loads(self) -> Loads:
-        """What one process says that read every record ever written."""
+        """The loads of one process that has read every record ever written."""
         return loads_of(self.written)
 
 
 class Client:
-    """A producer to it: what was handed over is acknowledged when it is polled, unless Kafka is away."""
+    """A producer that writes to the log. Records are acknowledged when it is polled, unless Kafka is away."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -93,7 +94,7 @@ class Client:
         return len(queue)
 
     def time_out(self, n: int) -> None:
-        """The client gives up its oldest n records; later ones may arrive all the same."""
+        """The client gives up its oldest n records; later ones may still arrive."""
         gone, self._queue = self._queue[:n], self._queue[n:]
         for *_, on_delivery in gone:
             on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), None)
@@ -104,7 +105,7 @@ class Client:
 
 
 class Replica:
-    """One router's loads: its client, and how far it has read."""
+    """One router's loads, with its client and how far it has read."""
 
     def __init__(self, log: Log, clock: list[int], knobs: Settings = KNOBS) -> None:
         self.log = log
@@ -120,7 +121,7 @@ class Replica:
         self.falls += 1
 
     def check_announcements(self) -> None:
-        """Load that is lower than at the last check was announced since then."""
+        """Check that load which is lower than at the last check was announced since then."""
         last, self._last_loads = self._last_loads, self.loads
         announced, self._last_falls = self.falls > self._last_falls, self.falls
         if any(now < before for rank, load in last.items() for now, before in zip(self._of(rank), load, strict=True)):
@@ -130,7 +131,7 @@ class Replica:
         return self._last_loads.get(rank, (0, 0, 0))
 
     def fold(self, partition: int, n: int | None = None) -> int:
-        """Read so many records of a partition, or all; gives how many there were."""
+        """Read n records of a partition, or all of them; return how many there were."""
         ahead = [each for each in self.log.partitions[partition] if each.offset >= self.read[partition]][:n]
         for record in ahead:
             self.sync.fold(record)
@@ -166,19 +167,21 @@ class World:
         self.log.now_ms += ms
 
     def settle(self) -> None:
-        """Kafka is there, and everybody has said and read everything."""
+        """Kafka is back, and every router has published and read everything."""
         self.log.away = False
         busy = True
         while busy:
             for replica in self.replicas:
                 replica.sync.poll()
-            # All of them read, whoever had anything: one that lags would tick, and tick again.
+            # All of them read, even if only some had records: a router that lags would write one tick after another.
             busy = sum(replica.fold(n) for replica in self.replicas for n in range(TOPIC.partitions)) > 0
             busy |= any(replica.sync.unacknowledged for replica in self.replicas)
 
     def same(self) -> Loads:
-        """Everybody's loads, which are those of the log and of a router that starts late, before and after
-        compaction."""
+        """Return the loads of all routers, which must be those of the log and of a router that starts late.
+
+        This is checked before and after compaction.
+        """
         self.settle()
         truth = self.log.loads()
         for _ in range(2):
@@ -226,8 +229,11 @@ actions = st.lists(
 def test_whatever_happens_all_routers_end_with_the_same_loads(
     actions: list[tuple[Any, ...]], in_flight_max: int
 ) -> None:
-    """Bookings, frees and prefills at any router, at any pace of reading; routers that die, Kafka away, records that
-    time out, compaction; before any expiry the loads are those of the log, and after it nothing remains anywhere."""
+    """Before any expiry, all routers have the loads of the log; after it, no booking remains anywhere.
+
+    The actions are bookings, phases and reads at any router, routers that crash, Kafka that is away, records that time
+    out, and compaction. Each fall of a router's load is announced to its listener.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", in_flight_max)
         play(actions)
@@ -250,7 +256,7 @@ def play(actions: list[tuple[Any, ...]]) -> None:
                 world.replicas[router].fold(partition, n)
             case "poll", (router,):
                 world.replicas[router].sync.poll()
-            case "restart", (router,):  # what it had not sent is lost, and it begins at the log's beginning
+            case "restart", (router,):  # unsent records are lost, and the log is read from its beginning
                 world.replicas[router] = Replica(world.log, world.clock)
             case "time out", (router, n):
                 world.replicas[router].client.time_out(n)
@@ -296,7 +302,7 @@ def test_a_listener_is_called_when_load_falls_and_only_then() -> None:
 
 
 def test_a_listener_is_not_called_after_it_ended_and_reset_is_a_fall() -> None:
-    """Dropping all bookings, to read the topic again, lowers load as well."""
+    """A reset drops all bookings and is announced; a listener that has ended is not called again."""
     world = World()
     first = world.replicas[0]
     calls: list[str] = []
@@ -311,7 +317,7 @@ def test_a_listener_is_not_called_after_it_ended_and_reset_is_a_fall() -> None:
 
 
 def test_a_prefill_told_behind_another_routers_free_changes_nothing() -> None:
-    """It knew the booking and had not heard that it was over."""
+    """A prefill-complete at a router that has not read the free yet does not revive the booking."""
     world = World()
     first, second, _ = world.replicas
     first.sync.book("r", booking(1))
@@ -322,7 +328,8 @@ def test_a_prefill_told_behind_another_routers_free_changes_nothing() -> None:
 
 
 def test_an_id_used_again_while_its_free_is_under_way_lives() -> None:
-    """The free is for the booking that its router knew, and not for the next one, in whatever order they are read."""
+    """A free ends the booking that its router knew, and not a later one of the same id, in whatever order they are
+    read."""
     world = World()
     first, second, third = world.replicas
     first.sync.book("r", booking(1))
@@ -330,14 +337,14 @@ def test_an_id_used_again_while_its_free_is_under_way_lives() -> None:
     third.sync.report_phase("r", BookingPhase.FREE)
     with third.sync.locked() as active:
         assert active.live("r") is None
-    third.sync.book("r", booking(2, [7, 8]))  # first and second know of neither
+    third.sync.book("r", booking(2, [7, 8]))  # first and second have read neither
     assert (live(first, "r"), live(second, "r")) == (1, 1)
     assert world.same() == {rank_of(2): (16, 2, 1)}
 
 
 @pytest.mark.parametrize("n_rivals", [2, 3])
 def test_of_bookings_made_at_once_the_last_in_the_log_stays(n_rivals: int) -> None:
-    """A client that was answered by two routers is where it was sent last; no other router need be asked."""
+    """If two routers book one id at once, the booking that is later in the log remains."""
     world = World()
     for number, replica in enumerate(world.replicas[:n_rivals], 1):
         replica.sync.book("r", booking(number))
@@ -348,7 +355,7 @@ def test_of_bookings_made_at_once_the_last_in_the_log_stays(n_rivals: int) -> No
 
 
 def test_a_free_ends_all_bookings_of_its_id() -> None:
-    """Also where it comes before their routers have heard of each other."""
+    """A free ends the bookings of two routers that have not read each other's."""
     world = World()
     first, second, third = world.replicas
     for number, replica in ((1, first), (2, second)):
@@ -363,7 +370,7 @@ def test_a_free_ends_all_bookings_of_its_id() -> None:
 
 
 def test_what_another_router_states_anew_is_so_for_its_owner_too() -> None:
-    """POST /loads of a live id at a router that did not book it, with another overlap."""
+    """A booking that another router replaces, with another overlap, is replaced at its owner too."""
     world = World()
     first, second, _ = world.replicas
     first.sync.book("r", booking(1, prefill=64))
@@ -373,7 +380,7 @@ def test_what_another_router_states_anew_is_so_for_its_owner_too() -> None:
 
 
 def test_generated_tokens_make_a_booking_grow_for_all() -> None:
-    """Told to any router, in blocks; what was told before, or less, is not even said; stated anew it stays so."""
+    """Output reported to any router grows the booking everywhere; repeated or smaller numbers are not published."""
     world = World()
     first, second, third = world.replicas
     first.sync.book("r", booking(1))
@@ -394,7 +401,7 @@ def test_generated_tokens_make_a_booking_grow_for_all() -> None:
 
 
 def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
-    """With what else was told, and of several the most; a booking that had ended by then does not grow."""
+    """Early reports are buffered, the greatest number applies, and a booking that has already ended does not grow."""
     world = World()
     first, second, _ = world.replicas
     for tokens in (33, 20):
@@ -413,8 +420,11 @@ def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
 
 
 def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
-    """Its booking is before the free in the log, and behind the one that the free is for. That log is as well one of
-    two routers asked at once; so nobody ends a booking that nobody named, and if it was meant it ends by TTL."""
+    """A free does not end a booking of the same id that its router had not read.
+
+    In the log that booking is before the free, and after the booking that the free ends. The log of two routers that
+    were asked at once looks the same. So the booking stays, and if the free was meant for it, it ends by its TTL.
+    """
     world = World()
     first, second, third = world.replicas
     first.sync.book("r", booking(1))
@@ -428,7 +438,7 @@ def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
 
 
 def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> None:
-    """What began and ended meanwhile is nobody else's business; in sync is who was acknowledged not long ago."""
+    """Bookings continue while Kafka is away, and are published when it is back, except those that ended meanwhile."""
     world = World()
     first, second, _ = world.replicas
     first.sync.book("before", booking(1))
@@ -443,9 +453,9 @@ def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> N
     assert first.sync.in_sync
     world.pass_time(1)
     assert not first.sync.in_sync
-    assert second.sync.in_sync  # it has said nothing that is not acknowledged
+    assert second.sync.in_sync  # everything that it published is acknowledged
     world.pass_time(QUIET_MS)
-    second.sync.poll()  # a tick, since it remembers bookings there
+    second.sync.poll()  # a tick, since it has bookings there
     world.pass_time(KNOBS.stale_after_ms + 1)
     assert not second.sync.in_sync
     assert len(world.log.written) == n_in_log
@@ -454,12 +464,12 @@ def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> N
 
 
 def test_a_router_without_bookings_finds_out_that_kafka_is_away() -> None:
-    """When it is asked, and as long as it is; nobody's asking is nobody's writing."""
+    """A router without bookings writes ticks while `in_sync` is read, and none otherwise."""
     world = World()
     first, second, _ = world.replicas
 
     def pass_time(ms: int) -> bool:
-        """Whether the first is in sync after so long, in which it was asked often, and the second never."""
+        """Return whether the first router is in sync after some time in which it was asked often, the second never."""
         asked = [first.sync.in_sync]
         for _ in range(ms // 100):
             world.pass_time(100)
@@ -476,18 +486,22 @@ def test_a_router_without_bookings_finds_out_that_kafka_is_away() -> None:
     n_written = len(world.log.written)
     assert pass_time(QUIET_MS)
     assert not pass_time(KNOBS.stale_after_ms + QUIET_MS)
-    assert second.sync.in_sync  # it was never asked, and asks nobody by itself
+    assert second.sync.in_sync  # `in_sync` was never read, so that it wrote no tick
     world.settle()
     assert first.sync.in_sync
     for _ in range(5):
         world.pass_time(QUIET_MS)
         world.settle()
-    assert len(world.log.written) - n_written <= 3  # the tick that waited, and one of each that was asked at the end
+    assert (
+        len(world.log.written) - n_written <= 3
+    )  # the waiting tick, and one of each router whose `in_sync` was read at the end
 
 
 def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for three records in flight and four that wait: what is dropped is counted, and makes its router out
-    of sync for as long as it lives; what begins and ends meanwhile takes no room."""
+    """A full outbox drops the oldest record and counts it; its router is out of sync while that booking is active.
+
+    The limits are three records in flight and four that wait. A booking that begins and ends meanwhile takes no space.
+    """
     monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 3)
     monkeypatch.setattr(outbox_module, "WAITING_RECORDS_MAX", 4)
     world = World()
@@ -495,7 +509,7 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     world.log.away = True
     for number in range(10):
         first.sync.book(f"short-{number}", booking(99))
-        if number >= 3:  # before, they are in flight, and a free is a record of its own
+        if number >= 3:  # earlier ones are in flight, and their free is a record of its own
             first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
         first.sync.book(str(number), booking(number))
     assert first.sync.unacknowledged == 3 + 4
@@ -514,7 +528,7 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
 
 
 def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long bookings are fewer."""
+    """The outbox has room for fewer records if they are long."""
     monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 0)
     monkeypatch.setattr(outbox_module, "WAITING_BYTES_MAX", 30_000)
     world = World()
@@ -524,7 +538,7 @@ def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_newer_word_replaces_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a word that failed is not sent behind a newer one of its key."""
+    """A newer record replaces a waiting one of its key, and a failed one is not sent after it."""
     monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 1)
     world = World()
     world.log.away = True
@@ -541,7 +555,7 @@ def test_a_newer_word_replaces_one_that_waits(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_word_that_timed_out_is_not_sent_behind_a_newer_one() -> None:
-    """Though both were in flight, and the newer one arrived."""
+    """If two records of one key were in flight and only the older failed, it is not sent again."""
     world = World()
     world.log.away = True
     first = world.replicas[0]
@@ -553,7 +567,7 @@ def test_a_word_that_timed_out_is_not_sent_behind_a_newer_one() -> None:
 
 
 def test_a_booking_that_is_partly_in_flight_is_freed_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stated anew and ended while Kafka is away: its first word may arrive, and so its end is told."""
+    """A booking whose first record may have reached Kafka gets its free published."""
     monkeypatch.setattr(outbox_module, "IN_FLIGHT_RECORDS_MAX", 1)
     world = World()
     world.log.away = True
@@ -565,7 +579,7 @@ def test_a_booking_that_is_partly_in_flight_is_freed_for_all(monkeypatch: pytest
 
 
 def test_a_record_that_timed_out_is_sent_again() -> None:
-    """The client gives up after minutes; the router does not."""
+    """A record that the client gave up after minutes is sent again."""
     world = World()
     world.log.away = True
     first = world.replicas[0]
@@ -579,7 +593,7 @@ def test_a_record_that_timed_out_is_sent_again() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "by the broker"])
 def test_a_record_that_no_topic_takes_is_counted_and_not_tried_again(when: str) -> None:
-    """Its router stays out of sync while the booking lives."""
+    """A record that can never be written is counted, and its router is out of sync while the booking is active."""
     world = World()
     first = world.replicas[0]
     too_large = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
@@ -600,7 +614,7 @@ def test_a_record_that_no_topic_takes_is_counted_and_not_tried_again(when: str) 
 
 
 def test_a_full_client_is_asked_again() -> None:
-    """What it had no room for waits here."""
+    """Records that the client's full queue refuses wait in the outbox."""
     world = World()
     first = world.replicas[0]
     first.client.refusing = BufferError()
@@ -612,15 +626,15 @@ def test_a_full_client_is_asked_again() -> None:
 
 
 def test_bookings_end_by_the_logs_clock() -> None:
-    """Not by a router's own, which may be anywhere; a router that starts late ends them with the others."""
+    """Bookings expire by the log's time and not by a router's clock, also at a router that starts late."""
     world = World()
     first = world.replicas[0]
     first.sync.book("r", booking(1))
     world.settle()
-    world.clock[0] += 100 * TTL_MS  # this machine was suspended; the log has not moved
+    world.clock[0] += 100 * TTL_MS  # this machine was suspended; the log's time did not advance
     assert first.loads == {rank_of(1): (16, 1, 1)}
     world.log.now_ms += TTL_MS - 1
-    world.settle()  # its tick moves the log's clock on
+    world.settle()  # its tick advances the log's time
     assert first.loads == {rank_of(1): (16, 1, 1)}
     world.log.now_ms += 1
     world.clock[0] += QUIET_MS
@@ -633,7 +647,7 @@ def test_bookings_end_by_the_logs_clock() -> None:
 
 
 def test_ticks_end_with_the_bookings() -> None:
-    """A scope in which nobody routes is quiet."""
+    """No ticks are written to a scope without bookings."""
     world = World()
     world.replicas[0].sync.book("r", booking(1))
     for _ in range(30):
@@ -650,7 +664,7 @@ def test_ticks_end_with_the_bookings() -> None:
 
 
 def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() -> None:
-    """They are nobody else's."""
+    """Without router_replica_sync nothing is published, and bookings expire by the router's own clock."""
     log, clock = Log(), [0]
     alone = Replica(log, clock, Settings(partitions=2, booking_ttl_s=TTL_MS / 1000, router_replica_sync=False))
     alone.sync.book("r", booking(1))
@@ -676,7 +690,7 @@ def nobody() -> Iterator[LoadsSync]:
 
 
 def test_a_real_client_that_gives_up_gives_the_record_back() -> None:
-    """It is tried again and again, and nothing is lost."""
+    """A record that the real client gives up is tried again and not lost."""
     with nobody() as sync:
         sync.book("r", booking(1))
         tries = 0

@@ -1,4 +1,4 @@
-"""Every mode as pure code: what it goes by, what it does where nothing is known, and that it changes nothing."""
+"""Every router mode without a router: what it chooses by, what it does without data, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NOTHING_KNOWN = FleetState()
 
 
 class Untouchable(OverlapScores):
-    """Scores that nobody may look at."""
+    """Scores that must not be read."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -71,7 +71,7 @@ def refuse() -> NoReturn:
 
 
 def loads_of(*requests: int, blocks: int = 0) -> ActiveLoads:
-    """As many requests on each rank, of blocks of their own."""
+    """Loads with the given number of requests on each rank, each with blocks of its own."""
     loads = ActiveLoads(60_000)
     for each, n in zip(RANKS, requests, strict=True):
         for number in range(n):
@@ -107,7 +107,7 @@ def choose(
 
 @pytest.mark.parametrize("temperature", [0.2, 0.5, 2.0])
 def test_frequencies_of_the_softmax_are_those_of_theory(temperature: float) -> None:
-    """Of the documented costs, within 1 % of all draws, over 100,000 of them."""
+    """Over 100,000 draws the frequencies of the documented costs are those of the softmax, within 1 % of all draws."""
     costs = [18.0, 10.0, 11.0]
     weights = [math.exp(-cost / (8.0 * temperature)) for cost in costs]
     rng = random.Random(SEED)
@@ -119,7 +119,7 @@ def test_frequencies_of_the_softmax_are_those_of_theory(temperature: float) -> N
 
 @pytest.mark.parametrize("mode", RouterMode)
 def test_a_weight_of_nothing_never_reads_overlap(mode: RouterMode) -> None:
-    """In no mode; and round-robin and those that go by load read it at no weight either."""
+    """With weight 0 no mode reads scores, and modes that choose by turns or load read them at no weight."""
     loads = loads_of(1, 2, 3)
     choose(mode, loads, scores=Untouchable(), overlap_score_weight=0.0)
     if RoutePolicy(mode=mode).reads_index:
@@ -130,7 +130,7 @@ def test_a_weight_of_nothing_never_reads_overlap(mode: RouterMode) -> None:
 
 
 def test_blocks_that_are_not_tracked_cost_nothing() -> None:
-    """The busiest rank wins for what it holds."""
+    """Without tracked blocks, the busiest rank wins for what it holds."""
     loads = loads_of(1, 1, 9, blocks=10)
     tracked, untracked = (choose(RouterMode.KV, loads, track_active_blocks=on) for on in (True, False))
     assert [each.decode_blocks for each in tracked.candidates] == [12, 12, 92]
@@ -145,13 +145,13 @@ def test_blocks_that_are_not_tracked_cost_nothing() -> None:
     ("in_flight", "wanted"), [([3, 1, 2], {1}), ([0], {0}), ([1, 1, 2], {0, 1}), ([4, 4, 4], {0, 1, 2})]
 )
 def test_least_loaded_takes_the_fewest_requests(in_flight: list[int], wanted: set[int]) -> None:
-    """Equals each at some time."""
+    """The rank with the fewest requests is chosen, and each of several equal ones at some time."""
     rng = random.Random(SEED)
     assert {select_least_loaded(in_flight, rng) for _ in range(100)} == wanted
 
 
 def test_power_of_two_draws_pairs_uniformly_and_takes_the_better() -> None:
-    """Of 1, 2, 3, 4 requests the first wins three pairs of six, the second two, the third one, the last none."""
+    """Of loads 1, 2, 3 and 4 the first wins three pairs of six, the second two, the third one, and the last none."""
     rng = random.Random(SEED)
     counts = Counter(select_power_of_two([1, 2, 3, 4], rng) for _ in range(N_DRAWS))
     assert counts[3] == 0
@@ -160,7 +160,7 @@ def test_power_of_two_draws_pairs_uniformly_and_takes_the_better() -> None:
 
 
 def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
-    """Nobody is favoured by his place."""
+    """No candidate is favoured by its position."""
     rng = random.Random(SEED)
     counts = Counter(select_power_of_two([5, 5, 5], rng) for _ in range(N_DRAWS))
     assert all(abs(counts[index] / N_DRAWS - 1 / 3) < 0.01 for index in range(3))
@@ -170,7 +170,7 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
 @pytest.mark.parametrize(
     ("in_flight", "on_cpu", "ratio", "wanted"),
     [
-        # One CPU, one other of eight times its throughput: the CPU's turn is when it has less than an eighth.
+        # A CPU and a device of eight times its throughput: the CPU is chosen below an eighth of the load.
         ([0, 0], [True, False], 8.0, {1}),
         ([0, 1], [True, False], 8.0, {0}),
         ([1, 8], [True, False], 8.0, {1}),
@@ -178,12 +178,12 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
         ([2, 9], [True, False], 8.0, {1}),
         ([1, 1], [True, False], 1.0, {1}),
         ([1, 2], [True, False], 1.0, {0}),
-        # Groups count as wholes, by how many they are; within, the least loaded.
+        # Groups are compared as wholes, by their size; within a group the least loaded is chosen.
         ([1, 0, 9, 8], [True, True, False, False], 8.0, {1}),
         ([2, 1, 9, 8], [True, True, False, False], 8.0, {3}),
         ([1, 7, 9], [True, False, False], 8.0, {1}),  # 1 / 1 is 16 / 16
         ([1, 8, 9], [True, False, False], 8.0, {0}),  # 1 / 1 is less than 17 / 16
-        # One group alone.
+        # Only one group.
         ([3, 1, 2], [True, True, True], 8.0, {1}),
         ([3, 1, 1], [False, False, False], 8.0, {1, 2}),
     ],
@@ -191,7 +191,7 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
 def test_devices_are_compared_by_normalised_load(
     in_flight: list[int], on_cpu: list[bool], ratio: float, wanted: set[int]
 ) -> None:
-    """Requests in flight / (candidates * throughput); equal loads go to the faster devices."""
+    """Groups are compared by requests in flight / (candidates * throughput); of equal loads the faster devices win."""
     rng = random.Random(SEED)
     assert {select_device_aware(in_flight, on_cpu, ratio, rng) for _ in range(60)} == wanted
 
@@ -209,7 +209,7 @@ def test_devices_are_compared_by_normalised_load(
 def test_modes_by_load_read_requests_in_flight(
     mode: RouterMode, requests: tuple[int, ...], wanted: set[RankId]
 ) -> None:
-    """The first worker is one on a CPU."""
+    """The modes that choose by load use requests in flight; here the first worker is a CPU."""
     fleet = FleetState(cpu_workers=frozenset({RANKS[0].worker_id}))
     loads = loads_of(*requests)
     assert {choose(mode, loads, fleet=fleet, seed=seed).chosen.rank for seed in range(40)} == wanted
@@ -223,7 +223,7 @@ def metrics(**fields: Any) -> WorkerMetrics:
 
 
 def test_hits_weigh_twice_usage_and_waiting_once() -> None:
-    """2 * hit rate - cache usage - waiting / the most waiting, written as a cost."""
+    """The cost is -(2 * hit rate - cache usage - waiting / the most waiting)."""
     told = [
         metrics(gpu_cache_usage_perc=0.5, num_requests_waiting=2),
         metrics(gpu_cache_usage_perc=0.25, num_requests_waiting=4),
@@ -235,7 +235,7 @@ def test_hits_weigh_twice_usage_and_waiting_once() -> None:
 
 @pytest.mark.parametrize("told", [[None, None], [metrics(), None], [metrics(), metrics(kv_active_blocks=9)]])
 def test_all_zero_is_no_preference(told: list[WorkerMetrics | None]) -> None:
-    """Then nobody is better than anybody."""
+    """If every cost is zero, there is no preference."""
     assert hit_usage_waiting([0.0, 0.0], told) is None
 
 
@@ -243,7 +243,7 @@ def test_all_zero_is_no_preference(told: list[WorkerMetrics | None]) -> None:
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 50)), min_size=1, max_size=6),
 )
 def test_hit_usage_waiting_is_its_formula(rows: list[tuple[float, float, int]]) -> None:
-    """Whatever the numbers."""
+    """For any numbers the costs are those of the formula."""
     most = max(waiting for _, _, waiting in rows)
     wanted = [2 * hit - usage - (waiting / most if most else 0) for hit, usage, waiting in rows]
     told = [metrics(gpu_cache_usage_perc=usage, num_requests_waiting=waiting) for _, usage, waiting in rows]
@@ -258,7 +258,7 @@ def test_hit_usage_waiting_is_its_formula(rows: list[tuple[float, float, int]]) 
     ("active", "alpha"), [((50, 50), 0.3), ((10, 90), 0.7), ((50, 60), 0.3), ((50, 62), 0.7), ((0, 0), 0.3)]
 )
 def test_uneven_loads_weigh_more(active: tuple[int, int], alpha: float) -> None:
-    """The deviation's weight is 0.7 where the loads' standard deviation exceeds a tenth of their mean, else 0.3.
+    """The deviation's weight is 0.7 if the standard deviation of loads exceeds a tenth of their mean, otherwise 0.3.
 
     50 and 60 of 100: 0.05 against 0.055. 50 and 62: 0.06 against 0.056.
     """
@@ -275,7 +275,7 @@ def test_uneven_loads_weigh_more(active: tuple[int, int], alpha: float) -> None:
 
 
 def test_full_ranks_are_never_the_cheapest() -> None:
-    """No block left, or no slot; a rank of which nothing is known counts as one of mean load."""
+    """A rank without a free block or slot costs infinity; one without metrics is priced at mean load."""
     told = [
         metrics(kv_active_blocks=100, kv_total_blocks=100),
         metrics(kv_active_blocks=1, kv_total_blocks=100, request_active_slots=8, request_total_slots=8),
@@ -290,12 +290,12 @@ def test_full_ranks_are_never_the_cheapest() -> None:
 
 
 def test_load_deviation_without_metrics_knows_nothing() -> None:
-    """Of nobody."""
+    """If no rank has metrics, there are no costs."""
     assert load_deviation([0.1, 0.9], [None, None]) is None
 
 
 def test_the_older_policies_choose_and_say_what_by() -> None:
-    """The cost told is the policy's; where it has none, least-loaded or lot decide and the choice says so."""
+    """The answer's cost is the policy's; without one, the choice is least-loaded or random, and marked as such."""
     told = {each: metrics(gpu_cache_usage_perc=usage) for each, usage in zip(RANKS, (0.0, 0.0, 1.0), strict=True)}
     decision = choose(RouterMode.HIT_USAGE_WAITING, loads_of(0, 0, 0), fleet=FleetState(told))
     assert (decision.chosen.rank, decision.preferred) == (RANKS[1], True)
@@ -316,7 +316,7 @@ def test_the_older_policies_choose_and_say_what_by() -> None:
 
 
 def test_nobody_left_is_all_workers_busy() -> None:
-    """503, another fault than that nobody may serve the request."""
+    """If all engines report that they are full, the error is AllWorkersBusy."""
     full = FleetState({each: metrics(kv_active_blocks=10, kv_total_blocks=10) for each in RANKS})
     with pytest.raises(AllWorkersBusy) as caught:
         choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=full)
@@ -344,7 +344,7 @@ def worker(worker_id: int, kv_total_blocks: int | None) -> Worker:
     ],
 )
 def test_busy_ranks_are_left_out(share: float, tokens: int, idle: set[int]) -> None:
-    """Beyond a threshold, not at it: 10 of 20 blocks, 12 of 20, and 12 of a room that nobody knows; 0, 65, 0 tokens."""
+    """A rank is busy above a threshold and not at it; a rank of unknown capacity is not busy."""
     loads = ActiveLoads(60_000)
     for each, blocks, prefill in zip(RANKS, (10, 12, 12), (0, 65, 0), strict=True):
         loads.add(BookingId(str(each), "r", 1), Booking(each, "m", prefill, pack_hashes(range(blocks)), 0, blocks), 0)
@@ -355,7 +355,7 @@ def test_busy_ranks_are_left_out(share: float, tokens: int, idle: set[int]) -> N
 
 
 def test_an_engine_may_say_that_it_is_busier_than_our_bookings() -> None:
-    """And how much room it has, where its registration does not."""
+    """An engine's report raises its load, and gives its capacity if the registration has none."""
     told = {RANKS[0]: metrics(kv_active_blocks=9, kv_total_blocks=10)}
     workers = {WorkerId(n): worker(n, None) for n in (1, 2, 3)}
     assert idle_ranks(RANKS, BusyThresholds(0.8), workers, loads_of(0, 0, 0), told) == RANKS[1:]
@@ -365,7 +365,7 @@ def test_an_engine_may_say_that_it_is_busier_than_our_bookings() -> None:
 
 
 def test_a_session_stays_until_it_was_idle_for_its_ttl() -> None:
-    """Each use begins the time anew, and each rank it goes to is the next one's."""
+    """Each use renews a binding, and each new rank replaces the one before."""
     sessions = SessionAffinity(ttl_s=10.0)
     assert sessions.rank_of("s", 0.0) is None
     sessions.bind("s", RANKS[0], 0.0)
@@ -379,7 +379,7 @@ def test_a_session_stays_until_it_was_idle_for_its_ttl() -> None:
 
 
 def test_without_a_ttl_nothing_is_bound() -> None:
-    """0 is off."""
+    """A TTL of 0 switches bindings off."""
     sessions = SessionAffinity(ttl_s=0.0)
     sessions.bind("s", RANKS[0], 5.0)
     assert sessions.rank_of("s", 5.0) is None
@@ -387,7 +387,7 @@ def test_without_a_ttl_nothing_is_bound() -> None:
 
 
 def test_the_session_used_longest_ago_makes_room() -> None:
-    """At the limit, and is counted."""
+    """At the limit the least recently used session is dropped and counted."""
     sessions = SessionAffinity(ttl_s=100.0, sessions_max=2)
     for now, session in enumerate(("a", "b", "a", "c")):
         sessions.bind(session, RANKS[0], float(now))
@@ -399,7 +399,8 @@ def test_the_session_used_longest_ago_makes_room() -> None:
 
 
 def test_a_prediction_counts_where_it_is_longer() -> None:
-    """Of each rank; one as long brings blocks up from below the device; a shorter one changes nothing."""
+    """A longer prediction replaces a rank's score, an equal one raises its blocks to the device, a shorter one changes
+    nothing."""
     one, two, three = RANKS
     known = OverlapScores({one: 4, two: 4}, {one: (1, 3, 0, 0)})
     joined, predicted = with_predictions(known, OverlapScores({one: 4, two: 3, three: 2}))
@@ -412,7 +413,7 @@ def test_a_prediction_counts_where_it_is_longer() -> None:
 
 
 def test_a_choice_changes_neither_loads_nor_metrics() -> None:
-    """In any mode: booking is the caller's."""
+    """In every mode a choice books nothing."""
     loads = loads_of(1, 2, 3, blocks=4)
     before = {each: (load.requests, load.decode_blocks, load.prefill_tokens) for each, load in loads.ranks().items()}
     fleet = FleetState({each: metrics(kv_active_blocks=1, kv_total_blocks=9) for each in RANKS})

@@ -1,4 +1,4 @@
-"""The kernel of prices against the formula in Python, and a choice between equals against a look at every cost."""
+"""The kernel of prices against the formula in Python, and breaking ties against a comparison of every cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank(worker_id: int) -> RankId:
 
 
 def loads_of(rng: random.Random, n_ranks: int) -> tuple[ActiveLoads, dict[RankId, set[int]]]:
-    """Some bookings, of chains that share beginnings; and the blocks that each rank has in use."""
+    """Loads of a few bookings whose chains share beginnings, and the blocks that each rank uses."""
     loads, blocks = ActiveLoads(1000), dict[RankId, set[int]]()
     for number in range(rng.randint(0, 3 * n_ranks)):
         each = rank(rng.randrange(n_ranks))
@@ -47,7 +47,8 @@ def chain_of(rng: random.Random) -> bytes:
 @settings(max_examples=100, deadline=None, print_blob=True)
 @given(seed=st.integers(0, 2**32), n_ranks=st.sampled_from([1, 3, 64, 130]), weight=WEIGHTS, tracked=st.booleans())
 def test_the_kernel_gives_the_bits_of_the_formula(seed: int, n_ranks: int, weight: float, tracked: bool) -> None:
-    """For any loads, shared blocks and overlaps; and decode blocks are those of sets."""
+    """For any loads, shared blocks and overlaps the kernel returns the formula's bits, and decode blocks are those of
+    sets."""
     rng = random.Random(seed)
     loads, blocks = loads_of(rng, n_ranks)
     ranks = [rank(number) for number in rng.sample(range(n_ranks + 1), rng.randint(1, n_ranks))]  # one has no load
@@ -74,7 +75,7 @@ def test_the_kernel_gives_the_bits_of_the_formula(seed: int, n_ranks: int, weigh
 @settings(max_examples=200, deadline=None)
 @given(costs=st.lists(st.sampled_from([0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=70), seed=st.integers(0, 2**32))
 def test_the_first_of_the_cheapest_is_chosen_as_by_all_costs(costs: list[float], seed: int) -> None:
-    """One that is alone without a draw; of several the same one that the same draw takes out of all costs."""
+    """A single minimum is chosen without a draw; of several, a draw chooses the same one as from all costs."""
     first, n_lowest = costs.index(min(costs)), costs.count(min(costs))
     ours, theirs = random.Random(seed), random.Random(seed)
     assert select_lowest(np.array(costs), first, n_lowest, ours) == select_by_cost(costs, 0.0, theirs)
@@ -83,7 +84,7 @@ def test_the_first_of_the_cheapest_is_chosen_as_by_all_costs(costs: list[float],
 
 @pytest.mark.parametrize("by", [price_ranks, price_in_numpy], ids=["kernel", "plain"])
 def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documented example, and the same with a rank more that is as cheap as the cheapest."""
+    """The documented example has one cheapest rank, and two with another rank of the same cost."""
     monkeypatch.setattr(pricing, "price_ranks", by)
     loads = ActiveLoads(1000)
     ranks = [rank(number) for number in range(1, 5)]
@@ -111,7 +112,7 @@ def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch:
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(seed=st.integers(0, 2**32), tiered=st.booleans())
 def test_an_answers_columns_are_its_mappings(seed: int, tiered: bool) -> None:
-    """For candidates that hold nothing, and beside ranks that hold something and are no candidates."""
+    """Columns equal the mappings, also for candidates that hold nothing and ranks that are not candidates."""
     rng = random.Random(seed)
     index, local = RunTreeIndex(), np.arange(1, 9, dtype=np.uint64)
     for number in rng.sample(range(80), rng.randint(0, 80)):

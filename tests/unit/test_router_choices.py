@@ -1,6 +1,6 @@
 """A router's choices without Kafka: its topics count as read, and its registry is folded by hand.
 
-What must not be here: anything that depends on what Kafka does (test_router_modes, test_router_api).
+What must not be here: anything that depends on Kafka's behaviour (test_router_modes, test_router_api).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from streams.core.hashing import local_hashes
 from streams.core.ids import HashArray
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.routing.selection import RouterMode
-from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
+from streams.core.workers import WorkerState
+from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
 from streams.router_api.router import Router
 from streams.router_api.wire import answer_json, parse_route_query
 from streams.settings import Settings
@@ -36,7 +37,8 @@ def ask(router: Router, name: str = "r", tokens: Sequence[int] = tuple(TOKENS), 
 
 
 def test_without_events_a_prompt_goes_where_it_went() -> None:
-    """In mode approximate; a question without booking predicts nothing."""
+    """Without events a prompt returns to the rank that got it before, and a request that books nothing predicts
+    nothing."""
     router = router_of(kv_events=False)
     for _ in range(5):
         assert ask(router, update_states="false")["overlap_blocks"] == 0
@@ -50,7 +52,7 @@ def test_without_events_a_prompt_goes_where_it_went() -> None:
 
 @pytest.mark.parametrize("override", [{}, {"overlap_score_weight": 1.0}])
 def test_without_weight_the_index_is_not_asked(override: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is it by a request that gives itself a weight, which is told `fallback`."""
+    """A router without weight never reads its index; a request that sets a weight gets mode `fallback`."""
     router = router_of(kv_overlap_score_weight=0.0)
 
     def refuse(_: object) -> None:
@@ -63,7 +65,7 @@ def test_without_weight_the_index_is_not_asked(override: dict[str, Any], monkeyp
 
 
 def test_a_request_without_weight_does_not_ask_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a router that has one; others on it do."""
+    """A request that sets weight 0 does not read the index, while other requests on the same router do."""
     router = router_of()
 
     def refuse(_: object) -> None:
@@ -76,7 +78,7 @@ def test_a_request_without_weight_does_not_ask_the_index(monkeypatch: pytest.Mon
 
 
 def test_direct_needs_a_worker() -> None:
-    """And obeys."""
+    """In mode direct a request must name a worker, which is then chosen."""
     router = router_of(router_mode=RouterMode.DIRECT)
     with pytest.raises(InvalidRequest, match="worker_id is missing"):
         ask(router)
@@ -84,7 +86,8 @@ def test_direct_needs_a_worker() -> None:
 
 
 def test_a_session_stays_where_it_was() -> None:
-    """As long as that rank may be chosen; each phase has its own, and looking binds nothing."""
+    """A session keeps its rank while that is a candidate; each phase has its own, and a request that books nothing
+    binds none."""
     router = router_of(router_mode=RouterMode.ROUND_ROBIN, router_session_affinity_ttl_s=60.0)
 
     def go(name: str, session: str, **fields: Any) -> int:
@@ -102,7 +105,8 @@ def test_a_session_stays_where_it_was() -> None:
 
 
 def test_busy_ranks_are_left_out_by_what_engines_say() -> None:
-    """And by what was booked; all busy is a fault of its own."""
+    """Ranks that are busy by their engine's report or by bookings are left out; if all are, the error is
+    AllWorkersBusy."""
     router = router_of(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=40)
     report(router.view, rank(1), kv_active_blocks=51, kv_total_blocks=100)
     chosen = {ask(router, f"r{n}")["worker_id"] for n in range(2)}
@@ -114,7 +118,7 @@ def test_busy_ranks_are_left_out_by_what_engines_say() -> None:
 
 
 def test_metrics_reach_the_older_policies() -> None:
-    """The emptier engine wins, in mode exact as far as the index goes."""
+    """The emptier engine wins, and the mode is that of the index."""
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
     for worker_id, active in ((1, 90), (2, 10)):
         hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE))
@@ -124,7 +128,7 @@ def test_metrics_reach_the_older_policies() -> None:
 
 
 def test_overrides_are_the_requests_own() -> None:
-    """Blocks that are not tracked cost it nothing; the next request is priced as ever."""
+    """A request without tracked blocks pays nothing for them, and the next request does again."""
     router = router_of(1)
     ask(router, "one", list(range(500, 564)))
     with_blocks, without = (
@@ -135,7 +139,7 @@ def test_overrides_are_the_requests_own() -> None:
 
 
 def test_a_router_waits_for_its_first_workers() -> None:
-    """Not ready before; afterwards for good."""
+    """A router is not ready before enough workers are registered, and stays ready when they leave."""
     router = router_of(1, router_min_initial_workers=2)
     with pytest.raises(NotReady, match="1 more workers") as caught:
         ask(router)
@@ -147,7 +151,7 @@ def test_a_router_waits_for_its_first_workers() -> None:
 
 
 def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another router's, of the same id and on another rank: the answer is that, and nothing is booked beside it."""
+    """If another router's booking of the id arrives during the choice, it is the answer, and nothing is booked."""
     router = router_of(2)
     overlap = router.view.overlap
 
@@ -162,3 +166,37 @@ def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.
     assert (answer["worker_id"], answer["overlap_blocks"], answer["cost"]) == (2, 3, None)
     with router.loads.locked() as loads:
         assert len(loads) == 1
+
+
+def test_a_prepared_request_can_be_booked_once_a_rank_is_free_again() -> None:
+    """A booking that found every rank busy succeeds with the same preparation after a load has been freed."""
+    router = router_of(1, active_prefill_tokens_threshold=40)
+    ask(router, "first")
+    prepared = router.prepare(parse_route_query({"request_id": "second"}), packed(TOKENS))
+    with pytest.raises(AllWorkersBusy):
+        router.try_book(prepared)
+    router.report_phase("first", BookingPhase.FREE)
+    answer = router.try_book(prepared)
+    assert (answer.request_id, answer.rank, answer.candidates) == ("second", rank(1), None)
+    assert router.try_book(prepared).cost is None  # the same id again gets the existing choice
+
+
+def test_a_request_that_no_rank_may_serve_is_refused_when_it_is_booked() -> None:
+    """Preparation does not raise, since the request may repeat the id of a booking on a rank that is cordoned now."""
+    router = router_of(1)
+    ask(router)
+    register(router.view, 1, state=WorkerState.CORDONED)
+    prepared = router.prepare(parse_route_query({"request_id": "other"}), packed(TOKENS))
+    assert (prepared.ranks, type(prepared.refusal)) == ((), NoEligibleWorker)
+    with pytest.raises(NoEligibleWorker, match="cordoned 1"):
+        router.try_book(prepared)
+    assert ask(router)["worker_id"] == 1
+
+
+def test_an_answer_has_the_url_of_its_worker() -> None:
+    """The URL is the registered one, and null for an existing booking whose worker was removed."""
+    router = router_of(1)
+    assert ask(router)["url"] == router.view.workers[rank(1).worker_id].url
+    router.view.fold_worker(b"1", None)
+    register(router.view, 2)
+    assert (ask(router)["worker_id"], ask(router)["url"]) == (1, None)

@@ -1,4 +1,4 @@
-"""What pooled blocks and labels do to a router's choice, its booking and its mode; without Kafka."""
+"""The effect of pooled blocks and labels on a router's choice, its booking and its mode, without Kafka."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ PLACED = Placement(CxlMemoryState.CXL_POOLED, "p", 0, (), "m", Incarnation(1), 0
 QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
 LABELS = MoeLabels(2, 7, 3)
 
-#: Worker 1's blocks are those of a worker that is gone; all others have told that they hold nothing.
+#: The owner of the pooled blocks, which is not registered.
 DEAD = 9
 
 
 def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
-    """The worker's partition has an owner that is at work."""
+    """The worker's partition gets a record of its owner, which lags by behind_ms."""
     partition = partition_of(WorkerId(worker_id), Settings().partitions)
     source = SourceProgress("t", "id", 0, 0, 1, behind_ms)
     record = PartitionRecord(partition, 0, "test", (source,))
@@ -55,7 +55,7 @@ def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
 
 
 def put(router: Router, *positions: int, placement: Placement = PLACED) -> None:
-    """Blocks of the request, of the dead owner, are pooled."""
+    """Blocks of the request are pooled; their owner is a removed worker."""
     for at in positions:
         row = BlockRow(placement, CHAIN[at - 1] if at else None, at, EngineHash(at))
         router.view.fold_pooled(block_key(BlockKey(CHAIN[at], rank(DEAD), "p")), encode_block(row))
@@ -92,7 +92,7 @@ def terms(answer: dict[str, Any]) -> dict[int, tuple[int, int, int, float, float
 
 
 def test_a_dead_owners_pooled_prefix_draws_a_request_to_who_reaches_it() -> None:
-    """Every term is told, and the cost is that of the formula."""
+    """A worker that reaches a removed owner's pooled prefix wins, with every term in the answer."""
     router = router_of(3)
     put(router, 0, 1, 2)
     hosts(router, 2, DEAD)
@@ -104,7 +104,7 @@ def test_a_dead_owners_pooled_prefix_draws_a_request_to_who_reaches_it() -> None
 
 
 def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:
-    """The rank's own come first, whoever has them pooled as well."""
+    """A rank's own blocks count first, whichever rank has pooled them as well."""
     router = router_of(2)
     put(router, 0, 1, 2, 3)
     hosts(router, 1, 2)
@@ -116,7 +116,7 @@ def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:
     ("weight", "effective"), [(0.0, 0.0), (0.5, 1.5), (2.0, 6.0)], ids=["not looked for", "half", "double"]
 )
 def test_the_weight_is_a_setting_and_a_requests_own(weight: float, effective: float) -> None:
-    """By JSON, as a query parameter, and for the whole router."""
+    """The weight can be set in JSON, as a query parameter, and for the whole router."""
     for knobs, override in (({}, {"cxl_score_weight": weight}), ({"cxl_score_weight": weight}, None)):
         router = router_of(1, **knobs)
         put(router, 0, 1, 2)
@@ -127,7 +127,7 @@ def test_the_weight_is_a_setting_and_a_requests_own(weight: float, effective: fl
 
 
 def test_what_a_pool_has_is_not_booked_as_prefill_and_what_labels_are_worth_is() -> None:
-    """A label says what a block is worth to a request; it computes nothing."""
+    """A booking charges neither own nor pooled blocks; labels are a preference and reduce no charge."""
     router = router_of(1)
     put(router, 2, 3)
     hosts(router, 1)
@@ -139,7 +139,7 @@ def test_what_a_pool_has_is_not_booked_as_prefill_and_what_labels_are_worth_is()
 
 
 def test_the_potential_load_knows_what_a_pool_has() -> None:
-    """As the booking would."""
+    """The potential load counts pooled blocks as the booking does."""
     router = router_of(2)
     put(router, 0, 1, 2, 3)
     hosts(router, 2)
@@ -148,12 +148,12 @@ def test_the_potential_load_knows_what_a_pool_has() -> None:
 
 
 def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> None:
-    """Of the rank's own leading blocks; without a query nobody asks for labels."""
+    """Matching labels of own leading blocks add weight; without a query labels are ignored."""
     router = router_of(3)
     hold(router.view, rank(1), LOCAL[:2])
     label(router, 2, 0, 2)
     label(router, 3, 0, 1, MoeLabels(2, 8, 3))
-    label(router, 3, 2, 4)  # behind a hole
+    label(router, 3, 2, 4)  # after a hole
     assert terms(ask(router, {"moe_query": QUERY, "moe_score_weight": 0.25})) == {
         1: (2, 0, 0, 2.0, 6.0),
         2: (2, 0, 2, 2.5, 5.5),
@@ -166,7 +166,7 @@ def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> No
 
 @pytest.mark.parametrize("mode", ["kv", "random", "least-loaded"])
 def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
-    """In every mode, since it is a filter; where nobody matches all stay."""
+    """In every mode only matching ranks remain, unless no rank matches."""
     router = router_of(3, router_mode=mode)
     hold(router.view, rank(1), LOCAL)
     label(router, 2, 0, 1)
@@ -179,20 +179,23 @@ def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
 
 
 def test_exclusions_apply_last() -> None:
-    """Who alone matches and is excluded leaves nobody; who else matches stays."""
+    """If only excluded ranks match, no rank is left; if another matches, it remains."""
     router = router_of(3)
     label(router, 2, 0, 1)
     strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
     with pytest.raises(NoEligibleWorker, match="excluded") as caught:
         ask(router, strict, excluded_worker_ids=[2])
     assert caught.value.detail == {"matching": 1}
-    assert terms(ask(router, strict, allowed_worker_ids=[1, 3])).keys() == {1, 3}  # who may not serve does not match
+    assert terms(ask(router, strict, allowed_worker_ids=[1, 3])).keys() == {
+        1,
+        3,
+    }  # a rank that is not eligible does not match
     label(router, 3, 0, 1)
     assert terms(ask(router, strict, excluded_worker_ids=[2])).keys() == {3}
 
 
 def test_a_labelled_rank_that_restarts_matches_nothing_any_more() -> None:
-    """Though the router knows of its new life by a progress record alone."""
+    """A progress record of a newer incarnation ends a rank's labels."""
     router = router_of(1)
     label(router, 1, 0, 2)
     assert terms(ask(router, {"moe_query": QUERY}))[1][:3] == (2, 0, 2)
@@ -204,7 +207,7 @@ def test_a_labelled_rank_that_restarts_matches_nothing_any_more() -> None:
 
 
 def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
-    """Who writes the rows of the dead owner must be at work, unless pooled blocks do not count."""
+    """A silent owner of pooled rows degrades answers that use pooled blocks."""
     router = router_of(1)
     hold(router.view, rank(1), LOCAL)
     other = next(n for n in range(100, 200) if partition_of(WorkerId(n), 8) != partition_of(WorkerId(1), 8))
@@ -217,13 +220,13 @@ def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
     alive(router, other)
     assert ask(router)["mode"] == "exact"
     alive(router, other, behind_ms=5000)
-    assert ask(router)["degraded_because"] == "pooled_owner_behind"
+    assert ask(router)["degraded_because"] == "pooled_owner_lagging"
     router.view.fold_pooled(key, None)
     assert ask(router)["mode"] == "exact"
 
 
 def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused is a bad record; what is known may change and end."""
+    """A row beyond the limit is a bad record; existing rows can still change and end."""
     monkeypatch.setattr(pooled_view.PooledView.__init__, "__defaults__", (None, 2))
     router = router_of(1)
     hold(router.view, rank(1), LOCAL)
@@ -243,7 +246,7 @@ def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytes
 def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     monkeypatch: pytest.MonkeyPatch, in_batches: bool
 ) -> None:
-    """Of the rank in question, by who asks for labels that count, until its record finds room or ends."""
+    """Dropped labels degrade answers that use labels, until their record is taken or ends."""
     monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
     router = router_of(3)
 
@@ -283,7 +286,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     for _ in range(2):  # the second finds the booking
         again = msgspec.convert({**booked, "router_config_override": {"moe_query": QUERY}}, RouteRequest)
         assert answer_json(router.route(again))["degraded_because"] == "labels_over_capacity"
-    # Another rank's leave makes room, which is taken when the record is written again.
+    # Labels of another rank end, and their capacity is used when the record is written again.
     tell(1, labelled=False)
     assert ask(router, strict)["mode"] == "degraded"
     tell(2)
@@ -295,7 +298,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
 
 
 def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What found no room went with its life."""
+    """A rank's dropped labels end with its incarnation."""
     monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
     router = router_of(2)
     for worker_id in (1, 2):
@@ -310,13 +313,13 @@ def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytes
 
 @pytest.mark.parametrize("query", ['{"layer_id": "x"}', "[1]", "7", "{", '{"layer": 1}', '{"expert_ids": [-1]}'])
 def test_a_query_that_is_none_is_refused(query: str) -> None:
-    """As a parameter too."""
+    """An invalid moe_query is refused, in a body and as a parameter."""
     with pytest.raises(InvalidRequest):
         parse_route_query({"moe_query": query})
 
 
 def test_a_query_may_be_a_parameter() -> None:
-    """In JSON."""
+    """A moe_query may be given as a query parameter in JSON."""
     asked = parse_route_query({"moe_query": '{"layer_id": 2, "expert_ids": [7]}', "moe_score_weight": "2"})
     override = asked.router_config_override
     assert override is not None

@@ -1,5 +1,4 @@
-"""What speaks for a rank beside its own blocks: random histories of runs, labels, rows, pools and workers against a
-walk of every fact."""
+"""Supplementary matches: random histories of runs, labels, rows, pools and workers against a walk of every fact."""
 
 from __future__ import annotations
 
@@ -85,9 +84,9 @@ def register(view: View, worker_id: int, model: str = "m", dp_size: int = 1) -> 
 
 @dataclass
 class History:
-    """A view that is told things at random, and the same things plainly: runs by key, pooled rows and pools as folded.
+    """A view that folds random records, and the same records kept simply: runs by key, pooled rows, and pools.
 
-    How blocks are held and who reaches which row is told by the view's own dumps, which have tests of their own.
+    Which ranks hold blocks and reach rows is read from the view's own dumps, which have tests of their own.
     """
 
     rng: random.Random
@@ -108,7 +107,7 @@ class History:
         return rank(self.rng.randrange(1, 6), self.rng.randrange(2))
 
     def fold_run(self) -> None:
-        """A record: of this epoch, of the next one, or of one that is over."""
+        """Fold a record of the current epoch, of the next one, or of an ended one."""
         rng, of = self.rng, self.rank()
         now = self.epochs.get(of, FIRST)
         epoch = Epoch(Incarnation(1), max(0, now.generation + rng.choices([0, 1, -1], [20, 1, 1])[0]))
@@ -195,7 +194,7 @@ class History:
         self.epochs[of] = epoch
 
     def check(self) -> None:
-        """Ask for a request."""
+        """Compare the matches of one request."""
         rng, view = self.rng, self.view
         local = rng.choice(self.chains)[: rng.randrange(15)]
         model, wanted = rng.choice("mn"), rng.choice([None, *WANTED])
@@ -242,7 +241,7 @@ class History:
 @pytest.mark.parametrize("make_fold", FOLDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 6))])
 def test_every_history_gives_the_blocks_of_a_walk_of_all_facts(make_fold: Callable[[], RunFold], seed: int) -> None:
-    """Whatever was folded in whatever order; and enough of it that a view which found nothing would be found out."""
+    """In whatever order a history is folded, the counts are those of a walk of all facts, and often not zero."""
     history = History(random.Random(seed), View(Settings(), lambda: 0, make_fold))
     steps: list[Callable[[], None]] = [
         *[history.fold_run] * 12,
@@ -260,7 +259,7 @@ def test_every_history_gives_the_blocks_of_a_walk_of_all_facts(make_fold: Callab
 
 
 def test_without_numba_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dicts and Python."""
+    """The pure-Python fold gives the same counts."""
     monkeypatch.setattr(view_module, "_compiled", lambda: None)
     history = History(random.Random(1), View(Settings(), lambda: 0, FOLDS[0]))
     register(history.view, 1)
@@ -278,7 +277,7 @@ PLACED = Placement(CxlMemoryState.CXL_POOLED, "p", 0, (), "m", Incarnation(1), 0
 
 
 def put(view: View, *positions: int, owner: int = 9, placement: Placement = PLACED) -> None:
-    """These blocks of CHAIN are pooled; their owner is registered nowhere."""
+    """These blocks of CHAIN are pooled, by an owner that is not registered."""
     chain = [SequenceHash(block) for block in sequence_hashes(CHAIN).tolist()]
     for at in positions:
         row = BlockRow(placement, chain[at - 1] if at else None, at, EngineHash(at))
@@ -296,7 +295,7 @@ def reached(view: View, *workers: int) -> list[int]:
 
 @pytest.fixture(params=FOLDS)
 def pooled(request: pytest.FixtureRequest) -> View:
-    """Workers 1 to 4, of which 1 to 3 are hosts of the pool."""
+    """A view with workers 1 to 4, of which 1 to 3 are members of the pool."""
     view = View(Settings(), lambda: 0, request.param)
     for worker_id in range(1, 5):
         register(view, worker_id)
@@ -310,20 +309,20 @@ def hold(view: View, worker_id: int, first: int, last: int) -> None:
 
 
 def test_the_prefix_goes_over_own_blocks_and_pooled_ones_to_the_first_hole(pooled: View) -> None:
-    """Own leading blocks count once; own ones behind a pooled one carry on and are not counted; a hole ends it."""
+    """A prefix continues over own blocks that follow pooled ones without counting them, and ends at a hole."""
     put(pooled, 0, 1, 2, 3, 6, 7, 9)
     assert reached(pooled, 1, 2, 3, 4) == [4, 4, 4, 0]
     hold(pooled, 1, 0, 2)  # both pooled too
     hold(pooled, 2, 4, 6)  # between pooled ones
-    hold(pooled, 3, 5, 9)  # behind a hole at 4
-    hold(pooled, 4, 0, 9)  # no host of the pool
+    hold(pooled, 3, 5, 9)  # after a hole at 4
+    hold(pooled, 4, 0, 9)  # not a member of the pool
     assert reached(pooled, 1, 2, 3, 4) == [2, 6, 4, 0]
     hold(pooled, 3, 4, 5)
     assert reached(pooled, 1, 2, 3, 4) == [2, 6, 7, 0]
 
 
 def test_losing_a_pool_or_a_host_or_an_epoch_is_one_record(pooled: View) -> None:
-    """Every block at once, and back again."""
+    """One record of a pool makes all its blocks inaccessible at once, and accessible again."""
     put(pooled, *range(10))
     assert reached(pooled, 1, 3) == [10, 10]
     pooled.fold_worker(pool_key("p"), encode_pool(replace(POOL, members=(WorkerId(1),))))
@@ -339,7 +338,7 @@ def test_losing_a_pool_or_a_host_or_an_epoch_is_one_record(pooled: View) -> None
 
 
 def test_a_block_of_several_owners_counts_once_and_as_long_as_one_of_them_has_it(pooled: View) -> None:
-    """In one pool or in several."""
+    """A block of several owners counts once while any of them has it, in one pool or several."""
     put(pooled, 0, 1, owner=8)
     put(pooled, 0, 1, owner=9)
     put(pooled, 0, owner=9, placement=replace(PLACED, pool_id="q", accessible_workers=(WorkerId(4),)))
@@ -351,7 +350,7 @@ def test_a_block_of_several_owners_counts_once_and_as_long_as_one_of_them_has_it
 
 
 def test_a_lease_renewed_leaves_every_answer_as_it_was(pooled: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry's records come every few seconds for every worker, and change nothing as a rule."""
+    """A renewed lease, which arrives every few seconds for each worker, keeps all cached queries."""
     put(pooled, 0, 1)
     assert reached(pooled, 1) == [2]
     monkeypatch.setattr("streams.cxl.pooled_index.reachable_workers", None)
@@ -360,7 +359,7 @@ def test_a_lease_renewed_leaves_every_answer_as_it_was(pooled: View, monkeypatch
 
 
 def test_a_forgotten_rank_that_comes_again_in_a_smaller_epoch_has_its_labels() -> None:
-    """Also where none of its labels was left when it was forgotten."""
+    """A rank that was dropped and returns in a smaller epoch gets its labels, whether or not it had any before."""
     view = View(Settings(), lambda: 0, FOLDS[0])
     register(view, 1)
     first = run_of(CHAIN, rank(1), 0, 1, epoch=Epoch(Incarnation(5), 1), moe={0: LABELS[0]})

@@ -1,4 +1,4 @@
-"""What a view answers beside what it folds: predictions, metrics, and who may be asked; without Kafka."""
+"""What a view answers in addition to its folds: predictions, metrics and eligible ranks, without Kafka."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOCAL = local_hashes(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE)
 
 
 class Clock:
-    """Milliseconds, as the test has it."""
+    """Milliseconds that the test sets."""
 
     def __init__(self) -> None:
         self.now_ms = 1_000
@@ -62,13 +62,13 @@ def register(view: View, worker_id: int, **changes: Any) -> None:
 
 
 def report(view: View, of: RankId, **gauges: Any) -> None:
-    """The rank's engine says this of itself."""
+    """The rank's engine reports these metrics."""
     told = MetricsReport(of, WorkerMetrics(**gauges), TTL_MS, 0, 3)
     view.fold_report(str(of.worker_id).encode(), encode_metrics(told))
 
 
 def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
-    """The rank's events have come: it holds these blocks, is exact, and its owner is at work."""
+    """The events of the rank have arrived: it holds these blocks, is exact, and its partition owner is running."""
     sequence = sequence_hashes(local).tolist()
     epoch = Epoch(Incarnation(1), 0)
     run = Run(
@@ -94,7 +94,7 @@ def clock() -> Clock:
 
 
 def test_without_events_own_decisions_are_what_is_known(clock: Clock) -> None:
-    """For 120 s from the last one, and the answer is `approximate`; what the index holds is not looked at."""
+    """Without events a prediction counts for 120 s, the mode is `approximate`, and the index is not read."""
     view = view_of(clock, kv_events=False)
     hold(view, rank(2), LOCAL)
     view.predict(rank(1), LOCAL[:3])
@@ -110,7 +110,7 @@ def test_without_events_own_decisions_are_what_is_known(clock: Clock) -> None:
 
 @pytest.mark.parametrize("kv_events", [True, False])
 def test_without_weight_nothing_is_known_or_predicted(kv_events: bool, clock: Clock) -> None:
-    """A request that asks for overlap nevertheless is answered in mode `fallback`."""
+    """Without weight nothing is predicted, and a request for overlap is answered in mode `fallback`."""
     view = view_of(clock, kv_overlap_score_weight=0.0, kv_events=kv_events, router_predicted_ttl_s=5.0)
     hold(view, rank(2), LOCAL)
     view.predict(rank(1), LOCAL)
@@ -119,7 +119,7 @@ def test_without_weight_nothing_is_known_or_predicted(kv_events: bool, clock: Cl
 
 
 def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
-    """With a TTL: longer than what is held it makes the answer approximate; off, it is not looked at."""
+    """A prediction that is longer than what is held makes the answer approximate; without a TTL it is not made."""
     view, off = view_of(clock, router_predicted_ttl_s=2.0), view_of(clock)
     for each in (view, off):
         hold(each, rank(1), LOCAL[:2])
@@ -140,14 +140,14 @@ def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
 
 
 def test_a_request_of_no_full_block_predicts_nothing(clock: Clock) -> None:
-    """There is nothing that could be held."""
+    """A request without a full block predicts nothing."""
     view = view_of(clock, kv_events=False)
     view.predict(rank(1), LOCAL[:0])
     assert view.overlap(LOCAL)[0].scores == {}
 
 
 def test_a_worker_that_leaves_takes_its_predictions_and_metrics_along(clock: Clock) -> None:
-    """One of its id that comes later has another cache."""
+    """A removed worker's predictions and metrics are dropped, since a later worker with its id has another cache."""
     view = view_of(clock, kv_events=False)
     for worker_id in (1, 2):
         register(view, worker_id, dp_size=2)
@@ -159,7 +159,7 @@ def test_a_worker_that_leaves_takes_its_predictions_and_metrics_along(clock: Clo
 
 
 def test_the_fleet_is_told_as_it_is_now(clock: Clock) -> None:
-    """Metrics and device classes as last told; what was given out before does not change."""
+    """The fleet has the last metrics and device classes, and values that were returned before do not change."""
     view = view_of(clock)
     register(view, 1, device_class="cpu")
     register(view, 2)
@@ -174,7 +174,7 @@ def test_the_fleet_is_told_as_it_is_now(clock: Clock) -> None:
 
 @pytest.mark.parametrize(("later_ms", "known"), [(TTL_MS - 1, True), (TTL_MS, False), (TTL_MS + 1, False)])
 def test_what_an_engine_said_ends_with_its_time(later_ms: int, known: bool, clock: Clock) -> None:
-    """Counted from receipt by our own clock; a newer word counts from its own."""
+    """A report is valid for its own time from receipt, and a newer one from its receipt."""
     view = view_of(clock)
     worker = Worker(WorkerId(1), "http://w", "m", BLOCK_SIZE)
     report(view, rank(1), num_requests_waiting=1)
@@ -189,7 +189,7 @@ def test_what_an_engine_said_ends_with_its_time(later_ms: int, known: bool, cloc
 
 
 def test_totals_that_an_engine_does_not_tell_are_those_of_its_registration(clock: Clock) -> None:
-    """Whichever comes first; what the engine tells stands."""
+    """Totals come from the registration if the engine reports none, whichever arrives first."""
     view = view_of(clock)
     for worker_id in (1, 2):
         report(view, rank(worker_id), gpu_cache_usage_perc=0.25, request_active_slots=3)
@@ -202,7 +202,7 @@ def test_totals_that_an_engine_does_not_tell_are_those_of_its_registration(clock
 
 
 def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under another worker's key, no record at all, or one rank more than there is room for; old ones make room."""
+    """Reports with a wrong key, without a value, or beyond the limit of ranks are refused; expired ones free space."""
     view = view_of(clock)
     raw = encode_metrics(MetricsReport(rank(1), WorkerMetrics(), TTL_MS, 0))
     for key, value, reason in ((b"2", raw, "wrong_key"), (b"1", b"junk", "not_avro"), (b"1", None, "not_avro")):
@@ -222,7 +222,7 @@ def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pyte
 
 
 def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
-    """Kept between requests, and made anew when a worker comes, changes or goes, or a rank falls silent."""
+    """Eligible ranks are cached, and listed again when a worker or a rank's silence changes."""
     view = view_of(clock)
     wanted = WorkerFilter("m")
     register(view, 1)
@@ -238,7 +238,7 @@ def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
     assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
     view.fold_worker(b"2", None)
     assert view.eligible(wanted) == (rank(1),)
-    for number in range(1000):  # more filters than are kept
+    for number in range(1000):  # more filters than are cached
         assert view.eligible(WorkerFilter("m", excluded=frozenset({WorkerId(number)}))) == (
             () if number == 1 else (rank(1),)
         )
