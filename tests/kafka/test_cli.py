@@ -182,7 +182,7 @@ def test_config_prints_values_as_they_are(run: Run) -> None:
     [
         (("config", "--port", "x"), {}, ("port is 'x'", "command line")),
         (("config",), {"KVSTREAMS_PORT": "70000"}, ("port is 70000", "at most 65535", "KVSTREAMS_PORT")),
-        (("config", "--config", "nowhere.toml"), {}, ("nowhere.toml is not there",)),
+        (("config", "--config", "nowhere.toml"), {}, ("nowhere.toml does not exist",)),
         (("router", "--router-mode", "best"), {}, ("router_mode is 'best'", "kv, round-robin, random")),
         (("worker", "--partitions", "0"), {}, ("partitions is 0", "at least 1")),
         (("topics", "create", "--topic-prefix", "a/b"), {}, ("topic_prefix is 'a/b'",)),
@@ -210,10 +210,10 @@ def test_a_wrong_value_is_one_line(
 def test_a_variable_that_is_no_knob_is_told_once_with_the_nearest(run: Run) -> None:
     """By the command and by the Faust worker that a command becomes, and what others read is passed over."""
     strange = {"KVSTREAMS_PROT": "1", "KVSTREAMS_TEST_KAFKA": "x", "KVSTREAMS_CONFIG": "none.toml"}
-    told = "kvstreams: KVSTREAMS_PROT is set and is no knob; the nearest is KVSTREAMS_PORT"
+    told = "kvstreams: KVSTREAMS_PROT is set but is not a setting; the nearest is KVSTREAMS_PORT"
     lines = run("config", env=strange).stderr.splitlines()
     assert lines[0].startswith(told)
-    assert "none.toml is not there" in lines[1]
+    assert "none.toml does not exist" in lines[1]
     assert len(lines) == 2
     for arguments in (("config",), ("worker",)):
         # The fault is none, which ends a worker while its App is built.
@@ -232,7 +232,8 @@ def test_faust_tells_of_a_variable_that_is_no_knob(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode != 0
-    assert done.stderr.count("KVSTREAMS_BLOCKSIZE is set and is no knob; the nearest is KVSTREAMS_BLOCK_SIZE") == 1
+    warning = "KVSTREAMS_BLOCKSIZE is set but is not a setting; the nearest is KVSTREAMS_BLOCK_SIZE"
+    assert done.stderr.count(warning) == 1
 
 
 @pytest.mark.parametrize(("command", "package"), [("demo", "matplotlib"), ("demo", "psutil"), ("up", "psutil")])
@@ -311,7 +312,7 @@ def test_other_partitions_are_told_and_left(scope: Settings, run: Run) -> None:
     assert described.stdout.count("differs, see below") == len(before)
     line = assert_one_line(run("topics", "create", env=other))
     for text in (described.stdout, line):
-        assert "has 4 partitions, the settings say 5" in text
+        assert "has 4 partitions, but the settings have 5" in text
         assert "take another topic_prefix" in text
     assert describe_topics(scope, topics(scope).all()) == before
 

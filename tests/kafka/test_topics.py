@@ -159,7 +159,8 @@ def test_other_partitions_are_refused(change: int, scope: Settings) -> None:
     """More partitions or fewer than the scope has are refused, with both numbers."""
     ensure_topics(scope, topics(scope).all())
     other = replace(scope, partitions=scope.partitions + change)
-    with pytest.raises(TopicMismatch, match=rf"has {scope.partitions} partitions, the settings say {other.partitions}"):
+    refusal = rf"has {scope.partitions} partitions, but the settings have {other.partitions}"
+    with pytest.raises(TopicMismatch, match=refusal):
         ensure_topics(other, topics(other).all())
 
 
