@@ -1,1 +1,1 @@
-"""Benchmarks of the hot paths beside their peers; `python -m benchmarks.index --help`."""
+"""Benchmarks of the hot paths, compared with peers where there are any; see `python -m benchmarks.index --help`."""

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.fold FILE...`: run records folded into the index, beside the same events applied directly.
+"""`python -m benchmarks.fold FILE...`: folding run records, compared with applying the same events directly.
 
-What lives here: records made of a workload, the way that a router takes them in, and what its parts take. What must
-not: Kafka. Exits 1 where the fold does not hold what the index holds.
+What lives here: records made from a workload, the way a router folds them, and the times of its parts. What must not:
+Kafka. Exits with 1 if the fold and the index do not hold the same facts.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from streams.tables.run_decoding import decode, join
 
 Record = tuple[bytes, bytes | None]
 
-APPLY_EVENTS = 128  # a call, as in benchmarks.index
-FOLD_RECORDS = 500  # a call: what a router consumes at a time
-ALONE_RECORDS = 2000  # folded one at a time for comparison, which takes long
+APPLY_EVENTS = 128  # per call, as in benchmarks.index
+FOLD_RECORDS = 500  # per call, as a router consumes them
+ALONE_RECORDS = 2000  # folded one at a time for comparison, which is slow
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Records of some order. n_blocks: blocks that their records name, tombstones none."""
+    """Records in some order. n_blocks: number of blocks in all records; tombstones have none."""
 
     records: list[Record]
     n_blocks: int
 
     def batches(self) -> Iterator[list[Record]]:
-        """As a router gets them: its client has just made these bytes, so they are new ones and near."""
+        """Yield batches as a router gets them: its client has just created these bytes, so they are in the cache."""
         for at in range(0, len(self.records), FOLD_RECORDS):
             batch = self.records[at : at + FOLD_RECORDS]
             yield [(bytes(bytearray(key)), value if value is None else bytes(bytearray(value))) for key, value in batch]
 
 
 def logged(workload: Workload, ranks: Sequence[RankId], n_events: int, n_transaction_events: int) -> Log:
-    """Write the events as an agent does, so many a transaction."""
+    """Convert events to records as an agent does, with this many events per transaction."""
     holdings = plain_holdings()
     offset = workload.ev_off.astype(int).tolist()
     records: list[Record] = []
@@ -62,7 +62,7 @@ def logged(workload: Workload, ranks: Sequence[RankId], n_events: int, n_transac
             worker = int(workload.ev_worker[event])
             names = workload.blk_seq[offset[event] : offset[event + 1]]
             parent = int(workload.ev_parent[event])
-            told = (
+            change = (
                 BlocksRemoved(names)
                 if workload.ev_kind[event] == REMOVED
                 else BlocksStored(
@@ -72,7 +72,7 @@ def logged(workload: Workload, ranks: Sequence[RankId], n_events: int, n_transac
                     Tier.DEVICE,
                 )
             )
-            body = EngineEvents((told,))
+            body = EngineEvents((change,))
             batch = EngineBatch(ranks[worker], "m", workload.block_size, Incarnation(1), sequence[worker], 0, 0, body)
             sequence[worker] += 1
             holdings.apply(batch, body.events)
@@ -83,7 +83,7 @@ def logged(workload: Workload, ranks: Sequence[RankId], n_events: int, n_transac
 
 
 def compacted(log: Log, seed: int) -> Log:
-    """Last records of all keys that have one, in any order."""
+    """Last records of all keys without a final tombstone, shuffled."""
     last = {key: value for key, value in log.records if value is not None}
     for key, value in log.records:
         if value is None:
@@ -97,7 +97,7 @@ def compacted(log: Log, seed: int) -> Log:
 
 
 def time_direct(target: ours.Grown, n_events: int) -> int:
-    """Apply events in batches; nanoseconds."""
+    """Apply events in batches; returns nanoseconds."""
     apply, columns = target.index.apply, target.columns
     start = clock()
     for at in range(0, n_events, APPLY_EVENTS):
@@ -106,7 +106,7 @@ def time_direct(target: ours.Grown, n_events: int) -> int:
 
 
 def time_view(log: Log) -> tuple[int, View]:
-    """Take records in as a router does; nanoseconds, and the view."""
+    """Fold records as a router does; returns nanoseconds, and the view."""
     view = View(Settings(), lambda: 0)
     took = 0
     for batch in log.batches():
@@ -114,12 +114,12 @@ def time_view(log: Log) -> tuple[int, View]:
         bad = view.fold_index_batch(batch)
         took += clock() - start
         if bad:
-            raise ValueError("a record of our own making is bad")
+            raise ValueError("a generated record is bad")
     return took, view
 
 
 def time_parts(log: Log) -> dict[str, int]:
-    """Nanoseconds of joining, decoding and folding."""
+    """Nanoseconds for joining, decoding and folding."""
     took = {"join": 0, "decode": 0, "fold": 0}
     fold = TreeRunFold()
     for batch in log.batches():
@@ -136,7 +136,7 @@ def time_parts(log: Log) -> dict[str, int]:
 
 
 def time_alone(log: Log) -> float:
-    """Nanoseconds of a record that is decoded and folded by itself."""
+    """Nanoseconds per record if each is decoded and folded alone."""
     view = View(Settings(), lambda: 0)
     records = log.records[:ALONE_RECORDS]
     start = clock()
@@ -146,7 +146,7 @@ def time_alone(log: Log) -> float:
 
 
 def measure(path: Path, n_events: int, n_transaction_events: int, repeats: int, say: Callable[[str], None]) -> bool:
-    """Measure one workload; False where fold and index differ."""
+    """Measure one workload; returns whether fold and index hold the same facts."""
     workload = load(path)
     target = ours.empty(workload)
     n_events = min(n_events, workload.n_events) if n_events else workload.n_events
@@ -155,15 +155,15 @@ def measure(path: Path, n_events: int, n_transaction_events: int, repeats: int, 
     log = logged(workload, target.ranks, n_events, n_transaction_events)
     permuted = compacted(log, 1)
     say(
-        f"{workload.name}: {n_events} events of {event_blocks} blocks; log of {len(log.records)} records of "
-        f"{log.n_blocks} blocks; compacted {len(permuted.records)} of {permuted.n_blocks} "
-        f"(made in {time.perf_counter() - begun:.0f} s)"
+        f"{workload.name}: {n_events} events with {event_blocks} blocks; the log has {len(log.records)} records with "
+        f"{log.n_blocks} blocks; compacted and shuffled, {len(permuted.records)} records with {permuted.n_blocks} "
+        f"blocks (generated in {time.perf_counter() - begun:.0f} s)"
     )
     took: dict[str, list[float]] = {}
     same = True
-    time_direct(ours.again(target, workload), n_events)  # kernels are compiled, or read from their cache
+    time_direct(ours.again(target, workload), n_events)  # compiles the kernels, or reads them from their cache
     time_parts(log)
-    gc.disable()  # the sets that are compared below are millions of objects to look through
+    gc.disable()  # the sets that are compared below have millions of objects
     for _ in range(repeats):
         fresh = ours.again(target, workload)
         direct = time_direct(fresh, n_events) / event_blocks
@@ -181,7 +181,7 @@ def measure(path: Path, n_events: int, n_transaction_events: int, repeats: int, 
                 took.setdefault(f"{name} {part} ns/record", []).append(ns / len(each.records))
             found: set[tuple[RankId, Tier, int]] = {*view.members()}
             if len(view.index) != held or found != expected:
-                say(f"{workload.name}: {name} holds {len(view.index)}, direct events {held}")
+                say(f"{workload.name}: the {name} fold holds {len(view.index)} facts, the index {held}, or others")
                 same = False
     took["alone ns/record"] = [time_alone(log)]
     for name, values in took.items():
@@ -191,11 +191,13 @@ def measure(path: Path, n_events: int, n_transaction_events: int, repeats: int, 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--events", default=20_000, show_default=True, help="Of each workload; 0 for all, which takes minutes.")
-@click.option("--transaction", default=128, show_default=True, help="Events an agent writes records for at once.")
+@click.option(
+    "--events", default=20_000, show_default=True, help="Events per workload; 0 for all, which takes minutes."
+)
+@click.option("--transaction", default=128, show_default=True, help="Events per transaction of an agent.")
 @click.option("--repeats", default=9, show_default=True)
 def main(files: Sequence[Path], events: int, transaction: int, repeats: int) -> None:
-    """Measure folding the records of KVWL workloads beside applying their events."""
+    """Compare folding the run records of KVWL workloads with applying their events directly."""
     same = [measure(path, events, transaction, repeats, click.echo) for path in files]
     sys.exit(0 if all(same) else 1)
 

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.index`: the prefix index beside the fastest public ones, in one interleaved run.
+"""`python -m benchmarks.index`: the prefix index compared with the fastest public ones, in one interleaved run.
 
 What lives here: the cases, what each compares, and the bars. What must not: our index's API (ours), the peers' (their
-modules), how a report looks (report). Each repetition measures ours, then each peer, so that a slow minute of the
-machine slows both. Exits 1 where two engines found different sums of depths: they did not do the same work.
+modules), the layout of a report (report). Each repetition measures ours and then each peer, so that a slow minute of
+the machine affects both. Exits with 1 if two engines found different sums of depths, since then they did not do the
+same work.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ CHECKOUT = Path(__file__).parent.parent
 RUST_PEERS = ("chain", "crtc", "radix")
 PEERS = (*RUST_PEERS, "wheel")
 
-REPEATS = 15  # pairs tell 5 % on a machine that is noisy by 20 to 50 % between runs
+REPEATS = 15  # pairs; they resolve 5 % on a machine whose speed varies by 20 to 50 % between runs
 QUICK_REPEATS = 3
-WHEEL_REPEATS_MAX = 3  # a repetition takes seconds, nearly all of them the making of JSON
-MEMORY_REPEATS_MAX = 3  # the same to a page each time
-LATENCIES = 10_000  # lookups of one repetition, over as many passes of the queries as that takes
+WHEEL_REPEATS_MAX = 3  # a repetition takes seconds, most of them to encode JSON
+MEMORY_REPEATS_MAX = 3  # results differ by less than a page
+LATENCIES = 10_000  # lookups per repetition, in as many passes over the queries as needed
 TOKEN_PASSES = 5
-WRITER_EVENTS = 500  # a call of the writer beside the queries: what a router consumes at a time
+WRITER_EVENTS = 500  # events per call of the concurrent writer, as a router consumes them
 WRITER_QUERIES = 1200
-PACED_S = 0.0005  # between queries that come 2,000 a second: most of what they take is a processor waking up
+PACED_S = 0.0005  # between queries at 2,000 per second; most of their time is a processor waking up
 
-#: The pause of a writer is one call's; these events are of 16 blocks.
+#: Metric for each number of events per call.
 BATCHES = {128: "apply_ns_per_block", 16: "apply_ns_per_block_batch_16", 1: "apply_ns_per_block_batch_1"}
 
 
 @dataclass(slots=True)
 class Run:
-    """What one run of the benchmark was asked for, and what it has found so far."""
+    """The options of one run of the benchmark, and its results so far."""
 
     repeats: int
     peers: tuple[str, ...]
@@ -67,11 +68,11 @@ class Run:
     wrong: list[str] = field(default_factory=list)
 
     def rust(self) -> tuple[str, ...]:
-        """Give the Rust engines that were asked for and are built."""
+        """The requested Rust engines, if they are built."""
         return tuple(peer for peer in RUST_PEERS if peer in self.peers) if self.binaries else ()
 
     def label(self, peer: str) -> str:
-        """Give a peer's name with its version."""
+        """Name of a peer with its version."""
         if peer == "wheel":
             return f"{wheel_peer.PACKAGE} {self.versions.get(wheel_peer.PACKAGE, '')} RadixTree"
         crate = "kv-index" if peer == "chain" else "dynamo-kv-router"
@@ -81,7 +82,7 @@ class Run:
 
 @dataclass(slots=True)
 class File:
-    """One workload in this process and in its peer's."""
+    """One workload, loaded in this process and in the peers' process."""
 
     run: Run
     workload: Workload
@@ -90,9 +91,10 @@ class File:
     base: ours.Grown  # its columns serve every repetition
 
     def repetitions(self, most: int | None = None) -> Iterator[Callable[[str, str, str, float], None]]:
-        """Give, for each repetition, what takes its figures; those of the first one are thrown away.
+        """Yield, for each repetition, the function that records its figures.
 
-        The first compiles or loads kernels, faults pages in and wakes the processor.
+        Figures of the first repetition are dropped, since it compiles or loads kernels, faults pages in and wakes the
+        processor.
         """
         yield lambda *_: None
         for _ in range(min(self.run.repeats, most or self.run.repeats)):
@@ -101,16 +103,16 @@ class File:
             )
 
     def fresh(self, *, presized: bool = False) -> ours.Grown:
-        """Give an empty index for the workload's events."""
+        """Create an empty index for the workload's events."""
         return ours.again(self.base, self.workload, presized=presized)
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Have the child do one repetition."""
-        assert self.child is not None  # callers go over run.rust(), which is empty where there is no child
+        """Run one repetition in the peers' process."""
+        assert self.child is not None  # callers iterate over run.rust(), which is empty if there is no child
         return self.child.ask(command)
 
     def expect(self, what: str, found: int, expected: int) -> None:
-        """Note a figure that should be another's equal and is not."""
+        """Record an error if a figure differs from the expected one."""
         if found != expected:
             line = f"{self.workload.name}: {what} is {found}, expected {expected}"
             if line not in self.run.wrong:
@@ -118,15 +120,15 @@ class File:
 
 
 def percentile_us(took_ns: Sequence[int], share: float) -> float:
-    """Give the value in microseconds below which this share of all lies."""
+    """Percentile of latencies, in microseconds."""
     ordered = sorted(took_ns)
     return ordered[int((len(ordered) - 1) * share)] / 1000
 
 
 def apply_case(file: File) -> None:
-    """Nanoseconds a block to apply all events, from empty and into an index of the right size.
+    """Nanoseconds per block to apply all events, into an empty index and into a presized one.
 
-    The peers have no batches: their one figure stands beside each size of ours.
+    The peers have no batches, so the same figure of theirs is compared with each of our batch sizes.
     """
     run, blocks = file.run, file.workload.n_blocks
     for take in file.repetitions():
@@ -138,11 +140,11 @@ def apply_case(file: File) -> None:
             if batch != 128:
                 continue
             for peer in run.rust():
-                told = file.ask(f"apply {peer} 128")
-                file.expect(f"errors of {peer}", told["errors"], 0)
+                answer = file.ask(f"apply {peer} 128")
+                file.expect(f"errors of {peer}", answer["errors"], 0)
                 others = ("apply_ns_per_block_batch_16", "apply_ns_per_block_batch_1", "apply_ns_per_block_presized")
                 for peer_metric in (metric, *others) if peer == "chain" else (metric,):
-                    take(peer_metric, "ns", run.label(peer), told["ns_per_block"])
+                    take(peer_metric, "ns", run.label(peer), answer["ns_per_block"])
         target = file.fresh(presized=True)
         take("apply_ns_per_block_presized", "ns", OURS, ours.time_apply(target, 128) / blocks)
         del target
@@ -152,7 +154,7 @@ def apply_case(file: File) -> None:
 
 
 def match_case(file: File) -> None:
-    """Microseconds of a lookup: bare, and with the answer as a mapping of ranks."""
+    """Microseconds per lookup: bare, and with the answer as a mapping of ranks."""
     run = file.run
     queries = file.workload.queries()
     passes = max(1, LATENCIES // len(queries))
@@ -160,10 +162,12 @@ def match_case(file: File) -> None:
     ours.time_apply(target, 128)
     expected = ours.match_sum(target, queries)
 
-    def take_both(take: Callable[[str, str, str, float], None], metric: str, series: str, told: dict[str, Any]) -> None:
-        take(f"{metric}_us_p50", "µs", series, told["p50_us"])
-        take(f"{metric}_us_p99", "µs", series, told["p99_us"])
-        file.expect(f"sum of depths of {series}", told["qsum"], expected)
+    def take_both(
+        take: Callable[[str, str, str, float], None], metric: str, series: str, answer: dict[str, Any]
+    ) -> None:
+        take(f"{metric}_us_p50", "µs", series, answer["p50_us"])
+        take(f"{metric}_us_p99", "µs", series, answer["p99_us"])
+        file.expect(f"sum of depths of {series}", answer["qsum"], expected)
 
     for take in file.repetitions():
         took = ours.time_matches(target, queries, passes)
@@ -176,23 +180,23 @@ def match_case(file: File) -> None:
         take("scores_us_p50", "µs", OURS, percentile_us(took, 0.5))
         take("scores_us_p99", "µs", OURS, percentile_us(took, 0.99))
         for peer in run.rust():
-            told = file.ask(f"map {peer} {passes}")
+            answer = file.ask(f"map {peer} {passes}")
             label = run.label(peer) + (", map" if peer == "chain" else "")
             for metric in ("match", "scores"):
-                take_both(take, metric, label, told)
+                take_both(take, metric, label, answer)
     if run.wheel is not None:
         wheel = wheel_peer.WheelPeer(run.wheel, file.workload)
         wheel.apply()
         for take in file.repetitions(WHEEL_REPEATS_MAX):
             took, total = wheel.match(queries)
-            told = {"p50_us": percentile_us(took, 0.5), "p99_us": percentile_us(took, 0.99), "qsum": total}
-            take_both(take, "scores", run.label("wheel"), told)
+            answer = {"p50_us": percentile_us(took, 0.5), "p99_us": percentile_us(took, 0.99), "qsum": total}
+            take_both(take, "scores", run.label("wheel"), answer)
 
 
 def memory_case(file: File) -> None:
-    """Bytes an entry: what the index holds against the peers' live bytes, and what the process grew by.
+    """Bytes per entry: the memory that the index reports, the peers' live bytes, and the growth of the process.
 
-    Each figure is of a process of its own, for a used one has pages to reuse.
+    Each figure is measured in a process of its own, since a used one has free pages to reuse.
     """
     run = file.run
     for take in file.repetitions(MEMORY_REPEATS_MAX):
@@ -202,10 +206,10 @@ def memory_case(file: File) -> None:
             reason = done.stderr.strip().splitlines()[-1:]
             run.wrong.append(f"{file.workload.name}: measuring memory ended with {done.returncode}: {reason}")
             return
-        told = json.loads(done.stdout)
-        entries = told["entries"]
-        take("memory_bytes_per_entry", "B", OURS, told["memory_bytes"] / entries)
-        take("memory_rss_bytes_per_entry", "B", OURS, told["rss_bytes"] / entries)
+        answer = json.loads(done.stdout)
+        entries = answer["entries"]
+        take("memory_bytes_per_entry", "B", OURS, answer["memory_bytes"] / entries)
+        take("memory_rss_bytes_per_entry", "B", OURS, answer["rss_bytes"] / entries)
         for peer in run.rust():
             assert run.binaries is not None
             with rust_peer.RustPeer(run.binaries.counting, file.path) as child:
@@ -217,7 +221,7 @@ def memory_case(file: File) -> None:
 
 
 def evict_case(file: File) -> None:
-    """Nanoseconds to evict one block from the middle of a run of 2,048, one a call and in batches."""
+    """Nanoseconds to evict one block from the middle of a run of 2,048, one per call and in batches."""
     run = file.run
     begin = file.workload.first_removal
     n_removals = file.workload.n_events - begin
@@ -233,20 +237,20 @@ def evict_case(file: File) -> None:
 
 
 def pause_case(file: File) -> None:
-    """Microseconds of the writer's longest call while one rank grows, one event of 16 blocks a call."""
+    """Microseconds of the writer's longest call while one rank grows, with one event of 16 blocks per call."""
     run = file.run
     for take in file.repetitions():
         took = ours.time_each_apply(file.fresh())
         take("pause_us_max", "µs", OURS, percentile_us(took, 1.0))
         take("pause_us_p9999", "µs", OURS, percentile_us(took, 0.9999))
         if "chain" in run.rust():
-            told = file.ask("pause chain")
-            take("pause_us_max", "µs", run.label("chain"), told["max_us"])
-            take("pause_us_p9999", "µs", run.label("chain"), told["p9999_us"])
+            answer = file.ask("pause chain")
+            take("pause_us_max", "µs", run.label("chain"), answer["max_us"])
+            take("pause_us_p9999", "µs", run.label("chain"), answer["p9999_us"])
 
 
 def tokens_case(file: File) -> None:
-    """Microseconds from a buffer of tokens to the best rank: by the parts, and by the index's one call for it."""
+    """Microseconds from a buffer of tokens to the best rank, by separate calls and by the index's single call."""
     run, workload = file.run, file.workload
     prompts = list(workload.tokens)
     target = file.fresh()
@@ -263,28 +267,28 @@ def tokens_case(file: File) -> None:
         for peer in run.rust():
             if peer == "crtc":
                 continue
-            told = file.ask(f"tokens {peer} {TOKEN_PASSES}")
-            # Engines hash with their own functions and agree only where those agree.
-            file.expect(f"sum of depths of {run.label(peer)} by tokens", told["qsum"], expected)
+            answer = file.ask(f"tokens {peer} {TOKEN_PASSES}")
+            # Each engine hashes with its own function, so equal sums show that the hashes agree as well.
+            file.expect(f"sum of depths of {run.label(peer)} by tokens", answer["qsum"], expected)
             for metric in mine:
-                take(f"{metric}_us_p50", "µs", run.label(peer), told["p50_us"])
-                take(f"{metric}_us_p99", "µs", run.label(peer), told["p99_us"])
+                take(f"{metric}_us_p50", "µs", run.label(peer), answer["p50_us"])
+                take(f"{metric}_us_p99", "µs", run.label(peer), answer["p99_us"])
 
 
 def writer_case(file: File) -> None:
-    """Microseconds of a lookup, alone and beside a thread that removes and stores everything again without a pause."""
+    """Microseconds per lookup, alone and while another thread removes and stores everything again without pausing."""
     target = file.fresh()
     target.index.apply(target.columns, 0, target.n_events)
     queries = file.workload.queries()
     expected = ours.match_sum(target, queries)
     columns, offsets = ours.cycle(target, file.workload)
     for take in file.repetitions():
-        # Without a pause each query still lets the writer have the interpreter before it: who held on to it would
-        # measure a writer that waits.
+        # Even without a pause, each query is preceded by a sleep of 0, which lets the writer run. Otherwise the queries
+        # would keep the GIL, and the writer would only wait.
         for name, pause_s in (("", 0.0), ("paced_", PACED_S)):
             took = _paced(target, queries, pause_s)
-            take(f"{name}beside_nobody_us_p50", "µs", OURS, percentile_us(took, 0.5))
-            take(f"{name}beside_nobody_us_p99", "µs", OURS, percentile_us(took, 0.99))
+            take(f"{name}no_writer_us_p50", "µs", OURS, percentile_us(took, 0.5))
+            take(f"{name}no_writer_us_p99", "µs", OURS, percentile_us(took, 0.99))
             stop = threading.Event()
             applied: list[int] = []
             writer = threading.Thread(target=_write, args=(target, columns, offsets, stop, applied))
@@ -294,10 +298,10 @@ def writer_case(file: File) -> None:
             seconds = time.perf_counter() - start
             stop.set()
             writer.join()
-            take(f"{name}beside_writer_us_p50", "µs", OURS, percentile_us(took, 0.5))
+            take(f"{name}concurrent_writer_us_p50", "µs", OURS, percentile_us(took, 0.5))
             take(f"{name}concurrent_writer_us_p99", "µs", OURS, percentile_us(took, 0.99))
-            take(f"{name}beside_writer_us_max", "µs", OURS, percentile_us(took, 1.0))
-            take(f"{name}beside_writer_mblocks_per_s", "M/s", OURS, sum(applied) / seconds / 1e6)
+            take(f"{name}concurrent_writer_us_max", "µs", OURS, percentile_us(took, 1.0))
+            take(f"{name}concurrent_writer_mblocks_per_s", "M/s", OURS, sum(applied) / seconds / 1e6)
     file.expect("entries held after the writer", len(target.index), file.workload.facts.live_entries)
     file.expect("sum of depths after the writer", ours.match_sum(target, queries), expected)
 
@@ -315,7 +319,7 @@ def _paced(target: ours.Grown, queries: Sequence[Any], pause_s: float) -> list[i
 
 
 def _write(target: ours.Grown, columns: Any, offsets: list[int], stop: threading.Event, applied: list[int]) -> None:
-    """Go through the cycle until told to stop, then to its end, so that what is held is what was held."""
+    """Repeat the cycle until `stop` is set, and complete it, so that the index ends in its initial state."""
     apply, n_events = target.index.apply, len(offsets) - 1
     while not stop.is_set():
         for first in range(0, n_events, WRITER_EVENTS):
@@ -337,38 +341,44 @@ CASES: dict[str, Callable[[File], None]] = {
 
 
 def bars(every: Sequence[Row]) -> list[Bar]:
-    """Give each requirement on the index and whether these rows hold it: they are for fleets of 64 ranks."""
+    """Requirements on the index, and whether these rows meet them; they apply to fleets of 64 ranks."""
     rows = [row for row in every if "_w64" in row.case or "_w1_" in row.case]
     applied = select(rows, "apply_ns_per_block", "ChainIndex")
     found = [
-        median_ratio_bar("apply beside ChainIndex, median of files", applied, 0.9),
-        ratio_bar("apply beside ChainIndex, each file", applied, 1.0),
+        median_ratio_bar("apply compared with ChainIndex, median of files", applied, 0.9),
+        ratio_bar("apply compared with ChainIndex, each file", applied, 1.0),
     ]
     for share in ("p50", "p99"):
         metric = f"match_us_{share}"
         bare = select(rows, metric, "bare")
         found += [
             ratio_bar(
-                f"match {share} beside ChainIndex bare, 2,048 blocks", [r for r in bare if "_d2048" in r.case], 1.0
+                f"match {share} compared with ChainIndex bare, 2,048 blocks",
+                [r for r in bare if "_d2048" in r.case],
+                1.0,
             ),
-            ratio_bar(f"match {share} beside ChainIndex bare, Mooncake", [r for r in bare if "moon" in r.case], 1.6),
-            ratio_bar(f"match {share} beside ChainIndex as a map", select(rows, metric, "map"), 1.0),
-            ratio_bar(f"match {share} beside Dynamo's compressed tree", select(rows, metric, "Compressed"), 1.0),
+            ratio_bar(
+                f"match {share} compared with ChainIndex bare, Mooncake", [r for r in bare if "moon" in r.case], 1.6
+            ),
+            ratio_bar(f"match {share} compared with ChainIndex as a map", select(rows, metric, "map"), 1.0),
+            ratio_bar(f"match {share} compared with Dynamo's compressed tree", select(rows, metric, "Compressed"), 1.0),
         ]
     found += [
-        ratio_bar("memory held beside ChainIndex", select(rows, "memory_bytes_per_entry", "ChainIndex"), 0.9),
-        ratio_bar("memory resident beside ChainIndex", select(rows, "memory_rss_bytes_per_entry", "ChainIndex"), 0.9),
-        value_bar("evict one block from a run's middle, a call each", select(rows, "evict_ns_single"), 300, "ns"),
+        ratio_bar("memory compared with ChainIndex", select(rows, "memory_bytes_per_entry", "ChainIndex"), 0.9),
+        ratio_bar(
+            "resident memory compared with ChainIndex", select(rows, "memory_rss_bytes_per_entry", "ChainIndex"), 0.9
+        ),
+        value_bar("evict one block from a run's middle, one per call", select(rows, "evict_ns_single"), 300, "ns"),
         value_bar("evict one block from a run's middle, in batches", select(rows, "evict_ns_batch_128"), 300, "ns"),
         value_bar("longest pause of the writer", select(rows, "pause_us_max"), 2000, "µs"),
     ]
     for metric in ("tokens_us_p50", "tokens_request_us_p50"):
-        told = select(rows, metric)
+        answer = select(rows, metric)
         found += [
-            value_bar(f"{metric}, 2,048 tokens", [row for row in told if "_d128" in row.case], 8, "µs"),
-            value_bar(f"{metric}, 32,768 tokens", [row for row in told if "_d2048" in row.case], 25, "µs"),
+            value_bar(f"{metric}, 2,048 tokens", [row for row in answer if "_d128" in row.case], 8, "µs"),
+            value_bar(f"{metric}, 32,768 tokens", [row for row in answer if "_d2048" in row.case], 25, "µs"),
         ]
-    found.append(value_bar("match p99 beside a writer", select(rows, "concurrent_writer_us_p99"), 10, "µs"))
+    found.append(value_bar("match p99 with a concurrent writer", select(rows, "concurrent_writer_us_p99"), 10, "µs"))
     return found
 
 
@@ -387,19 +397,24 @@ def measure(run: Run, recipe: Recipe, path: Path, cases: Sequence[str], console:
 
 
 @click.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report to this file.")
 @click.option("--file", "files", multiple=True, help="Only workloads whose name contains this; may be repeated.")
 @click.option("--case", "only", multiple=True, type=click.Choice(list(CASES)), help="Only this case; may be repeated.")
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Comma-separated; empty for none.")
 @click.option("--repeats", type=click.IntRange(min=1), help=f"Default {REPEATS}, or {QUICK_REPEATS} with --quick.")
-@click.option("--quick", is_flag=True, help="Small workloads: that it runs, not what it reaches.")
+@click.option("--quick", is_flag=True, help="Small workloads: a smoke test whose figures are not compared with bars.")
 @click.option(
-    "--data", type=click.Path(path_type=Path), default=CHECKOUT / ".kvstreams" / "bench", help="Generated files."
+    "--data",
+    type=click.Path(path_type=Path),
+    default=CHECKOUT / ".kvstreams" / "bench",
+    help="Directory for generated files.",
 )
 @click.option(
     "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A Mooncake trace (.jsonl)."
 )
-@click.option("--build/--no-build", default=None, help="Build the Rust peers anew, or never; default: where missing.")
+@click.option(
+    "--build/--no-build", default=None, help="Rebuild the Rust peers, or never build them; default: build if missing."
+)
 def main(
     json_path: Path | None,
     files: tuple[str, ...],
@@ -411,16 +426,18 @@ def main(
     trace: Path | None,
     build: bool | None,
 ) -> None:
-    """Measure the prefix index beside kv-index and Dynamo's, interleaved, in one run."""
+    """Compare the prefix index with kv-index and Dynamo's indexes, interleaved in one run."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     asked = tuple(peer for peer in peers.split(",") if peer)
     unknown = set(asked) - set(PEERS)
     if unknown:
-        raise click.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PEERS)}", param_hint="--peers")
+        raise click.BadParameter(
+            f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(PEERS)}", param_hint="--peers"
+        )
     missing: list[str] = []
     binaries = None
     if set(asked) & set(RUST_PEERS):
-        console.print("looking for the Rust peers; building them takes some minutes", style="dim")
+        console.print("looking for the Rust peers; building them takes a few minutes", style="dim")
         built = rust_peer.find_or_build(data / "peers", build)
         if isinstance(built, str):
             missing.append(built)
@@ -439,11 +456,12 @@ def main(
         if not cases or (files and not any(part in recipe.name for part in files)):
             continue
         if recipe.needs_trace and trace is None and not (data / f"{recipe.name}.kvwl").exists():
-            missing.append(f"{recipe.name} needs a Mooncake trace; give one with --trace")
+            missing.append(f"{recipe.name} needs a Mooncake trace; pass one with --trace")
             continue
         measure(run, recipe, ensure(recipe, data, trace), cases, console)
     rows = run.samples.rows()
-    # Small workloads fit into caches and hardly outgrow an empty index: their ratios say nothing of the bars.
+    # Small workloads fit into caches and hardly outgrow an empty index, so their ratios cannot show whether bars are
+    # met.
     report = Report("index", versions, rows, [] if quick else bars(rows), missing, run.wrong)
     report.print(console)
     if json_path is not None:

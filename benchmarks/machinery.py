@@ -1,6 +1,6 @@
-"""A broker and a scope for one benchmark run, and what it cost: processors and bytes.
+"""A broker and a scope for one benchmark run, and the processor time and bytes that it uses.
 
-What lives here: starting and ending the parts. What must not: what is done with them.
+What lives here: starting and stopping the parts. What must not: the measurements.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from streams.topics import topics
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
-    """A running broker and the settings of a scope of its own."""
+    """A running broker, and the settings of a scope of its own."""
 
     stack: Stack
     settings: Settings
     data: Path
 
     def topic_bytes(self, topic: str) -> int:
-        """Bytes of a topic's segments on the broker's disk, records and markers."""
+        """Bytes of a topic's segments on the broker's disk, including markers."""
         return sum(path.stat().st_size for path in self.data.glob(f"{topic}-*/*.log"))
 
 
 @contextmanager
 def machinery(partitions: int = 8, directory: Path | None = None, **changes: object) -> Iterator[Machinery]:
-    """Start a broker with its shipped settings, and end everything afterwards.
+    """Start a broker with its default settings, and stop everything afterwards.
 
-    directory: where it all lies; a temporary one that is removed where it is left out.
+    directory: parent of the temporary directory for all data, which is removed afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="kvstreams-bench-", dir=directory) as folder:
         root = Path(folder)
-        # Brokers allow no session below 6 s unless told to; ours is 6 s.
+        # By default, brokers allow no session timeout below 6 s, which is ours.
         broker = LocalKafka(LocalKafkaConfig(root / "kafka", class_archive=False))
         state = broker.up()
         try:

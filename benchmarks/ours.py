@@ -1,6 +1,6 @@
-"""Our index as the benchmarks use it: made of a workload's events, asked its queries.
+"""Our index as the benchmarks use it: filled with a workload's events, and queried.
 
-What lives here: the one place that knows the index's API. What must not: peers, repetitions, reports.
+What lives here: all uses of the index's API in the benchmarks. What must not: peers, repetitions, reports.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from streams.core.ids import DpRank, RankId, Tier, WorkerId
 from streams.core.index.run_tree import EventColumns, RunTreeIndex
 
 #: Kinds of an event in EventColumns.
-STORED_AT_ROOT, STORED_BEHIND, REMOVED_BLOCKS = 0, 1, 2
+STORED_AT_ROOT, STORED, REMOVED_BLOCKS = 0, 1, 2
 
 clock = time.perf_counter_ns
 
 
-#: What EventColumns is made of, by name.
+#: The arguments of EventColumns, by name.
 Arrays = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """An index and the columns of the events that grow it. ranks, holders: by the workload's numbers."""
+    """An index, and the columns of the events that fill it. ranks, holders: by the workload's numbers."""
 
     index: RunTreeIndex
     columns: EventColumns
@@ -40,11 +40,11 @@ class Grown:
 
 
 def empty(workload: Workload) -> Grown:
-    """Make an empty index and the workload's events as its columns; each rank is interned once."""
+    """Create an empty index, and the workload's events as its columns."""
     index = RunTreeIndex()
     ranks = [RankId(WorkerId(number), DpRank(0)) for number in range(workload.n_ranks)]
     holders = [index.holder(rank, Tier.DEVICE) for rank in ranks]
-    kind = np.where(workload.ev_parent == 0, STORED_AT_ROOT, STORED_BEHIND).astype(np.int64)
+    kind = np.where(workload.ev_parent == 0, STORED_AT_ROOT, STORED).astype(np.int64)
     kind[workload.ev_kind == REMOVED] = REMOVED_BLOCKS
     arrays: Arrays = {
         "holder": np.array(holders, dtype=np.int64)[workload.ev_worker],
@@ -58,7 +58,7 @@ def empty(workload: Workload) -> Grown:
 
 
 def again(target: Grown, workload: Workload, *, presized: bool = False) -> Grown:
-    """Make another empty index for the same columns. Raises ValueError where it numbers its holders differently."""
+    """Create another empty index for the same columns. Raises ValueError if it numbers its holders differently."""
     index = RunTreeIndex(blocks_hint=workload.facts.distinct_live) if presized else RunTreeIndex()
     if [index.holder(rank, Tier.DEVICE) for rank in target.ranks] != target.holders:
         raise ValueError("a second index numbers the same holders differently")
@@ -66,14 +66,14 @@ def again(target: Grown, workload: Workload, *, presized: bool = False) -> Grown
 
 
 def grown(workload: Workload) -> Grown:
-    """Make an index that has applied all of the workload's events."""
+    """Create an index that has applied all of the workload's events."""
     fresh = empty(workload)
     fresh.index.apply(fresh.columns, 0, fresh.n_events)
     return fresh
 
 
 def time_apply(target: Grown, batch: int, first: int = 0) -> int:
-    """Apply events from `first` on, so many a call; gives nanoseconds of the whole loop."""
+    """Apply events from `first` on, `batch` per call; returns the nanoseconds of the whole loop."""
     apply, columns, last = target.index.apply, target.columns, target.n_events
     start = clock()
     for at in range(first, last, batch):
@@ -82,7 +82,7 @@ def time_apply(target: Grown, batch: int, first: int = 0) -> int:
 
 
 def time_each_apply(target: Grown) -> list[int]:
-    """Apply one event a call; gives nanoseconds of each call."""
+    """Apply one event per call; returns the nanoseconds of each call."""
     apply, columns = target.index.apply, target.columns
     took = [0] * target.n_events
     for at in range(target.n_events):
@@ -93,7 +93,7 @@ def time_each_apply(target: Grown) -> list[int]:
 
 
 def match_sum(target: Grown, queries: list[U64Array]) -> int:
-    """Add up the depths of all ranks over all queries, by which engines are checked against each other."""
+    """Add up the depths of all ranks over all queries, a sum by which engines are compared."""
     matcher = target.index.matcher()
     total = 0
     for query in queries:
@@ -103,7 +103,7 @@ def match_sum(target: Grown, queries: list[U64Array]) -> int:
 
 
 def time_matches(target: Grown, queries: list[U64Array], passes: int) -> list[int]:
-    """Time the bare lookup of each query, once untimed before."""
+    """Time the bare lookup of each query, after one untimed pass."""
     match = target.index.matcher().match
     took: list[int] = []
     for number in range(passes + 1):
@@ -118,7 +118,7 @@ def time_matches(target: Grown, queries: list[U64Array], passes: int) -> list[in
 
 
 def time_scores(target: Grown, queries: list[U64Array], passes: int) -> tuple[list[int], int]:
-    """Time the lookup that builds a mapping of ranks to blocks; gives nanoseconds, and the sum of one pass."""
+    """Time the lookup that builds a mapping of ranks to blocks; returns nanoseconds, and the sum of one pass."""
     find, some_rank = target.index.find_matches, target.ranks[0]
     took: list[int] = []
     total = 0
@@ -127,7 +127,7 @@ def time_scores(target: Grown, queries: list[U64Array], passes: int) -> tuple[li
         for at, query in enumerate(queries):
             start = clock()
             scores = find(query).scores
-            scores.get(some_rank)  # a mapping that is built when it is first used is built inside the timed part
+            scores.get(some_rank)  # so that a mapping that is built on first use is built within the timed part
             lap[at] = clock() - start
             if not number:
                 total += sum(scores.values())
@@ -137,7 +137,7 @@ def time_scores(target: Grown, queries: list[U64Array], passes: int) -> tuple[li
 
 
 def time_tokens(target: Grown, prompts: list[U32Array], block_size: int, passes: int) -> list[int]:
-    """Time tokens in, best rank out, by the bare parts: hash, match, argmax."""
+    """Time the way from tokens to the best rank in separate calls: hash, match, argmax."""
     matcher = target.index.matcher()
     hashes = hashing.local_hashes
     took: list[int] = []
@@ -155,7 +155,7 @@ def time_tokens(target: Grown, prompts: list[U32Array], block_size: int, passes:
 
 
 def time_requests(target: Grown, prompts: list[U32Array], block_size: int, passes: int) -> list[int] | None:
-    """Time tokens in, best worker out, by the index's one call for it; None where it has none."""
+    """Time the way from tokens to the best worker in the index's single call; None if it has no such call."""
     find: Any = getattr(target.index, "find_matches_for_request", None)
     if find is None:
         return None
@@ -172,9 +172,9 @@ def time_requests(target: Grown, prompts: list[U32Array], block_size: int, passe
 
 
 def cycle(target: Grown, workload: Workload, n_event_blocks: int = 32) -> tuple[EventColumns, list[int]]:
-    """Give columns that undo the workload and then do it again, for a writer that never pauses; and their offsets.
+    """Columns that undo the workload and then apply it again, for a writer that never pauses; and their offsets.
 
-    The undoing removes what is held at the end, latest first, so many blocks of one rank an event.
+    Undoing removes the blocks that are held at the end, latest first, in events of `n_event_blocks` blocks of one rank.
     """
     live = workload.live()[::-1]
     offset = workload.ev_off.astype(np.int64)
@@ -189,7 +189,7 @@ def cycle(target: Grown, workload: Workload, n_event_blocks: int = 32) -> tuple[
     done = target.arrays
     undo_offset = np.array([*starts, len(live)], dtype=np.int64)
     holders = np.array(target.holders, dtype=np.int64)
-    shuffle = np.random.default_rng(1).permutation(n_removals)  # ranks take turns, as their engines do
+    shuffle = np.random.default_rng(1).permutation(n_removals)  # mixes the events of different ranks, as a fleet does
     sizes = np.diff(undo_offset)[shuffle]
     names = np.concatenate([live[undo_offset[at] : undo_offset[at + 1]] for at in shuffle])
     begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.pipeline`: engine events in to visible in a router's view, with real processes.
+"""`python -m benchmarks.pipeline`: from engine events to a router's view, with real processes.
 
-What lives here: fleets that tell of their caches, a broker, one Faust worker and one router, and what came through,
-drain included: a record counts once the router's view has it. What must not: recovery (recovery). Exits 1 where the
+What lives here: a fleet that reports its caches, a broker, one Faust worker and one router, and the throughput
+including the drain: a record counts once the router's view has it. What must not: recovery (recovery). Exits 1 if the
 router does not hold in the end what the fleet holds.
 """
 
@@ -38,7 +38,7 @@ from streams.topics import topics
 
 MODEL = "m"
 BLOCK_SIZE = 16
-#: Conversations that decode at any moment, over all engines; and the length at which one ends and another begins.
+#: Conversations that decode at the same time, over all engines, and the length at which one ends and another starts.
 LIVE_RUNS = 4096
 RUN_BLOCKS = 256
 STORES_PER_RECORD = 16
@@ -48,7 +48,7 @@ DECODE_SHARE = 0.7
 #: Blocks of prompts that an engine keeps before it evicts the oldest.
 PROMPTS_KEPT = 64
 DRAIN_TIMEOUT_S = 120.0
-#: Between two questions of the probe: asked without pause they would take a core of two from what is measured.
+#: The pause between two requests of the probe. Without it, the probe would use one of two cores.
 PROBE_EVERY_S = 0.002
 
 
@@ -59,7 +59,7 @@ class _Run:
 
 
 class Engine:
-    """One engine's cache, as its events tell of it; content and names are random, as tokens are."""
+    """One engine's cache, as its events report it; contents and engine hashes are random."""
 
     def __init__(self, worker_id: int, n_runs: int, seed: int) -> None:
         self.rank = RankId(WorkerId(worker_id), DpRank(0))
@@ -74,7 +74,7 @@ class Engine:
         self._prompts: deque[HashArray] = deque()
 
     def decode_steps(self) -> tuple[bytes, int]:
-        """One record of one-block stores on runs drawn uniformly; gives it and its blocks."""
+        """Return a record of one-block stores on uniformly chosen runs, and its number of blocks."""
         events: list[bytes] = []
         ended = 0
         for choice in self._random.integers(len(self._runs), size=STORES_PER_RECORD).tolist():
@@ -94,7 +94,7 @@ class Engine:
         return self._record(events), STORES_PER_RECORD + ended
 
     def large(self) -> tuple[bytes, int]:
-        """One record of a prompt stored or, where as many are kept as there is room for, of the oldest removed."""
+        """Return a record that stores a prompt or, if the cache is full, removes the oldest; and its blocks."""
         if len(self._prompts) >= PROMPTS_KEPT:
             self.n_blocks -= LARGE_BLOCKS
             return self._record([_removed(self._prompts.popleft())]), LARGE_BLOCKS
@@ -105,15 +105,15 @@ class Engine:
         return self._record([_stored(names, local)]), LARGE_BLOCKS
 
     def begin(self) -> bytes:
-        """The record that says that a life begins."""
+        """Return the record that announces an incarnation."""
         return self._record([])
 
     def store(self, names: HashArray, local: HashArray) -> bytes:
-        """A record of one store at the root."""
+        """Return a record of one store without a parent."""
         return self._record([_stored(names, local)])
 
     def _record(self, events: list[bytes]) -> bytes:
-        # Put together by hand, since the codec takes ten times as long and the clock has not begun; `_check` compares.
+        # Encoded by hand, since the codec would make the preparation ten times as long; `_check` compares the two.
         parts = [self._head, _long(self.sequence), bytes(8), b"\x00\x00\x00"]
         if events:
             parts += [_long(len(events)), *events]
@@ -131,7 +131,7 @@ _LAST = b"\x00\x00\x00"
 
 
 def _long(value: int) -> bytes:
-    """Avro's zigzag varint."""
+    """Return Avro's zigzag varint."""
     left = (value << 1) ^ (value >> 63)
     out = bytearray()
     while left > 127:
@@ -154,7 +154,7 @@ def _removed(names: HashArray) -> bytes:
 
 
 def _check(engine: Engine) -> None:
-    """Raise AssertionError where a record made by hand is not what the codec makes of the same events."""
+    """Raise AssertionError if a record encoded by hand differs from the codec's."""
     for value in (
         engine.begin(),
         *(engine.large()[0] for _ in range(2)),
@@ -165,14 +165,14 @@ def _check(engine: Engine) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Records made before the clock runs: key and value each, and the blocks in all of them."""
+    """Records prepared before the measurement: key and value of each, and the number of blocks in all."""
 
     records: list[tuple[bytes, bytes]]
     n_blocks: int
 
 
 def mixed(engines: list[Engine], n_records: int, rng: random.Random) -> Published:
-    """Decode steps and prompts, of engines in turn."""
+    """Prepare decode steps and prompts, of engines in turn."""
     records, n_blocks = [], 0
     for number in range(n_records):
         engine = engines[number % len(engines)]
@@ -183,7 +183,7 @@ def mixed(engines: list[Engine], n_records: int, rng: random.Random) -> Publishe
 
 
 def large(engines: list[Engine], n_records: int) -> Published:
-    """Prompts only."""
+    """Prepare prompts only."""
     records = []
     for number in range(n_records):
         engine = engines[number % len(engines)]
@@ -193,7 +193,7 @@ def large(engines: list[Engine], n_records: int) -> Published:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What one run took. sent_s: until the last record was handed over; all_s: until the router had it."""
+    """What one run took. sent_s: until the last record was sent; all_s: until the router had it."""
 
     sent_s: float
     all_s: float
@@ -203,7 +203,7 @@ class Passed:
 
 
 class Fleet:
-    """Engines, registered and begun, before a worker and a router."""
+    """Registered engines, with a worker and a router."""
 
     def __init__(self, parts: Machinery, n_engines: int, seed: int) -> None:
         self._parts = parts
@@ -217,13 +217,13 @@ class Fleet:
             self.kafka.produce(self.topics.workers.name, encode_worker(worker), engine.key)
             self.kafka.produce(self.topics.kv_events.name, engine.begin(), engine.key)
         self.kafka.flush()
-        self.await_known()
+        self.await_visible()
 
-    def send(self, told: Published, records_per_second: float | None) -> float:
-        """Hand records over, evenly; gives the seconds that it took."""
+    def send(self, published: Published, records_per_second: float | None) -> float:
+        """Send records at an even rate; returns the seconds that it took."""
         produce, poll, topic = self.kafka.produce, self.kafka.poll, self.topics.kv_events.name
         began = time.perf_counter()
-        for number, (key, value) in enumerate(told.records):
+        for number, (key, value) in enumerate(published.records):
             if number % 64 == 0:
                 poll(0)
                 if records_per_second is not None:
@@ -239,55 +239,55 @@ class Fleet:
         self.kafka.flush()
         return time.perf_counter() - began
 
-    def passed(self, told: Published, records_per_second: float | None) -> Passed:
-        """Send records and wait until the router knows them all."""
+    def passed(self, published: Published, records_per_second: float | None) -> Passed:
+        """Send records and wait until the router has them all."""
         changelog = self.topics.index_changelog.name
         n_bytes = self._parts.topic_bytes(changelog)
         cpu = [cpu_seconds(process.child.pid) for process in (self.worker, self.router)]
         began = time.perf_counter()
-        sent = self.send(told, records_per_second)
-        self.await_known()
+        sent = self.send(published, records_per_second)
+        self.await_visible()
         took = time.perf_counter() - began
         used = [cpu_seconds(p.child.pid) - before for p, before in zip((self.worker, self.router), cpu, strict=True)]
         return Passed(sent, took, used[0], used[1], self._parts.topic_bytes(changelog) - n_bytes)
 
-    def await_known(self) -> None:
-        """Wait until the router's view has every engine's last batch, and just the blocks that it holds."""
+    def await_visible(self) -> None:
+        """Wait until the router's view has every engine's last batch, and exactly the blocks that the engine holds."""
         wanted = {engine.rank.worker_id: (engine.sequence - 1, engine.n_blocks) for engine in self.engines}
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while True:
             ranks = get_json(f"{self.router.url}/state")["ranks"]
-            known = {rank["worker_id"]: (rank["sequence"], rank["blocks"]) for rank in ranks}
-            if all(known.get(each) == state for each, state in wanted.items()):
+            current = {rank["worker_id"]: (rank["sequence"], rank["blocks"]) for rank in ranks}
+            if all(current.get(each) == state for each, state in wanted.items()):
                 return
             if time.monotonic() > deadline:
-                return  # `wrong` says what is missing
+                return  # `wrong` reports what is missing
             time.sleep(0.05)
 
     def wrong(self) -> list[str]:
-        """Where the router's view is not what the engines hold."""
+        """Return where the router's view differs from what the engines hold."""
         ranks = {rank["worker_id"]: rank for rank in get_json(f"{self.router.url}/state")["ranks"]}
         found = []
         for engine in self.engines:
             rank = ranks[engine.rank.worker_id]
-            known = (rank["sequence"], rank["blocks"], rank["health"])
-            told = (engine.sequence - 1, engine.n_blocks, "exact")
-            if known != told:
-                found.append(f"rank {engine.rank}: batch, blocks, health are {known}; {told} were told")
+            actual = (rank["sequence"], rank["blocks"], rank["health"])
+            expected = (engine.sequence - 1, engine.n_blocks, "exact")
+            if actual != expected:
+                found.append(f"rank {engine.rank}: batch, blocks, health are {actual}, expected {expected}")
         return found
 
 
-def latencies(fleet: Fleet, told: Published, records_per_second: float, seed: int) -> list[float]:
-    """Seconds from publishing a prompt to the first answer of /route that uses it, beside other traffic."""
+def latencies(fleet: Fleet, published: Published, records_per_second: float, seed: int) -> list[float]:
+    """Return the seconds from publishing a prompt to the first answer of /route that uses it, under other traffic."""
     found: list[float] = []
-    sender = threading.Thread(target=fleet.send, args=(told, records_per_second))
+    sender = threading.Thread(target=fleet.send, args=(published, records_per_second))
     sender.start()
     probe = Engine(1_000_001, 1, seed)
     worker = Worker(probe.rank.worker_id, "http://probe", MODEL, BLOCK_SIZE)
     fleet.kafka.produce(fleet.topics.workers.name, encode_worker(worker), probe.key)
     fleet.kafka.produce(fleet.topics.kv_events.name, probe.begin(), probe.key)
     rng = np.random.default_rng(seed)
-    # Kept open, as gateways do: a connection a question would cost more than the question.
+    # Kept open, as gateways do: a connection per request would cost more than the request.
     address = urlsplit(fleet.router.url)
     kept = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10.0)
     time.sleep(2.0)
@@ -328,12 +328,14 @@ def _cases(names: tuple[str, ...]) -> Callable[[str], bool]:
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(["mixed", "large", "latency"]))
-@click.option("--seconds", default=60.0, show_default=True, help="Of sending, for each case.")
-@click.option("--mixed-rate", default=6300.0, show_default=True, help="Records a second; the drain is in the count.")
-@click.option("--large-rate", default=4000.0, show_default=True, help="Records a second, of 128 blocks each.")
-@click.option("--latency-rate", default=1000.0, show_default=True, help="Records a second beside the probe.")
+@click.option("--seconds", default=60.0, show_default=True, help="Duration of sending, per case.")
+@click.option(
+    "--mixed-rate", default=6300.0, show_default=True, help="Records per second; the result includes the drain."
+)
+@click.option("--large-rate", default=4000.0, show_default=True, help="Records per second, of 128 blocks each.")
+@click.option("--latency-rate", default=1000.0, show_default=True, help="Records per second of other traffic.")
 @click.option("--engines", default=64, show_default=True)
-@click.option("--partitions", default=4, show_default=True, help="Each is a transaction of its own.")
+@click.option("--partitions", default=4, show_default=True, help="Each has its own transactions.")
 def main(
     json_path: Path | None,
     cases: tuple[str, ...],
@@ -344,41 +346,41 @@ def main(
     engines: int,
     partitions: int,
 ) -> None:
-    """Measure events in to visible in a router's view."""
+    """Measure throughput and latency from engine events to a router's view."""
     _check(Engine(2, 1, 0))
     samples, report = Samples(), Report("pipeline", {}, [])
     console, wanted = Console(), _cases(cases)
     with machinery(partitions=partitions, block_size=BLOCK_SIZE) as parts:
         fleet = Fleet(parts, engines, seed=1)
         rng = random.Random(1)
-        # The first seconds fill caches and meet every code path once; they are told and not counted.
+        # The first seconds fill caches and run every code path once; they are not measured.
         fleet.passed(mixed(fleet.engines, int(5 * mixed_rate), rng), mixed_rate)
         for case, rate in (("mixed", mixed_rate), ("large", large_rate)):
             if not wanted(case):
                 continue
             n = int(seconds * rate)
-            told = mixed(fleet.engines, n, rng) if case == "mixed" else large(fleet.engines, n)
-            run = fleet.passed(told, rate)
+            published = mixed(fleet.engines, n, rng) if case == "mixed" else large(fleet.engines, n)
+            run = fleet.passed(published, rate)
             add = samples.add
             add(case, "offered", "records/s", OURS, n / run.sent_s)
             add(case, "to visible, with drain", "records/s", OURS, n / run.all_s)
-            add(case, "to visible, with drain", "blocks/s", OURS, told.n_blocks / run.all_s)
+            add(case, "to visible, with drain", "blocks/s", OURS, published.n_blocks / run.all_s)
             add(case, "drain after the last record", "s", OURS, run.all_s - run.sent_s)
-            add(case, "worker's processor a record", "us", OURS, run.worker_cpu_s / n * 1e6)
-            add(case, "router's processor a record", "us", OURS, run.router_cpu_s / n * 1e6)
-            add(case, "changelog a decoded block", "B", OURS, run.changelog_bytes / told.n_blocks)
+            add(case, "worker's processor time per record", "us", OURS, run.worker_cpu_s / n * 1e6)
+            add(case, "router's processor time per record", "us", OURS, run.router_cpu_s / n * 1e6)
+            add(case, "changelog per decoded block", "B", OURS, run.changelog_bytes / published.n_blocks)
             if case == "mixed":
                 report.bars += [
-                    _bar("6,000 records a second, mixed", n / run.all_s, 6000.0),
-                    _bar("at most 400 B a decoded block", -run.changelog_bytes / told.n_blocks, -400.0),
+                    _bar("6,000 records per second, mixed", n / run.all_s, 6000.0),
+                    _bar("at most 400 B per decoded block", -run.changelog_bytes / published.n_blocks, -400.0),
                 ]
             else:
-                report.bars.append(_bar("500,000 blocks a second", told.n_blocks / run.all_s, 500_000.0))
-            del told
+                report.bars.append(_bar("500,000 blocks per second", published.n_blocks / run.all_s, 500_000.0))
+            del published
             report.wrong += fleet.wrong()
         if wanted("latency"):
-            told = mixed(fleet.engines, int(seconds * latency_rate), rng)
-            found = sorted(latencies(fleet, told, latency_rate, seed=7))
+            published = mixed(fleet.engines, int(seconds * latency_rate), rng)
+            found = sorted(latencies(fleet, published, latency_rate, seed=7))
             p50, p99 = statistics.median(found), found[int(len(found) * 0.99)]
             samples.add("latency", "published to used, p50", "ms", OURS, p50 * 1e3)
             samples.add("latency", "published to used, p99", "ms", OURS, p99 * 1e3)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.recovery`: how long a new process takes to know what the changelog says.
+"""`python -m benchmarks.recovery`: how long a new process takes to read the changelog.
 
-What lives here: changelogs of a size, written as agents write them with each run overwritten ten times, and the time
-until a fresh worker, a warm one and a fresh router have read them. What must not: throughput (pipeline). Compaction is
-left to the settings that ship. Exits 1 where somebody recovers something else than was written.
+What lives here: changelogs of given sizes, written as agents write them, with each run overwritten ten times, and the
+time until a fresh worker, a warm one and a fresh router have read them. What must not: throughput (pipeline).
+Compaction uses the default settings. Exits 1 if a process recovers anything other than what was written.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ MODEL = "m"
 BLOCK_SIZE = 16
 OVERWRITES = 10
 RECORDS_PER_TRANSACTION = 500
-#: Tokens of a prompt, where no trace tells: Mooncake's conversations have 12,035 on average, most of them fewer.
+#: Tokens of a prompt without a trace: Mooncake's conversations have 12,035 on average, most of them fewer.
 PROMPT_TOKENS_MEDIAN, PROMPT_TOKENS_SIGMA = 7000.0, 1.05
 ANSWER_TOKENS_MEDIAN, ANSWER_TOKENS_SIGMA = 300.0, 0.8
 READY_TIMEOUT_S = 300.0
 
 
 def lengths(trace: Path | None, seed: int) -> Iterator[tuple[int, int]]:
-    """Blocks of prompts and answers, without end."""
+    """Yield blocks of prompts and of answers, without end."""
     rng = np.random.default_rng(seed)
-    told = []
+    rows: list[tuple[int, int]] = []
     if trace is not None:
         for line in trace.read_text().splitlines():
             row = json.loads(line)
-            told.append((row["input_length"], row["output_length"]))
+            rows.append((row["input_length"], row["output_length"]))
     while True:
-        if told:
-            prompt, answer = told[int(rng.integers(len(told)))]
+        if rows:
+            prompt, answer = rows[int(rng.integers(len(rows)))]
         else:
             prompt = int(rng.lognormal(np.log(PROMPT_TOKENS_MEDIAN), PROMPT_TOKENS_SIGMA))
             answer = int(rng.lognormal(np.log(ANSWER_TOKENS_MEDIAN), ANSWER_TOKENS_SIGMA))
@@ -61,7 +61,7 @@ def lengths(trace: Path | None, seed: int) -> Iterator[tuple[int, int]]:
 
 
 class Written:
-    """What the changelog of one scope says: records by partition, as a table's owner writes them."""
+    """The changelog of one scope: records by partition, as a table's owner writes them."""
 
     def __init__(self, partitions: int, ranks: list[RankId], n_blocks: int, trace: Path | None, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -84,9 +84,9 @@ class Written:
                 for at in range(prompt, prompt + answer)
             ]
             body = EngineEvents(tuple(events))
-            told = EngineBatch(rank, MODEL, BLOCK_SIZE, Incarnation(1), sequence[rank], 0, 0, body)
+            one = EngineBatch(rank, MODEL, BLOCK_SIZE, Incarnation(1), sequence[rank], 0, 0, body)
             sequence[rank] += 1
-            holdings[partition_of(rank.worker_id, partitions)].apply(told, body.events)
+            holdings[partition_of(rank.worker_id, partitions)].apply(one, body.events)
             self.n_blocks[rank] += prompt + answer
             left -= prompt + answer
         for partition, held in enumerate(holdings):
@@ -97,12 +97,12 @@ class Written:
 
     @property
     def n_runs(self) -> int:
-        """Live run records."""
+        """Number of run records that are not deleted."""
         return sum(map(len, self.records))
 
 
 def write(parts: Machinery, written: Written, times: int, seed: int) -> float:
-    """Write every record so many times, in an order of its own each time; gives the seconds."""
+    """Write every record several times, each time in another order; returns the seconds that it took."""
     topic = topics(parts.settings).index_changelog.name
     rng = np.random.default_rng(seed)
     began = time.perf_counter()
@@ -126,17 +126,17 @@ _OPENED = re.compile(r"partition (\d+) is open")
 
 
 def opened(process: RouterProcess, since: int = 0) -> set[int]:
-    """Partitions that a worker has opened, as its log says from a character on."""
+    """Return the partitions that a worker has opened, from its log after a number of characters."""
     return set(map(int, _OPENED.findall(process.child.log_path.read_text()[since:])))
 
 
 def all_open(process: RouterProcess, since: int = 0) -> bool:
-    """Whether it has opened every partition."""
+    """Whether a worker has opened every partition."""
     return len(opened(process, since)) == process.settings.partitions
 
 
 def recover_worker(process: RouterProcess) -> tuple[float, float]:
-    """Seconds from the assignment to the last partition's opening, and of its processor."""
+    """Return the seconds from the assignment until the last partition is open, and those of processor time."""
     log = process.child.log_path
     log.write_text("")
     process.child.start()
@@ -147,17 +147,17 @@ def recover_worker(process: RouterProcess) -> tuple[float, float]:
 
 
 def recover_router(parts: Machinery, name: str, written: Written) -> tuple[float, list[str]]:
-    """Seconds from the first answer of a fresh router to /ready, and what it does not know."""
+    """Return the seconds from a fresh router's first answer until it is ready, and what is wrong in its view."""
     router = parts.stack.router(name, wait=False)
     wait_for(lambda: _answers(router), READY_TIMEOUT_S, "an answer", 0.02)
     began = time.perf_counter()
     wait_for(lambda: bool(get_json(f"{router.url}/ready")["ready"]), READY_TIMEOUT_S, "a ready router", 0.05)
     took = time.perf_counter() - began
-    known = {(r["worker_id"], r["dp_rank"]): r["blocks"] for r in get_json(f"{router.url}/state")["ranks"]}
+    found = {(r["worker_id"], r["dp_rank"]): r["blocks"] for r in get_json(f"{router.url}/state")["ranks"]}
     wrong = [
-        f"{name}: rank {rank} has {known.get((rank.worker_id, rank.dp_rank))} blocks, {n} were written"
+        f"{name}: rank {rank} has {found.get((rank.worker_id, rank.dp_rank))} blocks, {n} were written"
         for rank, n in written.n_blocks.items()
-        if known.get((rank.worker_id, rank.dp_rank)) != n
+        if found.get((rank.worker_id, rank.dp_rank)) != n
     ]
     router.child.stop()
     return took, wrong
@@ -173,7 +173,13 @@ def _answers(router: RouterProcess) -> bool:
 
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
-@click.option("--blocks", "sizes", multiple=True, type=int, help="Memberships; may be repeated. [default: 1, 2, 5 M]")
+@click.option(
+    "--blocks",
+    "sizes",
+    multiple=True,
+    type=int,
+    help="Blocks held, over all ranks; may be repeated. [default: 1, 2, 5 M]",
+)
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A Mooncake trace.")
 @click.option("--ranks", default=64, show_default=True)
 @click.option("--partitions", default=8, show_default=True)
@@ -200,11 +206,11 @@ def main(json_path: Path | None, sizes: tuple[int, ...], trace: Path | None, ran
             add = samples.add
             add(case, "run records", "", OURS, float(written.n_runs))
             add(case, "changelog on disk", "MB", OURS, n_bytes / 1e6)
-            add(case, "live records a block", "B", OURS, written.value_bytes / sum(written.n_blocks.values()))
+            add(case, "live records per block", "B", OURS, written.value_bytes / sum(written.n_blocks.values()))
             add(case, "fresh worker", "s", OURS, cold)
-            add(case, "fresh worker's processor", "s", OURS, cold_cpu)
+            add(case, "fresh worker's processor time", "s", OURS, cold_cpu)
             add(case, "warm worker", "s", OURS, warm)
-            add(case, "warm worker's processor", "s", OURS, warm_cpu)
+            add(case, "warm worker's processor time", "s", OURS, warm_cpu)
             add(case, "fresh router", "s", OURS, router)
             for name, value, most in (
                 ("fresh worker", cold, 15.0),
@@ -213,7 +219,7 @@ def main(json_path: Path | None, sizes: tuple[int, ...], trace: Path | None, ran
             ):
                 report.bars.append(Bar(f"{case}: {name} at most {most:g} s", value <= most, f"{value:.1f}"))
             per_block = written.value_bytes / sum(written.n_blocks.values())
-            report.bars.append(Bar(f"{case}: at most 30 B a live block", per_block <= 30.0, f"{per_block:.1f}"))
+            report.bars.append(Bar(f"{case}: at most 30 B per live block", per_block <= 30.0, f"{per_block:.1f}"))
     report.rows = samples.rows()
     report.print(console)
     if json_path is not None:

@@ -1,4 +1,4 @@
-"""What a benchmark says: rows of medians with ratios, bars held or not, as a table and as JSON.
+"""The report of a benchmark: rows of medians with ratios, and whether bars are met, as a table and as JSON.
 
 What lives here: samples, rows, bars, the machine's description. What must not: measuring.
 """
@@ -17,15 +17,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-#: The series that every other one of its metric is compared with.
+#: The series with which every other series of the same metric is compared.
 OURS = "ours"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of ours beside one peer's; both are medians over `repeats`. ratio: ours over theirs, less is better.
+    """One of our figures and one peer's; both are medians over `repeats`. ratio: ours / theirs, less is better.
 
-    peer, peer_value, ratio: None where the figure has no peer or the peer is missing.
+    peer, peer_value, ratio: None if the figure has no peer or the peer is missing.
     """
 
     case: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One requirement and whether these rows hold it. held: None where the rows that it needs are missing."""
+    """One requirement, and whether the rows meet it. held: None if the rows that it needs are missing."""
 
     name: str
     held: bool | None
@@ -48,26 +48,26 @@ class Bar:
 
     @property
     def verdict(self) -> str:
-        """Give "held", "not reached" or "not measured"."""
-        return "not measured" if self.held is None else "held" if self.held else "not reached"
+        """The verdict as text: "met", "not met" or "not measured"."""
+        return "not measured" if self.held is None else "met" if self.held else "not met"
 
 
 class Samples:
-    """Figures by case, metric and series, one a repetition."""
+    """Figures by case, metric and series, one per repetition."""
 
     def __init__(self) -> None:
         self._units: dict[tuple[str, str], str] = {}
         self._values: dict[tuple[str, str], dict[str, list[float]]] = {}
 
     def add(self, case: str, metric: str, unit: str, series: str, value: float) -> None:
-        """Add one repetition's figure."""
+        """Add the figure of one repetition."""
         self._units[case, metric] = unit
         self._values.setdefault((case, metric), {}).setdefault(series, []).append(value)
 
     def rows(self) -> list[Row]:
-        """Give one row for each peer of each metric, and one without a peer for a metric that has none.
+        """One row for each peer of each metric, and one row without a peer for each metric that has none.
 
-        A metric that only peers have (ours could not be measured) gives no row.
+        A metric that only peers have, because ours could not be measured, has no row.
         """
         rows: list[Row] = []
         for (case, metric), series in self._values.items():
@@ -88,7 +88,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that one run of a benchmark found. missing: peers and workloads left out, each with its reason."""
+    """All results of one run of a benchmark. missing: peers and workloads that were left out, each with its reason."""
 
     benchmark: str
     versions: dict[str, str]
@@ -98,7 +98,7 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
     def print(self, console: Console) -> None:
-        """Print the table, what is missing, what is wrong, and each bar."""
+        """Print the table, missing parts, errors, and each bar."""
         table = Table(title=f"{self.benchmark}: medians; ratio is ours / peer", title_justify="left")
         for name in ("case", "metric"):
             table.add_column(name, no_wrap=True)
@@ -130,7 +130,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the report as one JSON object."""
-        told = {
+        figures = {
             "benchmark": self.benchmark,
             "machine": machine(),
             "versions": self.versions,
@@ -139,7 +139,7 @@ class Report:
             "missing": self.missing,
             "wrong": self.wrong,
         }
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def ratio_bar(name: str, rows: Iterable[Row], most: float) -> Bar:
@@ -149,8 +149,8 @@ def ratio_bar(name: str, rows: Iterable[Row], most: float) -> Bar:
     if worst is None or worst.ratio is None:
         return Bar(name, None, f"at most {most:g}")
     above = sum((row.ratio or 0.0) > most for row in with_ratio)
-    told = f"at most {most:g}; worst {worst.ratio:.2f} at {worst.case}, {above} of {len(with_ratio)} above"
-    return Bar(name, worst.ratio <= most, told)
+    figures = f"at most {most:g}; worst {worst.ratio:.2f} at {worst.case}, {above} of {len(with_ratio)} above"
+    return Bar(name, worst.ratio <= most, figures)
 
 
 def median_ratio_bar(name: str, rows: Iterable[Row], most: float) -> Bar:
@@ -167,19 +167,19 @@ def value_bar(name: str, rows: Iterable[Row], most: float, unit: str) -> Bar:
     worst = max(rows, key=lambda row: row.value, default=None)
     if worst is None:
         return Bar(name, None, f"at most {most:g} {unit}")
-    told = f"at most {most:g} {unit}; worst {_figure(worst.value)} at {worst.case}"
-    return Bar(name, worst.value <= most, told)
+    figures = f"at most {most:g} {unit}; worst {_figure(worst.value)} at {worst.case}"
+    return Bar(name, worst.value <= most, figures)
 
 
 def select(rows: Sequence[Row], metric: str, peer: str = "", where: Callable[[str], bool] | None = None) -> list[Row]:
-    """Give the rows of a metric whose peer's name contains `peer` and whose case passes `where`."""
+    """The rows of a metric whose peer's name contains `peer` and whose case passes `where`."""
     return [
         row for row in rows if row.metric == metric and peer in (row.peer or "") and (where is None or where(row.case))
     ]
 
 
 def machine() -> dict[str, str | int | float]:
-    """Describe this machine by what figures depend on; nothing that names it."""
+    """Describe the properties of this machine that figures depend on, without anything that identifies it."""
     return {
         "cpu": _cpu_model(),
         "cpus": os.cpu_count() or 0,
@@ -190,7 +190,7 @@ def machine() -> dict[str, str | int | float]:
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """Give the versions of those packages that are installed."""
+    """Versions of those packages that are installed."""
     found: dict[str, str] = {}
     for package in packages:
         try:

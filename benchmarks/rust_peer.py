@@ -1,6 +1,6 @@
-"""The Rust engines of benchmarks/peers as child processes, each alive for one workload.
+"""The Rust engines of benchmarks/peers as child processes, one process per workload.
 
-What lives here: building them, asking them. What must not: what is asked, and what the answers mean.
+What lives here: building the processes and sending them commands. What must not: the meaning of commands and answers.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ PROJECT = Path(__file__).parent / "peers"
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """Where the built peers are. counting: the one whose allocator counts, which must not be timed."""
+    """Paths of the built peers. counting: the binary whose allocator counts bytes, which must not be timed."""
 
     timed: Path
     counting: Path
 
 
 def versions() -> dict[str, str]:
-    """Give the exact versions of the peers' crates, as their manifest pins them."""
-    wanted = tomllib.loads((PROJECT / "Cargo.toml").read_text())["dependencies"]
-    return {crate: wanted[crate].removeprefix("=") for crate in ("kv-index", "dynamo-kv-router")}
+    """Exact versions of the peers' crates, as pinned in their manifest."""
+    pinned = tomllib.loads((PROJECT / "Cargo.toml").read_text())["dependencies"]
+    return {crate: pinned[crate].removeprefix("=") for crate in ("kv-index", "dynamo-kv-router")}
 
 
 def find_or_build(target: Path, build: bool | None) -> Binaries | str:
-    """Give the built peers, or the reason why there are none.
+    """Find or build the peers; returns their paths, or the reason why there are none.
 
-    target: cargo's target directory. build: True builds anew, None builds where nothing is built, False never builds.
+    target: cargo's target directory. build: True always builds, None builds if they are missing, False never builds.
     """
     found = Binaries(target / "release" / "peer", target / "release" / "peer_counting")
     if build is not True and found.timed.exists() and found.counting.exists():
@@ -43,16 +43,16 @@ def find_or_build(target: Path, build: bool | None) -> Binaries | str:
         return "the Rust peers are not built and --no-build was given"
     cargo = shutil.which("cargo")
     if cargo is None:
-        return "the Rust peers are not built and there is no cargo"
+        return "the Rust peers are not built and cargo is not installed"
     command = [cargo, "build", "--release", "--manifest-path", str(PROJECT / "Cargo.toml"), "--target-dir", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return f"the Rust peers do not build: {done.stderr.strip().splitlines()[-1:]}"
+        return f"building the Rust peers failed: {done.stderr.strip().splitlines()[-1:]}"
     return found
 
 
 class RustPeer:
-    """One child with one workload loaded; a context manager that ends it."""
+    """One child process with one workload loaded; leaving the context ends it."""
 
     def __init__(self, binary: Path, workload: Path) -> None:
         self._child = subprocess.Popen(
@@ -61,7 +61,7 @@ class RustPeer:
         self._read("load")
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Do one repetition and give its figures. Raises RuntimeError where the child ended instead."""
+        """Run one repetition and return its figures. Raises RuntimeError if the child process exited."""
         assert self._child.stdin is not None
         self._child.stdin.write(command + "\n")
         self._child.stdin.flush()
@@ -78,6 +78,6 @@ class RustPeer:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
-            raise RuntimeError(f"the Rust peer ended at {command!r} with code {self._child.wait()}")
+            raise RuntimeError(f"the Rust peer exited during {command!r} with code {self._child.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer

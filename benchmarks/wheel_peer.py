@@ -1,4 +1,4 @@
-"""Dynamo's own Python wheel as a peer, where it is installed: its RadixTree, called from Python as ours is."""
+"""Dynamo's Python wheel as a peer, if it is installed: its RadixTree, called from Python like ours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.workload import STORED, U64Array, Workload
 
 PACKAGE = "ai-dynamo-runtime"
 
-#: Events encoded at a time; the encoding is not timed, for an engine's message comes encoded.
+#: Events encoded at a time. Encoding is not timed, since the messages of engines arrive encoded.
 _EVENTS = 256
 
 
 def radix_tree() -> Any | None:
-    """Give the wheel's RadixTree class; None where it is not installed."""
+    """The wheel's RadixTree class; None if it is not installed."""
     try:
         return importlib.import_module("dynamo._core").RadixTree
     except (ImportError, AttributeError):
@@ -31,7 +31,7 @@ class WheelPeer:
         self._workload = workload
 
     def apply(self) -> float:
-        """Apply all events; gives nanoseconds a block."""
+        """Apply all events; returns nanoseconds per block."""
         apply, clock = self._tree.apply_event, time.perf_counter_ns
         took = 0
         for first in range(0, self._workload.n_events, _EVENTS):
@@ -43,7 +43,7 @@ class WheelPeer:
         return took / self._workload.n_blocks
 
     def match(self, queries: list[U64Array]) -> tuple[list[int], int]:
-        """Look each query up and read its scores; gives nanoseconds of each, and the sum of depths."""
+        """Look up each query and read its scores; returns the nanoseconds of each, and the sum of depths."""
         find, clock = self._tree.find_matches, time.perf_counter_ns
         took: list[int] = []
         total = 0

@@ -1,7 +1,7 @@
-"""Workloads of the index benchmark: made, written and read.
+"""Workloads of the index benchmark: generating, writing and reading them.
 
-What lives here: the file that every engine reads, whatever its language, and the generators of its contents. What must
-not: engines and clocks. A workload is made of one seed and nothing else, so equal parameters give equal bytes.
+What lives here: the file format that all engines read, and the generators of its contents. What must not: engines and
+clocks. A workload depends only on its seed and parameters, so equal parameters give equal bytes.
 
 KVWL v1, little-endian; each array starts on an 8-byte boundary, filled up with zero bytes:
 
@@ -46,12 +46,12 @@ MAGIC = b"KVWL0001"
 STORED, REMOVED = 0, 1
 BLOCK_SIZE = 16
 
-#: Written beside each file; a file of another version of these generators is made anew.
+#: Written next to each file; a file from another version of these generators is generated again.
 GENERATOR_VERSION = 1
 
 SEED = 20261120
-VOCABULARY = 128_000  # token ids drawn below it; Llama-3-sized
-TRACE_BLOCK_TOKENS = 512  # what one hash id of a Mooncake trace stands for
+VOCABULARY = 128_000  # token ids are below this, about the size of Llama 3's vocabulary
+TRACE_BLOCK_TOKENS = 512  # tokens per hash id of a Mooncake trace
 
 _HEAD = struct.Struct("<8Q")
 _PAIR = struct.Struct("<QQ")
@@ -62,12 +62,12 @@ U64Array = npt.NDArray[np.uint64]
 
 
 class QueryClass(enum.IntEnum):
-    """What a query of a synthetic workload asks for."""
+    """The kind of request that a query of a synthetic workload stands for."""
 
-    SERVED = 0  # a whole sequence that was served not long ago
-    NEXT_TURN = 1  # a conversation that goes on
-    SYSTEM_PROMPT = 2  # nothing but the system prompt is known
-    HOT = 3  # held by every rank, to a different depth
+    SERVED = 0  # a whole sequence that was served recently
+    NEXT_TURN = 1  # the next turn of a conversation
+    SYSTEM_PROMPT = 2  # only the system prompt is cached
+    HOT = 3  # held by every rank, each to a different depth
     MISS = 4
 
 
@@ -91,7 +91,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a workload without reading it; written beside it as JSON.
+    """Summary of a workload, written next to it as JSON.
 
     live_entries: facts (rank, block) held after the last event; distinct_live: blocks among them.
     """
@@ -108,7 +108,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload in columns; the file's fields by the file's names, and tokens as one row a query."""
+    """A workload in columns, with the names of the file's fields; tokens have one row per query."""
 
     name: str
     n_ranks: int
@@ -129,17 +129,17 @@ class Workload:
 
     @property
     def n_events(self) -> int:
-        """Stored and removed events."""
+        """Number of events, stored and removed."""
         return len(self.ev_kind)
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of all events, stored and removed."""
+        """Number of blocks in all events, stored and removed."""
         return len(self.blk_seq)
 
     @property
     def first_removal(self) -> int:
-        """The first event that removes, behind which a workload of evictions is timed."""
+        """Index of the first removal, from which on a workload of evictions is timed."""
         removed = np.flatnonzero(self.ev_kind == REMOVED)
         return int(removed[0]) if len(removed) else self.n_events
 
@@ -149,12 +149,13 @@ class Workload:
         return [self.q_local[a:b].copy() for a, b in pairwise(offsets)]
 
     def live(self) -> npt.NDArray[np.int64]:
-        """Positions in blk_seq of the stores that hold after the last event, in the order of the file."""
+        """Positions in blk_seq of the stored blocks that are held after the last event, in the order of the file."""
         offset = self.ev_off.astype(np.int64)
         n_blocks = offset[1:] - offset[:-1]
         rank = np.repeat(self.ev_worker, n_blocks)
         stored = np.repeat(self.ev_kind == STORED, n_blocks)
-        # The last mention of a block by a rank says whether it holds it; lexsort is stable, so order within is time's.
+        # A rank holds a block if its last event for the block is a store. lexsort is stable, so it keeps the order of
+        # events.
         order = np.lexsort((self.blk_seq, rank))
         last = np.ones(len(order), dtype=bool)
         last[:-1] = (rank[order][1:] != rank[order][:-1]) | (self.blk_seq[order][1:] != self.blk_seq[order][:-1])
@@ -166,7 +167,7 @@ class Workload:
 
 
 def block_hashes(tokens: U32Array) -> list[int]:
-    """Hash blocks of tokens. tokens: uint32[n_blocks, block_size]; gives n_blocks local hashes."""
+    """Hash blocks of tokens. tokens: uint32[n_blocks, block_size]; returns n_blocks local hashes."""
     raw = memoryview(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
     width = tokens.shape[1] * 4
     digest = xxhash.xxh3_64_intdigest
@@ -174,7 +175,7 @@ def block_hashes(tokens: U32Array) -> list[int]:
 
 
 def chain(local: Iterable[int], parent: int | None = None) -> list[int]:
-    """Chain local hashes into sequence hashes, from the root or on from `parent`."""
+    """Chain local hashes into sequence hashes, from the root or from `parent`."""
     digest, pack = xxhash.xxh3_64_intdigest, _PAIR.pack
     chained: list[int] = []
     for own in local:
@@ -184,7 +185,7 @@ def chain(local: Iterable[int], parent: int | None = None) -> list[int]:
 
 
 class _Blocks:
-    """Distinct blocks of random tokens, made as they are needed; a block is named by its number."""
+    """Distinct blocks of random tokens, generated on demand and identified by their numbers."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.Generator(np.random.Philox(seed))
@@ -192,7 +193,7 @@ class _Blocks:
         self._local: list[int] = []
 
     def make(self, n: int) -> list[int]:
-        """Make n blocks; gives their numbers."""
+        """Generate n blocks; returns their numbers."""
         first = len(self._local)
         tokens = self._rng.integers(0, VOCABULARY, (n, BLOCK_SIZE), dtype=np.uint32)
         self._tokens.append(tokens)
@@ -200,16 +201,16 @@ class _Blocks:
         return list(range(first, first + n))
 
     def hashes(self, blocks: Iterable[int]) -> list[int]:
-        """Give the local hashes of these blocks."""
+        """Local hashes of these blocks."""
         return [self._local[block] for block in blocks]
 
     def tokens(self, sequences: Iterable[Sequence[int]]) -> U32Array:
-        """Give the tokens of sequences of equal length, one row each."""
+        """Tokens of sequences of equal length, one row each."""
         made = np.concatenate(self._tokens)
         return np.stack([made[list(blocks)].reshape(-1) for blocks in sequences])
 
 
-#: What a generator gives: events, queries, tokens of the first queries, and what Facts holds of the caches.
+#: Result of a generator: events, queries, tokens of the first queries, and the fields of Facts about the caches.
 Made = tuple[list[Event], list[Query], U32Array | None, dict[str, int]]
 
 
@@ -217,7 +218,7 @@ Made = tuple[list[Event], list[Query], U32Array | None, dict[str, int]]
 
 
 class _Cache:
-    """Prefix cache of one rank. The tail of a sequence is the first to go, as engines free it."""
+    """Prefix cache of one rank. The tail of a sequence is evicted first, as in engines."""
 
     __slots__ = ("capacity_blocks", "held", "rank")
 
@@ -226,7 +227,7 @@ class _Cache:
         self.held: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, local: Sequence[int], sequence: Sequence[int], events: list[Event]) -> int:
-        """Serve one request: store what is not held, then evict what is over. Gives the blocks stored."""
+        """Serve one request: store missing blocks, then evict. Returns the number of stored blocks."""
         held, n = self.held, len(sequence)
         matched = 0
         while matched < n and sequence[matched] in held:
@@ -240,12 +241,12 @@ class _Cache:
         return n - matched
 
     def touch(self, sequence: Sequence[int]) -> None:
-        """Count held blocks as used now; of this sequence the tail becomes the least recent."""
+        """Mark held blocks of a sequence as used now, its tail as the least recent of them."""
         for block in reversed(sequence):
             self.held.move_to_end(block)
 
     def evict(self, events: list[Event], n_event_blocks: int | None = None) -> None:
-        """Remove the least recent blocks over capacity, in one event or in events of so many blocks."""
+        """Remove the least recent blocks over capacity, in one event or in events of `n_event_blocks` blocks."""
         over = len(self.held) - self.capacity_blocks
         if over <= 0:
             return
@@ -259,7 +260,7 @@ class _Cache:
 
 @dataclass(slots=True)
 class _Conversation:
-    """Turns of one conversation, each longer by a quarter of what is no system prompt."""
+    """Turns of one conversation; each adds a quarter of the part after the system prompt."""
 
     blocks: list[int]
     local: list[int]
@@ -282,10 +283,10 @@ def synthetic(
     stored_blocks: int = 1_300_000,
     n_queries: int = 2_000,
 ) -> Made:
-    """Make conversations of `depth` blocks over system prompts with Zipf weights, and one hot sequence on every rank.
+    """Generate conversations of `depth` blocks over system prompts with Zipf weights, and a hot sequence on every rank.
 
-    total_entries: capacity of all ranks together. Four turns of five go to a conversation's home, one anywhere. Each
-    fifth of the queries is of one QueryClass.
+    total_entries: capacity of all ranks together. Four of five turns go to the conversation's home rank, and one to a
+    random rank. Each QueryClass has a fifth of the queries.
     """
     draw = random.Random(SEED * 1_000_003 + n_ranks * 4096 + depth)
     blocks = _Blocks(SEED + n_ranks * 7919 + depth)
@@ -352,18 +353,20 @@ def synthetic(
     return events, [query for query, _ in asked], tokens, _held(caches, requests)
 
 
-#: Sequences that decode at once on a rank, their greatest length, and how often a running one counts as used.
+#: Sequences that decode at once on a rank, their greatest length, and the steps after which a running one is marked as
+#: used.
 N_RUNNING = 16
 DECODE_PROMPT_BLOCKS_MAX = 8 + 48
 DECODE_GROWTH_BLOCKS_MAX = 256
 TOUCH_STEPS = 64
-#: What runs must fit beside what was stored since it was last used; an engine never evicts what it is running.
+#: Capacity that keeps running sequences from being evicted, as in an engine: they must fit together with the blocks
+#: stored since they were last marked as used.
 DECODE_CAPACITY_BLOCKS_MIN = N_RUNNING * (DECODE_PROMPT_BLOCKS_MAX + DECODE_GROWTH_BLOCKS_MAX + TOUCH_STEPS)
 
 
 @dataclass(slots=True)
 class _Running:
-    """A sequence that grows. n_blocks: so far."""
+    """A sequence that grows. n_blocks: its current length."""
 
     local: list[int]
     sequence: list[int]
@@ -377,10 +380,11 @@ def decode(
     stored_blocks: int = 900_000,
     n_queries: int = 2_000,
 ) -> Made:
-    """Make sequences that grow by one block an event, as decoding does, 16 at a time on each rank.
+    """Generate sequences that grow by one block per event, like decoding, 16 at a time on each rank.
 
-    A sequence starts with one event of its prompt, 16 to 48 blocks behind one of 32 system prompts of 8, and grows by
-    64 to 256 blocks. What is over capacity goes tail first, one block an event. Queries: recent sequences, whole.
+    A sequence starts with one event for its prompt, 16 to 48 blocks after one of 32 system prompts of 8 blocks, and
+    grows by 64 to 256 blocks. Blocks over capacity are evicted tail first, one per event. Queries are recent, complete
+    sequences.
     """
     draw = random.Random(SEED * 31 + n_ranks)
     blocks = _Blocks(SEED * 31 + n_ranks)
@@ -421,10 +425,10 @@ def decode(
 
 
 def mooncake(trace: Path, n_ranks: int, *, total_entries: int = 4_000_000, limit: int | None = None) -> Made:
-    """Replay a Mooncake trace: each request is a query first, then is served where the longest match is.
+    """Replay a Mooncake trace: each request is first a query and is then served by the rank with the longest match.
 
-    A hash id stands for 512 tokens, so 32 blocks. Ties go to the rank that served least; a rank that has served 1.3
-    times its share gives way to the one that served least.
+    A hash id stands for 512 tokens, that is 32 blocks. If several ranks match equally, the one that served least serves
+    the request; it also replaces a rank that has served 1.3 times its share.
     """
     blocks_of_id = TRACE_BLOCK_TOKENS // BLOCK_SIZE
     caches = [_Cache(rank, total_entries // n_ranks) for rank in range(n_ranks)]
@@ -466,9 +470,9 @@ def mooncake(trace: Path, n_ranks: int, *, total_entries: int = 4_000_000, limit
 
 
 def long_runs(n_runs: int, n_event_blocks: int, *, evict: bool) -> Made:
-    """Make runs of 2,048 blocks on one rank, stored by events of so many blocks; then evict one of the middle of each.
+    """Generate runs of 2,048 blocks on one rank, stored by events of `n_event_blocks` blocks.
 
-    evict: remove one block, drawn from all but the first and the last, of each run in a random order, one an event.
+    evict: then remove one random block of each run, neither its first nor its last, in random order and one per event.
     """
     depth = 2048
     draw = random.Random(SEED * 67 + n_runs)
@@ -478,7 +482,7 @@ def long_runs(n_runs: int, n_event_blocks: int, *, evict: bool) -> Made:
     queries: list[Query] = []
     middles: list[int] = []
     for _ in range(n_runs):
-        # Neither hash is compared with anything but itself here, so random numbers do.
+        # These hashes are only compared with themselves, so random numbers suffice.
         local = rng.integers(1, 1 << 63, depth, dtype=np.uint64).tolist()
         sequence = rng.integers(1, 1 << 63, depth, dtype=np.uint64).tolist()
         for at in range(0, depth, n_event_blocks):
@@ -498,7 +502,7 @@ def long_runs(n_runs: int, n_event_blocks: int, *, evict: bool) -> Made:
 
 
 def _matched(cache: _Cache, sequence: Sequence[int]) -> int:
-    """Count leading blocks held. A cache that evicts tails first has no holes, so halving is exact."""
+    """Count leading blocks held. A cache that evicts tails first has no holes, so binary search is exact."""
     low, high = 0, len(sequence)
     while low < high:
         middle = (low + high + 1) // 2
@@ -522,9 +526,9 @@ def _held(caches: Sequence[_Cache], requests: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the workload of one file is made, and the cases that it is for.
+    """How to generate the workload of one file, and the cases that use it.
 
-    needs_trace: it is made of a Mooncake trace.
+    needs_trace: it is generated from a Mooncake trace.
     """
 
     name: str
@@ -535,7 +539,7 @@ class Recipe:
     needs_trace: bool = False
 
 
-#: Cases that each workload of prefixes is for, and those that one size of fleet is enough for.
+#: Cases measured with each workload of prefixes, and cases for which one fleet size is enough.
 PREFIX_CASES = ("apply", "match", "memory")
 ONE_FLEET_CASES = ("tokens", "writer")
 
@@ -548,7 +552,7 @@ def _synthetic(name: str, n_ranks: int, depth: int, small: bool = False) -> Reci
 
 def _trace(name: str, n_ranks: int, small: bool = False) -> Recipe:
     def make(trace: Path | None) -> Made:
-        assert trace is not None  # callers leave out what needs a trace where there is none
+        assert trace is not None  # without a trace, callers skip recipes that need one
         return mooncake(trace, n_ranks, limit=300 if small else None)
 
     return Recipe(name, n_ranks, 0, make, PREFIX_CASES, needs_trace=True)
@@ -577,9 +581,9 @@ QUICK_RECIPES: tuple[Recipe, ...] = (
 
 
 def ensure(recipe: Recipe, directory: Path, trace: Path | None) -> Path:
-    """Make the file of a recipe unless this version's is there; gives its path.
+    """Generate the file of a recipe unless there is one of this version; returns its path.
 
-    Both files appear whole or not at all: another run may be reading in the same directory.
+    Both files are put in place only when complete, since another run may be reading in the same directory.
     """
     path = directory / f"{recipe.name}.kvwl"
     if path.exists() and _read_facts(path) is not None:
@@ -608,10 +612,10 @@ def ensure(recipe: Recipe, directory: Path, trace: Path | None) -> Path:
 
 
 def load(path: Path) -> Workload:
-    """Read a workload into memory of its own. Raises ValueError for a file that is no KVWL v1."""
+    """Read a workload into memory. Raises ValueError if the file is not KVWL v1."""
     raw = np.fromfile(path, dtype=np.uint8)
     if raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise ValueError(f"{path} is no KVWL v1 file")
+        raise ValueError(f"{path} is not a KVWL v1 file")
     at = len(MAGIC)
     n_ranks, depth, block_size, n_events, n_blocks, n_queries, n_query_blocks, n_tokens = _HEAD.unpack(
         raw[at : at + _HEAD.size].tobytes()
@@ -653,7 +657,7 @@ def load(path: Path) -> Workload:
 def _columns(
     recipe: Recipe, events: Sequence[Event], queries: Sequence[Query], tokens: U32Array | None
 ) -> list[npt.NDArray[np.unsignedinteger]]:
-    """Give head and arrays of the file in their order."""
+    """Header and arrays of the file, in their order."""
     n_blocks = sum(len(event.sequence) for event in events)
     n_query_blocks = sum(len(query.local) for query in queries)
     n_tokens = 0 if tokens is None else len(tokens)
@@ -691,7 +695,7 @@ def _facts_path(path: Path) -> Path:
 
 
 def _read_facts(path: Path) -> Facts | None:
-    """Read what stands beside a workload; None where it is missing or another version's."""
+    """Read the summary of a workload; None if it is missing or from another version."""
     try:
         facts = Facts(**json.loads(_facts_path(path).read_text()))
     except (OSError, ValueError, TypeError):

@@ -1,12 +1,12 @@
-"""Faust's delivery of records, a partition's fetched ones together.
+"""Faust's delivery of records, changed so that the records of one fetch arrive together.
 
-What lives here: a Kafka transport whose consumer makes one message, and so one event, of all records of a partition
-that one fetch gave. What must not: what becomes of records (indexer_agent).
+What lives here: a Kafka transport whose consumer makes one message, and so one event, of all the records of a partition
+that one fetch returns. What must not: what happens to records (indexer_agent).
 
-Faust hands records over one by one: four tasks, a message, an event, two queues and an acknowledgement each, 100 us of
-a core that takes in thousands of records a second, ten times what the table does with them. Together they cost that
-once. An agent's event then has a list of aiokafka's records as its value. Faust goes on assigning, seeking, pausing and
-committing: when the event is acknowledged, each of its offsets is.
+Faust delivers records one by one: each costs four tasks, a message, an event, two queues and an acknowledgement, 100 us
+of a core. At thousands of records per second that is ten times the work of the tables. Delivered together, the records
+of a fetch cost this once. The value of an agent's event is then a list of aiokafka's records. Faust still assigns,
+seeks, pauses and commits: when the event is acknowledged, so is each of its offsets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordsMessage(ConsumerMessage):  # type: ignore[misc]  # Faust ships no types that mypy follows
-    """Records of one partition, in order of their offsets. value: the list of them. offset: the last one's."""
+    """The records of one partition, in order of their offsets. value: their list. offset: that of the last record."""
 
     def on_final_ack(self, consumer: _Consumer) -> bool:
         """Acknowledge every record's offset."""
@@ -40,13 +40,13 @@ class RecordsMessage(ConsumerMessage):  # type: ignore[misc]  # Faust ships no t
 
 class _ConsumerThread(aiokafka.AIOKafkaConsumerThread):  # type: ignore[misc]
     def _create_worker_consumer(self, transport: Any) -> Any:
-        """As Faust's own, for committed records only, which Faust asks for with its own transactions alone.
+        """Create Faust's own consumer, for committed records only; Faust does so only with its own transactions.
 
-        An agent writes expiries to a source within its transaction: of one that was aborted, as a fenced owner's is,
-        they never happened.
+        An agent writes expiries to a source within its transaction. If the transaction is aborted, as that of a fenced
+        owner is, its expiries must not be applied.
         """
         consumer = super()._create_worker_consumer(transport)
-        consumer._isolation_level = "read_committed"  # read when it is started
+        consumer._isolation_level = "read_committed"  # takes effect when the consumer starts
         return consumer
 
 
@@ -55,7 +55,7 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
         return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, RecordsMessage]]:
-        """As Faust's own, a message for each partition that has records."""
+        """Yield as Faust's own consumer does, but one message for each partition that has records."""
         fetched, active = await self._wait_next_records(timeout)
         generation = self.app.consumer_generation_id
         if fetched is None or self.should_stop:
@@ -65,24 +65,24 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
             return
         for tp, records in fetched.items():
             if not self.flow_active or self.app.consumer_generation_id != generation:
-                return  # what was fetched belongs to an assignment that is over
+                return  # the records belong to an assignment that has ended
             if active is not None and tp not in active and tp not in self._buffered_partitions:
                 continue
             self.app.monitor.track_tp_end_offset(tp, self.highwater(tp))
             read_to = self._read_offset[tp]
             if read_to is not None:
                 records = [record for record in records if record.offset >= read_to]
-                # Offsets that no record has, markers' and compacted ones', count as acknowledged.
-                for before, behind in pairwise((read_to, *(record.offset for record in records))):
-                    if behind - before > 1 and self.app.topics.acks_enabled_for(tp.topic):
-                        await self._add_gap(tp, before + 1, behind - 1)
+                # Offsets without a record, those of markers and of compacted records, count as acknowledged.
+                for before, after in pairwise((read_to, *(record.offset for record in records))):
+                    if after - before > 1 and self.app.topics.acks_enabled_for(tp.topic):
+                        await self._add_gap(tp, before + 1, after - 1)
             if records:
-                # Faust looks for a hole between the offset read last and a message's own.
+                # Faust checks for a gap between the offset read last and that of a message.
                 self._read_offset[tp] = records[-1].offset
                 yield tp, _message(self, tp, records)
 
     def ack_offsets(self, topic: str, tp: TP, offsets: set[int]) -> None:
-        """As `ack` of a message for each, which takes ten times as long; whoever calls holds Faust's lock of acks."""
+        """Acknowledge offsets as `ack` does per message, in a tenth of its time; the caller holds Faust's ack lock."""
         if not self.app.topics.acks_enabled_for(topic):
             return
         committed = self._committed_offset[tp]
@@ -94,26 +94,27 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
         self._n_acked += len(offsets)
 
     async def perform_seek(self) -> None:
-        """As Faust's own, unless partitions are revoked meanwhile; whoever is assigned them is sought anew.
+        """Seek as Faust's own consumer does, but tolerate that partitions are revoked meanwhile.
 
-        Faust asks for the committed offsets of what is assigned and then seeks each: in a rebalance the assignment may
-        be gone in between, and the worker ended of it, with all the partitions that had just come to it.
+        Faust requests the committed offsets of the assigned partitions and then seeks each. A rebalance may revoke the
+        assignment in between; Faust's own code then ends the worker, with all the partitions that it had just received.
+        The next assignment seeks again.
         """
         try:
             await super().perform_seek()
         except (KafkaError, AssertionError) as exc:  # aiokafka asserts that anything is assigned
-            log.info("not sought to what is committed, the tables say where to begin: %s", exc)
+            log.info("did not seek to committed offsets; the tables' own offsets are used: %s", exc)
 
     async def _seek(self, partition: TP, offset: int) -> None:
-        """On the thread of aiokafka's consumer, where all else is done that touches what it has fetched.
+        """Seek on the thread of aiokafka's consumer, which is the only one that may touch fetched records.
 
-        Faust's own seeks from the thread of the app: a partition's records then go while the other thread looks at
-        them, and the worker ends with a KeyError. Three of 30 workers that started on a laden machine did.
+        Faust's own code seeks from the app's thread: a partition's records then disappear while the other thread reads
+        them, and the worker ends with a KeyError. This happened to three of 30 workers that started on a busy machine.
         """
         await self._thread.call_thread(self._thread.seek, partition, offset)
 
     async def wait_first(self, *coros: Any, timeout: Any = None) -> Any:
-        """As Service.wait_first; what ends in its first step, as a delivery almost always does, needs no task."""
+        """Wait as Service.wait_first does, without a task for what ends in its first step, as most deliveries do."""
         first = coros[0]
         if not inspect.iscoroutine(first):
             return await super().wait_first(*coros, timeout=timeout)
@@ -122,9 +123,9 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
         except StopIteration as ended:
             for other in coros[1:]:
                 if inspect.iscoroutine(other):
-                    other.close()  # never begun, and nobody will await it
+                    other.close()  # it was never started and will not be awaited
             return WaitResults([first], [ended.value], False)
-        return await super().wait_first(_go_on(first, waiting), *coros[1:], timeout=timeout)
+        return await super().wait_first(_continue(first, waiting), *coros[1:], timeout=timeout)
 
 
 def _message(consumer: Any, tp: TP, records: list[Any]) -> RecordsMessage:
@@ -144,25 +145,25 @@ def _message(consumer: Any, tp: TP, records: list[Any]) -> RecordsMessage:
     )
 
 
-async def _go_on(begun: Coroutine[Any, Any, Any], waiting: Any) -> Any:
-    return await _rest_of(begun, waiting)
+async def _continue(started: Coroutine[Any, Any, Any], waiting: Any) -> Any:
+    return await _rest_of(started, waiting)
 
 
 @coroutine
-def _rest_of(begun: Coroutine[Any, Any, Any], waiting: Any) -> Generator[Any, Any, Any]:
-    """A coroutine that has been begun, from what it waits for on."""
+def _rest_of(started: Coroutine[Any, Any, Any], waiting: Any) -> Generator[Any, Any, Any]:
+    """Run the rest of a coroutine that has been started and now waits for `waiting`."""
     while True:
         thrown: BaseException | None = None
         value = None
         try:
             value = yield waiting
         except GeneratorExit:
-            begun.close()
+            started.close()
             raise
         except BaseException as exc:
             thrown = exc
         try:
-            waiting = begun.send(value) if thrown is None else begun.throw(thrown)
+            waiting = started.send(value) if thrown is None else started.throw(thrown)
         except StopIteration as ended:
             return ended.value
 
@@ -172,7 +173,7 @@ class _Transport(aiokafka.Transport):  # type: ignore[misc]
 
 
 class App(faust.App):  # type: ignore[misc]
-    """A Faust App whose agents get the records of a partition together."""
+    """A Faust App whose agents receive the records of a fetch together."""
 
     def _new_transport(self) -> Any:
         return _Transport(self.conf.broker_consumer, self, loop=self.loop)

@@ -1,7 +1,7 @@
-"""Fault points: `KVSTREAMS_FAULT=5:100` kills this process with SIGKILL at effect 5 of the table, the 100th time.
+"""Fault points: `KVSTREAMS_FAULT=5:100` kills this process with SIGKILL at the 100th occurrence of effect 5.
 
-Only tests set it. What lives here: arming. The effects are numbered in tables.partition; 0 is inside an open
-transaction.
+What lives here: reading the variable, which only tests set. What must not: the effects, which tables.partition numbers;
+0 is inside an open transaction (tables.transactions).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FAULT_ENV = "KVSTREAMS_FAULT"
 
 
 def armed() -> Callable[[int], None] | None:
-    """What is to be called at every effect; None where no fault is armed. Raises SettingsError."""
+    """Return a function to call at every effect; None if no fault point is armed. Raises SettingsError."""
     text = os.environ.get(FAULT_ENV)
     if not text:
         return None

@@ -1,17 +1,19 @@
-"""Emptying a scope: what `kvstreams reset` and the knob `router_reset_states` do. Persisting is the default.
+"""Emptying a scope, for `kvstreams reset` and the setting `router_reset_states`. By default, state is kept.
 
-What lives here: who must not be there, what is emptied, in which order. What must not: deciding that it is to be done.
+What lives here: which processes must not be running, what is emptied, and in which order. What must not: the decision
+to reset.
 
-Emptied are the tables (their changelogs and this machine's copies of them), `kv-events`, `cxl-events`, `kv-control`
-and `router-loads`. The registry stays, since it is its operators' and its bridges', and so do the dead letters, which
-are somebody's evidence.
+A reset empties the tables (their changelogs, and this machine's copies of them), `kv-events`, `cxl-events`,
+`kv-control` and `router-loads`. It keeps the registry, which operators and bridges wrote, and the dead letters, which
+are evidence of faults.
 
-No topic is deleted and made again. Its offsets would begin anew, and whoever lives and stands at an offset of the old
-one takes a record of the new one for the next, or for one that it knows; between the two a living client has a broker
-that creates topics make it with the wrong partitions; and it takes rights that nobody here has otherwise. Instead,
-what is deleted with time is cut at its end, behind which offsets go on; and in what is compacted alone, which Kafka
-refuses to cut, every key gets a tombstone, in transactions that fence the partition's owner: so also a router that goes
-on reading ends up empty, and an agent that was overlooked comes back to an empty table.
+No topic is deleted and recreated, for three reasons. The offsets of the new topic would start over, so a running reader
+would take a record of the new topic for the next one of the old, or for one that it has read. In between, a running
+client could cause a broker with automatic topic creation to create the topic with the wrong number of partitions. And
+it needs permissions that nothing else here needs. Instead, topics with a retention time are truncated at their ends,
+from which offsets continue. Kafka refuses to truncate topics that are only compacted; there every key gets a tombstone,
+in transactions that fence the partition's owner. A router that keeps reading therefore ends up empty, and so does the
+table of an agent that was still running.
 """
 
 from __future__ import annotations
@@ -34,25 +36,25 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Tombstones of one transaction; at 30,000 a second it is over long before its timeout.
+#: Tombstones of one transaction; at 30,000 per second it commits long before its timeout.
 TOMBSTONES_AT_ONCE = 10_000
 
-#: A living agent and a reset by force fence each other; whoever is quicker is done.
+#: A running agent and a forced reset fence each other, so several attempts may be needed.
 ATTEMPTS_MAX = 5
 
-#: Offsets before a changelog's end among which an owner's last word is looked for: it is in every transaction, and none
-#: has more than some thousands of records.
+#: Offsets before a changelog's end that are searched for the latest partition record. Every transaction has one, and no
+#: transaction has more than a few thousand records.
 TAIL_OFFSETS = 10_000
 
 _REMEDY = (
-    "Stop every worker of this scope and try again (one that was killed counts for session_timeout_s more), or take "
-    "another topic_prefix, which needs no reset; --force or router_reset_force empties it under them"
+    "Stop every worker of this scope and try again (Kafka lists a killed worker for another session_timeout_s), or use "
+    "another topic_prefix, which needs no reset; --force or router_reset_force resets it while they run"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """What was done. records: of the tables; partitions: of events, requests and loads; copies: local folders."""
+    """What was emptied. records: of the tables; partitions: of events, requests and loads; copies: local folders."""
 
     records: int
     partitions: int
@@ -62,42 +64,42 @@ class Emptied:
 def reset_scope(settings: Settings, *, force: bool = False) -> Emptied:
     """Empty a scope whose topics exist.
 
-    Raises ScopeInUse while an agent lives, unless `force`, and KvStreamsError where Kafka does not do it; then it is
-    done in part, and once more empties the rest.
+    Raises ScopeInUse while an agent is running, unless `force`. Raises KvStreamsError if Kafka refuses; the reset is
+    then incomplete, and another one empties the rest.
     """
     if not force:
         _check_unused(settings)
-    log.warning("%s is emptied: index, loads and events", settings.app_id)
-    # Events first: an index that is empty before them would be filled from them by whoever starts in between.
-    cut = _cut(settings)
+    log.warning("resetting %s: index, loads and events are deleted", settings.app_id)
+    # Events first: an agent that starts in between would fill an empty index from them.
+    n_truncated = _truncate(settings)
     records = sum(_delete_index(settings, partition) for partition in range(settings.partitions))
-    return Emptied(records, cut, _remove_copies(settings))
+    return Emptied(records, n_truncated, _remove_copies(settings))
 
 
 def _check_unused(settings: Settings) -> None:
     members = group_members(settings)
     if members is None:
-        raise ScopeInUse(f"the workers of {settings.app_id} are being given partitions", remedy=_REMEDY)
+        raise ScopeInUse(f"the workers of {settings.app_id} are being assigned partitions", remedy=_REMEDY)
     if members:
         hosts = ", ".join(sorted({member.host.lstrip("/") for member in members}))
         raise ScopeInUse(
-            f"{len(members)} workers of {settings.app_id} live, on {hosts}", remedy=_REMEDY, members=len(members)
+            f"{len(members)} workers of {settings.app_id} are running, on {hosts}", remedy=_REMEDY, members=len(members)
         )
     for partition in range(settings.partitions):
-        age_ms = time.time_ns() // 1_000_000 - _last_word_ms(settings, partition)
-        # Of a clock that is ahead the record is younger than nothing; it was written all the same.
+        age_ms = time.time_ns() // 1_000_000 - _last_written_ms(settings, partition)
+        # The age is negative if the writer's clock is ahead; the record was written all the same.
         if age_ms < settings.stale_after_ms:
             raise ScopeInUse(
                 f"partition {partition} of {settings.app_id} was written {max(age_ms, 0)} ms ago", remedy=_REMEDY
             )
 
 
-def _last_word_ms(settings: Settings, partition: int) -> int:
-    """When an owner wrote a partition's record last; 0 where nobody did."""
+def _last_written_ms(settings: Settings, partition: int) -> int:
+    """Return when an owner last wrote the partition record; 0 if it never did."""
     topic = topics(settings).index_changelog.name
     last_ms = 0
 
-    def look(records: list[Record]) -> None:
+    def note(records: list[Record]) -> None:
         nonlocal last_ms
         for record in records:
             if record.key == partition_key(partition) and record.value is not None:
@@ -106,12 +108,12 @@ def _last_word_ms(settings: Settings, partition: int) -> int:
     end = log_end(settings, topic, partition)
     found = first_offset(settings, topic, partition, max(end - TAIL_OFFSETS, 0))
     if found.first is not None:
-        read_to_end(settings, topic, partition, found.first, look)
+        read_to_end(settings, topic, partition, found.first, note)
     return last_ms
 
 
-def _cut(settings: Settings) -> int:
-    """Delete all records of the topics that are not compacted alone; their offsets go on."""
+def _truncate(settings: Settings) -> int:
+    """Delete all records of the topics that have a retention time; their offsets continue."""
     names = topics(settings)
     where = [
         TopicPartition(spec.name, partition, OFFSET_END)
@@ -119,8 +121,8 @@ def _cut(settings: Settings) -> int:
         for partition in range(spec.partitions)
     ]
     client = admin(settings)
-    asked = client.delete_records(where, operation_timeout=CREATE_TIMEOUT_S, request_timeout=CREATE_TIMEOUT_S)
-    for each, future in asked.items():
+    deletions = client.delete_records(where, operation_timeout=CREATE_TIMEOUT_S, request_timeout=CREATE_TIMEOUT_S)
+    for each, future in deletions.items():
         try:
             future.result(2 * CREATE_TIMEOUT_S)
         except KafkaException as exc:
@@ -129,7 +131,7 @@ def _cut(settings: Settings) -> int:
 
 
 def _delete_index(settings: Settings, partition: int) -> int:
-    """Write a tombstone for every key of a partition of the tables; gives how many there were."""
+    """Write a tombstone for every key of a partition of the tables; returns the number of keys."""
     names = topics(settings)
     ends: dict[str, int | None] = {names.index_changelog.name: None, names.cxl_changelog.name: None}
     live: set[tuple[str, bytes]] = set()
@@ -148,14 +150,14 @@ def _delete_index(settings: Settings, partition: int) -> int:
         try:
             kafka = table_producer(settings, partition)
             kafka.init_transactions(INIT_TIMEOUT_S)
-            # At once: an agent that lives is fenced from here on, and fences us as soon as it has noticed.
+            # At once: a running agent is fenced from here on, and fences us as soon as it notices.
             n_deleted += _write_tombstones(kafka, partition, sorted(live))
             read()
             n_deleted += _write_tombstones(kafka, partition, sorted(live))
         except (KafkaException, TableError) as exc:
             if attempt == ATTEMPTS_MAX:
                 raise TableError(f"partition {partition} cannot be emptied: {exc}", remedy=_REMEDY) from exc
-            log.warning("partition %d is emptied once more: %s", partition, exc)
+            log.warning("resetting partition %d again: %s", partition, exc)
         else:
             break
     return n_deleted
@@ -171,7 +173,7 @@ def _write_tombstones(kafka: Producer, partition: int, keys: list[tuple[str, byt
 
 
 def _remove_copies(settings: Settings) -> int:
-    """Remove this scope's copies under data_dir; one that a process holds follows by the tombstones."""
+    """Delete this scope's copies under data_dir; the tombstones empty a copy that another process has open."""
     removed = 0
     for partition in range(settings.partitions):
         name = scope_of(settings, partition)
@@ -180,7 +182,7 @@ def _remove_copies(settings: Settings) -> int:
             try:
                 PartitionStore(path, name, settings.rocksdb_cache_mb).close()
             except TableError as exc:
-                log.warning("a copy is left as it is: %s", exc)
+                log.warning("a local copy was not deleted: %s", exc)
                 continue
             shutil.rmtree(path)
             removed += 1

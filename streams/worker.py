@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
 """The composition root: the Faust App of `faust -A streams worker`, built from settings in the environment or a file.
 
-What lives here: wiring. What must not: anything that one would want to test without Faust.
+What lives here: wiring. What must not: anything that can be tested without Faust.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
 
-#: Between two heartbeats to the group; a third of the session timeout, as is usual, makes a fail-over 1 s longer.
+#: The time between two heartbeats to the group. The usual value, a third of the session timeout, makes a fail-over 1 s
+#: longer.
 HEARTBEAT_S = 0.5
 
 
@@ -44,14 +45,14 @@ def create_app(settings: Settings) -> faust.App:
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
         datadir=str(data_dir / "faust"),
-        # One process, one table of its own: Faust's are not used (docs/architecture.md), so nothing is kept here.
+        # Faust's own tables are not used (docs/architecture.md), so it has nothing to store.
         store="memory://",
-        # One for each life of a process: an owner that was paused looks itself up in its group by this.
+        # Unique per process: an owner that was paused finds itself in its group by this id.
         broker_client_id=f"{settings.app_id}-{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         broker_session_timeout=settings.session_timeout_s,
-        # The group's answer to a heartbeat is how a survivor hears that partitions are to move.
+        # A surviving worker learns from the answer to a heartbeat that partitions must move.
         broker_heartbeat_interval=min(settings.session_timeout_s / 3, HEARTBEAT_S),
-        # What an empty group starts from; a partition is sought to its table's own offset anyway.
+        # Where a new group starts; every partition is then sought to its table's own offset.
         consumer_auto_offset_reset="earliest",
         topic_disable_leader=True,
         topic_partitions=settings.partitions,
@@ -89,7 +90,7 @@ def create_app(settings: Settings) -> faust.App:
 
     @app.on_worker_init.connect(weak=False)
     def prepare(_: Any, **__: Any) -> None:
-        data_dir.mkdir(parents=True, exist_ok=True)  # Faust makes no more than the last folder of its path
+        data_dir.mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
         # Faust does not notice a source topic that appears after it has subscribed.
         try:
             ensure_topics(settings, topics(settings).all())
@@ -127,12 +128,12 @@ def create_app(settings: Settings) -> faust.App:
 
 
 def _app_from_environment() -> faust.App:
-    for words in unknown_variables(os.environ).values():
-        sys.stderr.write(f"kvstreams: {words}\n")  # logging is set up by Faust, later
+    for message in unknown_variables(os.environ).values():
+        sys.stderr.write(f"kvstreams: {message}\n")  # Faust sets up logging later
     try:
         resolved = load()
         for warning in resolved.warnings:
-            sys.stderr.write(f"kvstreams: {warning}\n")  # Faust has not set up its logs yet
+            sys.stderr.write(f"kvstreams: {warning}\n")
         return create_app(resolved.settings)
     except KvStreamsError as exc:
         raise SystemExit(f"kvstreams: {exc}") from exc

@@ -1,12 +1,13 @@
-"""Workers killed at every effect while 100,000 records flow: `make chaos`, or `python -m tests.chaos --events 100000`.
+"""Kills workers at every effect while 100,000 records flow: `make chaos`, or `python -m tests.chaos --events 100000`.
 
-What lives here: lives and deaths of workers on one real Kafka, and what must hold after them. What must not: what a
-history is made of (tests.helpers.reference), how a difference is followed (tests.helpers.truth).
+What lives here: starting and killing workers on one real Kafka, and what must hold afterwards. What must not: the
+contents of a history (tests.helpers.reference), how a difference is traced (tests.helpers.truth).
 
-A worker is armed with one of the seven numbered effects and dies at it while records flow; the next one begins warm on
-the dead one's RocksDB, with that deleted, or as another worker with a folder of its own. Behind every death the group's
-committed offsets are at most what the partition records say, which only ever go on. Now and then, and at the end, every
-router holds just what the reference holds: one that ran all along, one that starts late, one inside the worker.
+Each worker is armed with one of the seven numbered effects, and is killed at it while records flow. The next worker
+starts warm on the same RocksDB, with that RocksDB deleted, or as another worker with its own folder. After every kill,
+the group's committed offsets are at most those of the partition records, and the latter never fall. Now and then, and
+at the end, every router holds exactly what the reference holds: one that has run since the start, one that starts late,
+and one inside the worker.
 """
 
 from __future__ import annotations
@@ -41,38 +42,38 @@ from tests.helpers.truth import Engines, assert_equal
 
 EFFECTS = range(1, 8)
 
-#: Deaths of a whole run: each effect before each way to begin again, three times.
+#: Kills in a whole run: each effect before each way to start again, three times.
 KILLS = 63
 
-#: Deaths between two comparisons of every router with the reference.
+#: Kills between two comparisons of every router with the reference.
 COMPARE_EVERY = 9
 
-#: A worker that starts on a laden machine, applies what lies there and reaches its effect.
-DEATH_TIMEOUT_S = 300.0
+#: How long a worker on a busy machine may take to start, apply the waiting records and reach its effect.
+KILL_TIMEOUT_S = 300.0
 EQUAL_TIMEOUT_S = 300.0
 
-#: Records published again behind a death, by an engine that did not see them acknowledged.
+#: Records published again after a kill, as by an engine that did not see them acknowledged.
 AGAIN = 20
 
-#: Records of one transaction at most, of lives in turn: many small ones, and the usual.
+#: Limits of records per transaction, for workers in turn: many small ones, and the usual ones.
 BATCHES = (5, 50, 500)
 
-#: Transactions of a life that ends at one of the last three effects. Each partition writes one when it opens.
+#: Transactions of a worker that is killed at one of the last three effects. Each partition writes one when it opens.
 TRANSACTIONS = (4, 24)
 
-#: Folders that workers take in turn: who comes back to one finds a RocksDB that others have left behind.
+#: Folders that workers use in turn: a worker that returns to one finds an old RocksDB.
 FOLDERS = 3
 
-_ASK_TIMEOUT_S = 20.0
+_READ_TIMEOUT_S = 20.0
 
 
 class Broken(AssertionError):
-    """Something that must hold does not."""
+    """A condition that must hold does not."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a worker begins behind another's death."""
+    """How a worker starts after another one was killed."""
 
     name: str
     bare: bool = False  # its RocksDB is deleted
@@ -83,10 +84,10 @@ WAYS = (Way("warm"), Way("bare", bare=True), Way("elsewhere", elsewhere=True))
 
 
 class Chaos:
-    """One run: engines, workers that die, routers that must know."""
+    """One run: engines, workers that are killed, and routers that must agree with the reference."""
 
     def __init__(self, stack: Stack, seed: int, n_events: int, say: Callable[[str], None] = print) -> None:
-        """n_events: records of the history; those that are published again come on top."""
+        """n_events: records of the history, not counting those that are published again."""
         self._stack = stack
         self._settings = stack.settings
         self._say = say
@@ -98,21 +99,21 @@ class Chaos:
         self._read_to = dict.fromkeys(range(self._settings.partitions), 0)
         self.applied = dict.fromkeys(range(self._settings.partitions), -1)
         self.transactions = 0
-        self.deaths: Counter[int] = Counter()
+        self.kills: Counter[int] = Counter()
 
     def run(self, kills: int = KILLS, compare_every: int = COMPARE_EVERY) -> None:
-        """Play it all. Raises Broken, AssertionError or KvStreamsError with what differs."""
+        """Run everything. Raises Broken, AssertionError or KvStreamsError with the difference."""
         ensure_topics(self._settings, topics(self._settings).all())
         self._along = self._stack.router("along")
         order: list[tuple[int, Way]] = []
-        while len(order) < kills:  # every effect before every way, as often as there is time for
+        while len(order) < kills:  # every effect before every way to start
             ways = [WAYS[(effect + len(order) // len(EFFECTS)) % len(WAYS)] for effect in EFFECTS]
             order += self._rng.sample(list(zip(EFFECTS, ways, strict=True)), len(EFFECTS))
         left = self._n_events
         for number, (effect, way) in enumerate(order[:kills], 1):
             n = left // (kills - number + 1)
             left -= n
-            self._live_and_die(number, effect, way, n)
+            self._run_and_kill(number, effect, way, n)
             if number % compare_every == 0 and number < kills:
                 self._compare()
         self._compare()
@@ -121,33 +122,34 @@ class Chaos:
 
     @property
     def n_published(self) -> int:
-        """Records published, those that were published again too."""
+        """Number of published records, including those that were published again."""
         return self._engines.n_published
 
-    def _live_and_die(self, number: int, effect: int, way: Way, n: int) -> None:
+    def _run_and_kill(self, number: int, effect: int, way: Way, n: int) -> None:
         began = time.monotonic()
-        # One part waits for the worker, the other comes while it opens and works.
+        # One part is published before the worker starts, the other while it opens and works.
         self._engines.publish(n // 2)
-        waiting = self.n_published - sum(self.applied.values())  # the first four come once a record, the others a batch
+        waiting = self.n_published - sum(self.applied.values())
+        # The first four effects happen once per record, the others once per transaction.
         times = self._rng.randint(1, max(1, waiting // 2)) if effect < 5 else self._rng.randint(*TRANSACTIONS)
         batch = BATCHES[number % len(BATCHES)]
         armed = {FAULT_ENV: f"{effect}:{times}", "KVSTREAMS_BATCH_RECORDS_MAX": str(batch)}
-        worker = self._begin(way, router=False, env=armed)
+        worker = self._start(way, router=False, env=armed)
         for part in range(10):
             self._engines.publish((n - n // 2) * (part + 1) // 10 - (n - n // 2) * part // 10)
-        wait_for(lambda: not worker.child.running, DEATH_TIMEOUT_S, f"the fault {effect}:{times}")
+        wait_for(lambda: not worker.child.running, KILL_TIMEOUT_S, f"the fault {effect}:{times}")
         if worker.child.exit_code != -signal.SIGKILL:
-            raise Broken(f"{worker.child.name} ended by itself, not of {effect}:{times}; its log tells why")
+            raise Broken(f"{worker.child.name} ended by itself and not at {effect}:{times}; its log has the reason")
         self._engines.publish_again(AGAIN)
-        self.deaths[effect] += 1
+        self.kills[effect] += 1
         self._check_offsets()
         self._say(
-            f"kill {number}: effect {effect} the {times}. time, begun {way.name} as {worker.child.name}, "
-            f"{batch} a batch; {self.n_published} published, {sum(self.applied.values()) + len(self.applied)} applied, "
-            f"{time.monotonic() - began:.1f} s"
+            f"kill {number}: effect {effect}, occurrence {times}, started {way.name} as {worker.child.name}, "
+            f"{batch} per batch; {self.n_published} published, "
+            f"{sum(self.applied.values()) + len(self.applied)} applied, {time.monotonic() - began:.1f} s"
         )
 
-    def _begin(self, way: Way, *, router: bool, env: dict[str, str] | None = None) -> RouterProcess:
+    def _start(self, way: Way, *, router: bool, env: dict[str, str] | None = None) -> RouterProcess:
         if way.elsewhere:
             self._folder = (self._folder + 1) % FOLDERS
         name = f"worker-{self._folder}"
@@ -158,7 +160,7 @@ class Chaos:
     def _compare(self) -> None:
         """Compare every router with the reference, then kill the worker."""
         began = time.monotonic()
-        worker = self._begin(self._rng.choice(WAYS), router=True)
+        worker = self._start(self._rng.choice(WAYS), router=True)
         late = self._stack.router("late")
         assert self._along is not None
         stopped = [self._data_dir(f"worker-{n}") for n in range(FOLDERS) if f"worker-{n}" != worker.child.name]
@@ -172,11 +174,11 @@ class Chaos:
                 assert_equal(router.url, self._engines.reference, self._settings, stopped, 1.0)
             raise
         late.child.stop()
-        wait_for(self._all_applied, EQUAL_TIMEOUT_S, "the partition records to say that all is applied")
+        wait_for(self._all_applied, EQUAL_TIMEOUT_S, "the partition records to show that everything is applied")
         worker.child.kill()
         self._check_offsets()
         n_facts = len(self._engines.reference.members())
-        self._say(f"equal: {n_facts} facts in 3 routers, {self.n_published} records, {time.monotonic() - began:.1f} s")
+        self._say(f"equal: {n_facts} blocks in 3 routers, {self.n_published} records, {time.monotonic() - began:.1f} s")
 
     def _all_applied(self) -> bool:
         self._read_partition_records()
@@ -185,18 +187,18 @@ class Chaos:
         return all(applied + 1 == ends[partition] for partition, applied in self.applied.items())
 
     def _check_offsets(self) -> None:
-        """What the group has committed was applied before; asked in this order, so that the worker may live."""
+        """Check that committed offsets were applied before; read in this order, since the worker may be running."""
         committed = self._committed()
         self._read_partition_records()
         for partition, offset in committed.items():
             if offset > self.applied[partition] + 1:
-                raise Broken(f"partition {partition}: committed {offset}, applied up to {self.applied[partition]} only")
+                raise Broken(f"partition {partition}: committed {offset}, applied only up to {self.applied[partition]}")
 
     def _committed(self) -> dict[int, int]:
         consumer = Consumer({"bootstrap.servers": self._settings.kafka, "group.id": self._settings.app_id})
         try:
             source = topics(self._settings).kv_events.name
-            found = consumer.committed([TopicPartition(source, n) for n in self.applied], timeout=_ASK_TIMEOUT_S)
+            found = consumer.committed([TopicPartition(source, n) for n in self.applied], timeout=_READ_TIMEOUT_S)
             return {each.partition: each.offset for each in found}
         finally:
             consumer.close()
@@ -224,21 +226,21 @@ class Chaos:
 
 
 def settings_of(kafka: str) -> Settings:
-    """Settings of a run: short sessions, and no expiry of workers, which would depend on how long the run takes."""
+    """Return settings of a run: short sessions, and no expiry of workers, which would depend on the run's duration."""
     return Settings(
         kafka=kafka, topic_prefix="chaos-", partitions=4, session_timeout_s=3.0, worker_grace_s=30 * 86_400.0
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play one run; gives 1 where anything differs, having told what, and keeps what lies on disk then."""
+    """Run once; if anything differs, print the difference, keep the files and return 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--seed", type=int)
     options = parser.parse_args(arguments)
     if options.kills < 1 or options.events < 10 * options.kills:
-        parser.error("there must be a kill, and ten events for each")
+        parser.error("at least one kill is needed, and ten events per kill")
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-chaos-"))
     print(f"seed {seed}, {options.events} events, {options.kills} kills, in {directory}", flush=True)
@@ -254,13 +256,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             chaos.run(options.kills)
     except (AssertionError, KvStreamsError) as exc:
-        print(f"{exc}\nplay it again: python -m tests.chaos --events {options.events} --seed {seed}")
+        print(f"{exc}\nrepeat it: python -m tests.chaos --events {options.events} --seed {seed}")
         print(f"logs and data are kept in {directory}")
         return 1
     finally:
         broker.down()
     shutil.rmtree(directory)
-    effects = ", ".join(f"{effect}: {chaos.deaths[effect]}" for effect in EFFECTS)
+    effects = ", ".join(f"{effect}: {chaos.kills[effect]}" for effect in EFFECTS)
     print(
         f"no difference: {chaos.n_published} records, {chaos.transactions} transactions, kills by effect {effects}; "
         f"{time.monotonic() - began:.0f} s, seed {seed}"

@@ -1,7 +1,7 @@
-"""Long histories over every index and every fold, against the reference: `python -m tests.soak --operations 10000000`.
+"""Long histories for every index and every fold, compared with the reference: `python -m tests.soak`.
 
-What lives here: playing a history to several indexes at once and telling where they differ, which the tests do with
-short ones (test_index_histories). What must not: what histories are made of (tests.helpers.reference).
+What lives here: playing a history to several indexes at once, and reporting where they differ. test_index_histories
+does the same with short histories. What must not: the generation of histories (tests.helpers.reference_index).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import assert_never
 
 import numpy as np
 import xxhash
@@ -33,28 +34,29 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
-from tests.helpers.reference import Answer, IndexHistory, Member, Query, RankGone, Step, overlap_of
+from tests.helpers.reference import Member, overlap_of
+from tests.helpers.reference_index import Answer, IndexHistory, Query, RankGone, Step
 from tests.unit.test_table_properties import Record, State, compacted, random_log
 
-#: Operations of one history: enough to fill and empty ranks many times, few enough to be played again while debugging.
+#: Operations in one history: enough to fill and empty ranks many times, and few enough to repeat while debugging.
 HISTORY_OPERATIONS = 2_000
 
 #: Operations between two comparisons of all facts, which take as long as a few hundred operations.
 COMPARE_EVERY = 500
 
-#: Batches of engines in one history of run records, some four records each.
+#: Batches of engines in one history of run records, with about four records each.
 FOLD_BATCHES = 120
 
 IndexFactory = Callable[[], PrefixIndex]
 FoldFactory = Callable[[], RunFold]
-Places = dict[int, tuple[int | None, int]]
+Chains = dict[int, tuple[int | None, int]]
 
 INDEXES: list[IndexFactory] = [PlainPrefixIndex, RunTreeIndex]
 FOLDS: list[FoldFactory] = [PlainRunFold, TreeRunFold]
 
 
 class Differs(AssertionError):
-    """An index or fold is not what the reference is; the message names it, the seed and the operation."""
+    """An index or fold differs from the reference; the message names it, the seed and the operation."""
 
 
 def play(seed: int, indexes: Sequence[IndexFactory], n_operations: int = HISTORY_OPERATIONS) -> None:
@@ -79,7 +81,7 @@ def play(seed: int, indexes: Sequence[IndexFactory], n_operations: int = HISTORY
 
 
 def _apply(index: PrefixIndex, step: Step, history: IndexHistory) -> None:
-    """Do one operation; what it gives must be what the reference gave."""
+    """Apply one operation, and compare its result with that of the reference."""
     name, action = type(index).__name__, step.action
     match action:
         case Query():
@@ -98,19 +100,21 @@ def _apply(index: PrefixIndex, step: Step, history: IndexHistory) -> None:
             index.clear(step.rank)
         case RankGone():
             index.remove_rank(step.rank)
+        case _:
+            assert_never(action)
     if not isinstance(action, Query):
         assert len(index) == len(history.reference), (name, len(index), len(history.reference))
 
 
 def _refused(index: PrefixIndex, rank: RankId, event: BlocksStored, fault: type[Exception]) -> None:
-    """A store must raise and leave everything as it was; where that is much, its number at least."""
+    """Assert that a store raises and changes nothing; in a large index, only the number of facts is compared."""
     before = set(index.members()) if len(index) < COMPARE_EVERY else len(index)
     try:
         index.store(rank, event.tier, event.parent, event.engine, event.local)
     except fault:
         pass
     else:
-        raise AssertionError(f"{type(index).__name__} took what is no {fault.__name__} to it")
+        raise AssertionError(f"{type(index).__name__} accepted an event that must raise {fault.__name__}")
     assert before == (set(index.members()) if isinstance(before, set) else len(index))
 
 
@@ -126,11 +130,11 @@ def _compare(index: PrefixIndex, history: IndexHistory) -> None:
 def _same(name: str, found: set[Member], expected: set[Member]) -> None:
     if found != expected:
         more, less = sorted(found - expected)[:3], sorted(expected - found)[:3]
-        raise AssertionError(f"{name} holds {len(found)}, not {len(expected)}; too many {more}, missing {less}")
+        raise AssertionError(f"{name} holds {len(found)} facts, not {len(expected)}; additional {more}, missing {less}")
 
 
 def _compare_dump(index: PrefixIndex, copy: PrefixIndex, history: IndexHistory) -> None:
-    """An index rebuilt from a dump holds the same facts in the same places."""
+    """Assert that an index rebuilt from a dump holds the same facts and gives the same answers."""
     for rank, event in index.dump():
         apply_event(copy, rank, event)
     _compare(copy, history)
@@ -140,7 +144,7 @@ def _compare_dump(index: PrefixIndex, copy: PrefixIndex, history: IndexHistory) 
 
 
 def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
-    """Give an index one event."""
+    """Apply one event to an index."""
     match event:
         case BlocksStored():
             index.store(rank, event.tier, event.parent, event.engine, event.local)
@@ -148,33 +152,35 @@ def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
             index.remove(rank, event.tier, event.engine)
         case AllBlocksCleared():
             index.clear(rank)
+        case _:
+            assert_never(event)
 
 
 def play_fold(seed: int, folds: Sequence[FoldFactory], n_batches: int = FOLD_BATCHES) -> None:
-    """Write a history as run records and fold them in every way that a reader may come by them. Raises Differs."""
+    """Write a history as run records, and fold them in every order in which a reader may see them. Raises Differs."""
     rng = random.Random(seed)
     log = random_log(seed, n_batches, rng.choice((1, 2, 4, 9)), rng.randint(1, 8))
     last = log.states[-1]
     table = compacted(log.records)
-    places = _places(log.records)
+    chains = _chains(log.records)
     for make in folds:
         try:
-            along = make()
+            following = make()
             for transaction, state in zip(log.transactions, log.states, strict=True):
-                fold_records(along, transaction, rng)
-                _compare_fold(along, state, places, rng)
-            fold_records(along, log.records, rng)  # all of it once more
-            _compare_fold(along, last, places, rng)
+                fold_records(following, transaction, rng)
+                _compare_fold(following, state, chains, rng)
+            fold_records(following, log.records, rng)  # the whole log again
+            _compare_fold(following, last, chains, rng)
             for tombstones in (False, True):
                 shuffled = [record for record in table.items() if tombstones or record[1] is not None]
-                shuffled += rng.sample(shuffled, len(shuffled) // 3)  # and some of them twice
+                shuffled += rng.sample(shuffled, len(shuffled) // 3)  # some of them twice
                 rng.shuffle(shuffled)
                 fold = make()
                 fold_records(fold, shuffled, rng)
-                _compare_fold(fold, last, places, rng)
+                _compare_fold(fold, last, chains, rng)
             fold = make()
-            fold_records(fold, _overtaken(log.records, rng), rng)
-            _compare_fold(fold, last, places, rng)
+            fold_records(fold, _with_compaction(log.records, rng), rng)
+            _compare_fold(fold, last, chains, rng)
             for rank in last.epochs:
                 fold.forget_rank(rank)
             assert not len(fold) and not fold.ranks() and not list(fold.members())
@@ -184,7 +190,7 @@ def play_fold(seed: int, folds: Sequence[FoldFactory], n_batches: int = FOLD_BAT
 
 
 def fold_records(fold: RunFold, records: Iterable[Record], rng: random.Random) -> None:
-    """Give a fold the index's records as a view does, runs in batches of any size."""
+    """Fold the index's records like a view does, with runs in batches of any size."""
     keys: list[RunKey] = []
     runs: list[Run | None] = []
     for key, value in records:
@@ -196,7 +202,7 @@ def fold_records(fold: RunFold, records: Iterable[Record], rng: random.Random) -
             else:
                 progress = decode_progress(key, value)
                 fold.enter_epoch(progress.rank, progress.epoch)
-        elif key.startswith(RUN_PREFIX):  # others are chunks of restatements, for agents alone
+        elif key.startswith(RUN_PREFIX):  # other records are chunks of restatements, which only agents read
             keys.append(parse_run_key(key))
             runs.append(None if value is None else decode_run(key, value))
             if rng.random() < 0.1:
@@ -205,27 +211,27 @@ def fold_records(fold: RunFold, records: Iterable[Record], rng: random.Random) -
     fold.fold(keys, runs)
 
 
-def _overtaken(records: Sequence[Record], rng: random.Random) -> list[Record]:
-    """What a reader sees that compaction overtakes: values that a later one replaces may be missing."""
+def _with_compaction(records: Sequence[Record], rng: random.Random) -> list[Record]:
+    """The records that a reader sees if compaction runs meanwhile: replaced values may be missing."""
     last = {key: number for number, (key, _) in enumerate(records)}
     share = rng.random()
     return [record for number, record in enumerate(records) if last[record[0]] == number or rng.random() > share]
 
 
-def _places(records: Iterable[Record]) -> Places:
-    """Of each block in any record the block before it and its local hash."""
-    places: Places = {}
+def _chains(records: Iterable[Record]) -> Chains:
+    """Parent and local hash of each block in any record."""
+    chains: Chains = {}
     for key, value in records:
         if value is not None and key.startswith(RUN_PREFIX):
             run = decode_run(key, value)
             before: int | None = run.parent
             for block, local in zip(run.sequence, run.local, strict=True):
-                places[block] = before, local
+                chains[block] = before, local
                 before = block
-    return places
+    return chains
 
 
-def _compare_fold(fold: RunFold, state: State, places: Places, rng: random.Random) -> None:
+def _compare_fold(fold: RunFold, state: State, chains: Chains, rng: random.Random) -> None:
     name = type(fold).__name__
     found = {(rank, tier, int(block)) for rank, tier, block in fold.members()}
     _same(name, found, state.members)
@@ -240,22 +246,22 @@ def _compare_fold(fold: RunFold, state: State, places: Places, rng: random.Rando
     assert {rank: fold.facts(rank) for rank in state.epochs} == expected, name
     blocks = [block for _, _, block in state.members]
     for asked in rng.sample(blocks, min(3, len(blocks))):
-        path: list[int] = [rng.getrandbits(64)]  # one more than anybody holds
+        path: list[int] = [rng.getrandbits(64)]  # one block more than any rank holds
         at: int | None = asked
-        while at in places:
-            at, local = places[at]
+        while at in chains:
+            at, local = chains[at]
             path.append(local)
         if at is not None:
-            continue  # stored and removed in one transaction: no record tells its tokens
+            continue  # stored and removed in one transaction, so no record contains it
         answer = fold.find_matches(np.array(path[::-1], dtype=np.uint64))
         assert answer.scores == overlap_of(state.members, path[::-1]), name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play histories until enough operations are done; gives 1 on the first difference, having told its seed."""
+    """Play histories until enough operations are done; prints the seed of the first difference and returns 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--operations", type=int, default=10_000_000)
-    parser.add_argument("--seed", type=int, help="the first history's; the others follow it")
+    parser.add_argument("--seed", type=int, help="seed of the first history; the others use the following numbers")
     options = parser.parse_args(arguments)
     if options.operations < 1:
         parser.error(f"--operations is {options.operations}; at least one must be played")
@@ -274,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 play_fold(seed, FOLDS)
             except Differs as exc:
                 console.print(f"{exc}: {exc.__cause__!r}", soft_wrap=True, markup=False, highlight=False)
-                console.print(f"play it again: python -m tests.soak --operations 1 --seed {seed}", soft_wrap=True)
+                console.print(f"to repeat: python -m tests.soak --operations 1 --seed {seed}", soft_wrap=True)
                 return 1
             progress.update(task, advance=HISTORY_OPERATIONS)
             seed += 1

@@ -1,6 +1,7 @@
-"""What engines say about their caches, as one value an engine batch, whatever wire it came by.
+"""The events with which engines report changes of their caches, independent of the transport.
 
-What lives here: the events in past tense. What must not: bytes (codec) and engine dialects (engines).
+What lives here: the events in past tense, and the records of `kv-events` and `kv-control` as values. What must not:
+bytes (codec) and engine dialects (engines).
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.ids import EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier
 from streams.errors import BadRecord
 
-#: Sequence number before the first, since vLLM counts its batches from 0. A batch with this number and no events says
-#: that a life begins: what an older one held is gone, though the new one has told nothing yet.
+#: Sequence number before the first one; vLLM counts its batches from 0. A batch with this number and no events
+#: announces that an incarnation starts: the blocks of older ones are gone, even before the new one sends any events.
 BEFORE_FIRST = -1
 
-#: Names of a block's labels, and the greatest number of one.
+#: Names of a block's labels, and their greatest value.
 LABEL_NAMES = ("layer_id", "expert_id", "expert_group")
 LABEL_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class MoeLabels:
-    """Which mixture-of-experts slice a stored block belongs to; None is unlabelled in that respect.
+    """The layer, expert and expert group that a stored block belongs to in a mixture of experts; None is unlabelled.
 
-    Numbers from 0 to LABEL_MAX; `check_labels` says so, and decoders know it.
+    Values are 0 to LABEL_MAX, which `check_labels` and the decoders enforce.
     """
 
     layer_id: int | None = None
@@ -34,7 +35,7 @@ class MoeLabels:
 
 
 def check_labels(labels: MoeLabels) -> None:
-    """Raise BadRecord for labels that are no numbers, or out of range."""
+    """Raise BadRecord for labels that are not integers from 0 to LABEL_MAX."""
     for name in LABEL_NAMES:
         value = getattr(labels, name)
         if value is not None and (type(value) is not int or not 0 <= value <= LABEL_MAX):
@@ -43,7 +44,7 @@ def check_labels(labels: MoeLabels) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks of one chain now held in one tier.
+    """Consecutive blocks of one chain are now held in one tier.
 
     parent: engine hash of the block before the first, None at the root.
     engine: uint64[n]; the engine's own names. local: uint64[n]; hashes of the blocks' tokens.
@@ -59,7 +60,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks no longer held in one tier. engine: uint64[n]."""
+    """Blocks are no longer held in one tier. engine: uint64[n]."""
 
     engine: HashArray
     tier: Tier = Tier.DEVICE
@@ -67,7 +68,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The emitting rank holds nothing any more."""
+    """The rank no longer holds any blocks."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
@@ -75,7 +76,7 @@ KvEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class RestatedRun:
-    """Consecutive blocks that a restatement says are held, addressed without their parent's engine name.
+    """Consecutive blocks that a rank holds according to a restatement, addressed without their parent's engine hash.
 
     start: position of the first block on its chain. parent: sequence hash of the block before it, None at the root.
     """
@@ -96,7 +97,7 @@ class EngineEvents:
 
 @dataclass(frozen=True, slots=True)
 class RestatementChunk:
-    """One piece of a rank's whole ledger; complete when all `n_chunks` of one id have come."""
+    """One part of a rank's complete ledger. The restatement is complete when all `n_chunks` of its id have arrived."""
 
     restatement_id: int
     chunk: int
@@ -107,9 +108,10 @@ class RestatementChunk:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """The worker is gone, in order with its events.
+    """The worker was removed or has expired; the record is ordered among the worker's events.
 
-    reason: told to people. seen_sequence: the progress that an expiry saw; None when somebody asked for the removal.
+    reason: shown to people. seen_sequence: the last sequence number that an expiry was based on; None for a removal
+    that was requested.
     """
 
     reason: str
@@ -118,9 +120,10 @@ class WorkerRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The bridge goes on feeding this rank; the batch's sequence is the last one that it published.
+    """The bridge is still feeding this rank; the batch's sequence is the last one that it published.
 
-    bridge: who, told to people. lease_ms: silent for longer, the rank is ineligible until it is heard of again.
+    bridge: the bridge's name, shown to people. lease_ms: a rank that is not heard from for longer than this is silent,
+    and ineligible until it is heard from again.
     """
 
     bridge: str
@@ -134,11 +137,11 @@ Body = EngineEvents | RestatementChunk | WorkerRemoved | Heartbeat
 class EngineBatch:
     """One record of `kv-events`: one batch of one rank.
 
-    sequence: the engine's own number of the batch; of a restatement the last one it includes, of a heartbeat the last
-    one published.
-    digest: xxh3_64 of the engine's payload, proof that two lives told the same thing.
-    emitted_at_ms: the engine's clock, for measuring only.
-    n_unindexed: blocks of groups that are not full attention; their rank's answers are approximate.
+    sequence: the engine's own number of the batch; in a restatement the last number that it includes, in a heartbeat
+    the last one published.
+    digest: xxh3_64 of the engine's payload, which shows whether two batches with the same number are the same batch.
+    emitted_at_ms: time on the engine's clock, used only for measurements.
+    n_unindexed: blocks of KV cache groups that are not full attention; they make the rank's answers approximate.
     """
 
     rank: RankId
@@ -154,10 +157,10 @@ class EngineBatch:
 
 @dataclass(frozen=True, slots=True)
 class ResyncRequest:
-    """One record of `kv-control`: a partition's owner asks a rank's bridge to restate what the rank holds.
+    """One record of `kv-control`: a partition owner requests that a rank's bridge restate what the rank holds.
 
-    incarnation, sequence: the life that the asker knows, and the last batch of it that it applied. attempt: 1 for the
-    first of this gap.
+    incarnation, sequence: the incarnation that the partition owner has, and the last batch of it that it applied.
+    attempt: 1 for the first request after this gap.
     """
 
     rank: RankId

@@ -1,15 +1,16 @@
-"""Tokens to hashes, byte for byte those of NVIDIA Dynamo.
+"""Hashes of tokens, identical byte for byte to those of NVIDIA Dynamo.
 
 A local hash is xxh3_64 of a block's tokens, u32 little-endian, with the seed. The first sequence hash is the first
-local hash; each further one is xxh3_64 of the sequence hash before it and its own local hash, u64 little-endian each,
-seed 1337. A seed is 1337, and to it xxh3_64 of the LoRA adapter's name (seed 0) and of the namespace (seed 1), modulo
-2^64.
+local hash; each further one is xxh3_64 of the previous sequence hash and the block's own local hash, u64 little-endian
+each, with seed 1337. The seed of local hashes is 1337 plus xxh3_64 of the LoRA adapter's name (with seed 0) plus
+xxh3_64 of the namespace (with seed 1), modulo 2^64.
 
-What lives here: local and sequence hashes, their seeds, and the tokens that stand for images. What must not: who holds
-a block. Sequence hashes name a whole prefix and are the same on every worker; local hashes name one block's tokens.
+What lives here: local and sequence hashes, their seeds, and the tokens that stand for images. What must not: which rank
+holds a block. A sequence hash names a whole prefix and is the same on every worker; a local hash names one block's
+tokens.
 
-The loops are compiled (streams.core.kernels.xxh3). Where numba cannot be imported, or on a big-endian machine, the
-xxhash package serves with the same results, some thirty times slower; `KERNELS_AVAILABLE` says which it is.
+The loops are compiled (streams.core.kernels.xxh3). Without numba, or on a big-endian machine, the xxhash package
+computes the same results about thirty times slower; `KERNELS_AVAILABLE` is False then.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ KERNELS_AVAILABLE = sys.byteorder == "little" and kernels_available()
 if KERNELS_AVAILABLE:
     from streams.core.kernels.xxh3 import chain_blocks, hash_blocks
 
-#: Dynamo's seed; equal seeds are what makes our hashes comparable with every Dynamo component.
+#: Dynamo's seed. Using the same one makes our hashes comparable with those of every Dynamo component.
 BASE_SEED = 1337
 
-#: What callers may hand in as tokens. Bytes are u32 little-endian, as the wire carries them.
+#: What callers may pass as tokens. Bytes are u32 little-endian, as on the wire.
 Tokens: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer[Any]] | bytes | bytearray | memoryview"
 
-#: uint32[n], little-endian, in one piece and aligned.
+#: uint32[n], little-endian, contiguous and aligned.
 TokenArray: TypeAlias = "npt.NDArray[np.uint32]"
 
-#: Pad values begin here, above the vocabularies of models, and span 2^30; both as in Dynamo, or hashes would differ.
+#: Pad values begin here, above the vocabularies of models, and span 2^30. Dynamo uses the same numbers; with others,
+#: hashes would differ.
 PAD_BASE = 1_000_000
 PAD_MASK = (1 << 30) - 1
 
@@ -54,15 +56,15 @@ _NO_HASHES = np.empty(0, dtype=np.uint64)
 
 
 class Placeholder(NamedTuple):
-    """The tokens of a prompt that stand for one image, video or sound; `mm_hash` names its content."""
+    """The tokens of a prompt that stand for one image, video or sound; `mm_hash` identifies its content."""
 
-    offset: int  # index of the first of them
+    offset: int  # index of the first token
     length: int  # number of tokens
     mm_hash: int  # u64
 
 
 def hash_seed(lora_name: str | None = None, namespace: str | None = None) -> int:
-    """Give the seed for a LoRA adapter and a namespace; None and "" both mean none.
+    """Compute the seed for a LoRA adapter and a namespace; None and "" both mean none.
 
     Raises InvalidRequest.
     """
@@ -80,14 +82,14 @@ def _name_digest(what: str, name: str, seed: int) -> int:
     try:
         return xxhash.xxh3_64_intdigest(name.encode(), seed) if name else 0
     except UnicodeEncodeError as exc:
-        raise InvalidRequest(f"{what} is no UTF-8: {exc.reason}") from exc
+        raise InvalidRequest(f"{what} cannot be encoded as UTF-8: {exc.reason}") from exc
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
     """Pack tokens as u32 little-endian bytes.
 
     tokens: integers in 0..2^32-1, or bytes that are u32 little-endian already.
-    Raises InvalidRequest for a value outside u32 (naming it) and for bytes that are no whole number of tokens.
+    Raises InvalidRequest for a value outside u32 (naming it) and for a number of bytes that is not a multiple of 4.
     """
     words = _token_array(tokens)
     return tokens if isinstance(tokens, bytes) else words.tobytes()
@@ -97,7 +99,7 @@ def local_hashes(tokens: Tokens, block_size: int, seed: int = BASE_SEED, *, eagl
     """Hash each full block of `block_size` tokens; a partial last block is dropped.
 
     eagle: hash windows of block_size + 1 tokens, which begin block_size tokens apart, as EAGLE drafts need them.
-    Returns uint64[n_tokens // block_size], of windows uint64[(n_tokens - 1) // block_size].
+    Returns uint64[n_tokens // block_size]; with eagle, uint64[(n_tokens - 1) // block_size].
     Raises BlockSizeMismatch, InvalidRequest.
     """
     return _hash(tokens, block_size, seed, eagle, chained=False)[0]
@@ -106,16 +108,16 @@ def local_hashes(tokens: Tokens, block_size: int, seed: int = BASE_SEED, *, eagl
 def request_hashes(
     tokens: Tokens, block_size: int, seed: int = BASE_SEED, *, eagle: bool = False
 ) -> tuple[HashArray, HashArray]:
-    """Local hashes of a whole request and their chain from the root, in one pass over the tokens.
+    """Compute the local and sequence hashes of a whole request in one pass over the tokens.
 
-    Returns what `local_hashes` and, of that, `sequence_hashes` give: uint64[n_blocks] each.
+    Returns the results of `local_hashes` and of `sequence_hashes` for them: uint64[n_blocks] each.
     Raises BlockSizeMismatch, InvalidRequest.
     """
     return _hash(tokens, block_size, seed, eagle, chained=True)
 
 
 def sequence_hashes(local: HashArray, parent: SequenceHash | None = None) -> HashArray:
-    """Chain local hashes into sequence hashes, from the root or on from `parent`.
+    """Chain local hashes into sequence hashes, from the root or from `parent`.
 
     local: uint64[n_blocks]; returns uint64[n_blocks]; n_blocks may be 0. Raises InvalidRequest.
     """
@@ -135,7 +137,7 @@ def sequence_hashes(local: HashArray, parent: SequenceHash | None = None) -> Has
 
 
 def pad_value(mm_hash: int) -> int:
-    """Give the token that stands for a piece of content: 1,000,000 and the low 30 bits of its u64 hash.
+    """Compute the token that stands for an image or other content: 1,000,000 plus the low 30 bits of its u64 hash.
 
     Raises InvalidRequest.
     """
@@ -144,10 +146,10 @@ def pad_value(mm_hash: int) -> int:
 
 
 def with_pad_values(tokens: Tokens, placeholders: Iterable[Placeholder | tuple[int, int, int]]) -> TokenArray:
-    """Copy tokens and put each placeholder's pad value in all its places, so that hashes tell images apart.
+    """Copy tokens and replace those of each placeholder by its pad value, so that different images hash differently.
 
-    placeholders: (offset, length, mm_hash) each; where two overlap the later one holds. Returns uint32[n_tokens].
-    Raises InvalidRequest for a placeholder that is not within the tokens, and for tokens as `pack_tokens` does.
+    placeholders: (offset, length, mm_hash) each; if two overlap, the later one is used. Returns uint32[n_tokens].
+    Raises InvalidRequest for a placeholder that is not within the tokens, and for tokens like `pack_tokens`.
     """
     padded = _token_array(tokens).copy()
     for index, placeholder in enumerate(placeholders):
@@ -155,10 +157,10 @@ def with_pad_values(tokens: Tokens, placeholders: Iterable[Placeholder | tuple[i
             raise InvalidRequest(f"placeholder {index} is {placeholder!r}, not an offset, a length and a hash")
         offset, length, mm_hash = placeholder
         if not _is_whole(offset) or not _is_whole(length):
-            raise InvalidRequest(f"placeholder {index} is not of whole numbers: {placeholder!r}")
+            raise InvalidRequest(f"placeholder {index} has an offset or length that is not an integer: {placeholder!r}")
         if offset < 0 or length < 0 or offset + length > padded.size:
             raise InvalidRequest(
-                f"placeholder {index} is tokens {offset}..{offset + length}, outside the {padded.size} there are",
+                f"placeholder {index} covers tokens {offset}..{offset + length}, but the prompt has {padded.size}",
                 offset=offset,
                 length=length,
             )
@@ -167,13 +169,15 @@ def with_pad_values(tokens: Tokens, placeholders: Iterable[Placeholder | tuple[i
 
 
 def pack_hashes(hashes: Sequence[int] | HashArray) -> bytes:
-    """Pack hashes as u64 little-endian, the form in which they travel in Avro `bytes`. Raises InvalidRequest."""
+    """Pack hashes as u64 little-endian, their form in Avro `bytes`. Raises InvalidRequest."""
     return _hash_array(hashes).tobytes()
 
 
 def unpack_hashes(packed: bytes) -> HashArray:
-    """Unpack u64 little-endian; returns a read-only uint64[n]. Raises InvalidRequest for a length that is no multiple
-    of 8, and for what is not bytes."""
+    """Unpack u64 little-endian; returns a read-only uint64[n].
+
+    Raises InvalidRequest for a length that is not a multiple of 8, and for a value that is not bytes.
+    """
     if not isinstance(packed, bytes):
         if not isinstance(packed, bytearray | memoryview):
             raise InvalidRequest(f"packed hashes are a {type(packed).__name__}, not bytes")
@@ -184,7 +188,7 @@ def unpack_hashes(packed: bytes) -> HashArray:
 
 
 def _hash(tokens: Tokens, block_size: int, seed: int, eagle: bool, *, chained: bool) -> tuple[HashArray, HashArray]:
-    """Local hashes and, if wanted, their chain; the second is uint64[0] if not."""
+    """Compute local hashes and, if `chained`, their chain; otherwise the second result is uint64[0]."""
     if type(block_size) is not int and not _is_whole(block_size):
         raise BlockSizeMismatch(f"block size is {block_size!r}, not a whole number of tokens")
     if block_size < 1:
@@ -230,22 +234,22 @@ def _chain_by_package(local: HashArray, parent: SequenceHash | None) -> HashArra
 
 
 def _token_array(tokens: Tokens) -> TokenArray:
-    """View tokens as a TokenArray, without a copy where they are one already: uint32 arrays and bytes.
+    """View tokens as a TokenArray, without a copy for uint32 arrays and bytes.
 
-    Raises InvalidRequest, as `pack_tokens` tells.
+    Raises InvalidRequest like `pack_tokens`.
     """
     if type(tokens) is np.ndarray and tokens.dtype is _U32_LE and tokens.ndim == 1 and tokens.flags.carray:
         row: npt.NDArray[Any] = tokens
-        return row  # asked first, since a request of 2,048 tokens takes no more than a few microseconds in all
+        return row  # checked first, since hashing a request of 2,048 tokens takes only a few microseconds
     if isinstance(tokens, bytes | bytearray | memoryview):
         return _view_packed(tokens)
     if isinstance(tokens, list | tuple):
-        # array() checks each value's type and range itself, in C: 62 ns a block against 201 through np.array.
+        # array() checks each value's type and range in C: 62 ns per block, compared with 201 through np.array.
         try:
-            words = _in_one_piece(np.frombuffer(array("I", tokens), dtype=np.uintc))
+            words = _contiguous(np.frombuffer(array("I", tokens), dtype=np.uintc))
         except (OverflowError, TypeError) as exc:
             raise InvalidRequest(_name_bad_token(tokens)) from exc
-        # It takes True for 1 and False for 0, so only where there are such tokens is it asked what they are.
+        # It accepts True as 1 and False as 0, so types are checked only if there are tokens 0 or 1.
         low = words < 2
         if low.any() and any(type(tokens[index]) is bool for index in np.flatnonzero(low).tolist()):
             raise InvalidRequest(_name_bad_token(tokens))
@@ -258,12 +262,12 @@ def _token_array(tokens: Tokens) -> TokenArray:
         return np.empty(0, dtype=_U32_LE)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise InvalidRequest("tokens must be one dimension of integers", dtype=str(values.dtype), ndim=values.ndim)
-    roomy = values.dtype.kind == "i" or values.dtype.itemsize > _BYTES_PER_TOKEN
-    # The bits of all tokens together, in one pass, are below zero if a token is and above u32 if a token is.
-    if roomy and not 0 <= int(np.bitwise_or.reduce(values)) <= U32_MAX:
+    may_exceed_u32 = values.dtype.kind == "i" or values.dtype.itemsize > _BYTES_PER_TOKEN
+    # The bitwise or of all tokens, in one pass, is negative if a token is, and above u32 if a token is.
+    if may_exceed_u32 and not 0 <= int(np.bitwise_or.reduce(values)) <= U32_MAX:
         index = int(np.argmax((values < 0) | (values > U32_MAX)))
         raise InvalidRequest(f"token {index} is {int(values[index])}, outside 0..{U32_MAX}")
-    return _in_one_piece(values)
+    return _contiguous(values)
 
 
 def _view_packed(packed: bytes | bytearray | memoryview) -> TokenArray:
@@ -272,11 +276,11 @@ def _view_packed(packed: bytes | bytearray | memoryview) -> TokenArray:
     n_bytes = packed.nbytes if isinstance(packed, memoryview) else len(packed)
     if n_bytes % _BYTES_PER_TOKEN:
         raise InvalidRequest("packed tokens are u32 little-endian, 4 bytes each", n_bytes=n_bytes)
-    return _in_one_piece(np.frombuffer(packed, dtype=_U32_LE))
+    return _contiguous(np.frombuffer(packed, dtype=_U32_LE))
 
 
-def _in_one_piece(values: npt.NDArray[Any]) -> TokenArray:
-    """As u32 little-endian; a slice of a memoryview may begin at any byte, and kernels take aligned arrays."""
+def _contiguous(values: npt.NDArray[Any]) -> TokenArray:
+    """Convert to aligned u32 little-endian for the kernels; a slice of a memoryview may begin at any byte."""
     if values.dtype is _U32_LE and values.flags.c_contiguous and values.flags.aligned:
         return values
     return values.astype(_U32_LE, order="C")
@@ -287,32 +291,32 @@ def _is_whole(value: object) -> bool:
 
 
 def _check_u64(what: str, value: object) -> None:
-    """Raise InvalidRequest unless it is a whole number within u64."""
+    """Raise InvalidRequest unless `value` is an integer within u64."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value <= U64_MASK:
         raise InvalidRequest(f"{what} is {value!r}, not an integer in 0..{U64_MASK}")
 
 
 def _hash_array(hashes: Sequence[int] | HashArray) -> HashArray:
-    """As u64 little-endian of one dimension: an array of uint64 in either byte order, or a list of integers.
+    """Convert an array of uint64 in either byte order, or a list of integers, to u64 little-endian of one dimension.
 
-    Raises InvalidRequest: conversion would make great numbers of negative ones, and whole ones of fractions.
+    Raises InvalidRequest for other types, since a conversion would wrap negative numbers and truncate fractions.
     """
     if isinstance(hashes, np.ndarray):
         if hashes.dtype.kind != "u" or hashes.dtype.itemsize != _BYTES_PER_HASH or hashes.ndim != 1:
             raise InvalidRequest("hashes are not uint64 of one dimension", dtype=str(hashes.dtype), ndim=hashes.ndim)
         return hashes.astype(_U64_LE, copy=False)
     try:
-        words = np.frombuffer(array("Q", hashes), dtype=np.uint64)  # in C it checks each value's type and range
+        words = np.frombuffer(array("Q", hashes), dtype=np.uint64)  # array() checks each value's type and range in C
     except (OverflowError, TypeError, ValueError) as exc:
         raise InvalidRequest(f"hashes must be integers in 0..{U64_MASK}, or an array of uint64") from exc
     if any(type(hashes[index]) is bool for index in np.flatnonzero(words < 2).tolist()):
-        raise InvalidRequest("hashes must be integers, and True or False is none")
+        raise InvalidRequest("hashes must be integers, not True or False")
     return words.astype(_U64_LE, copy=False)
 
 
 def _name_bad_token(tokens: Sequence[object]) -> str:
     for index, value in enumerate(tokens):
-        # NumPy's integers are Integral and no int; they are tokens like any other.
+        # NumPy's integers are Integral but not int, and are valid tokens.
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= U32_MAX:
             shown = str(value) if isinstance(value, Integral) else repr(value)
             return f"token {index} is {shown}, not an integer in 0..{U32_MAX}"

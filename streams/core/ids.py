@@ -1,4 +1,4 @@
-"""Identities of the field, each a type of its own so that a local hash never passes for a sequence hash.
+"""Ids and hashes, each a type of its own, so that a local hash is never mistaken for a sequence hash.
 
 What lives here: the NewTypes, `RankId`, tiers. What must not: anything that computes.
 """
@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 WorkerId = NewType("WorkerId", int)  # u64
 DpRank = NewType("DpRank", int)  # u32
-EngineHash = NewType("EngineHash", int)  # u64, opaque, compared only within one rank
-LocalHash = NewType("LocalHash", int)  # u64, of one block's own tokens
-SequenceHash = NewType("SequenceHash", int)  # u64, of the whole prefix that ends in this block
+EngineHash = NewType("EngineHash", int)  # u64, opaque, meaningful only within one rank
+LocalHash = NewType("LocalHash", int)  # u64, hash of one block's own tokens
+SequenceHash = NewType("SequenceHash", int)  # u64, hash of the whole prefix that ends in this block
 Incarnation = NewType("Incarnation", int)  # u64, microseconds by convention; only its order matters
 
 U64_MASK = (1 << 64) - 1
@@ -29,7 +29,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RankId(NamedTuple):
-    """One data-parallel rank of one worker: what holds blocks and what a request is sent to."""
+    """One data-parallel rank of one worker. A rank holds blocks, and requests are sent to ranks."""
 
     worker_id: WorkerId
     dp_rank: DpRank
@@ -39,14 +39,17 @@ class RankId(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """A rank's life and the number of clears, removals and restatements in it; a greater one ends all older."""
+    """A rank's incarnation, and the number of clears, removals and restatements in it.
+
+    A greater epoch ends everything that the rank held in an older one.
+    """
 
     incarnation: Incarnation
     generation: int
 
 
 class Tier(enum.IntEnum):
-    """Where a copy of a block lies, fastest first; the numbers are on Kafka and never change."""
+    """Where a copy of a block is stored, fastest first; the numbers are stored on Kafka and never change."""
 
     DEVICE = 0
     HOST = 1

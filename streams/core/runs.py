@@ -1,11 +1,11 @@
-"""Runs: the records in which the index table keeps blocks.
+"""Run records: the form in which the index table stores blocks.
 
-What lives here: a run and its key, as values. What must not: rules by which they change (run_store), bytes
+What lives here: a run and its key, as values. What must not: the rules by which they change (run_store), bytes
 (tables.records).
 
 A run is at most RUN_BLOCKS_MAX consecutive blocks of one chain in one tier, addressed by its first sequence hash. Runs
-never split or merge: divergence starts a new one, a removal flips a presence bit, an empty run is a tombstone. Only the
-view's index joins them to prefixes (docs/architecture.md).
+never split or merge: a chain that diverges starts a new run, a removal clears a presence bit, and an empty run becomes
+a tombstone. Only the view's index joins runs into prefixes (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import NamedTuple
 from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, RankId, SequenceHash, Tier
 
-#: Blocks a run record holds at most: a decode step rewrites half a full record on average, so twice as many would
-#: double the 350 bytes that one generated block costs; half as many would cost 3 bytes more a block when full.
+#: Most blocks in a run record. Each new block rewrites its record, on average half of a full one, so a limit twice as
+#: high would double the 350 bytes that one generated block costs. Half the limit would cost 3 more bytes per block in
+#: full records.
 RUN_BLOCKS_MAX = 32
 
 
 class RunKey(NamedTuple):
-    """Address of a run record; fixed once the run exists."""
+    """Address of a run record; it never changes."""
 
     rank: RankId
     tier: Tier
@@ -32,7 +33,10 @@ class RunKey(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """One run. local, engine, sequence: n hashes each, n <= RUN_BLOCKS_MAX. present: bit i set when block i is held."""
+    """One run record.
+
+    local, engine, sequence: n hashes each, n <= RUN_BLOCKS_MAX. present: bit i is set if block i is held.
+    """
 
     key: RunKey
     epoch: Epoch
@@ -45,5 +49,5 @@ class Run:
     moe: dict[int, MoeLabels] = field(default_factory=dict)
 
     def held(self) -> Iterator[int]:
-        """Offsets of the blocks held."""
+        """Offsets of the blocks that are held."""
         return (offset for offset in range(len(self.sequence)) if self.present >> offset & 1)

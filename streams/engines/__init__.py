@@ -1,1 +1,1 @@
-"""What engines say: dialects and ledger (pure), the publisher for engines that embed it, the bridge."""
+"""From engines to Kafka: dialects and ledger (pure), the publisher for engines that embed it, and the bridge."""

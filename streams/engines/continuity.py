@@ -1,11 +1,13 @@
-"""Whether an engine is still the process that it was (docs/architecture.md, Bridges).
+"""Whether an engine is still the same process (docs/architecture.md, Bridges).
 
-What lives here: evidence as values, and what follows from it (pure). What must not: how evidence is got (feed, replay).
+What lives here: evidence as values, and the decision that follows from it (pure). What must not: how evidence is
+obtained (process_start, replay).
 
-An engine's life is one process. Its `/metrics` tell when it started, and that decides. Where they do not, its replay
-socket is asked for the last batch that is known of the rank: the same bytes prove the same life, since a payload
-carries the time at which it was made. Where neither tells, a bridge that starts begins a new life, which costs the rank
-what it is credited with and never credits it with what it lost; one that is feeding goes on until it is contradicted.
+An incarnation is one process of an engine. If its `/metrics` report when it started, the start time decides. Otherwise
+the bridge requests the rank's last known batch from the replay socket: identical bytes show that it is the same
+incarnation, since a payload contains the time at which it was made. Without either, a starting bridge begins a new
+incarnation. The rank then loses credit for blocks that it may still hold, and never keeps credit for blocks that it
+lost. A bridge that is already feeding continues until something contradicts that.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from streams.core.ids import Incarnation
 
 
 class ReplayCheck(enum.Enum):
-    """What the replay socket says of the last batch known."""
+    """What the replay socket showed about the last known batch."""
 
     SAME = "the engine has the batch, with the same bytes"
     OTHER = "the engine has another batch of that number"
     UNSENT = "the engine has never sent that number"
-    FORGOTTEN = "the engine is beyond that number and has forgotten it"
+    FORGOTTEN = "the engine is past that number and no longer keeps the batch"
     SILENT = "the engine did not answer, or there is nothing to compare with"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownIncarnation:
-    """The last life known of a rank. sequence: its last batch known, BEFORE_FIRST for none; digest: of its payload."""
+    """The last known incarnation of a rank.
+
+    sequence: its last known batch, BEFORE_FIRST for none. digest: of that batch's payload.
+    """
 
     incarnation: Incarnation
     sequence: int
@@ -38,9 +43,9 @@ class KnownIncarnation:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What an engine could be brought to tell.
+    """What could be found out about an engine.
 
-    reachable: its metrics answered, whatever they said. started: its start time in microseconds, where they told it.
+    reachable: whether its metrics answered at all. started: its start time in microseconds, None if not reported.
     """
 
     reachable: bool
@@ -49,51 +54,54 @@ class Evidence:
 
     def __str__(self) -> str:
         if self.started is not None:
-            return f"its metrics say that the engine started at {self.started} us"
+            return f"its metrics report that the engine started at {self.started} us"
         metrics_text = (
-            "its metrics do not say when the engine started" if self.reachable else "its metrics do not answer"
+            "its metrics do not report when the engine started" if self.reachable else "its metrics do not answer"
         )
         return f"{metrics_text}, and {self.replay_check.value}"
 
 
 @dataclass(frozen=True, slots=True)
 class SameIncarnation:
-    """The rank goes on as it is known."""
+    """The last known incarnation continues."""
 
     def __str__(self) -> str:
-        return "the life known goes on"
+        return "the known incarnation continues"
 
 
 @dataclass(frozen=True, slots=True)
 class NewIncarnation:
-    """A life begins; what is known of the rank is over."""
+    """An incarnation begins, and everything that the rank held in the older one ends."""
 
     incarnation: Incarnation
 
     def __str__(self) -> str:
-        return f"life {self.incarnation} begins"
+        return f"incarnation {self.incarnation} begins"
 
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """Nobody answered at all: to begin anything would be a guess, so one asks again."""
+    """Neither the metrics nor the replay socket answered, so the question is asked again."""
 
     def __str__(self) -> str:
-        return "nobody tells which life it is"
+        return "the incarnation is not known yet"
 
 
 Decision = SameIncarnation | NewIncarnation | Undecided
 
 
 def needs_replay_check(known: KnownIncarnation | None, evidence: Evidence) -> bool:
-    """Whether the replay socket has to be asked; a start time that is known, or newer than all that is, needs none."""
+    """Return whether the replay socket must be asked.
+
+    It need not be if the start time equals the known one or is later, nor if no batch is known to compare with.
+    """
     if known is None or known.sequence == BEFORE_FIRST:
         return False
     return evidence.started is None or evidence.started < known.incarnation
 
 
 def decide_at_start(known: KnownIncarnation | None, evidence: Evidence, now_us: int) -> Decision:
-    """Decide for a bridge that starts. known: what the index has of the rank."""
+    """Decide for a bridge that starts. known: the rank's last incarnation as read from Kafka, None if there is none."""
     if known is None:
         if evidence.started is not None:
             return NewIncarnation(evidence.started)
@@ -103,7 +111,8 @@ def decide_at_start(known: KnownIncarnation | None, evidence: Evidence, now_us: 
         return SameIncarnation()
     if evidence.started is not None and evidence.started > known.incarnation:
         return NewIncarnation(evidence.started)
-    # Not told, or an earlier time than what is known: that was minted when nobody told, or the clock was set back.
+    # The start time is missing, or earlier than the known incarnation. In the second case that one was minted while no
+    # start time was reported, or the clock was set back.
     if evidence.replay_check is ReplayCheck.SAME:
         return SameIncarnation()
     if not evidence.reachable and evidence.replay_check is ReplayCheck.SILENT:
@@ -121,8 +130,8 @@ def decide_while_feeding(
 ) -> Decision:
     """Decide for a bridge that is feeding.
 
-    known: what it published itself. seen_start: the start time that it saw when this life began, where it was told.
-    contradicted: a batch came that differs from the one published under its number.
+    known: what it published itself. seen_start: the start time reported when this incarnation began, None if none was.
+    contradicted: a batch arrived that differs from the one published under its number.
     """
     if evidence.started is not None and seen_start is not None:
         if evidence.started == seen_start:
@@ -138,10 +147,10 @@ def decide_while_feeding(
 
 
 def mint_incarnation(known: Incarnation, now_us: int) -> Incarnation:
-    """A life greater than the last one known, whatever the clock says."""
+    """Return an incarnation that is greater than the last known one, whatever the clock shows."""
     return Incarnation(max(now_us, known + 1))
 
 
 def _after(known: Incarnation, started: Incarnation) -> Incarnation:
-    """A start time as the next life; where a clock was set back, the number after the last."""
+    """Return the start time as the next incarnation, or the number after the last one if a clock was set back."""
     return Incarnation(max(started, known + 1))

@@ -1,10 +1,10 @@
-"""A rank's engine hashes of blocks in CXL pools, resolved to what is the same everywhere (pure).
+"""A rank's engine hashes of blocks in CXL pools, resolved to addresses that are the same on every worker (pure).
 
-What lives here: remembering names beyond the ledger's time. What must not: transport. Owner: a publisher or bridge, one
-for each rank, beside its ledger.
+What lives here: names of blocks that the ledger no longer has. What must not: transport. Owner: a publisher or bridge,
+one per rank, next to its ledger.
 
-A block leaves the GPU while it is on its way into a pool or lies there, and with that leaves the ledger; its engine
-goes on calling it by the same name. So a name is kept from in_transit until the block is evicted or plain again.
+A block leaves the GPU, and with it the ledger, while it is on its way into a pool or stored there. Its engine continues
+to use the same name for it. So a name is kept from in_transit until the block is evicted or local_gpu again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from streams.cxl.states import RULES, PlacementEffect, stored_as
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
 
-#: Names of one rank, 150 bytes each. Beyond it no block goes into a pool as far as routers know: one that is forgotten
-#: instead could never be told to be evicted, and would be routed to for ever.
+#: Names of one rank, 150 bytes each. At this limit, further transitions into a pool are refused. If an older name were
+#: dropped instead, its block's eviction could not be published, and routers would count on the block for ever.
 POOLED_NAMES_MAX = 4_194_304
 
 
 class CxlNames:
-    """Names of one rank's blocks that are in a pool or on their way into one."""
+    """The names of one rank's blocks that are in a pool or on their way into one."""
 
     def __init__(self) -> None:
         self._pooled: dict[int, BlockAddress] = {}
@@ -32,25 +32,26 @@ class CxlNames:
         return len(self._pooled)
 
     def adopt(self, engine: EngineHash, address: BlockAddress) -> None:
-        """A block is in a pool under this name, as the table has it."""
+        """Add a block that is in a pool under this name, as read from the table."""
         self._pooled[engine] = address
 
     def apply(self, event: KvEvent | CxlStateChanged, ledger: Ledger) -> None:
-        """Follow what an engine told before, of which nothing is to be told again."""
+        """Follow an event that was published before, without publishing it again."""
         if not isinstance(event, CxlStateChanged):
             ledger.apply(event)
         for changed in _changes(event):
             self.resolve(changed.engine, changed.state, ledger)
 
-    def forget(self, engine: EngineHash) -> None:
-        """The block under this name is in no pool any more."""
+    def drop(self, engine: EngineHash) -> None:
+        """Drop a name whose block is no longer in a pool."""
         self._pooled.pop(engine, None)
 
     def resolve(self, engine: HashArray, state: CxlMemoryState, ledger: Ledger) -> tuple[AddressedBlocks, list[int]]:
-        """Give the blocks that enter a state, and the names that nobody knows.
+        """Return the blocks that enter a state, and the unknown names.
 
-        A name on its way into a pool is the ledger's; later it is that of the block that went there under it, whatever
-        the engine has given it to since. Raises BadRecord where there is no room for more names.
+        On its way into a pool, a block is found by its name in the ledger. Later, the name stands for the block that
+        went into the pool under it, even if the engine has given the name to another block since. Raises BadRecord with
+        reason over_capacity if the limit of names is reached.
         """
         enters = RULES[state].placement is PlacementEffect.SET
         found: list[tuple[BlockAddress, EngineHash]] = []
@@ -75,7 +76,7 @@ class CxlNames:
 
 
 def announced_states(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
-    """Changes of state that one event tells; raises BadRecord for what is none whatever state a block is in."""
+    """Return the changes of state in one event. Raises BadRecord for one that is invalid in every state of a block."""
     changes = _changes(event)
     try:
         for changed in changes:
@@ -92,7 +93,7 @@ def _changes(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
 
 
 def stored_states(event: BlocksStored) -> list[CxlStateChanged]:
-    """The transitions that a store's CXL metadata amounts to."""
+    """Return a store's CXL metadata as transitions."""
     cxl = event.cxl
     if cxl is None:
         return []

@@ -401,7 +401,7 @@ class RankFeed:
     async def _restate(self, request: ResyncRequest) -> None:
         """Publish the whole ledger, if the request is for this incarnation and has not been answered yet."""
         state, writer = self._state, self._writer
-        if not state.restatements.wanted(request, writer.incarnation, writer.sequence, time.monotonic()):
+        if not state.restatements.answers(request, writer.incarnation, writer.sequence, time.monotonic()):
             log.info("rank %s: no restatement for attempt %d at batch %d", self.rank, request.attempt, request.sequence)
             return
         now_us = _now_us()

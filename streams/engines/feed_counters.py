@@ -1,7 +1,7 @@
 """What happened to one rank's feed, as counters (pure).
 
-What lives here: the counters and their text for the log. What must not: metric names and help texts (streams.metrics),
-which read `RankFeed.counts` and `Bridge.feed_counts`. Owner: the bridge, one for each rank; the rank's feed increments.
+What lives here: the counters and their text for the log. What must not: metric names and help texts (bridge_metrics,
+which reads `Bridge.feed_counts`). Owner: the bridge, one set per rank; the rank's feed increments it.
 """
 
 from __future__ import annotations

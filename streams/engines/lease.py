@@ -1,18 +1,20 @@
-"""One bridge an engine: who holds the lease, as a state machine over `workers` (docs/architecture.md, Bridges).
+"""Which bridge feeds an engine: the lease, as a state machine over `workers` (docs/architecture.md, Bridges).
 
-What lives here: the rules (pure; the clock is passed in). What must not: Kafka (inbox) and what a holder does (bridge).
+What lives here: the rules (pure; the clock is an argument). What must not: Kafka (registry_reader) and what a holder
+does (bridge).
 
-The log decides. A lease has a term; whoever takes one over writes the next term, and of two that write the same one the
-first in the log has it: a compare-and-set, made of log order. Whoever reads a greater term than his own has lost. A
-lease is over when a reader has seen no renewal for its length *by his own clock since he read the last one*, so clocks
-of machines are never compared. A holder stops by himself before that: he counts from the moment at which he sent a
-renewal, which is before anybody read it, and only once it came back to him in the log.
+The log decides. A lease has a term. A bridge that takes over writes the next term; if two bridges write the same term,
+the first record in the log wins. The order of the log thus serves as a compare-and-set. A bridge that reads a term
+greater than its own has lost the lease. A lease has expired when a reader has seen no renewal for its length, *measured
+by the reader's own clock since it read the last one*; clocks of different machines are never compared. A holder stops
+before that: it measures from the moment at which it sent a renewal, which is earlier than any reader saw it, and uses
+the renewal only after reading it back from the log.
 
-A record is the registry's, and others write it too (a cordon, a PUT): whatever they wrote last is kept, only the lease
-is put beside it. Where a renewal and such a write crossed in the log, the renewal is repeated on top of it.
+The record belongs to the registry, and others write it as well (a cordon, a PUT). A bridge keeps what they wrote last
+and changes only the lease. If a renewal and such a write cross in the log, the renewal is repeated on top of the write.
 
 ```
-READING ──end of log──► WAITING ──lease over──► CLAIMING ──own claim read back──► HOLDING
+READING ──end of log──► WAITING ──lease free──► CLAIMING ──own claim read back──► HOLDING
                           ▲ ▲                      │ another's term came first        │ a greater term came
                           │ └──────────────────────┴──────────────────────────────────┘
                           └── registered again ── DISMISSED ◄── tombstone, from each of the other states
@@ -26,24 +28,25 @@ from dataclasses import dataclass, replace
 
 from streams.core.workers import BridgeLease, Worker
 
-#: A holder renews this often in a lease: two renewals may be lost or late before anybody takes over.
+#: Renewals per lease: two may be lost or late before another bridge takes over.
 RENEWALS_PER_LEASE = 3
 
-#: A holder publishes nothing beyond this share of a lease; the rest is for what he has sent already to reach the log.
+#: A holder publishes nothing after this share of a lease; the rest is time for its last records to reach the log.
 OWN_SHARE = 2 / 3
 
-#: Renewals of one term on their way at once. They come back within milliseconds; without a broker no more are queued.
+#: Renewals of one term that are on their way at once. They are read back within milliseconds. The limit keeps a bridge
+#: from queueing more while no broker answers.
 RENEWALS_IN_FLIGHT_MAX = 8
 
-#: Writes of any term that may still come back and are then known as ours; older ones pass for somebody's.
+#: Writes of any term that are recognised as our own when they are read back; an older one is taken for another's.
 WRITES_TRACKED_MAX = 64
 
-#: Other bridges whose last renewal is kept; each start of a bridge is a new name.
+#: Other bridges whose last renewal is kept. Each start of a bridge has a new name.
 BRIDGES_TRACKED_MAX = 64
 
 
 class LeasePhase(enum.Enum):
-    """Where a bridge stands with one engine."""
+    """The state of a bridge regarding one engine."""
 
     READING = "reading"
     WAITING = "waiting"
@@ -61,7 +64,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A write of ours on its way. base: the registration that it was put on, by number."""
+    """A write of ours that has not been read back. base: the number of the registration that it was based on."""
 
     sent_at_s: float
     base: int
@@ -69,31 +72,31 @@ class _Sent:
 
 
 class EngineLease:
-    """One engine's lease as one bridge sees it. Records and moments in, writes out."""
+    """One engine's lease as one bridge sees it. Takes records and times, returns writes."""
 
     def __init__(self, bridge: str, lease_s: float) -> None:
-        """bridge: a name that no other process has."""
+        """bridge: a name that no other process has. lease_s: the length of the lease."""
         self.bridge = bridge
         self.phase = LeasePhase.READING
         self.term = 0  # of ours, once claimed
         self._lease_s = lease_s
         self._own: Worker | None = None
-        self._base: Worker | None = None  # the last registration that somebody else wrote, or that we found
+        self._base: Worker | None = None  # the last registration that another writer wrote, or that was found
         self._base_number = 0
         self._seen: dict[str, int] = {}  # other bridges' last renewals
-        self._known: BridgeLease | None = None  # the lease that counts, ours or another's
+        self._known: BridgeLease | None = None  # the lease in effect, ours or another bridge's
         self._known_at_s = 0.0
         self._sent: dict[int, _Sent] = {}
         self._renewal = 0
         self._renew_at_s = 0.0
-        self._confirmed_at_s: float | None = None  # when the last renewal that came back was sent
-        self._not_before_s = float("-inf")  # until then whoever held it before may publish still
+        self._confirmed_at_s: float | None = None  # when the last renewal that was read back was sent
+        self._not_before_s = float("-inf")  # until then the holder before us may still publish
 
     def want(self, own: Worker) -> None:
-        """From now on the lease is claimed when it is free. own: the registration where there is none yet."""
+        """Claim the lease from now on whenever it is free. own: the registration to write if there is none yet."""
         self._own = own
 
-    # -- what the log says ---------------------------------------------------------------------------------------------
+    # -- records of the log --------------------------------------------------------------------------------------------
 
     def on_record(self, worker: Worker | None, now_s: float) -> list[Write]:
         """Take one record of this worker, in log order; None is its tombstone."""
@@ -105,7 +108,7 @@ class EngineLease:
         registration = self._is_registration(lease)
         if self._base is None or registration:
             self._base, self._base_number = worker, self._base_number + 1
-        self._renew_at_s = now_s  # a holder puts his lease on what somebody else wrote
+        self._renew_at_s = now_s  # a holder adds its lease to what another writer wrote
         if self.phase is LeasePhase.DISMISSED:
             self.phase = LeasePhase.WAITING
         if lease is not None and (lease.bridge != self.bridge or self._known is None) and self._counts(lease):
@@ -115,15 +118,16 @@ class EngineLease:
         return []
 
     def on_end(self) -> None:
-        """The topic has been read to its end."""
+        """Note that the topic has been read to its end."""
         if self.phase is LeasePhase.READING:
             self.phase = LeasePhase.WAITING
 
     def _is_registration(self, lease: BridgeLease | None) -> bool:
-        """Whether a record is somebody's word on the worker, and no bridge's renewal on top of what it knew then.
+        """Return whether a record sets the worker's registration, and is not just a bridge's renewal.
 
-        Who is no bridge leaves the lease out or copies it, so that its renewal was seen before. One that is new may
-        be a stopped holder's, who has not read yet what was said meanwhile.
+        A writer that is not a bridge leaves the lease out or copies it, so that the renewal's number was seen before. A
+        new number may come from a holder that was stopped and has not read later registrations yet; its record must not
+        undo them.
         """
         if lease is None:
             return True
@@ -134,7 +138,7 @@ class EngineLease:
         return lease.renewal <= seen
 
     def _counts(self, lease: BridgeLease) -> bool:
-        """Whether a lease in the log is news: a greater term, or a renewal of the one that counts."""
+        """Return whether a lease in the log takes effect: a greater term, or a renewal of the one in effect."""
         known = self._known
         if known is None or lease.term > known.term:
             return True
@@ -143,23 +147,23 @@ class EngineLease:
     def _on_own(self, lease: BridgeLease, now_s: float) -> list[Write]:
         sent = self._sent.pop(lease.renewal)
         if self.phase is LeasePhase.DISMISSED:
-            return [Write(None)]  # it crossed the deletion, and must not register the worker again
+            return [Write(None)]  # this write crossed the deletion, and must not register the worker again
         if lease.term != self.term or not self._counts(lease):
             return []
         if self._known is not None and self._known.bridge != self.bridge:
-            # It may have renewed while our claim was on its way, and goes on until it reads that.
+            # The other bridge may have renewed while our claim was on its way, and continues until it reads the claim.
             self._not_before_s = self._known_at_s + self._known.lease_ms / 1000
         self._known, self._known_at_s = lease, now_s
         self.phase = LeasePhase.HOLDING
         self._confirmed_at_s = sent.sent_at_s
         if sent.base != self._base_number:
-            self._renew_at_s = now_s  # it crossed somebody else's write, which must not be lost
+            self._renew_at_s = now_s  # this write crossed another writer's, which must not be lost
         return []
 
     def _on_tombstone(self) -> list[Write]:
         self._base, self._base_number = None, self._base_number + 1
-        self._known = None  # every reader forgets it here, so terms begin again for all of them
-        if self.phase is not LeasePhase.READING:  # deleted before our time: whoever starts a bridge wants it back
+        self._known = None  # every reader drops the lease here, so terms start again for all of them
+        if self.phase is not LeasePhase.READING:  # a bridge that starts after a deletion registers the worker again
             self._stop(LeasePhase.DISMISSED)
         return []
 
@@ -167,11 +171,11 @@ class EngineLease:
         self.phase = phase
         self._confirmed_at_s = None
 
-    # -- what time says ------------------------------------------------------------------------------------------------
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Write]:
-        """Claim or renew where it is time."""
-        if self.phase is LeasePhase.WAITING and self._own is not None and self._is_over(now_s):
+        """Claim or renew the lease if it is time to."""
+        if self.phase is LeasePhase.WAITING and self._own is not None and self._is_free(now_s):
             self.term = 1 + (self._known.term if self._known else 0)
             self.phase = LeasePhase.CLAIMING
             self._base = _addressed(self._base, self._own)
@@ -182,20 +186,20 @@ class EngineLease:
         return [self._write(now_s)]
 
     def may_publish(self, now_s: float) -> bool:
-        """Whether what is published now is certain to be nobody else's turn."""
+        """Return whether it is certain that no other bridge may publish now."""
         confirmed_at_s = self._confirmed_at_s
         if confirmed_at_s is None:
             return False
         return self._not_before_s <= now_s < confirmed_at_s + self._lease_s * OWN_SHARE
 
     def release(self) -> list[Write]:
-        """Give the lease up at once; the next bridge need not wait for its end."""
+        """Give the lease up, so that the next bridge need not wait until it expires."""
         if self.phase is not LeasePhase.HOLDING:
             return []
         self._stop(LeasePhase.DISMISSED)
         return [Write(self._leased(lease_ms=0))]
 
-    def _is_over(self, now_s: float) -> bool:
+    def _is_free(self, now_s: float) -> bool:
         known = self._known
         if known is None or known.bridge == self.bridge:
             return True
@@ -212,12 +216,12 @@ class EngineLease:
     def _leased(self, lease_ms: int) -> Worker:
         lease = BridgeLease(self.bridge, self.term, lease_ms, self._renewal + (lease_ms == 0))
         worker = self._base or self._own
-        assert worker is not None  # only who wants the lease writes
+        assert worker is not None  # only a bridge that wants the lease writes
         return replace(worker, lease=lease)
 
 
 def _addressed(found: Worker | None, own: Worker) -> Worker:
-    """What is registered, at the addresses that this bridge was given; everything else is somebody's choice."""
+    """Return the registration with this bridge's addresses; everything else in it is an operator's choice."""
     if found is None:
         return own
     return replace(

@@ -1,7 +1,7 @@
-"""A lease as tasks see it: waiting for it, publishing under it, losing it.
+"""An engine's lease as tasks use it: waiting for it, publishing under it, losing it.
 
-What lives here: the clock, the waking of who waits, and the performing of what the lease says to write. What must not:
-the lease's rules (lease).
+What lives here: the clock, waking the tasks that wait, and performing the lease's writes. What must not: the lease's
+rules (lease).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from streams.errors import KvStreamsError
 
 
 class LeaseLost(KvStreamsError):
-    """Another bridge feeds the engine now, or its worker was removed."""
+    """Another bridge feeds the engine now, or the worker was removed."""
 
     code = "lease_lost"
 
@@ -34,36 +34,37 @@ class LeaseHandle:
         self._perform(self.lease.on_record(worker, time.monotonic()))
 
     def on_end(self) -> None:
-        """The registry has been read to its end."""
+        """Note that the registry has been read to its end."""
         self.lease.on_end()
         self.tick()
 
     def tick(self) -> None:
-        """Claim or renew where it is time."""
+        """Claim or renew the lease if it is time to."""
         self._perform(self.lease.tick(time.monotonic()))
 
     def release(self) -> None:
-        """Give it up."""
+        """Give the lease up."""
         self._perform(self.lease.release())
 
     def may_publish(self) -> bool:
-        """Whether it is certain, at this very moment, that nobody else feeds the engine."""
+        """Return whether it is certain, at this moment, that no other bridge feeds the engine."""
         return self.lease.may_publish(time.monotonic())
 
     async def held(self) -> int:
-        """Wait until the lease is ours; gives its term."""
+        """Wait until this bridge holds the lease; return its term."""
         while not self.may_publish():
             await self._change()
         return self.lease.term
 
     async def allowed(self, term: int) -> None:
-        """Wait while the lease may have run out and nobody is known to have taken it; raises LeaseLost if it is lost.
+        """Return once publishing under this term is allowed. Raises LeaseLost if the lease is lost.
 
-        A process that was stopped for longer than its lease finds out here, before it publishes anything.
+        Waits while the lease may have expired and no other bridge is known to have taken it over. A process that was
+        stopped for longer than its lease finds that out here, before it publishes anything.
         """
         while True:
             if self.lease.phase is not LeasePhase.HOLDING or self.lease.term != term:
-                raise LeaseLost(f"term {term} of {self.lease.bridge} is over: {self.lease.phase.value}")
+                raise LeaseLost(f"term {term} of {self.lease.bridge} has ended: {self.lease.phase.value}")
             if self.may_publish():
                 return
             await self._change()

@@ -1,23 +1,23 @@
-"""The ledger: one rank's own map of engine hashes to sequence hashes and copies (docs/architecture.md, Ledgers).
+"""The ledger: one rank's map of engine hashes to sequence hashes and copies (docs/architecture.md, Ledgers).
 
-What lives here: turning what an engine announces (every physical copy, under any name) into what Kafka carries: that a
-block is held, or is held no more. What must not: transport. Owner: a publisher, or the bridge, one for each rank.
+What lives here: turning what an engine reports (every physical copy, under any name) into what Kafka carries: whether a
+block is held. What must not: transport. Owner: a publisher, or the bridge; one ledger per rank.
 
-In vLLM one block may have several physical copies, each announced by a store and each eviction by a removal; the first
-store and the last removal are facts. Other engines repeat a store that changes nothing; there, copies are not counted.
-Two engine names for one sequence hash count as copies of it, published under the first name. An engine may drop that
-name while others are left, and give it to another block: that one is then published under its sequence hash, since on
-Kafka a name names one block.
+In vLLM, one block may have several physical copies. A store reports each copy and a removal each eviction; only the
+first store and the last removal are published. Other engines repeat a store that changes nothing; their copies are
+not counted. Two engine names for one sequence hash count as two copies of it, published under the first name. An engine
+may drop that name while others remain, and give it to another block. The other block is then published under its
+sequence hash, since on Kafka a name identifies one block.
 
-A ledger also tells all that it holds, as runs of consecutive blocks (`restated`), and starts from such runs (`adopt`),
-with one copy of each block: that can only under-report.
+A ledger can list everything that it holds as runs of consecutive blocks (`restated`), and can start from such runs
+(`adopt`) with one copy of each block. A ledger that starts this way can remove a block too early, but never too late.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain, count
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -37,9 +37,10 @@ class _Name:
 
 @dataclass(slots=True)
 class _HeldBlock:
-    """One block held: the name it was published under, how many engine hashes name it, and where it lies on its chain.
+    """One block held.
 
-    before: sequence hash of the block before it, None at the root.
+    published_as: the name that it was published under. names: how many engine hashes name it. position: on its chain,
+    from 0. before: sequence hash of the block before it, None at the root.
     """
 
     published_as: int
@@ -58,12 +59,12 @@ class _Found(NamedTuple):
 
 
 class Ledger:
-    """Events of one rank in, events worth publishing out.
+    """Takes one rank's events, and returns the events to publish.
 
-    _names[tier]: engine hash to what it names. _held[tier]: sequence hash of each block that some name names.
-    _published[tier]: the name that each of these was published under, to its sequence hash.
-    complete: whether it lacks nothing that the engine told; false behind a lost batch or a store that could not be
-    placed, until the engine clears.
+    _names[tier]: engine hash to the block that it names. _held[tier]: sequence hash to the block, for every block that
+    has a name. _published[tier]: the name that each of these was published under, to its sequence hash.
+    complete: whether it contains everything that the engine reported. False after a lost batch, or a store whose parent
+    is unknown, until the engine clears its cache.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -76,9 +77,9 @@ class Ledger:
         self.unknown_removals = 0
 
     def apply(self, event: KvEvent) -> list[KvEvent]:
-        """Take one event; gives those that change what is held, in order, none where nothing changes.
+        """Take one event; return the events to publish, in order: those that change which blocks are held.
 
-        What the ledger cannot place is passed on as it came, so that the agent counts it and the rank is degraded.
+        An event that the ledger cannot place is returned unchanged, so that the agent counts it and degrades the rank.
         """
         match event:
             case BlocksStored():
@@ -90,19 +91,21 @@ class Ledger:
                     self._names[tier].clear()
                     self._held[tier].clear()
                     self._published[tier].clear()
-                self.complete = True  # nothing is held, and nothing is all that there is
+                self.complete = True  # the rank holds nothing, and the ledger contains all of that
                 return [event]
+            case _:
+                assert_never(event)
 
     def lost_events(self) -> None:
-        """Events of the engine never came, or could not be read."""
+        """Note that events of the engine were lost, or could not be decoded."""
         self.complete = False
 
     def __len__(self) -> int:
-        """Blocks held, each tier for itself."""
+        """The number of blocks held; a block in two tiers counts twice."""
         return sum(map(len, self._held))
 
     def adopt(self, run: RestatedRun) -> None:
-        """Hold the blocks of a run, one copy each under its published name; what is held already stays as it is."""
+        """Hold the blocks of a run, one copy each under its published name; blocks already held do not change."""
         before = run.parent
         chained = sequence_hashes(run.local, before).tolist()
         for offset, (engine, local, block) in enumerate(
@@ -115,7 +118,7 @@ class Ledger:
             before = SequenceHash(block)
 
     def address(self, engine: EngineHash) -> BlockAddress | None:
-        """Where the block that an engine hash names lies on its chain, in whatever tier; None where it names none."""
+        """Return the chain position of the block that an engine hash names in any tier; None if it names none."""
         for where in Tier:
             name = self._names[where].get(engine)
             block = self._published[where].get(engine) if name is None else name.sequence
@@ -126,12 +129,12 @@ class Ledger:
         return None
 
     def restated(self) -> list[RestatedRun]:
-        """Give all that is held, as the longest runs of consecutive blocks, parents before children."""
-        lying = [(held.position, tier, block, held) for tier in Tier for block, held in self._held[tier].items()]
-        lying.sort(key=lambda row: row[:3])  # by position, so that a block's run is there before its children's
+        """Return every block held, as the longest runs of consecutive blocks, parents before children."""
+        by_position = [(held.position, tier, block, held) for tier in Tier for block, held in self._held[tier].items()]
+        by_position.sort(key=lambda row: row[:3])  # so that a block's run exists before those of its children
         runs: list[tuple[Tier, _HeldBlock, list[int], list[int]]] = []
         ends: dict[tuple[Tier, int | None], int] = {}  # tier and last block of a run, to its number
-        for _, tier, block, held in lying:
+        for _, tier, block, held in by_position:
             number = ends.pop((tier, held.before), None) if held.before is not None else None
             if number is None:
                 number = len(runs)
@@ -166,34 +169,34 @@ class Ledger:
         blocks: list[int] = sequence_hashes(event.local, None if before is None else SequenceHash(before)).tolist()
         local: list[int] = event.local.tolist()
         out: list[KvEvent] = []
-        news: list[int] = []  # published names of the stretch of news that ends before `index`
+        new: list[int] = []  # published names of the consecutive new blocks that end before `index`
         for index, (engine, block) in enumerate(zip(event.engine.tolist(), blocks, strict=True)):
             name = self._names[tier].get(engine)
-            gone = None
+            removed = None
             if name is not None and name.sequence != block:
-                # The engine gave the name to another block: what it named before has one name less.
-                gone, name = self._forget(engine, tier), None
-            is_news = self._take(engine, block, tier, name, local[index], before, position + index)
+                # The engine gave the name to another block, so the block that it named before has one name less.
+                removed, name = self._drop_name(engine, tier), None
+            is_new = self._take(engine, block, tier, name, local[index], before, position + index)
             before = block
             published_as = self._held[tier][block].published_as
-            if is_news:
-                news.append(published_as)
-            if gone == published_as:
-                gone = None  # a store under its name ends the older block by itself
-            if gone is None and is_news:
+            if is_new:
+                new.append(published_as)
+            if removed == published_as:
+                removed = None  # the store under this name already ends the older block
+            if removed is None and is_new:
                 continue
-            self._flush(out, event, news, index + is_news, parent_published)
+            self._flush(out, event, new, index + is_new, parent_published)
             parent_published = published_as
-            if gone is not None:
-                # Behind the store and not before it: what is gone may be the parent that the store hangs on.
-                out.append(BlocksRemoved(np.array([gone], dtype=np.uint64), tier))
-        self._flush(out, event, news, len(blocks), parent_published)
+            if removed is not None:
+                # After the store and not before it: the removed block may be the parent that the store names.
+                out.append(BlocksRemoved(np.array([removed], dtype=np.uint64), tier))
+        self._flush(out, event, new, len(blocks), parent_published)
         return out
 
     def _take(
         self, engine: int, block: int, tier: Tier, name: _Name | None, local: int, before: int | None, position: int
     ) -> bool:
-        """Count one announced copy; True where the block was not held before."""
+        """Count one reported copy; return whether the block was not held before."""
         if name is not None:
             if self._counts_copies:
                 name.copies += 1
@@ -209,31 +212,31 @@ class Ledger:
         return True
 
     def _free_name(self, engine: int, block: int) -> int:
-        """The engine's name for a block, or its sequence hash while another block is published under that name.
+        """Return the engine's name for a block, or its sequence hash while another block is published under that name.
 
-        In whatever tier: agents look for a parent's name in all of them.
+        All tiers are checked, since agents look up a parent's name in all of them.
         """
         names = chain((engine,), (block + more & U64_MASK for more in count()))
         return next(name for name in names if all(table.get(name, block) == block for table in self._published))
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
-        gone: list[int] = []
+        removed: list[int] = []
         for engine in event.engine.tolist():
             name = self._names[event.tier].get(engine)
             if name is None:
                 self.unknown_removals += 1
-                if engine not in self._published[event.tier]:  # else it would take a block that other names still name
-                    gone.append(engine)
+                if engine not in self._published[event.tier]:  # otherwise a block with other names would be removed
+                    removed.append(engine)
                 continue
             name.copies -= 1
             if name.copies == 0:
-                published_as = self._forget(engine, event.tier)
+                published_as = self._drop_name(engine, event.tier)
                 if published_as is not None:
-                    gone.append(published_as)
-        return [replace(event, engine=np.array(gone, dtype=np.uint64))] if gone else []
+                    removed.append(published_as)
+        return [replace(event, engine=np.array(removed, dtype=np.uint64))] if removed else []
 
-    def _forget(self, engine: int, tier: Tier) -> int | None:
-        """Drop a name; gives what its block was published under where no other name is left."""
+    def _drop_name(self, engine: int, tier: Tier) -> int | None:
+        """Drop a name; if its block has no other, drop the block and return the name that it was published under."""
         block = self._names[tier].pop(engine).sequence
         held = self._held[tier][block]
         held.names -= 1
@@ -244,9 +247,9 @@ class Ledger:
         return held.published_as
 
     def _find(self, engine: EngineHash, tier: Tier) -> _Found | None:
-        """A block by its name, its own tier first.
+        """Find a block by its name, in its own tier first.
 
-        A name that the engine dropped still says where children belong while its block is held under another one.
+        A name that the engine dropped is still valid as a parent while its block is held under another name.
         """
         for where in (tier, *Tier):
             name = self._names[where].get(engine)
@@ -260,15 +263,15 @@ class Ledger:
         return None
 
     @staticmethod
-    def _flush(out: list[KvEvent], event: BlocksStored, news: list[int], end: int, parent: int | None) -> None:
-        """Publish the blocks before `end` that are news, under these names."""
-        if news:
+    def _flush(out: list[KvEvent], event: BlocksStored, new: list[int], end: int, parent: int | None) -> None:
+        """Append a store of the new blocks that end before `end`, under the names in `new`, and empty `new`."""
+        if new:
             out.append(
                 replace(
                     event,
                     parent=None if parent is None else EngineHash(parent),
-                    engine=np.array(news, dtype=np.uint64),
-                    local=event.local[end - len(news) : end],
+                    engine=np.array(new, dtype=np.uint64),
+                    local=event.local[end - len(new) : end],
                 )
             )
-            news.clear()
+            new.clear()

@@ -1,7 +1,7 @@
 """An engine's Prometheus page to the gauges of `worker-metrics` (docs/architecture.md, Worker metrics). Pure.
 
-What lives here: which names tell what, for each engine. What must not: fetching the page (scraping). Samples are read
-by the Prometheus client's own parser; of a page of a thousand lines it is given the few that are wanted.
+What lives here: what each engine's metric names mean. What must not: fetching the page (scraping). The Prometheus
+client's own parser reads the samples; it gets only the few relevant lines of a page that may have a thousand.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import DpRank
 from streams.errors import BadRecord
 
-#: Beyond it a gauge is no count of requests, blocks or tokens that a rank can have; Avro's ints end there.
+#: The greatest value of a gauge: more requests, blocks or tokens than a rank can have, and the greatest Avro int.
 COUNT_MAX = (1 << 31) - 1
 
-#: Labels that say which data-parallel rank a sample is of: vLLM's and SGLang's.
+#: Labels that name the data-parallel rank of a sample: vLLM's and SGLang's.
 _RANK_LABELS = ("engine", "dp_rank")
 
 _USAGE, _WAITING, _RUNNING, _SLOTS, _USED, _TOTAL, _TOTAL_TOKENS = range(7)
 
 
 class _Reading(NamedTuple):
-    """What a sample tells. only: a label that it must have. label: the number is in this label instead."""
+    """What a sample means. only: a label that the sample must have. label: this label contains the number."""
 
     gauge: int
     only: tuple[str, str] | None = None
     label: str | None = None
 
 
-#: Of several names that tell the same the first one counts. Sources: each engine's own metrics, and the protocol of the
-#: Gateway API's inference extension, which lists them side by side.
+#: If a page has several names with one meaning, the first one here is used. Sources: each engine's own metrics, and the
+#: protocol of the Gateway API's inference extension, which lists them for all engines.
 _NAMES: Mapping[str, tuple[_Reading, ...]] = {
-    # vLLM. It renamed the usage in 0.11, and tells no number of slots.
+    # vLLM. It renamed the usage in 0.11, and does not report the number of slots.
     "vllm:kv_cache_usage_perc": (_Reading(_USAGE),),
     "vllm:gpu_cache_usage_perc": (_Reading(_USAGE),),
     "vllm:num_requests_waiting": (_Reading(_WAITING),),
     "vllm:num_requests_running": (_Reading(_RUNNING),),
     "vllm:cache_config_info": (_Reading(_TOTAL, label="num_gpu_blocks"),),
-    # SGLang. Its pages were labels until 0.5.10 and are gauges since.
+    # SGLang. It reported the number of pages as a label until 0.5.10, and reports it as a gauge since then.
     "sglang:token_usage": (_Reading(_USAGE),),
     "sglang:num_queue_reqs": (_Reading(_WAITING),),
     "sglang:num_running_reqs": (_Reading(_RUNNING),),
     "sglang:num_pages": (_Reading(_TOTAL),),
     "sglang:cache_config_info": (_Reading(_TOTAL, label="num_pages"),),
     "sglang:max_total_num_tokens": (_Reading(_TOTAL_TOKENS),),
-    # TensorRT-LLM: trtllm-serve, then its backend of Triton.
+    # TensorRT-LLM: first trtllm-serve, then the Triton backend.
     "trtllm_kv_cache_utilization": (_Reading(_USAGE),),
     "trtllm_num_requests_waiting": (_Reading(_WAITING),),
     "trtllm_num_requests_running": (_Reading(_RUNNING),),
@@ -72,20 +72,21 @@ _PREFIXES = tuple(_NAMES)
 
 
 def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank, WorkerMetrics]:
-    """What a page tells of each of an engine's ranks; those that it tells nothing of are left out.
+    """Return the gauges of each of an engine's ranks that the page reports.
 
-    A sample that names no rank is of rank 0, and so is every one where there is no other rank, whatever it names. What
-    is not told is 0. Of several samples of one rank (tensor-parallel ones, models) the greatest counts.
-    Raises BadRecord: not_text, bad_page, bad_number, no_metrics.
+    A sample without a rank label belongs to rank 0. If the engine has one rank only, every sample belongs to rank 0. A
+    gauge that is not reported is 0. If one rank has several samples (of tensor-parallel ranks, of models), the greatest
+    is used. Raises BadRecord: not_text, bad_page, bad_number, no_metrics.
     """
     try:
         text = page.decode()
     except UnicodeDecodeError as exc:
-        raise BadRecord("not_text", f"the page is no UTF-8: {exc}") from exc
-    wanted = "\n".join(line for line in text.split("\n") if line.startswith(_PREFIXES))
-    found: dict[tuple[DpRank, int], tuple[int, float]] = {}  # to minus the name's preference, and the number
+        raise BadRecord("not_text", f"the page is not UTF-8: {exc}") from exc
+    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_PREFIXES))
+    # Rank and gauge, to the negated position of the name in _NAMES and the number.
+    found: dict[tuple[DpRank, int], tuple[int, float]] = {}
     try:
-        for family in text_string_to_metric_families(wanted + "\n"):
+        for family in text_string_to_metric_families(relevant + "\n"):
             for sample in family.samples:
                 rank = _rank_of(sample.labels, dp_size)
                 if rank is None:
@@ -94,10 +95,10 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
                     value = _value(reading, sample.name, sample.labels, sample.value)
                     if value is not None:
                         reported = (-_PREFERENCE[sample.name], value)
-                        place = (rank, reading.gauge)
-                        found[place] = max(found.get(place, reported), reported)
+                        key = (rank, reading.gauge)
+                        found[key] = max(found.get(key, reported), reported)
     except ValueError as exc:
-        raise BadRecord("bad_page", f"a line is no sample of Prometheus: {exc}") from exc
+        raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
     if not found:
         raise BadRecord("no_metrics", "the page has none of the names that vLLM, SGLang or TensorRT-LLM use")
     ranks = sorted({rank for rank, _ in found})
@@ -108,7 +109,7 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
 
 
 def _rank_of(labels: Mapping[str, str], dp_size: int) -> DpRank | None:
-    """Whose sample it is; None for a rank that the engine was not said to have."""
+    """Return the rank of a sample; None for a rank outside of the engine's dp_size."""
     if dp_size == 1:
         return DpRank(0)
     named = next((labels[label] for label in _RANK_LABELS if labels.get(label)), "0")
@@ -118,7 +119,7 @@ def _rank_of(labels: Mapping[str, str], dp_size: int) -> DpRank | None:
 
 
 def _value(reading: _Reading, name: str, labels: Mapping[str, str], value: float) -> float | None:
-    """The number that a sample tells; None where it tells none, as engines do before they know it."""
+    """Return the number of a sample; None if it has none, which happens while an engine starts."""
     if reading.only is not None and labels.get(reading.only[0]) != reading.only[1]:
         return None
     if reading.label is not None:
@@ -142,7 +143,7 @@ def _gauges(reported: Mapping[int, float], block_size: int) -> WorkerMetrics:
     if usage is None:
         usage = used / total if total else 0.0
     return WorkerMetrics(
-        gpu_cache_usage_perc=min(usage, 1.0),  # engines that round to pages may tell a little more than all
+        gpu_cache_usage_perc=min(usage, 1.0),  # engines that round to pages may report slightly more than 1
         num_requests_waiting=int(reported.get(_WAITING, 0.0)),
         request_active_slots=int(reported.get(_RUNNING, 0.0)),
         request_total_slots=int(reported.get(_SLOTS, 0.0)),

@@ -1,9 +1,9 @@
-"""Writing `kv-events` and `cxl-events`: for engines that embed it (`KvEventPublisher`), and for bridges (`RankWriter`).
+"""Writes `kv-events` and `cxl-events`: for engines that embed it (`KvEventPublisher`), and for bridges (`RankWriter`).
 
-What lives here: ledger, names, sequence and producer, joined. What must not: any engine's wire.
+What lives here: ledger, names, sequence and producer, joined. What must not: any engine's message format.
 
-CXL transitions are written before the batch that they follow: agents hold what comes early, while a writer that dies
-between the two, and goes on behind its last batch, would never tell what should have come behind it.
+A CXL transition is written before the batch that it follows. Agents park a transition that arrives early. In the other
+order, a writer that crashed between the two and resumed after its last batch would never publish the transition.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ from streams.kafka import producer, require_topic, worker_key
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 
-#: A batch waits this long for room in the client's queue, and a flush this long for the broker.
+#: How long a batch waits for space in the client's queue, and a flush for the broker.
 PUBLISH_TIMEOUT_S = 30.0
 
 
 def event_producer(settings: Settings) -> Producer:
-    """Producer of events: it never gives one up, since a batch lost here is a gap that only the engine could fill.
+    """Return a producer of events. It never drops a record, since only the engine could fill the gap.
 
-    While Kafka is away its queue fills, and then `write` says so.
+    While Kafka does not answer, its queue fills. When the queue is full, `RankWriter.write` raises KvStreamsError.
     """
     return producer(settings, **{"message.timeout.ms": 0})
 
 
-def no_pools(pool_id: str) -> int:  # noqa: ARG001 - who asks for a pool's epoch names the pool
-    """Epoch of a pool where nobody reads the registry: before any that was registered."""
+def no_pools(pool_id: str) -> int:  # noqa: ARG001 - the signature is that of every `epoch_of`
+    """Return epoch 0, which is before that of any registered pool; for writers that do not read the registry."""
     return 0
 
 
 class RankWriter:
-    """Writes one rank's batches, in the order given. Owner of that rank's ledger, and of its names in CXL pools."""
+    """Writes one rank's batches in the order given. Owner of that rank's ledger and of its names in CXL pools."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RankWriter:
         counts_copies: bool,
         epoch_of: Callable[[str], int] = no_pools,
     ) -> None:
-        """epoch_of: the epoch of a CXL pool, as the registry has it."""
+        """epoch_of: returns the epoch of a CXL pool from the registry."""
         self._topic = topics(settings).kv_events.name
         self._cxl_topic = topics(settings).cxl_events.name
         self._epoch_of = epoch_of
@@ -93,16 +93,16 @@ class RankWriter:
         self.incarnation = incarnation
         self.ledger = Ledger(counts_copies)
         self.names = CxlNames()
-        #: The last batch published of this life, and the digest of its payload.
+        #: The last batch published in this incarnation, and the digest of its payload.
         self.sequence = BEFORE_FIRST
         self.digest = 0
         self.unindexed = 0
-        #: Blocks that entered a state of CXL memory under names that nobody knows; nothing was told of them.
+        #: Blocks for which no transition was published, since neither ledger nor pool names contain their engine hash.
         self.unknown_names = 0
         self.published = 0
         self.delivered = 0
         self.failed: list[str] = []
-        #: Where a list is put here, it gets the offsets in `cxl-events` of what was told of blocks' states since.
+        #: If a caller sets a list here, the offsets in `cxl-events` of all later transitions are appended to it.
         self.transitions_at: list[int] | None = None
 
     def write(
@@ -113,25 +113,26 @@ class RankWriter:
         events: Iterable[KvEvent | CxlStateChanged],
         n_unindexed: int = 0,
     ) -> None:
-        """Publish one batch. One that changes nothing is published too: its sequence number must not look lost.
+        """Publish one batch. A batch that changes nothing is published as well, so that its number is not missing.
 
-        Raises BadRecord for a store whose CXL metadata is none, having done nothing, or a batch that is too large, of
-        which the ledger knows and the log does not: its number is then missing there.
+        Raises BadRecord for a store with invalid CXL metadata, in which case nothing is changed. Also raises it for a
+        batch that is too large; the ledger then contains the batch, and its number is missing in the log.
         """
-        news: list[KvEvent] = []
-        for event, states in [(event, announced_states(event)) for event in events]:  # all, before the ledger has any
+        changes: list[KvEvent] = []
+        checked = [(event, announced_states(event)) for event in events]  # all of them, before the ledger has any
+        for event, states in checked:
             if not isinstance(event, CxlStateChanged):
-                news += self.ledger.apply(event)
+                changes += self.ledger.apply(event)
             for changed in states:
                 self._change(changed, sequence, emitted_at_ms)
         self.unindexed += n_unindexed
-        self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(news)), n_unindexed)
+        self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(changes)), n_unindexed)
         self.sequence, self.digest = sequence, digest
 
     def change_state(self, changed: CxlStateChanged, emitted_at_ms: int) -> list[int]:
-        """Publish that blocks enter a state of CXL memory, behind the last batch; gives the names that nobody knows.
+        """Publish that blocks enter a state of CXL memory after the last batch; return the unknown engine hashes.
 
-        Of those nothing is told, of the others all.
+        The transition is published for the other blocks.
         """
         return self._change(changed, self.sequence, emitted_at_ms)
 
@@ -161,9 +162,10 @@ class RankWriter:
         self._produce(self._cxl_topic, encode_transition(transition))
 
     def restatement(self, restatement_id: int) -> list[RestatementChunk]:
-        """The whole ledger, complete to the last batch, in chunks.
+        """Return the whole ledger, complete to the last batch, in chunks.
 
-        A second of 100,000 blocks, for a thread; until all chunks are sent nothing but heartbeats may be written.
+        This takes about a second for 100,000 blocks, so call it on a thread. Until all chunks are sent, nothing but
+        heartbeats may be written.
         """
         return chunks(self.ledger.restated(), restatement_id, exact=self.ledger.complete)
 
@@ -172,7 +174,10 @@ class RankWriter:
         self._send(self.sequence, self.digest, emitted_at_ms, chunk, self.unindexed)
 
     def heartbeat(self, bridge: str, lease_ms: int, emitted_at_ms: int) -> None:
-        """Say that this rank is fed, and what the last batch was, so that a lost last batch shows."""
+        """Publish that this rank is being fed, with the number of its last batch, so that a lost last batch is noticed.
+
+        bridge: the bridge's name, shown to people. lease_ms: for how long the heartbeat is valid.
+        """
         self._send(self.sequence, self.digest, emitted_at_ms, Heartbeat(bridge, lease_ms), 0)
 
     def _send(self, sequence: int, digest: int, emitted_at_ms: int, body: Body, n_unindexed: int) -> None:
@@ -190,7 +195,7 @@ class RankWriter:
             )
         )
         if len(value) > EVENT_BYTES_MAX:
-            raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} is {len(value)} bytes")
+            raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} has {len(value)} bytes")
         self._produce(self._topic, value)
         self.published += 1
 
@@ -208,12 +213,12 @@ class RankWriter:
         self._kafka.poll(0)
 
     def begin_incarnation(self, incarnation: Incarnation) -> None:
-        """Begin anew with an empty ledger, in this life or a greater one."""
+        """Start over with an empty ledger, in this incarnation or a greater one."""
         self.incarnation = incarnation
         self.resume(BEFORE_FIRST, 0, Ledger(self._counts_copies))
 
     def resume(self, sequence: int, digest: int, ledger: Ledger, names: CxlNames | None = None) -> None:
-        """Go on in this life behind a batch, with what is held by then and the names of what is in pools."""
+        """Continue this incarnation after a batch, with the ledger as of that batch and the names of pooled blocks."""
         self.sequence, self.digest, self.ledger = sequence, digest, ledger
         self.names = names or CxlNames()
         self.unindexed = 0
@@ -231,7 +236,8 @@ class RankWriter:
 class KvEventPublisher:
     """Publishes one rank's cache events from inside the engine's process.
 
-    Each call is one batch with the next sequence number; a publisher is one life of its rank. Not thread-safe.
+    Each call publishes one batch with the next sequence number. A publisher is one incarnation of its rank. It is not
+    thread-safe.
 
         with KvEventPublisher(settings, worker_id=7, model="m") as publisher:
             publisher.stored([11, 12], token_ids, parent=None)
@@ -248,10 +254,11 @@ class KvEventPublisher:
         counts_copies: bool = False,
         kafka: Producer | None = None,
     ) -> None:
-        """incarnation: greater than that of any earlier life; the clock's microseconds where it is left out.
+        """incarnation: greater than any earlier one of the rank; the current time in microseconds by default.
 
-        kafka: a producer to share, of somebody who knows that a broker answers it. Without one this asks, and raises
-        KvStreamsError after some seconds where none answers or the topic is missing: the producer would try for ever.
+        kafka: a producer to share, if the caller has checked that a broker answers. Without one, a producer is created,
+        and KvStreamsError is raised after some seconds if no broker answers or the topic is missing; a producer alone
+        would retry for ever.
         """
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
@@ -264,7 +271,7 @@ class KvEventPublisher:
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
         self._writer = RankWriter(settings, self._kafka, rank, model, own_incarnation, counts_copies, self._epoch_of)
         self._sequence = 0
-        # What an earlier life held is gone, though this one has told nothing yet.
+        # This empties the rank of everything that an earlier incarnation held, before the first batch of this one.
         self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
 
     def stored(
@@ -279,9 +286,10 @@ class KvEventPublisher:
         moe: MoeLabels | None = None,
         cxl: CxlMemoryMetadata | None = None,
     ) -> None:
-        """Blocks are held now. token_ids: those of all blocks, len(engine_hashes) * block_size of them.
+        """Publish that the rank holds these blocks now, consecutive and after `parent`.
 
-        Raises InvalidRequest where the numbers do not fit, and as `publish`.
+        token_ids: of all blocks, len(engine_hashes) * block_size of them. Raises InvalidRequest if the numbers do not
+        match, and what `publish` raises.
         """
         local = local_hashes(token_ids, self._block_size, hash_seed(lora_name, namespace))
         if len(local) != len(engine_hashes):
@@ -293,19 +301,20 @@ class KvEventPublisher:
         self.publish([BlocksStored(parent_hash, engine, local, tier, moe, cxl)])
 
     def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
-        """Blocks are held no more."""
+        """Publish that the rank no longer holds these blocks."""
         engine: HashArray = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
         self.publish([BlocksRemoved(engine, tier)])
 
     def cleared(self) -> None:
-        """The rank holds nothing any more."""
+        """Publish that the rank's cache is empty."""
         self.publish([AllBlocksCleared()])
 
     def publish(self, events: Sequence[KvEvent]) -> int:
-        """Publish several events as one batch; gives its sequence number.
+        """Publish several events as one batch; return its sequence number.
 
-        Raises BadRecord for CXL metadata or labels that are none: nothing was published then, and the batch may be told
-        again without them. Whatever else is raised, the batch's number is missing in the log: its rank is degraded.
+        Raises BadRecord for invalid CXL metadata or labels. Nothing was published then, and the caller may publish the
+        batch again without them. After any other exception the batch's number is missing in the log, and its rank is
+        degraded.
         """
         for event in events:
             announced_states(event)
@@ -325,14 +334,15 @@ class KvEventPublisher:
         pool_id: str | None = None,
         accessible_workers: Sequence[int] | None = None,
     ) -> None:
-        """Blocks, by the engine's own hashes, enter a state of CXL memory: local_gpu, in_transit, cxl_pooled, evicted.
+        """Publish that blocks, named by the engine's own hashes, enter a state of CXL memory.
 
-        accessible_workers: who can reach them, for in_transit; left out, all members of the pool. A block is known by
-        its name while it is held, and from in_transit on until it is evicted or local_gpu. Whether the state may follow
-        the block's last one the agents decide; one that may not is a dead letter.
+        new_state: local_gpu, in_transit, cxl_pooled or evicted. accessible_workers: the workers that can read the
+        blocks, for in_transit; all members of the pool by default. An engine hash is known while the rank holds the
+        block, and from in_transit until the block is evicted or local_gpu. The agents decide whether the state may
+        follow the block's last one; a transition that may not becomes a dead letter.
 
-        Raises InvalidEvent where no state has that name, in_transit names no pool, or a hash names no block: what is
-        known of the others is told all the same.
+        Raises InvalidEvent for an unknown state, for in_transit without a pool, or if a hash names no block. In the
+        last case the transition is published for the other blocks.
         """
         workers = [WorkerId(worker & U64_MASK) for worker in accessible_workers or ()]
         changed = state_changed(event_id, block_hashes, new_state, pool_id, workers)
@@ -350,7 +360,7 @@ class KvEventPublisher:
         return self._pools.epoch_of(pool_id)
 
     def close(self) -> None:
-        """Wait until the broker has acknowledged everything, as `flush`, and end what was opened for CXL pools."""
+        """Wait until the broker has acknowledged everything, as `flush` does, and close the reader of CXL pools."""
         try:
             self.flush()
         finally:
@@ -359,13 +369,13 @@ class KvEventPublisher:
                 self._pools = None
 
     def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
-        """Wait until the broker has acknowledged everything; raises KvStreamsError where it has not."""
+        """Wait until the broker has acknowledged everything. Raises KvStreamsError if it has not within the timeout."""
         left = self._kafka.flush(timeout_s)
         if left or self._writer.failed:
             why = self._writer.failed[0] if self._writer.failed else "no answer"
             raise KvStreamsError(
                 f"{left + len(self._writer.failed)} batches were not acknowledged by Kafka at {self._address}: {why}",
-                remedy="What is still queued is sent when it answers, unless this process ends before",
+                remedy="Queued batches are sent when the broker answers, unless this process ends before that",
             )
 
     def __enter__(self) -> Self:

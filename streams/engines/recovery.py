@@ -1,16 +1,17 @@
-"""What Kafka has of a worker's ranks, as a bridge that starts must know it: the tables, and what lies behind them.
+"""The state of a worker's ranks as a starting bridge reads it from Kafka: the tables, and the records after them.
 
-What lives here: folding table records and the batches that no agent has applied yet into each rank's ledger and its
-names in CXL pools (pure), and reading them. What must not: what follows from it (continuity, feed).
+What lives here: folding table records, and the batches that no agent has applied yet, into each rank's ledger and its
+names in CXL pools (pure); and reading them. What must not: what follows from this state (continuity, feed).
 
-The table alone would not do. A batch in the log that no agent has read yet decides, when one does, under which names
-blocks are known; a ledger that lacks it would remove names that nobody knows and keep others for ever.
+The table alone is not enough. A batch that no agent has applied yet decides under which names the agents will have the
+rank's blocks. A ledger without it would remove names that agents do not have, and never remove others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 import numpy as np
 
@@ -73,7 +74,7 @@ from streams.topics import topics
 
 @dataclass(slots=True)
 class RecoveredRank:
-    """One rank as Kafka has it. A worker that was removed holds nothing, and counts from its first batch."""
+    """One rank as read from Kafka. A rank whose worker was removed holds nothing and starts from its first batch."""
 
     progress: Progress
     ledger: Ledger
@@ -82,17 +83,17 @@ class RecoveredRank:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The life that the rank is in, or was."""
+        """The rank's last incarnation."""
         return self.progress.epoch.incarnation
 
     @property
     def sequence(self) -> int:
-        """The last batch."""
+        """The number of the rank's last batch."""
         return self.progress.sequence
 
     @property
     def digest(self) -> int:
-        """Of that batch's payload."""
+        """The digest of that batch's payload."""
         return self.progress.digest
 
     @property
@@ -102,11 +103,11 @@ class RecoveredRank:
 
     @property
     def known_incarnation(self) -> KnownIncarnation:
-        """What continuity asks of it; a removed rank begins again, so it has no batch to compare."""
+        """The incarnation as `continuity` takes it. A removed rank starts over, so it has no batch to compare."""
         return KnownIncarnation(self.incarnation, BEFORE_FIRST if self.is_removed else self.sequence, self.digest)
 
     def fold(self, batch: EngineBatch) -> None:
-        """Take a batch of the rank that is behind the table, as the agent will."""
+        """Apply a batch of the rank that the table does not contain yet, as the agent will."""
         match batch.body:
             case EngineEvents(events):
                 judgement = judge(self.progress, batch)
@@ -127,10 +128,12 @@ class RecoveredRank:
                     self._take(judgement)
                     self._restate(batch, batch.body)
             case WorkerRemoved():
-                pass  # of all ranks at once: `fold_removal`
+                pass  # `fold_removal` applies it to all ranks at once
+            case _:
+                assert_never(batch.body)
 
     def end(self, progress: Progress) -> None:
-        """Its worker was removed."""
+        """Note that the worker was removed. progress: of the rank after that."""
         if progress.epoch != self.progress.epoch:
             self._empty()
         self.progress = progress
@@ -143,14 +146,14 @@ class RecoveredRank:
         self.progress = judgement.progress
 
     def fold_transition(self, transition: CxlTransition) -> None:
-        """Take a transition that is behind the table, legal or not: a name too many does no harm."""
+        """Apply a transition that the table does not contain yet, legal or not: an additional name does no harm."""
         if transition.incarnation != self.incarnation:
             return
         for address, engine in transition.blocks.rows():
             if transition.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED):
                 self.names.adopt(engine, address)
             else:
-                self.names.forget(engine)
+                self.names.drop(engine)
 
     def _empty(self) -> None:
         self.ledger = Ledger(counts_copies=False)
@@ -169,7 +172,11 @@ class RecoveredRank:
 
 
 def fold_removal(recovered_ranks: Collection[RecoveredRank], batch: EngineBatch, seen_sequence: int | None) -> None:
-    """Take a worker's removal, which is of all its ranks or, where one was heard of since an expiry, of none."""
+    """Apply a worker's removal to all its ranks.
+
+    seen_sequence: the progress that an expiry names, None for a removal that an operator requested. An expiry removes
+    no rank if any of them has been heard from since.
+    """
     if seen_sequence is not None and any(
         refuses_expiry(recovered.progress, batch, seen_sequence) for recovered in recovered_ranks
     ):
@@ -181,7 +188,7 @@ def fold_removal(recovered_ranks: Collection[RecoveredRank], batch: EngineBatch,
 
 
 def ledger_of(runs: Iterable[RestatedRun], complete: bool, *, counts_copies: bool) -> Ledger:
-    """A ledger that holds these runs, one copy of each block."""
+    """Return a ledger that holds these runs, with one copy of each block."""
     ledger = Ledger(counts_copies)
     for run in runs:
         ledger.adopt(run)
@@ -190,7 +197,7 @@ def ledger_of(runs: Iterable[RestatedRun], complete: bool, *, counts_copies: boo
 
 
 def held_runs(run: Run) -> list[RestatedRun]:
-    """The blocks that a run record holds, as runs without holes."""
+    """Return the blocks that a run record holds, as runs without holes."""
     stretches: list[list[int]] = []
     for offset in run.held():
         if stretches and stretches[-1][-1] == offset - 1:
@@ -210,9 +217,9 @@ def held_runs(run: Run) -> list[RestatedRun]:
 
 
 def recovered_rank(progress: Progress, runs: Iterable[Run]) -> RecoveredRank:
-    """A rank from its table records; runs of other epochs are over."""
+    """Build a rank from its table records. Runs of other epochs are ignored."""
     is_removed = progress.health is Health.REMOVED
-    # An approximate rank may have been degraded before, which its health no longer tells.
+    # An approximate rank may have been degraded before, which its health no longer shows.
     complete = progress.health is Health.EXACT or (
         progress.health is Health.APPROXIMATE and not (progress.n_gaps or progress.n_unknown_parents)
     )
@@ -221,7 +228,7 @@ def recovered_rank(progress: Progress, runs: Iterable[Run]) -> RecoveredRank:
 
 
 def recover_ranks(settings: Settings, worker_id: WorkerId) -> dict[int, RecoveredRank]:
-    """Read what Kafka has of a worker's ranks, by rank number. Blocks; raises TableError, KafkaException."""
+    """Read the state of a worker's ranks from Kafka, by rank number. Blocks; raises TableError, KafkaException."""
     names = topics(settings)
     partition = partition_of(worker_id, settings.partitions)
     table: dict[bytes, bytes] = {}
@@ -239,16 +246,16 @@ def recover_ranks(settings: Settings, worker_id: WorkerId) -> dict[int, Recovere
 
     read_to_end(settings, names.index_changelog.name, partition, None, take)
     recovered_ranks = _from_table(table)
-    behind = _applied_offset(table, partition_key(partition), names.kv_events.name) + 1
+    after_table = _applied_offset(table, partition_key(partition), names.kv_events.name) + 1
 
     def fold(records: list[Record]) -> None:
         for record in records:
             _fold_record(recovered_ranks, settings, worker_id, record)
 
-    found = first_offset(settings, names.kv_events.name, partition, behind)
-    if found.low > behind:
+    found = first_offset(settings, names.kv_events.name, partition, after_table)
+    if found.low > after_table:
         for recovered in recovered_ranks.values():
-            recovered.ledger.lost_events()  # agents were away for longer than events are kept
+            recovered.ledger.lost_events()  # no agent was running for longer than events are kept
     if found.first is not None:
         read_to_end(settings, names.kv_events.name, partition, found.first, fold)
     if recovered_ranks:
@@ -263,7 +270,7 @@ def _cxl(settings: Settings) -> str:
 
 
 def _recover_names(settings: Settings, recovered_ranks: dict[int, RecoveredRank], partition: int, applied: int) -> None:
-    """Read which blocks are in CXL pools, and under which names: the table, and the transitions behind it."""
+    """Read which blocks are in CXL pools, and under which names: the table, then the transitions after it."""
     worker_id = next(iter(recovered_ranks.values())).progress.rank.worker_id
     table: dict[bytes, bytes] = {}
 
@@ -280,7 +287,7 @@ def _recover_names(settings: Settings, recovered_ranks: dict[int, RecoveredRank]
                 _fold_transition(recovered_ranks, record.value, settings)
 
     read_to_end(settings, topics(settings).cxl_changelog.name, partition, None, take)
-    for key, value in sorted(table.items()):  # blocks before what is parked, and that in its order
+    for key, value in sorted(table.items()):  # blocks come before parked transitions, and these in order
         try:
             if key.startswith(BLOCK_PREFIX):
                 where, row = decode_block(key, value)
@@ -291,17 +298,17 @@ def _recover_names(settings: Settings, recovered_ranks: dict[int, RecoveredRank]
             else:
                 _fold_transition(recovered_ranks, decode_parked(key, value)[1].raw, settings)
         except BadRecord:
-            continue  # agents and routers pass over it too
-    behind = first_offset(settings, _cxl(settings), partition, applied + 1)
-    if behind.first is not None:
-        read_to_end(settings, _cxl(settings), partition, behind.first, fold)
+            continue  # agents and routers skip the record as well
+    found = first_offset(settings, _cxl(settings), partition, applied + 1)
+    if found.first is not None:
+        read_to_end(settings, _cxl(settings), partition, found.first, fold)
 
 
 def _fold_transition(recovered_ranks: dict[int, RecoveredRank], raw: bytes | None, settings: Settings) -> None:
     try:
         transition = decode_transition(raw, settings.schema_ids)
     except BadRecord:
-        return  # the agent makes a dead letter of it
+        return  # the agent copies it to the dead letters
     recovered = recovered_ranks.get(transition.rank.dp_rank)
     if recovered is not None and recovered.progress.rank == transition.rank:
         recovered.fold_transition(transition)
@@ -318,12 +325,12 @@ def _from_table(table: dict[bytes, bytes]) -> dict[int, RecoveredRank]:
             elif key.startswith(RUN_PREFIX):
                 runs.setdefault(parse_run_key(key).rank, []).append(decode_run(key, value))
         except BadRecord:
-            continue  # agents and routers pass over it too
+            continue  # agents and routers skip the record as well
     return {rank.dp_rank: recovered_rank(found, runs.get(rank, [])) for rank, found in progress.items()}
 
 
 def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
-    """The last record of a source that the table has; -1 where it has none."""
+    """Return the offset of the last record of a source that the table contains; -1 if it contains none."""
     assert key.startswith(PARTITION_PREFIX)
     try:
         sources = decode_partition(key, table[key]).sources if key in table else ()
@@ -340,7 +347,7 @@ def _fold_record(
     try:
         batch = decode_batch(record.value, settings.schema_ids)
     except BadRecord:
-        return  # the agent makes a dead letter of it
+        return  # the agent copies it to the dead letters
     if batch.rank.worker_id != worker_id:
         return
     if isinstance(batch.body, WorkerRemoved):

@@ -1,4 +1,4 @@
-"""What Kafka tells a bridge: the registry's records of its engines, and requests to restate a rank.
+"""Reads for a bridge: the registry's records of its engines, and requests to restate a rank.
 
 What lives here: one consumer on a thread of its own. What must not: what follows from a record (lease, feed).
 """
@@ -24,26 +24,27 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Records taken at a time, and how long is waited for the first: a renewal that comes back late is a lease lost.
+#: Records taken at a time, and how long a poll waits for the first one. A renewal that is read back late may lose the
+#: lease.
 _READ_RECORDS = 500
 _POLL_S = 0.1
 
 
 class RegistryListener(Protocol):
-    """Who is told, on the loop."""
+    """Receives the records, on the loop."""
 
     def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
-        """One record of the registry in log order; None is a tombstone."""
+        """Take one record of the registry, in log order; None is a tombstone."""
 
     def on_end(self, worker_ids: Collection[WorkerId]) -> None:
-        """The registry has been read to its end, for these workers."""
+        """Note that the registry has been read to its end, for these workers."""
 
     def on_resync(self, request: ResyncRequest) -> None:
-        """A partition's owner asks for a restatement."""
+        """Take a partition owner's request for a restatement."""
 
 
 class RegistryReader:
-    """Reads for a fixed set of workers: the registry from its beginning, requests from now on."""
+    """Reads for a fixed set of workers: the registry from its beginning, and requests from now on."""
 
     def __init__(self, settings: Settings, worker_ids: Collection[WorkerId], listener: RegistryListener) -> None:
         self._settings = settings
@@ -56,7 +57,7 @@ class RegistryReader:
         self._stopping = threading.Event()
 
     async def run(self) -> None:
-        """Read until cancelled; raises KvStreamsError where the topics cannot be read any more."""
+        """Read until cancelled. Raises KvStreamsError if the topics can no longer be read."""
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(None, self._read, loop)
         try:
@@ -72,7 +73,7 @@ class RegistryReader:
             where += [TopicPartition(self._control, home, OFFSET_END) for home in self._homes]
             assign(consumer, where)
             while not self._stopping.is_set():
-                first = consumer.poll(_POLL_S)  # `consume` alone would wait for its time to pass, whatever has come
+                first = consumer.poll(_POLL_S)  # `consume` alone would always wait for its whole timeout
                 messages = [] if first is None else [first, *consumer.consume(_READ_RECORDS - 1, 0.0)]
                 calls = [call for message in messages for call in self._calls(message)]
                 if calls:
@@ -81,7 +82,7 @@ class RegistryReader:
             consumer.close()
 
     def _calls(self, message: Message) -> list[Callable[[], None]]:
-        """What a message is to tell whom."""
+        """Return the listener's calls that a message leads to."""
         error = message.error()
         topic, key = message.topic(), message.key() or b""
         if error is not None:
@@ -93,7 +94,7 @@ class RegistryReader:
                 return [lambda: self._listener.on_end(home)]
             if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE) or error.fatal():
                 raise KvStreamsError(f"{topic} cannot be read: {error.str()}", remedy="Start the bridge again")
-            return []  # a broker that is away; the client goes on by itself
+            return []  # a broker does not answer; the client reconnects by itself
         worker_id = self._keys.get(key)
         if worker_id is None:
             return []
@@ -105,7 +106,8 @@ class RegistryReader:
             worker = None if value is None else decode_worker(value, self._settings.schema_ids)
             return [lambda: self._listener.on_worker(worker_id, worker)]
         except BadRecord as exc:
-            log.warning("%s: a record is passed over: %s", topic, exc)  # a stranger's; routers pass over it too
+            # Another application wrote the record; routers skip it as well.
+            log.warning("%s: a record is skipped: %s", topic, exc)
             return []
 
 

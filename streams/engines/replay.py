@@ -1,10 +1,10 @@
-"""An engine's replay socket: asking for past batches, and the order of batches behind a gap.
+"""An engine's replay socket: requesting past batches, and the window of batches that are early.
 
-What lives here: the wire of a replay, and the window of batches that came too early (pure). What must not: what is done
-with a batch (feed).
+What lives here: the protocol of a replay, and the window (pure). What must not: what is done with a batch (feed), and
+when a replay is requested (gap_filling).
 
-Different versions of vLLM answer in three frames (empty, number, payload) or in four (empty, topic, number, payload);
-both end with the number -1 and, some of them, an empty payload. So frames are counted from the end.
+Versions of vLLM differ: an answer has three frames (empty, number, payload) or four (empty, topic, number, payload). A
+replay ends with the number -1, which some versions follow with an empty payload. So frames are counted from the end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import zmq.asyncio
 from streams.engines.continuity import ReplayCheck
 from streams.errors import KvStreamsError
 
-#: The replay socket answers from the engine's publishing thread, which looks every 100 ms.
+#: The engine's publishing thread answers the replay socket. It checks the socket every 100 ms.
 REPLAY_TIMEOUT_S = 3.0
 
-#: Answers waiting in the socket; an engine keeps 10,000 batches by default.
+#: Answers that wait in the socket. An engine keeps 10,000 batches by default.
 REPLAY_HWM = 100_000
 
-#: Batches held behind a gap, and their bytes: seconds of a busy engine. Beyond either the gap is given up.
-HELD_BATCHES_MAX = 10_000
-HELD_BYTES_MAX = 64 * 1024 * 1024
+#: Batches buffered after a gap, and their bytes: several seconds of a busy engine. At either limit the gap is given up.
+BUFFERED_BATCHES_MAX = 10_000
+BUFFERED_BYTES_MAX = 64 * 1024 * 1024
 
-#: Seconds before each further attempt to fill a gap, when the socket was silent; then it is given up.
+#: Seconds before each further attempt to fill a gap after the socket did not answer. Then the gap is given up.
 FILL_BACKOFF_S = (0.25, 0.5, 1.0)
 
 SEQUENCE = struct.Struct(">Q")
@@ -47,25 +47,25 @@ class Batch:
 
 
 class ReplaySilent(KvStreamsError):
-    """The socket did not answer in time, or not in words that are known; what came before counts."""
+    """The socket did not answer in time, or with unknown frames. Batches received before that remain valid."""
 
     code = "replay_silent"
 
 
 def read_answer(frames: list[bytes]) -> Batch | None:
-    """One answer; None where it ends the replay. Raises ReplaySilent for what is no answer."""
-    # The end marker's payload may be left out: then it is the last frame itself.
+    """Read one answer; None if it ends the replay. Raises ReplaySilent for frames that are not an answer."""
+    # If the end marker has no payload, it is the last frame itself.
     if frames and (frames[-1] == END_MARKER or (len(frames) > 1 and frames[-2] == END_MARKER)):
         return None
     if not 2 <= len(frames) <= 4 or len(frames[-2]) != SEQUENCE.size:
-        raise ReplaySilent(f"an answer of {len(frames)} frames without a number")
+        raise ReplaySilent(f"an answer has {len(frames)} frames and no sequence number")
     return Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1])
 
 
 async def replay(
     context: zmq.asyncio.Context, address: str, start: int, timeout_s: float = REPLAY_TIMEOUT_S
 ) -> AsyncGenerator[Batch]:
-    """Give what the engine has kept from `start` on, in its order. Raises ReplaySilent."""
+    """Yield the batches that the engine has kept from `start` on, in its order. Raises ReplaySilent."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, REPLAY_HWM)
@@ -83,7 +83,7 @@ async def replay(
 async def check_last_batch(
     context: zmq.asyncio.Context, address: str | None, sequence: int, digest: int
 ) -> ReplayCheck:
-    """Ask for the batch `sequence` and compare it with what is known of it. digest: xxh3_64 of its payload."""
+    """Request batch `sequence` and compare it with the known digest, which is xxh3_64 of its payload."""
     if address is None:
         return ReplayCheck.SILENT
     try:
@@ -99,47 +99,47 @@ async def check_last_batch(
 
 
 class Window:
-    """The next batch wanted of one life, and those that came before their turn."""
+    """The number of an incarnation's next batch, and the batches that arrived early."""
 
     def __init__(self, following: int) -> None:
         self.next = following
-        self._held: dict[int, bytes] = {}
-        self._held_bytes = 0
+        self._early: dict[int, bytes] = {}
+        self._early_bytes = 0
 
     def offer(self, batch: Batch) -> None:
-        """Take a batch that may be early; one that had its turn, or is there already, changes nothing."""
-        if batch.sequence >= self.next and batch.sequence not in self._held:
-            self._held[batch.sequence] = batch.payload
-            self._held_bytes += len(batch.payload)
+        """Add a batch. A batch before the next one, or one that is buffered already, changes nothing."""
+        if batch.sequence >= self.next and batch.sequence not in self._early:
+            self._early[batch.sequence] = batch.payload
+            self._early_bytes += len(batch.payload)
 
     def take(self) -> Batch | None:
-        """Give the next batch, if it is there."""
-        payload = self._held.pop(self.next, None)
+        """Remove and return the next batch, None if it has not arrived."""
+        payload = self._early.pop(self.next, None)
         if payload is None:
             return None
-        self._held_bytes -= len(payload)
+        self._early_bytes -= len(payload)
         self.next += 1
         return Batch(self.next - 1, payload)
 
     @property
     def gap_until(self) -> int | None:
-        """The first batch held behind a gap; None where nothing is held."""
-        return min(self._held) if self._held else None
+        """The number of the first buffered batch, which ends the gap; None if no batch is buffered."""
+        return min(self._early) if self._early else None
 
     @property
     def full(self) -> bool:
-        """Whether the gap must be given up for lack of room."""
-        return len(self._held) >= HELD_BATCHES_MAX or self._held_bytes >= HELD_BYTES_MAX
+        """Whether a limit of the buffer is reached, so that the gap must be given up."""
+        return len(self._early) >= BUFFERED_BATCHES_MAX or self._early_bytes >= BUFFERED_BYTES_MAX
 
     def skip_to(self, sequence: int) -> int:
-        """Give up what is missing before `sequence`; returns how many batches. Nothing held may lie before it."""
+        """Give up the batches missing before `sequence`; return how many. No buffered batch may be before it."""
         lost = sequence - self.next
         assert lost >= 0 and (self.gap_until is None or self.gap_until >= sequence)
         self.next = sequence
         return lost
 
     def drop(self) -> int:
-        """Forget what is held; returns how many batches."""
-        n, self._held_bytes = len(self._held), 0
-        self._held.clear()
+        """Drop the buffered batches; return how many."""
+        n, self._early_bytes = len(self._early), 0
+        self._early.clear()
         return n

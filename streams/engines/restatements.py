@@ -1,6 +1,6 @@
-"""Restatements: when a rank's whole ledger is sent, and in which pieces (pure).
+"""Restatements: when a rank's whole ledger is published, and in which chunks (pure).
 
-What lives here: which resync requests are answered, and the cutting of runs to chunks. What must not: Kafka.
+What lives here: which resync requests are answered, and how runs are cut into chunks. What must not: Kafka.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from streams.core.events import BEFORE_FIRST, RestatedRun, RestatementChunk, Res
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import Incarnation, SequenceHash
 
-#: Bytes of hashes in one chunk: an eighth of what a record of kv-events may have, so that one transaction of an agent
-#: holds a chunk beside other ranks' batches.
+#: Bytes of hashes in one chunk: an eighth of the largest record of kv-events, so that one transaction of an agent can
+#: contain a chunk as well as other ranks' batches.
 CHUNK_BYTES_MAX = 1024 * 1024
 
-#: Two hashes a block; a run's start, parent, lengths and tier beside them, rounded up.
+#: Two hashes per block; and per run its start, parent, lengths and tier, rounded up.
 _BLOCK_BYTES = 16
 _RUN_BYTES = 48
 
-#: A request that a restatement has answered already is not answered again for so long: the answer may be on its way. An
-#: agent that did not get it asks again, with a back-off.
+#: A request that a restatement has answered is not answered again for this long, since the answer may be on its way. An
+#: agent that did not get it repeats the request with a growing delay.
 ANSWERED_FOR_S = 5.0
 
-#: Restatements of one rank come no faster than this, whatever is asked: each is a rewrite of the rank's whole table.
+#: The shortest time between two restatements of one rank, since each rewrites all of the rank's rows.
 RESTATE_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
 class Restatements:
-    """Which requests of one rank's life are answered."""
+    """Decides which requests are answered, within one incarnation of a rank."""
 
     last_sequence: int | None = None
     last_at_s: float = 0.0
 
-    def wanted(self, request: ResyncRequest, incarnation: Incarnation, published: int, now_s: float) -> bool:
-        """Whether to restate. published: the last batch published of this life."""
+    def answers(self, request: ResyncRequest, incarnation: Incarnation, published: int, now_s: float) -> bool:
+        """Return whether to restate. published: the last batch published in this incarnation."""
         if request.incarnation != incarnation or published == BEFORE_FIRST:
-            return False  # another life's, which is over here or not begun; or there is nothing to say yet
+            return False  # the request is for another incarnation, or this one has no batch yet
         if self.last_sequence is None:
             return True
         wait_s = ANSWERED_FOR_S if request.sequence <= self.last_sequence else RESTATE_EVERY_S
         return now_s - self.last_at_s >= wait_s
 
     def sent(self, published: int, now_s: float) -> None:
-        """A restatement complete to `published` was sent."""
+        """Note that a restatement complete to batch `published` was sent."""
         self.last_sequence, self.last_at_s = published, now_s
 
 
 def chunks(
     runs: Iterable[RestatedRun], restatement_id: int, *, exact: bool, bytes_max: int = CHUNK_BYTES_MAX
 ) -> list[RestatementChunk]:
-    """Cut runs into the pieces of one restatement, in order; one without runs where nothing is held."""
+    """Cut runs into the chunks of one restatement, in order; if no block is held, one chunk without runs."""
     pieces = list(_packed(runs, bytes_max)) or [[]]
     return [
         RestatementChunk(restatement_id, number, len(pieces), exact, tuple(piece))
@@ -63,24 +63,24 @@ def chunks(
 def _packed(runs: Iterable[RestatedRun], bytes_max: int) -> Iterator[list[RestatedRun]]:
     assert bytes_max >= _RUN_BYTES + _BLOCK_BYTES
     piece: list[RestatedRun] = []
-    room = bytes_max
+    free_bytes = bytes_max
     for whole in runs:
         run: RestatedRun | None = whole
         while run is not None:
-            fitting = (room - _RUN_BYTES) // _BLOCK_BYTES
+            fitting = (free_bytes - _RUN_BYTES) // _BLOCK_BYTES
             if fitting < 1:
                 yield piece
-                piece, room = [], bytes_max
+                piece, free_bytes = [], bytes_max
                 continue
             head, run = _cut(run, fitting)
             piece.append(head)
-            room -= _RUN_BYTES + _BLOCK_BYTES * len(head.local)
+            free_bytes -= _RUN_BYTES + _BLOCK_BYTES * len(head.local)
     if piece:
         yield piece
 
 
 def _cut(run: RestatedRun, at: int) -> tuple[RestatedRun, RestatedRun | None]:
-    """The first `at` blocks of a run, and the rest, which hangs on the last of them."""
+    """Return the first `at` blocks of a run, and the rest, whose parent is the last of them."""
     if len(run.local) <= at:
         return run, None
     head = RestatedRun(run.start, run.parent, run.engine[:at], run.local[:at], run.tier)

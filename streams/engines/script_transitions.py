@@ -1,8 +1,8 @@
-"""A CXL transition told by a script, for a rank whose publisher or bridge is another process.
+"""A CXL transition that a script publishes, for a rank whose publisher or bridge is another process.
 
-What lives here: resolving engine hashes by what Kafka has of the rank, as a bridge that starts does, writing the
-transition behind the rank's last batch, and waiting for what the agents make of it. What must not: deciding whether it
-is legal (the agents do).
+What lives here: resolving engine hashes by the rank's state on Kafka, as a starting bridge does, writing the transition
+after the rank's last batch, and waiting for the agents' verdict. What must not: deciding whether the transition is
+legal (the agents do).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from streams.kafka import require_topic
 from streams.settings import Settings
 from streams.topics import topics
 
-#: Pools named to whoever mistyped one.
+#: Registered pools that the error for an unknown pool lists.
 _NAMED_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class SentTransition:
-    """What became of a script's word.
+    """The result of a script's transition.
 
-    unknown: hashes that name no block of the rank, of which nothing was told. verdict: None where nobody waited, or
-    nothing was told.
+    unknown: hashes that name no block of the rank; nothing was published for these. verdict: None if the caller did not
+    wait, or nothing was published.
     """
 
     unknown: list[int]
@@ -42,11 +42,11 @@ class SentTransition:
 def send_transition(
     settings: Settings, rank: RankId, changed: CxlStateChanged, *, any_pool: bool = False, wait_s: float | None = None
 ) -> SentTransition:
-    """Tell that blocks of a rank enter a state.
+    """Publish that blocks of a rank enter a state.
 
-    any_pool: though the registry does not have the pool, as where it is registered later. wait_s: how long to wait for
-    the agents' verdict, None for not at all. Raises UnknownId for a rank that Kafka knows nothing of, or a pool that
-    the registry does not have or that is lost, KvStreamsError where Kafka does not take it.
+    any_pool: publish even if the registry does not have the pool yet, or has it as lost. wait_s: how long to wait for
+    the agents' verdict, None for not at all. Raises UnknownId for a rank that has published nothing, and for a pool
+    that the registry does not have or has as lost; KvStreamsError if Kafka does not take the record.
     """
     require_topic(settings, topics(settings).cxl_events.name)
     with contextlib.ExitStack() as opened:
@@ -56,7 +56,7 @@ def send_transition(
             check_pool(pools, changed)
         recovered = recover_ranks(settings, rank.worker_id).get(rank.dp_rank)
         if recovered is None or recovered.is_removed:
-            raise UnknownId(f"rank {rank} has told nothing, or was removed", remedy="GET /state names the ranks")
+            raise UnknownId(f"rank {rank} has published nothing, or was removed", remedy="GET /state lists the ranks")
         watch = None if wait_s is None else opened.enter_context(VerdictWatch(settings, rank.worker_id))
         kafka = event_producer(settings)
         model = recovered.progress.model
@@ -66,14 +66,14 @@ def send_transition(
         writer.transitions_at = sent_at
         unknown = writer.change_state(changed, time.time_ns() // 1_000_000)
         if kafka.flush(PUBLISH_TIMEOUT_S) or writer.failed:
-            raise KvStreamsError(f"Kafka did not take it: {writer.failed[0] if writer.failed else 'no answer'}")
+            raise KvStreamsError(f"Kafka did not take the record: {writer.failed[0] if writer.failed else 'no answer'}")
         if watch is None or wait_s is None or not sent_at:
             return SentTransition(unknown, None)
         return SentTransition(unknown, watch.verdict(sent_at, wait_s))
 
 
 def check_pool(pools: PoolDirectory, changed: CxlStateChanged) -> None:
-    """Raise UnknownId for a pool that the registry does not have, and for one that is lost and to be filled."""
+    """Raise UnknownId for a pool that the registry does not have, and for a lost pool that blocks are to enter."""
     if changed.pool_id is None:
         return
     known = pools.pools()
@@ -81,10 +81,10 @@ def check_pool(pools: PoolDirectory, changed: CxlStateChanged) -> None:
     if pool is None:
         raise UnknownId(
             f"no pool {changed.pool_id} is registered; there are: {', '.join(sorted(known)[:_NAMED_MAX]) or 'none'}",
-            remedy="`kvstreams cxl pool` registers one; --force tells it all the same",
+            remedy="`kvstreams cxl pool` registers one; --force publishes the transition anyway",
         )
     if pool.lost and changed.state is CxlMemoryState.IN_TRANSIT:
         raise UnknownId(
             f"pool {changed.pool_id} is lost",
-            remedy="`kvstreams cxl pool` with its members brings it back; --force tells it all the same",
+            remedy="`kvstreams cxl pool` with its members brings it back; --force publishes the transition anyway",
         )

@@ -25,7 +25,7 @@ from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
 from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores, with_predictions
-from streams.core.index.predicted_index import ApproximatePrefixIndex
+from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
 from streams.core.kernels.available import kernels_available
 from streams.core.reducer.ordering import Health, Progress
@@ -55,7 +55,8 @@ from streams.tables.records import (
 )
 
 if TYPE_CHECKING:
-    from streams.core.index.tree_fold import RunColumns, TreeRunFold
+    from streams.core.index.run_columns import RunColumns
+    from streams.core.index.tree_fold import TreeRunFold
     from streams.tables.run_decoding import LabelledBlock
 
 log = logging.getLogger(__name__)
@@ -137,10 +138,10 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
-        self._predictions: ApproximatePrefixIndex | None = None
+        self._predictions: PredictedPrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
-            self._predictions = ApproximatePrefixIndex(ttl_s)
+            self._predictions = PredictedPrefixIndex(ttl_s)
         self._reset()
 
     def _reset(self) -> None:

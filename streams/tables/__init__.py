@@ -1,2 +1,3 @@
-"""The transactional table (docs/architecture.md): what is written (records), where it lies on disk (store), how one
-partition's batches become transactions (partition), and how a changelog is read to its end (changelog)."""
+"""The transactional tables (docs/architecture.md): their rows (records), their copies on disk (store), how one
+partition's batches become transactions (partition), what records mean (index_reducer, cxl_reducer), and how a changelog
+is read to its end (changelog)."""

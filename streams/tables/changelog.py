@@ -1,4 +1,7 @@
-"""Reading one changelog partition from an offset to its end, committed records only."""
+"""Reading one partition of a changelog, committed records only, from an offset to its end.
+
+What lives here: the read loop and its errors. What must not: what a record means.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from streams.errors import OffsetLost, TableError
 from streams.kafka import Record, as_record, assign, consume, reader
 from streams.settings import Settings
 
-#: Records handed on at a time.
+#: Records passed on at a time.
 READ_BATCH_RECORDS = 1000
 
-#: A broker that sends nothing for this long, not even the end of the partition, is not answering.
+#: A broker that sends nothing for this long, not even the end of the partition, does not answer.
 READ_STALL_S = 30.0
 
-#: The broker holds a question for more for this long before it says that there is none.
+#: How long the broker waits for more records before it reports the end of the partition.
 END_WAIT_MS = 5
 
 _POLL_S = 0.5
@@ -29,7 +32,7 @@ def read_to_end(
     start: int | None,
     on_records: Callable[[list[Record]], None],
 ) -> int:
-    """As read_messages, with values for whoever reads little enough."""
+    """Read as read_messages does, with records as values, which costs more per record."""
     return read_messages(
         settings, topic, partition, start, lambda messages: on_records([as_record(each) for each in messages])
     )
@@ -42,10 +45,10 @@ def read_messages(
     start: int | None,
     on_messages: Callable[[list[Message]], None],
 ) -> int:
-    """Read from `start` (None is the beginning) to the partition's end; gives the offset behind it.
+    """Read from `start` (None is the beginning) to the partition's end; returns the offset after it.
 
-    The end is told by the consumer, never by counting: transaction markers take offsets too.
-    Raises OffsetLost where the offset is not in the log, TableError where nothing comes for READ_STALL_S.
+    The consumer reports the end; counting records does not find it, since transaction markers have offsets too. Raises
+    OffsetLost if the offset is not in the log, TableError if nothing arrives for READ_STALL_S.
     """
     consumer = reader(settings, **{"fetch.wait.max.ms": END_WAIT_MS})
     try:
@@ -77,5 +80,5 @@ def read_messages(
         consumer.close()
 
 
-#: A broker that restarts looks like these; the client goes on by itself.
+#: Errors while a broker restarts; the client recovers by itself.
 _TRANSIENT_ERRORS = frozenset({KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT})

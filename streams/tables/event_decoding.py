@@ -1,7 +1,7 @@
-"""Many records of kv-events to batches in one call of a compiled kernel.
+"""Decodes many records of kv-events into batches with one call of a compiled kernel.
 
-What lives here: batches whose events stay rows; it needs numba. What must not: the bytes of a record (kernels.events),
-and what is wrong with one (codec.decode_batch).
+What lives here: batches whose events remain rows; it needs numba. What must not: the bytes of a record
+(kernels.events), and what is wrong with a bad one (codec.decode_batch).
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from streams.errors import BadRecord
 from streams.tables.kernels.events import HEAD_WORDS, decode_batches
 from streams.tables.run_decoding import address_of, frame_header
 
-#: An event of one block is some 30 bytes; a record of shorter ones, when room for rows runs out, is decoded by itself.
+#: An event of one block has about 30 bytes. If shorter ones use up all rows, the remaining records are decoded one by
+#: one.
 _BYTES_PER_ROW = 16
 _ROWS_MIN = 64
 
 
 class EventRows(Sequence[KvEvent]):
-    """The events of one batch, as rows of a table; each becomes an event when somebody looks at it.
+    """The events of one batch, as rows of a table; a row becomes an event when it is read.
 
     rows: int64[n, EVENT_WORDS], contiguous, at `address`. data: the bytes that their addresses point into.
     """
@@ -98,7 +99,7 @@ class EventRows(Sequence[KvEvent]):
 
 
 def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
-    """Rows of events, int64[n, EVENT_WORDS], their address, and what must stay alive while addresses are used."""
+    """Return rows of events, int64[n, EVENT_WORDS], their address, and an object to keep while addresses are used."""
     if isinstance(events, EventRows):
         return events.rows, events.address, events
     events = list(events)
@@ -130,7 +131,7 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
 def decode_events(
     values: Sequence[bytes | None], schema_ids: Mapping[str, int] | None = None
 ) -> list[EngineBatch | BadRecord]:
-    """Decode values of kv-events, each by itself good or bad."""
+    """Decode values of kv-events: each becomes a batch, or an error of its own."""
     data = b"".join(filter(None, values))
     lengths = np.array([len(value) if value else 0 for value in values], dtype=np.int64)
     heads = np.empty((len(values), HEAD_WORDS), dtype=np.int64)
@@ -159,7 +160,7 @@ def _one(value: bytes | None, schema_ids: Mapping[str, int] | None) -> EngineBat
 
 
 def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> EngineBatch | None:
-    """The batch of a head; None where its model is no text."""
+    """Return the batch of a head; None if its model is not valid text."""
     (
         n_rows,
         first_row,
@@ -193,5 +194,5 @@ def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> Engi
 
 @lru_cache(maxsize=1024)
 def _text(raw: bytes) -> str:
-    """A model's name; a scope has few."""
+    """Return a model's name, cached, since a scope has few."""
     return raw.decode()

@@ -1,7 +1,7 @@
-"""Keys and values of the prefix-index table: run, progress and partition records, parked chunks; bytes and back.
+"""Keys and values of the prefix-index table, to bytes and back: run, progress and partition records, parked chunks.
 
-What lives here: pure conversion. What must not: reading or writing Kafka or RocksDB. Keys are fixed-width big-endian
-behind one letter, so that a RocksDB range holds one kind, and within it one rank.
+What lives here: pure conversion. What must not: reading or writing Kafka or RocksDB. A key is one letter followed by
+fixed-width big-endian fields, so that rows of one kind are adjacent in RocksDB, and among them rows of one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN_PREFIX = b"R"
 PROGRESS_PREFIX = b"P"
 PARTITION_PREFIX = b"Z"
 
-#: Chunks of a restatement that is not complete. The value is the record of kv-events as it came; views pass it over.
+#: Chunks of an incomplete restatement. The value is the record of kv-events as received; views skip it.
 PARKED_PREFIX = b"C"
 
 #: Key and value of a changed record; None is a tombstone.
@@ -38,8 +38,8 @@ _PARTITION_KEY = struct.Struct(">cI")
 
 @dataclass(frozen=True, slots=True)
 class SourceProgress:
-    """How far one source topic has been applied. Offsets: -1 before the first. behind_ms: how long the owner has known
-    of records that it has not applied."""
+    """How far one source topic is applied. Offsets are -1 before the first record. behind_ms: for how long the source
+    has had records that the owner has not applied."""
 
     topic: str
     topic_id: str
@@ -51,7 +51,7 @@ class SourceProgress:
 
 @dataclass(frozen=True, slots=True)
 class PartitionRecord:
-    """State of a partition's sources at its last transaction."""
+    """The state of a partition's sources at its last transaction."""
 
     partition: int
     written_at_ms: int
@@ -60,60 +60,60 @@ class PartitionRecord:
 
 
 def run_key(key: RunKey) -> bytes:
-    """Key of a run record."""
+    """Return the key of a run record."""
     return _RUN_KEY.pack(RUN_PREFIX, key.rank.worker_id, key.rank.dp_rank, key.tier, key.first)
 
 
 def parse_run_key(raw: bytes) -> RunKey:
-    """Raises BadRecord for bytes that are no run key."""
+    """Parse the key of a run record; raises BadRecord."""
     try:
         prefix, worker_id, dp_rank, tier, first = _RUN_KEY.unpack(raw)
         if prefix != RUN_PREFIX:
             raise ValueError(prefix)
         return RunKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), Tier(tier), SequenceHash(first))
     except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is no run key") from exc
+        raise BadRecord("bad_key", f"{raw.hex()} is not the key of a run") from exc
 
 
 def progress_key(rank: RankId) -> bytes:
-    """Key of a progress record."""
+    """Return the key of a progress record."""
     return _PROGRESS_KEY.pack(PROGRESS_PREFIX, rank.worker_id, rank.dp_rank)
 
 
 def parse_progress_key(raw: bytes) -> RankId:
-    """Raises BadRecord for bytes that are no progress key."""
+    """Parse the key of a progress record; raises BadRecord."""
     try:
         prefix, worker_id, dp_rank = _PROGRESS_KEY.unpack(raw)
     except struct.error as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is no progress key") from exc
+        raise BadRecord("bad_key", f"{raw.hex()} is not the key of a progress record") from exc
     if prefix != PROGRESS_PREFIX:
-        raise BadRecord("bad_key", f"{raw.hex()} is no progress key")
+        raise BadRecord("bad_key", f"{raw.hex()} is not the key of a progress record")
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
 
 
 def parked_key(key: ChunkKey) -> bytes:
-    """Key of a parked chunk."""
+    """Return the key of a parked chunk."""
     return _PARKED_KEY.pack(PARKED_PREFIX, key.rank.worker_id, key.rank.dp_rank, key.chunk)
 
 
 def parse_parked_key(raw: bytes) -> ChunkKey:
-    """Raises BadRecord for bytes that are no parked chunk's key."""
+    """Parse the key of a parked chunk; raises BadRecord."""
     try:
         prefix, worker_id, dp_rank, chunk = _PARKED_KEY.unpack(raw)
         if prefix != PARKED_PREFIX:
             raise ValueError(prefix)
     except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is no parked chunk's key") from exc
+        raise BadRecord("bad_key", f"{raw.hex()} is not the key of a parked chunk") from exc
     return ChunkKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), chunk)
 
 
 def partition_key(partition: int) -> bytes:
-    """Key of the partition record."""
+    """Return the key of the partition record."""
     return _PARTITION_KEY.pack(PARTITION_PREFIX, partition)
 
 
 def encode_run(run: Run) -> bytes:
-    """Value of a run record."""
+    """Return the value of a run record."""
     n_bytes = (len(run.sequence) + 7) // 8
     return codec("prefix-index-run").encode(
         {
@@ -138,9 +138,10 @@ def encode_run(run: Run) -> bytes:
 
 
 def decode_run(key: bytes, value: bytes) -> Run:
-    """Run of a key and value; raises BadRecord.
+    """Decode a run from its key and value; raises BadRecord.
 
-    Sequence hashes are not stored: they follow from the parent and the local hashes, and the key proves them.
+    Sequence hashes are not stored, since they follow from the parent and the local hashes; the key, which contains the
+    first one, verifies them.
     """
     run_id = parse_run_key(key)
     datum = codec("prefix-index-run").decode(value)
@@ -152,11 +153,13 @@ def decode_run(key: bytes, value: bytes) -> Run:
     parent = from_hash(datum["parent"])
     sequence = sequence_hashes(local, None if parent is None else SequenceHash(parent))
     if not 1 <= len(local) == len(engine) <= RUN_BLOCKS_MAX or np.uint64(run_id.first) != sequence[0]:
-        raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} does not fit its key")
+        raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} does not match its key")
     present = int.from_bytes(datum["present"], "little")
     offsets = [labels["offset"] for labels in datum["labels"]]
     if not 0 < present < 1 << len(local) or not all(0 <= offset < len(local) for offset in offsets):
-        raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} holds nothing, or blocks it has not")
+        raise BadRecord(
+            "bad_run", f"run {run_id.first} of rank {run_id.rank} has no held block, or names blocks beyond its end"
+        )
     if datum["start"] < 0 or (datum["start"] == 0) != (parent is None):
         raise BadRecord("bad_run", f"run {run_id.first} of rank {run_id.rank} is at {datum['start']}, parent {parent}")
     return Run(
@@ -176,7 +179,7 @@ def decode_run(key: bytes, value: bytes) -> Run:
 
 
 def encode_progress(progress: Progress) -> bytes:
-    """Value of a progress record."""
+    """Return the value of a progress record."""
     return codec("prefix-index-progress").encode(
         {
             "incarnation": to_long(progress.epoch.incarnation),
@@ -197,7 +200,7 @@ def encode_progress(progress: Progress) -> bytes:
 
 
 def decode_progress(key: bytes, value: bytes) -> Progress:
-    """Progress of a key and value; raises BadRecord."""
+    """Decode progress from its key and value; raises BadRecord."""
     rank = parse_progress_key(key)
     datum = codec("prefix-index-progress").decode(value)
     return Progress(
@@ -218,7 +221,7 @@ def decode_progress(key: bytes, value: bytes) -> Progress:
 
 
 def encode_partition(record: PartitionRecord) -> bytes:
-    """Value of a partition record."""
+    """Return the value of a partition record."""
     return codec("prefix-index-partition").encode(
         {
             "written_at_ms": record.written_at_ms,
@@ -239,13 +242,13 @@ def encode_partition(record: PartitionRecord) -> bytes:
 
 
 def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
-    """Partition record of a key and value; raises BadRecord."""
+    """Decode a partition record from its key and value; raises BadRecord."""
     try:
         prefix, partition = _PARTITION_KEY.unpack(key)
         if prefix != PARTITION_PREFIX:
             raise ValueError(prefix)
     except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{key.hex()} is no partition key") from exc
+        raise BadRecord("bad_key", f"{key.hex()} is not the key of a partition record") from exc
     datum = codec("prefix-index-partition").decode(value)
     return PartitionRecord(
         partition=partition,

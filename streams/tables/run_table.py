@@ -1,10 +1,11 @@
-"""The compiled store of runs: what the ranks of one partition hold, worked by kernels; a change is a key and a value.
+"""The compiled store of runs: what the ranks of one partition hold. A change is a key and a value.
 
-What lives here: memory, numbers for ranks, calls. What must not: what an event does (core.run_kernels) and the bytes of
-a record (kernels.runs). `core.run_store.PlainRunStore` says the same in Python, and tests compare the two.
+What lives here: memory, numbers for ranks, kernel calls. What must not: what an event does (core.reducer.kernels), and
+the bytes of a record (kernels.runs). `core.reducer.run_store.PlainRunStore` does the same in pure Python, and tests
+compare the two.
 
-One thread works it. A block takes 24 bytes and at most twice that while its run grows, and two slots of 8 bytes in maps
-that are at most 60 % full; five million memberships of Mooncake's runs take some 400 MB.
+One thread uses a store. A block takes 24 bytes, at most twice that while its run grows, and two slots of 8 bytes in
+maps that are at most 60 % full. Five million blocks of Mooncake's runs take about 400 MB.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from streams.tables.kernels.runs import (
 from streams.tables.records import Change, decode_run, encode_run, run_key
 from streams.tables.run_decoding import address_of, frame_header, join
 
-#: Runs of a partition at most, and words of their blocks: 64 million memberships in runs of ten. Address space only,
-#: until it is written to.
+#: The limits of a partition in runs, and in words of their blocks: 64 million blocks in runs of ten. This is only
+#: address space until it is written to.
 RUNS_MAX = 1 << 23
 SPAN_WORDS_MAX = 1 << 29
 STALE_MAX = 1 << 25
 RANKS_MAX = 1 << 16
 
-#: Slots of a map at first.
+#: Initial slots of a map.
 _SLOTS_FIRST = 1 << 12
-#: Records written in one call of the kernel, and read back in one.
+#: Records that one kernel call writes or reads back.
 _RECORDS_PER_CALL = 1024
-#: Tombstones owed that were written, before those still owed are moved to the front.
+#: Written tombstones that STALE keeps before the pending ones are moved to its front.
 _STALE_SLACK = 1 << 16
 
 
 class RunTable:
-    """A `core.run_store.RunStore` of rows and bytes."""
+    """A `core.reducer.run_store.RunStore` of rows and bytes."""
 
     def __init__(self) -> None:
         self._reset()
@@ -87,35 +88,35 @@ class RunTable:
         self._ends = np.empty(_RECORDS_PER_CALL + 1, dtype=np.int64)
         self._header = frame_header("prefix-index-run")
 
-    # -- what RunStore says -----------------------------------------------------------------------------------
+    # -- RunStore ---------------------------------------------------------------------------------------------
 
     def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
         """See RunStore."""
         self.begin_load(epochs)
         records = [(run_key(run.key), encode_run(run)) for run in runs]
-        strays, bad = self.load_records(records)
+        n_strays, bad = self.load_records(records)
         assert not bad
-        return strays
+        return n_strays
 
     def end(self, rank: RankId, epoch: Epoch) -> None:
         """See RunStore."""
         number = self._number(rank)
         if int(self._words[layout.STALE_END] + self._words[layout.N_RUNS]) > STALE_MAX:
-            raise IndexFull(f"rank {rank} cannot end: {STALE_MAX} tombstones are owed")
+            raise IndexFull(f"rank {rank} cannot end: the limit of {STALE_MAX} pending tombstones is reached")
         end_rank(self._at, number)
         self._set_epoch(number, epoch)
 
     def apply(self, rank: RankId, events: Iterable[KvEvent]) -> Applied:
-        """See RunStore. Raises IndexFull, and nothing was changed."""
+        """See RunStore. Raises IndexFull, having changed nothing."""
         table, address, kept = rows_of(events)
         number = self._number(rank)
-        while (room := apply_rows(self._at, number, address, len(table))) != 0:
-            self._grow_table(room, int(table[:, layout.EVENT_BLOCKS].sum()))
-        del kept  # until here, since the rows point into it
-        n_parents, before_clear, n_removals, n_clears = self._words[layout.MET : layout.MET_END].tolist()
+        while (failure := apply_rows(self._at, number, address, len(table))) != 0:
+            self._grow_maps(failure, int(table[:, layout.EVENT_BLOCKS].sum()))
+        del kept  # not earlier, since the rows point into it
+        n_parents, before_clear, n_removals, n_clears = self._words[layout.FOUND : layout.FOUND_END].tolist()
         if n_clears or n_parents or n_removals:
             return Applied(n_clears, n_parents, n_parents - before_clear, n_removals)
-        return _NOTHING_MET
+        return _NOTHING_FOUND
 
     def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
         """See RunStore. Raises IndexFull."""
@@ -125,7 +126,7 @@ class RunTable:
             local = np.ascontiguousarray(run.local, dtype=np.uint64)
             parent = np.uint64(run.parent or 0).view(np.int64).item()
             while (
-                room := restate_run(
+                failure := restate_run(
                     self._at,
                     number,
                     int(run.tier),
@@ -137,7 +138,7 @@ class RunTable:
                     local.ctypes.data,
                 )
             ) != 0:
-                self._grow_table(room, len(engine))
+                self._grow_maps(failure, len(engine))
 
     def n_blocks(self, rank: RankId) -> int:
         """See RunStore."""
@@ -148,7 +149,7 @@ class RunTable:
         return int(self._columns[first : first + layout.N_TIERS, layout.COLUMN_HELD].sum())
 
     def take_changes(self, tombstones_max: int) -> list[Change]:
-        """See RunStore: keys and values as they lie in the log, None for a tombstone's."""
+        """See RunStore; changes are keys and values as Kafka stores them, None for a tombstone."""
         changes: list[Change] = []
         out = self._out.ctypes.data
         n_emptied = int(self._words[layout.N_EMPTIED])
@@ -177,7 +178,7 @@ class RunTable:
         return changes
 
     @property
-    def owes_tombstones(self) -> bool:
+    def has_pending_tombstones(self) -> bool:
         """See RunStore."""
         return next_stale(self._at) != 0
 
@@ -194,20 +195,20 @@ class RunTable:
     # -- reading back -----------------------------------------------------------------------------------------
 
     def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
-        """Forget everything; these are the ranks."""
+        """Drop everything, and start with these ranks."""
         self._reset()
         for rank, epoch in epochs.items():
             self._set_epoch(self._number(rank), epoch)
 
     def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
-        """Take in records read back, in any order, ranks best together.
+        """Load records that were read back, in any order; it is fastest if those of one rank are adjacent.
 
-        Gives how many were of no known rank, and the bad ones with their positions.
+        Returns the number of records whose rank is unknown, and the position and error of each bad one.
         """
         data, lengths = join(records)
         n_blocks = len(data) // 16
-        while (room := reserve_blocks(self._at, n_blocks)) != 0:
-            self._grow_table(room, n_blocks)
+        while (failure := reserve_blocks(self._at, n_blocks)) != 0:
+            self._grow_maps(failure, n_blocks)
         labels = np.empty(layout.LABEL_WORDS, dtype=np.int64)
         others = load_records(
             self._at,
@@ -221,15 +222,16 @@ class RunTable:
         if not others:
             return 0, []
         fates = lengths[::2]
-        strays, bad = int(np.count_nonzero(fates == 1)), []
+        n_strays, bad = int(np.count_nonzero(fates == 1)), []
         for position in np.flatnonzero(fates == 2).tolist():
             key, value = records[position]
             try:
-                # What the kernel leaves and decode_run takes was not written by us; as we write it, it is taken.
-                strays += self.load_records([(key, encode_run(decode_run(key, value)))])[0]
+                # A record that the kernel leaves and decode_run takes has a foreign writer; encoded again by us, the
+                # kernel takes it.
+                n_strays += self.load_records([(key, encode_run(decode_run(key, value)))])[0]
             except BadRecord as exc:
                 bad.append((position, exc))
-        return strays, bad
+        return n_strays, bad
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -252,31 +254,37 @@ class RunTable:
             parent = int(line[layout.RUN_PARENT]) & U64_MASK if shape & layout.HAS_PARENT else None
             chain = sequence_hashes(local.view(np.uint64), None if parent is None else SequenceHash(parent))
             assert chain.tolist() == sequence.view(np.uint64).tolist(), "sequence hashes follow from the parent"
-            assert int(line[layout.RUN_FIRST]) == int(sequence[0]), "a run's key is its first block"
-            assert present and present >> length == 0, "a run holds blocks that it has"
+            assert int(line[layout.RUN_FIRST]) == int(sequence[0]), "a run's key names its first block"
+            assert present and present >> length == 0, "presence bits are of blocks in the run"
             assert int(line[layout.RUN_LABELLED]) & ~present == 0, "labels are of held blocks"
-            assert (int(line[layout.RUN_START]) == 0) == (parent is None), "only a root's child has no parent"
-            assert column >> 2 < len(ranks), "a run is of a known rank"
+            assert (int(line[layout.RUN_START]) == 0) == (parent is None), (
+                "only a run at the start of a prompt has no parent"
+            )
+            assert column >> 2 < len(ranks), "a run belongs to a known rank"
             n_blocks += length
             n_held += present.bit_count()
             heads += int(line[layout.RUN_PREVIOUS]) == 0
-        assert n_blocks == int(self._words[layout.BY_SEQUENCE + layout.MAP_ENTRIES]), "each block has a name"
-        assert n_held == int(self._words[layout.BY_ENGINE + layout.MAP_ENTRIES]), "each held block has a name"
+        assert n_blocks == int(self._words[layout.BY_SEQUENCE + layout.MAP_ENTRIES]), (
+            "each block is in the map by sequence hash"
+        )
+        assert n_held == int(self._words[layout.BY_ENGINE + layout.MAP_ENTRIES]), (
+            "each held block is in the map by engine hash"
+        )
         assert n_held == int(self._columns[:, layout.COLUMN_HELD][: len(ranks) * layout.N_TIERS].sum())
         assert heads == np.count_nonzero(self._columns[: len(ranks) * layout.N_TIERS, layout.COLUMN_HEAD])
         for which, arena in self._maps.items():
             found = int(np.count_nonzero(arena.words[: int(self._words[which + layout.MAP_MASK]) + 1]))
-            assert found == int(self._words[which + layout.MAP_ENTRIES]), "a map counts its entries"
+            assert found == int(self._words[which + layout.MAP_ENTRIES]), "the count of a map is its number of entries"
 
     def _runs(self) -> Iterator[Int64Array]:
-        """Words of every run."""
+        """Yield the words of every run."""
         n_runs = int(self._words[layout.N_RUNS])
         lines = self._arenas[layout.RUNS].words[: n_runs * layout.RUN_WORDS].reshape(-1, layout.RUN_WORDS)
-        # Of a page that nobody wrote to yet no run is made, so -1 marks those that are free.
+        # Every id below N_RUNS has been written once, so -1 reliably marks the free ones.
         yield from lines[lines[:, layout.RUN_COLUMN] >= 0]
 
     def _hashes(self, line: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Local, engine and sequence hashes of a run, as bit patterns."""
+        """Return local, engine and sequence hashes of a run, as bit patterns."""
         shape = int(line[layout.RUN_SHAPE])
         length = shape & layout.LENGTH_MASK
         capacity = layout.SPAN_BLOCKS_MIN << (shape >> layout.CLASS_SHIFT & 255)
@@ -289,7 +297,7 @@ class RunTable:
         if number is None:
             number = len(self._numbers)
             if number == RANKS_MAX:
-                raise IndexFull(f"a partition has room for {RANKS_MAX} ranks")
+                raise IndexFull(f"the limit of {RANKS_MAX} ranks per partition is reached")
             self._ranks[number, layout.RANK_WORKER] = np.uint64(rank.worker_id).view(np.int64)
             self._ranks[number, layout.RANK_DP] = rank.dp_rank
             self._numbers[rank] = number
@@ -303,10 +311,10 @@ class RunTable:
         data = self._out[: n_keys * KEY_BYTES].tobytes()
         return [(data[at : at + KEY_BYTES], None) for at in range(0, len(data), KEY_BYTES)]
 
-    def _grow_table(self, why: int, n_blocks: int) -> None:
-        """Grow the maps for so many blocks more; raises IndexFull where more than that is lacking."""
-        if why == layout.FULL:
-            raise IndexFull(f"a partition has no room for {n_blocks} blocks more")
+    def _grow_maps(self, failure: int, n_blocks: int) -> None:
+        """Grow the maps for this many more blocks; raises IndexFull if another limit is reached."""
+        if failure == layout.FULL:
+            raise IndexFull(f"a partition is over capacity: it cannot take {n_blocks} more blocks")
         for which, old in self._maps.items():
             n_entries = int(self._words[which + layout.MAP_ENTRIES]) + n_blocks
             slots = old.n_bytes // 8
@@ -321,7 +329,7 @@ class RunTable:
                 self._words[which + layout.MAP_MASK] = wanted - 1
 
     def _move_stale(self) -> None:
-        """Move the tombstones still owed to the front, so that their arena does not run out."""
+        """Move the pending tombstones to the front of STALE, so that it does not run out of space."""
         begin, end = int(self._words[layout.STALE_BEGIN]), int(self._words[layout.STALE_END])
         if begin > max(_STALE_SLACK, end - begin):
             stale = self._arenas[layout.STALE].words
@@ -329,4 +337,4 @@ class RunTable:
             self._words[layout.STALE_BEGIN], self._words[layout.STALE_END] = 0, end - begin
 
 
-_NOTHING_MET = Applied()
+_NOTHING_FOUND = Applied()

@@ -1,8 +1,8 @@
-"""One partition's tables on local disk: a RocksDB that may always be thrown away, since the changelogs rebuild it.
+"""One partition's tables on local disk: a RocksDB that may be deleted at any time, since the changelogs rebuild it.
 
-What lives here: opening, reading and writing. What must not: deciding what is written. Values and the changelog offsets
-that they came from go down in one WriteBatch, so the two never disagree. RocksDB keeps no log: it is the changelog that
-does, and what is lost with the process is read again from where the store stands. Owner: the partition's thread.
+What lives here: opening, reading and writing. What must not: deciding what is written. One WriteBatch contains values
+and the changelog offsets from which they come, so the two never disagree. RocksDB's own log is off, since the changelog
+serves as the log: what a crash loses is read again from the store's position. Owner: the partition's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streams.tables.records import Change
 
 log = logging.getLogger(__name__)
 
-#: Layout of the keys below; another number on disk is thrown away and rebuilt.
+#: The layout of the keys below; a store with another number is deleted and rebuilt.
 STORE_VERSION = 2
 
 _META = b"\x00"
@@ -30,10 +30,11 @@ _VERSION = _META + b"version"
 _SCOPE = _META + b"scope"
 _WRITE_BUFFER_BYTES = 8 * 1024 * 1024
 
-#: How RocksDB says that another handle has the folder. From the start: "block checksum mismatch" has a lock in it too.
+#: RocksDB's message if another handle has the folder open, matched from its start: "block checksum mismatch" also
+#: contains "lock".
 _LOCKED = re.compile(r"IO error: (While lock file|lock hold by current process)", re.IGNORECASE)
 
-#: What the system refuses is no fault of the files: thrown away they could not even be written again.
+#: Messages of errors that are not a fault of the files. If the files were deleted, they could not be written again.
 _REFUSED = re.compile(
     "No space left on device|Disk quota exceeded|File too large|Permission denied|Read-only file system|"
     "Too many open files|Cannot allocate memory|Input/output error"
@@ -42,23 +43,23 @@ _REFUSED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One table. store_id: first byte of its keys on disk, 1 to 255, never used again for another table."""
+    """One table. store_id: the first byte of its keys on disk, 1 to 255, never reused for another table."""
 
     name: str
     store_id: int
     changelog_topic: str
 
 
-#: Changed records of tables, each table's in the order in which readers are to see them.
+#: Changed rows by table, in the order in which readers must see them.
 Changes = Mapping[TableSpec, Sequence[Change]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChangelogPosition:
-    """Up to where a changelog is in the store; topic_id tells a recreated topic of the same name.
+    """The offset up to which a changelog is in the store. topic_id: identifies a recreated topic of the same name.
 
-    as_of_ms: wall clock when the store was last known to stand at the changelog's end. Of what was deleted since, the
-    changelog tells only for as long as it keeps tombstones.
+    as_of_ms: wall clock of the last time that the store was at the changelog's end. The changelog shows later deletions
+    only for as long as it keeps tombstones.
     """
 
     topic_id: str
@@ -67,7 +68,7 @@ class ChangelogPosition:
 
 
 class PartitionStore:
-    """The RocksDB of one partition, all tables in it. scope: what it is made for; another one's is moved aside."""
+    """The RocksDB of one partition, with all its tables. scope: a store that names another scope is moved aside."""
 
     def __init__(self, path: Path, scope: str, cache_mb: int) -> None:
         self.path = path
@@ -88,7 +89,7 @@ class PartitionStore:
             self.rebuild(f"it cannot be read: {exc}", aside=True)
 
     def _check(self) -> None:
-        """See whether what lies here is ours to go on with."""
+        """Check whether the files were written by this version for this scope."""
         version, scope = self._db.get(_VERSION), self._db.get(_SCOPE)
         ours = str(STORE_VERSION).encode(), self._scope.encode()
         if version is None and next(self._pairs(b""), None) is None:
@@ -96,20 +97,22 @@ class PartitionStore:
         elif version != ours[0]:
             self.rebuild(f"its layout is version {(version or b'none').decode()}, ours {STORE_VERSION}")
         elif scope != ours[1]:
-            self.rebuild(f"it was made for {(scope or b'nobody').decode()}, not for {self._scope}", aside=True)
+            self.rebuild(
+                f"it was made for {(scope or b'an unknown scope').decode()}, not for {self._scope}", aside=True
+            )
 
     def position(self, table: TableSpec) -> ChangelogPosition | None:
-        """Up to where the table's changelog is in the store; None before the first write."""
+        """The position of the table's changelog in the store; None before the first write."""
         raw = self._db.get(_position_key(table))
         return None if raw is None else ChangelogPosition(**json.loads(raw))
 
     def items(self, table: TableSpec) -> Iterator[tuple[bytes, bytes]]:
-        """Every record of a table, in order of keys; raises where the files cannot be read."""
+        """Yield every row of a table, in order of keys; raises if the files cannot be read."""
         prefix = bytes([table.store_id])
         return ((key[1:], value) for key, value in self._pairs(prefix))
 
     def write(self, changes: Changes, positions: Mapping[TableSpec, ChangelogPosition]) -> None:
-        """Apply records, and where the changelogs stand behind them, in one WriteBatch; `flush` makes it last."""
+        """Write rows and the changelogs' positions after them in one WriteBatch; only `flush` makes it durable."""
         batch = WriteBatch(raw_mode=True)
         for table, records in changes.items():
             prefix = bytes([table.store_id])
@@ -120,17 +123,17 @@ class PartitionStore:
                     batch.put(prefix + key, value)
         for table, position in positions.items():
             batch.put(_position_key(table), json.dumps(asdict(position)).encode())
-        self._asking(lambda: self._db.write(batch, self._unlogged))
+        self._attempt(lambda: self._db.write(batch, self._unlogged))
 
     def flush(self) -> None:
-        """Make what was written last."""
-        self._asking(self._db.flush)
+        """Make everything that was written durable."""
+        self._attempt(self._db.flush)
 
     def rebuild(self, reason: str, aside: bool = False) -> None:
-        """Begin empty, and say why; the changelogs bring everything back. aside: what was here is kept beside it."""
+        """Start empty, and log the reason; the changelogs restore the rows. aside: keep the old files in `.damaged`."""
         self.close()
         if aside:
-            log.warning("%s is rebuilt, what was there is in %s: %s", self.path, self._move_aside(), reason)
+            log.warning("%s is rebuilt, its old files are in %s: %s", self.path, self._move_aside(), reason)
         else:
             log.warning("%s is rebuilt: %s", self.path, reason)
             shutil.rmtree(self.path)
@@ -141,20 +144,23 @@ class PartitionStore:
         """Release the folder's lock."""
         try:
             self._db.close()
-        except Exception as exc:  # what could not be written at last is in the changelog
-            log.warning("%s was not closed well: %s", self.path, exc)
+        except Exception as exc:  # the changelog has anything that could not be written
+            log.warning("%s was not closed cleanly: %s", self.path, exc)
 
     def _sign(self) -> None:
         self._db[_SCOPE] = self._scope.encode()
         self._db[_VERSION] = str(STORE_VERSION).encode()
 
     def _pairs(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Keys with a prefix, and values; a damaged block ends RocksDB's iterator as the end does, so it is asked."""
+        """Yield the keys with a prefix, and their values.
+
+        A damaged block ends RocksDB's iterator just as the last key does, so its status is checked at the end.
+        """
         found = self._db.iter()
         found.seek(prefix)
         while found.valid():
             key, value = found.key(), found.value()
-            assert isinstance(key, bytes) and isinstance(value, bytes)  # in raw mode there is nothing else
+            assert isinstance(key, bytes) and isinstance(value, bytes)  # raw mode has no other types
             if not key.startswith(prefix):
                 return
             yield key, value
@@ -167,7 +173,7 @@ class PartitionStore:
         self.path.rename(aside)
         return aside
 
-    def _asking(self, write: Callable[[], object]) -> None:
+    def _attempt(self, write: Callable[[], object]) -> None:
         try:
             write()
         except Exception as exc:
@@ -186,13 +192,13 @@ class PartitionStore:
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
-        # What is written is read when a partition is opened and never before, so it is put in order when a buffer is
-        # written out, on RocksDB's thread, and not at every write: a third of the time that a write takes.
+        # Rows are read only when a partition is opened, so they are sorted when a buffer is written out, on RocksDB's
+        # thread, and not at every write. This saves a third of the time of a write.
         options.set_memtable_factory(MemtableFactory.vector())
-        options.set_allow_concurrent_memtable_write(False)  # which that one cannot
+        options.set_allow_concurrent_memtable_write(False)  # a vector memtable does not support it
         options.set_max_background_jobs(1)
         blocks = BlockBasedOptions()
-        # Each RocksDB would take a 2 GiB block cache unless told otherwise.
+        # By default each RocksDB would take a block cache of 2 GiB.
         blocks.set_block_cache(Cache(self._cache_mb * 1024 * 1024))
         options.set_block_based_table_factory(blocks)
         try:
@@ -207,14 +213,17 @@ class PartitionStore:
                 raise self._refused(exc) from exc
             try:
                 aside = self._move_aside()
-                log.warning("%s is rebuilt, what was there is in %s: it cannot be opened: %s", self.path, aside, exc)
+                log.warning("%s is rebuilt, its old files are in %s: it cannot be opened: %s", self.path, aside, exc)
                 return Rdict(str(self.path), options)
             except Exception as again:
-                raise TableError(f"{self.path} cannot be made: {again}", remedy="Look at disk and rights") from again
+                raise TableError(
+                    f"{self.path} cannot be created: {again}",
+                    remedy="Check the disk, and that this user may write there",
+                ) from again
 
 
 def refusal(exc: Exception) -> bool:
-    """Whether it is the system that refuses, and not the files that are damaged."""
+    """Whether the system refused access, as opposed to damaged files."""
     return bool(_REFUSED.search(str(exc)))
 
 

@@ -1,8 +1,8 @@
-"""What routers must know, and where to look when one does not.
+"""The state that every router must reach, and how a difference is traced.
 
-What lives here: engines that publish a history, with the reference fed by whatever the broker acknowledged; comparing a
-router with it; and following each fact that differs through source, changelog and RocksDB. What must not: faults (chaos
-and the tests choose them).
+What lives here: engines that publish a history, and apply it to the reference once the broker has acknowledged it;
+comparing a router with the reference; tracing each block that differs through source, changelog and RocksDB. What must
+not: faults, which chaos and the tests choose.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from streams.waiting import wait_for
 from tests.helpers.reference import ReferenceFleet, random_history
 from tests.helpers.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S
 
-#: Facts followed when a router differs; the first ones tell what the others would.
+#: Blocks that are traced if a router differs; more would show the same.
 FOLLOWED_MAX = 5
 
-#: Batches of one piece of a history, and more lives than any engine has in one.
+#: Batches of one piece of a history, and more incarnations than any engine has in one.
 PIECE_BATCHES = 5_000
 PIECE_INCARNATIONS = 1_000_000
 
@@ -43,7 +43,7 @@ _PUBLISH_TIMEOUT_S = 60.0
 
 
 class Engines:
-    """Engines that publish a history, and the reference fed with everything that the broker acknowledged."""
+    """Engines that publish a history, and the reference, to which every acknowledged batch is applied."""
 
     def __init__(self, settings: Settings, seed: int, n_batches: int = 4000) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class Engines:
         self._publish([next(self.history) for _ in range(n)])
 
     def publish_again(self, n: int) -> None:
-        """Publish the last n batches once more, as who has not seen them acknowledged does."""
+        """Publish the last n batches again, as an engine does that has not seen them acknowledged."""
         self._publish(self._published[-n:])
 
     def _publish(self, batches: Sequence[EngineBatch]) -> None:
@@ -80,7 +80,7 @@ class Engines:
 
     @contextmanager
     def publishing(self, n: int) -> Iterator[None]:
-        """Publish n batches beside what the block does."""
+        """Publish n batches while the block runs."""
 
         def publish() -> None:
             for _ in range(n // 10):
@@ -93,7 +93,7 @@ class Engines:
 
 
 def long_history(seed: int, n_batches: int) -> Iterator[EngineBatch]:
-    """A history in pieces, each of new lives, since engines that live for ever know more prompts than memory holds."""
+    """Yield a history in pieces, each with new incarnations, since one long history would need too much memory."""
     rng = random.Random(seed)
     for number, begin in enumerate(range(0, n_batches, PIECE_BATCHES)):
         piece = random_history(rng, n_batches=min(PIECE_BATCHES, n_batches - begin), n_ranks=12, bridged=True)
@@ -102,7 +102,7 @@ def long_history(seed: int, n_batches: int) -> Iterator[EngineBatch]:
 
 
 class ExpectedRank(NamedTuple):
-    """How far a rank has come; what was applied twice, or not at all, shows in it."""
+    """How far a rank is applied; it shows whether a batch was applied twice, or not at all."""
 
     incarnation: int
     generation: int
@@ -112,25 +112,25 @@ class ExpectedRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Truth:
-    """What every router must come to hold."""
+    """What every router must hold in the end."""
 
     facts: set[Fact]
     ranks: dict[tuple[int, int], ExpectedRank]
 
 
 def truth_of(reference: ReferenceFleet) -> Truth:
-    """Give what a reference holds."""
+    """Return what a reference holds."""
     return Truth(
         {(rank.worker_id, rank.dp_rank, int(tier), block) for rank, tier, block in reference.members()},
         {
-            (rank.worker_id, rank.dp_rank): ExpectedRank(*told.epoch, told.sequence, told.n_unknown_parents)
-            for rank, told in reference.ranks.items()
+            (rank.worker_id, rank.dp_rank): ExpectedRank(*state.epoch, state.sequence, state.n_unknown_parents)
+            for rank, state in reference.ranks.items()
         },
     )
 
 
 def view_of(url: str) -> Truth:
-    """Give what a router holds."""
+    """Return what a router holds."""
     ranks = {
         (rank["worker_id"], rank["dp_rank"]): ExpectedRank(
             rank["incarnation"], rank["generation"], rank["sequence"], rank["unknown_parents"]
@@ -147,9 +147,9 @@ def assert_equal(
     data_dirs: Iterable[Path] = (),
     timeout_s: float = VISIBLE_TIMEOUT_S,
 ) -> None:
-    """Wait until a router holds what the reference holds, and say what differs where it never does.
+    """Wait until a router holds what the reference holds; raises AssertionError with the differences if it never does.
 
-    settings: of the scope, so that what differs is followed; data_dirs: of workers that do not run.
+    settings: of the scope, if differences should be traced. data_dirs: those of workers that are not running.
     """
     wanted = truth_of(reference)
     try:
@@ -162,7 +162,7 @@ def assert_equal(
 
 
 def differences(name: str, wanted: Truth, found: Truth) -> Iterator[str]:
-    """Say what one has more and what it lacks."""
+    """Describe what a router has too many and what it lacks."""
     more, less = found.facts - wanted.facts, wanted.facts - found.facts
     yield f"{name}: {len(found.facts)} facts, not {len(wanted.facts)}; {len(more)} too many, {len(less)} missing"
     for fact in sorted(more):
@@ -174,11 +174,11 @@ def differences(name: str, wanted: Truth, found: Truth) -> Iterator[str]:
             yield f"  rank {rank}: {found.ranks.get(rank)}, not {wanted.ranks.get(rank)}"
 
 
-# -- following what differs ----------------------------------------------------------------------------------------
+# -- tracing differences -------------------------------------------------------------------------------------------
 
 
 def followed(settings: Settings, wanted: Truth, found: Truth, data_dirs: Iterable[Path]) -> Iterator[str]:
-    """Say of facts that differ what the source told of them, what the changelog has and what each RocksDB has."""
+    """Describe where blocks that differ occur in the source, the changelog and each RocksDB."""
     for fact in sorted(wanted.facts ^ found.facts)[:FOLLOWED_MAX]:
         partition = partition_of(fact[0], settings.partitions)
         yield f"fact {fact}, partition {partition}"
@@ -191,7 +191,7 @@ def followed(settings: Settings, wanted: Truth, found: Truth, data_dirs: Iterabl
 
 
 def _in_source(settings: Settings, partition: int, fact: Fact) -> Iterator[str]:
-    """The batches that began or ended a fact, of the records as they lie in kv-events."""
+    """Describe the batches of kv-events that added or removed a block."""
     reference, held = ReferenceFleet(), False
     for record in _records(settings, topics(settings).kv_events.name, partition):
         batch = decode_batch(record.value)
@@ -201,13 +201,13 @@ def _in_source(settings: Settings, partition: int, fact: Fact) -> Iterator[str]:
             held = not held
             what = type(batch.body).__name__
             yield (
-                f"offset {record.offset}: {'held' if held else 'gone'} by {what} {batch.sequence} of "
+                f"offset {record.offset}: {'added' if held else 'removed'} by {what} {batch.sequence} of "
                 f"incarnation {batch.incarnation}, {verdict}"
             )
 
 
 def _in_changelog(settings: Settings, partition: int, fact: Fact) -> Iterator[str]:
-    """Every committed record of a run that has the block, and of the rank's progress at the end."""
+    """Describe every committed record of a run that has the block, and the rank's last progress."""
     keys: set[bytes] = set()
     progress = "no progress"
     for record in _records(settings, topics(settings).index_changelog.name, partition):
@@ -224,10 +224,10 @@ def _in_changelog(settings: Settings, partition: int, fact: Fact) -> Iterator[st
 
 
 def _in_store(settings: Settings, path: Path, fact: Fact) -> Iterator[str]:
-    """The run records that have the block, and the rank's progress."""
+    """Describe the run records that have the block, and the rank's progress."""
     store = PartitionStore(path, path.name, settings.rocksdb_cache_mb)
     try:
-        yield f"stands at {store.position(prefix_index_table(settings))}"
+        yield f"is at {store.position(prefix_index_table(settings))}"
         for key, value in store.items(prefix_index_table(settings)):
             if key == progress_key(_rank(fact)):
                 yield str(decode_progress(key, value))
@@ -240,7 +240,7 @@ def _in_store(settings: Settings, path: Path, fact: Fact) -> Iterator[str]:
 
 
 def _run_line(key: bytes, value: bytes, fact: Fact) -> str | None:
-    """What a run record says of a fact; None where it does not have its block."""
+    """Describe a run record that has a block; None if it does not have it."""
     where = parse_run_key(key)
     if (where.rank.worker_id, where.rank.dp_rank, int(where.tier)) != fact[:3]:
         return None

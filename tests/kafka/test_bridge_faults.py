@@ -1,4 +1,4 @@
-"""What a bridge makes of lost batches, restarts and rivals, on a real Kafka: what engines hold is what the log says."""
+"""A bridge and lost batches, restarts and rivals, on a real Kafka: the log leads to what the engines hold."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from tests.kafka.test_bridge import complete, health, incarnation
 WORKER_ID = WorkerId(7)
 RANK = RankId(WORKER_ID, DpRank(0))
 
-#: Short, so that a rival takes over soon; long enough for processes that share two cores with five others.
+#: Short, so that a rival takes over soon, but long enough for processes that share two cores with five others.
 LEASE_S = 3.0
 
 
 @dataclass
 class KafkaLog:
-    """All that kv-events say of one rank, folded as an agent would that knows events only."""
+    """The batches of one rank in kv-events, folded as an agent would fold the events among them."""
 
     batches: list[EngineBatch] = field(default_factory=list)
 
@@ -57,15 +57,15 @@ class KafkaLog:
         return {(tier, int(block)) for _, tier, block in holdings.members()}
 
     def numbers(self, incarnation: int | None = None) -> list[int]:
-        life = self.lives[-1] if incarnation is None else incarnation
+        chosen = self.incarnations[-1] if incarnation is None else incarnation
         return [
             batch.sequence
             for batch in self.batches
-            if isinstance(batch.body, EngineEvents) and batch.incarnation == life and batch.sequence >= 0
+            if isinstance(batch.body, EngineEvents) and batch.incarnation == chosen and batch.sequence >= 0
         ]
 
     @property
-    def lives(self) -> list[int]:
+    def incarnations(self) -> list[int]:
         return list(dict.fromkeys(int(batch.incarnation) for batch in self.batches))
 
     @property
@@ -74,13 +74,13 @@ class KafkaLog:
 
 
 def read_log(settings: Settings) -> KafkaLog:
-    told = KafkaLog()
+    seen = KafkaLog()
 
     def take(records: list[Record]) -> None:
-        told.batches += [decode_batch(record.value) for record in records]
+        seen.batches += [decode_batch(record.value) for record in records]
 
     read_to_end(settings, topics(settings).kv_events.name, partition_of(WORKER_ID, settings.partitions), None, take)
-    return told
+    return seen
 
 
 def registered(settings: Settings) -> Worker | None:
@@ -93,36 +93,36 @@ def registered(settings: Settings) -> Worker | None:
     return found[-1]
 
 
-def await_log(settings: Settings, truth: Callable[[KafkaLog], bool], what: str) -> KafkaLog:
+def await_log(settings: Settings, condition: Callable[[KafkaLog], bool], what: str) -> KafkaLog:
     last = [KafkaLog()]
 
     def reached() -> bool:
         last[0] = read_log(settings)
-        return truth(last[0])
+        return condition(last[0])
 
     wait_for(reached, VISIBLE_TIMEOUT_S, what, 0.1)
     return last[0]
 
 
-def ask(settings: Settings, incarnation: int, sequence: int) -> None:
+def request_resync(settings: Settings, incarnation: int, sequence: int) -> None:
     client = producer(settings)
     request = ResyncRequest(RANK, Incarnation(incarnation), sequence, 1, "a test", 0)
     client.produce(topics(settings).kv_control.name, key=str(WORKER_ID).encode(), value=encode_resync(request))
     assert client.flush(10.0) == 0
 
 
-def restated(told: KafkaLog) -> tuple[bool, set[tuple[Tier, int]]]:
-    """The last restatement: whether it says exact, and what it holds."""
-    last = told.chunks[-1].body
+def restated(seen: KafkaLog) -> tuple[bool, set[tuple[Tier, int]]]:
+    """The last restatement: whether it is exact, and which blocks it contains."""
+    last = seen.chunks[-1].body
     assert isinstance(last, RestatementChunk)
-    pieces = [b.body for b in told.chunks if isinstance(b.body, RestatementChunk)]
+    pieces = [b.body for b in seen.chunks if isinstance(b.body, RestatementChunk)]
     runs = [run for piece in pieces if piece.restatement_id == last.restatement_id for run in piece.runs]
     return last.exact, {(run.tier, block) for run in runs for block in sequence_hashes(run.local, run.parent).tolist()}
 
 
 @pytest.fixture
 def short(stack: Stack) -> Stack:
-    """A stack whose bridges' leases are short; its topics are there."""
+    """A stack whose bridges have short leases, with its topics created."""
     stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
     ensure_topics(stack.settings, topics(stack.settings).all())
     return stack
@@ -133,102 +133,106 @@ def bridge_to(stack: Stack, engine: EngineDouble) -> Child:
     return stack.bridge([stand_in])
 
 
-@pytest.fixture(params=[True, False], ids=["metrics tell", "metrics silent"])
+@pytest.fixture(params=[True, False], ids=["start time reported", "start time not reported"])
 def engine(request: pytest.FixtureRequest) -> Iterator[EngineDouble]:
-    """An engine that tells when it started, or not."""
+    """An engine whose metrics report when it started, or do not."""
     with EngineDouble(reports_start=request.param) as double:
         yield double
 
 
 @pytest.mark.parametrize("prefix", [(b"",), (b"", b"kv")], ids=["three frames", "four frames"])
-def test_dropped_batches_are_filled_in_order_and_what_is_forgotten_is_told(
-    short: Stack, prefix: tuple[bytes, ...]
-) -> None:
-    """Batches that never came by the live socket stand in the log in their place; a ledger without a gap says exact."""
+def test_dropped_batches_are_filled_in_order_and_lost_ones_leave_a_gap(short: Stack, prefix: tuple[bytes, ...]) -> None:
+    """Batches that the live socket dropped are in the log in order, and only a ledger without a gap is exact."""
     with EngineDouble(kept=6, prefix=prefix) as engine:
         engine.store(1)
         bridge = bridge_to(short, engine)
-        await_log(short.settings, lambda told: told.numbers() == [0] if told.lives else False, "the first batch")
+        await_log(
+            short.settings,
+            lambda seen: seen.numbers() == [0] if seen.incarnations else False,
+            "the first batch",
+        )
         engine.store(100, live=False)
         engine.remove(1, 1, live=False)
         engine.store(200)
-        told = await_log(short.settings, lambda told: told.facts == engine.truth, "the gap to be filled")
-        assert told.numbers() == [0, 1, 2, 3]
-        engine.store(300, live=False)  # the last before a quiet time is asked for as well
-        told = await_log(short.settings, lambda told: told.facts == engine.truth, "the last batch")
-        ask(short.settings, told.lives[-1], 2)
-        told = await_log(short.settings, lambda told: bool(told.chunks), "a restatement")
-        assert restated(told) == (True, engine.truth)
-        assert told.chunks[-1].sequence == 4
+        seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "the gap to be filled")
+        assert seen.numbers() == [0, 1, 2, 3]
+        engine.store(300, live=False)  # the last batch before a quiet time is requested as well
+        seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "the last batch")
+        request_resync(short.settings, seen.incarnations[-1], 2)
+        seen = await_log(short.settings, lambda seen: bool(seen.chunks), "a restatement")
+        assert restated(seen) == (True, engine.truth)
+        assert seen.chunks[-1].sequence == 4
 
-        bridge.signal(signal.SIGSTOP)  # while it does not listen, the engine goes beyond what it keeps
+        bridge.signal(signal.SIGSTOP)  # meanwhile the engine publishes more than it keeps
         for n in range(9):
             engine.store(1000 + 100 * n, live=n > 4)
         bridge.signal(signal.SIGCONT)
-        told = await_log(short.settings, lambda told: told.numbers()[-1:] == [13], "what the engine has kept")
-        lost = sorted(set(range(14)) - set(told.numbers()))
-        assert lost and max(lost) <= 7 and told.numbers() == sorted(set(told.numbers()))
-        time.sleep(1.1)  # a restatement a second at most
-        ask(short.settings, told.lives[-1], told.numbers()[-1])
-        n_chunks = len(told.chunks)
-        told = await_log(short.settings, lambda told: len(told.chunks) > n_chunks, "a second restatement")
-        exact, facts = restated(told)
+        seen = await_log(short.settings, lambda seen: seen.numbers()[-1:] == [13], "what the engine has kept")
+        lost = sorted(set(range(14)) - set(seen.numbers()))
+        assert lost and max(lost) <= 7 and seen.numbers() == sorted(set(seen.numbers()))
+        time.sleep(1.1)  # at most one restatement per second
+        request_resync(short.settings, seen.incarnations[-1], seen.numbers()[-1])
+        n_chunks = len(seen.chunks)
+        seen = await_log(short.settings, lambda seen: len(seen.chunks) > n_chunks, "a second restatement")
+        exact, facts = restated(seen)
         assert not exact and facts < engine.truth
 
         engine.clear()
         engine.store(5000)
-        await_log(short.settings, lambda told: told.facts == engine.truth, "what is held behind a clear")
+        await_log(short.settings, lambda seen: seen.facts == engine.truth, "what is held after a clear")
         time.sleep(1.1)
-        ask(short.settings, told.lives[-1], 15)
-        n_chunks = len(told.chunks)
-        told = await_log(short.settings, lambda told: len(told.chunks) > n_chunks, "a third restatement")
-        assert restated(told) == (True, engine.truth)
+        request_resync(short.settings, seen.incarnations[-1], 15)
+        n_chunks = len(seen.chunks)
+        seen = await_log(short.settings, lambda seen: len(seen.chunks) > n_chunks, "a third restatement")
+        assert restated(seen) == (True, engine.truth)
 
 
 def test_an_engine_that_restarts_keeps_credit_for_nothing(short: Stack, engine: EngineDouble) -> None:
-    """While the bridge is up or down, whether its metrics tell or not, though its numbers fit those of before."""
+    """The old blocks are dropped whether the bridge runs or not, although the new numbers continue the old ones."""
     engine.store(1)
     engine.store(100)
     bridge = bridge_to(short, engine)
-    told = await_log(short.settings, lambda told: told.facts == engine.truth, "what it holds")
-    assert len(told.lives) == 1
+    seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "what it holds")
+    assert len(seen.incarnations) == 1
 
     engine.restart()
     engine.store(1000, live=False)
     engine.store(2000, live=False)
     engine.store(3000, live=False)
-    engine.store(4000)  # the first number that the bridge hears of lies behind the last that it knew
-    told = await_log(short.settings, lambda told: told.facts == engine.truth, "the second life")
-    assert len(told.lives) == 2 and told.numbers() == [0, 1, 2, 3]
+    engine.store(4000)  # the first number that the bridge receives is after the last one that it published
+    seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "the second incarnation")
+    assert len(seen.incarnations) == 2 and seen.numbers() == [0, 1, 2, 3]
 
     bridge.kill()
     engine.restart()
     for n in range(5):
         engine.store(10_000 + 100 * n, live=False)
     bridge.start()
-    told = await_log(short.settings, lambda told: told.facts == engine.truth, "the third life")
-    assert len(told.lives) == 3 and told.numbers() == [0, 1, 2, 3, 4]
-    assert told.lives == sorted(told.lives)
+    seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "the third incarnation")
+    assert len(seen.incarnations) == 3 and seen.numbers() == [0, 1, 2, 3, 4]
+    assert seen.incarnations == sorted(seen.incarnations)
 
 
-def test_a_bridge_that_restarts_goes_on_where_the_dead_one_ended(short: Stack, engine: EngineDouble) -> None:
-    """In the same life nothing is published again, what came meanwhile is, and names of before are known."""
+def test_a_bridge_that_restarts_continues_where_the_killed_one_ended(short: Stack, engine: EngineDouble) -> None:
+    """Within the incarnation no batch is published twice, missed batches are published, and old names are known."""
     engine.store(1)
     engine.store(100)
     bridge = bridge_to(short, engine)
-    await_log(short.settings, lambda told: told.facts == engine.truth, "what it holds")
+    await_log(short.settings, lambda seen: seen.facts == engine.truth, "what it holds")
     bridge.kill()
     engine.store(200, live=False)
     engine.remove(1, 1, live=False)
     bridge.start()
-    told = await_log(short.settings, lambda told: told.facts == engine.truth, "what came meanwhile")
+    seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "the missed batches")
     engine.remove(100, 1)
-    told = await_log(short.settings, lambda told: told.facts == engine.truth, "the removal of an old name")
-    assert len(told.lives) == 1 and told.numbers() == [0, 1, 2, 3, 4]
+    seen = await_log(short.settings, lambda seen: seen.facts == engine.truth, "the removal of an old name")
+    assert len(seen.incarnations) == 1 and seen.numbers() == [0, 1, 2, 3, 4]
 
 
-def test_a_ledger_is_rebuilt_from_the_table_when_the_engine_has_forgotten(short: Stack, engine: EngineDouble) -> None:
-    """With the first batches gone from the replay buffer, nothing is lost, doubled or taken for a new life."""
+def test_a_ledger_is_rebuilt_from_the_table_if_the_engine_no_longer_has_its_first_batches(
+    short: Stack, engine: EngineDouble
+) -> None:
+    """No batch is lost or published twice, and the incarnation continues."""
     forgetful = EngineDouble(kept=2, reports_start=engine.reports_start)
     with forgetful:
         worker = short.worker()
@@ -236,7 +240,7 @@ def test_a_ledger_is_rebuilt_from_the_table_when_the_engine_has_forgotten(short:
         wait_workers(worker.url, 1)
         for n in range(6):
             forgetful.store(1 + 100 * n)
-            assert_truth(worker, forgetful)  # one by one, since what is dropped is forgotten too
+            assert_truth(worker, forgetful)  # one by one, since a dropped batch could not be replayed either
         before = incarnation(worker, 7)
         bridge.kill()
         forgetful.store(2000, live=False)
@@ -255,7 +259,7 @@ def assert_truth(router: RouterProcess, engine: EngineDouble) -> None:
 
 
 def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None:
-    """Killed or stopped, the holder is followed; when it goes on it feeds nothing, and routers know what is held."""
+    """The other bridge takes over from a killed or stopped holder, which publishes nothing when it continues."""
     worker = short.worker()
     engines = short.engines(1, EngineConfig(block_size=16, n_blocks=64), "m", time_scale=100.0, first_worker_id=7)
 
@@ -280,7 +284,7 @@ def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None
     assert_known(worker, engines)
     first = holder()
 
-    # What others say of the worker stays, whoever renews.
+    # A cordon stays, whichever bridge renews the lease.
     request = urllib.request.Request(f"{worker.url}/workers/7/cordon", method="PUT", data=b"")
     with urllib.request.urlopen(request, timeout=30.0) as response:
         assert response.status == 200
@@ -294,7 +298,7 @@ def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None
     assert_known(worker, engines)
     second = holder()
     assert second != first
-    time.sleep(LEASE_S)  # the first has had every opportunity to take it back
+    time.sleep(LEASE_S)  # long enough for the first bridge to take the lease back if it could
     assert holder() == second
 
     child_of(second).kill()
@@ -304,14 +308,14 @@ def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None
     prompts(40_000)
     assert_known(worker, engines)
     assert health(worker) == {7: "exact"}
-    told = read_log(short.settings)
-    assert len(told.lives) == 1 and told.numbers() == sorted(set(told.numbers()))  # nothing was fed twice
+    seen = read_log(short.settings)
+    assert len(seen.incarnations) == 1 and seen.numbers() == sorted(set(seen.numbers()))  # no batch was published twice
     found = registered(short.settings)
     assert found is not None and found.state.value == "cordoned"
 
 
-def test_a_worker_that_is_deleted_stays_so_while_its_bridge_runs(short: Stack) -> None:
-    """Its lease is not renewed into a registration, and what its engine tells is nobody's business."""
+def test_a_deleted_worker_stays_deleted_while_its_bridge_runs(short: Stack) -> None:
+    """The bridge does not register the worker again, and does not publish its engine's further events."""
     with EngineDouble() as engine:
         worker = short.worker()
         bridge = bridge_to(short, engine)
@@ -330,28 +334,28 @@ def test_a_worker_that_is_deleted_stays_so_while_its_bridge_runs(short: Stack) -
         assert_truth(worker, engine)
 
 
-def test_a_bridge_says_that_it_is_there(short: Stack) -> None:
-    """A heartbeat right behind a life's beginning, and then each third of a lease, while the engine answers."""
+def test_a_bridge_publishes_heartbeats(short: Stack) -> None:
+    """A heartbeat follows the beginning of an incarnation, and another every third of a lease while the engine runs."""
     with EngineDouble() as engine:
         engine.store(1)
         bridge_to(short, engine)
 
-        def beats(told: KafkaLog) -> list[EngineBatch]:
-            return [batch for batch in told.batches if isinstance(batch.body, Heartbeat)]
+        def beats(seen: KafkaLog) -> list[EngineBatch]:
+            return [batch for batch in seen.batches if isinstance(batch.body, Heartbeat)]
 
-        told = await_log(short.settings, lambda told: len(beats(told)) >= 3, "three heartbeats")
-        # A bridge that dies before its first third is over is missed, too: it has promised to be heard of.
-        begun, promised = told.batches[:2]
+        seen = await_log(short.settings, lambda seen: len(beats(seen)) >= 3, "three heartbeats")
+        # With the first heartbeat at once, a bridge that crashes before the second is noticed as well.
+        begun, promised = seen.batches[:2]
         assert begun.sequence == promised.sequence == BEFORE_FIRST and isinstance(promised.body, Heartbeat)
-        last = beats(told)[-1]
+        last = beats(seen)[-1]
         assert isinstance(last.body, Heartbeat)
         assert (last.sequence, last.body.lease_ms) == (0, round(LEASE_S * 1000))
-        assert len(told.numbers()) == 1
+        assert len(seen.numbers()) == 1
 
 
-def test_no_request_goes_to_an_engine_whose_process_is_gone_though_its_lease_is_long(stack: Stack) -> None:
-    """Its bridge says so at once: both its sockets refuse. It is back as soon as it listens again."""
-    stack.settings = replace(stack.settings, bridge_lease_s=600.0)  # nobody would be missed while this test runs
+def test_an_engine_whose_process_exits_becomes_silent_although_its_lease_is_long(stack: Stack) -> None:
+    """The bridge makes its rank silent once its sockets refuse connections, until the engine listens again."""
+    stack.settings = replace(stack.settings, bridge_lease_s=600.0)  # no lease expires while this test runs
     worker = stack.worker()
 
     def silent() -> list[int]:
@@ -365,8 +369,8 @@ def test_no_request_goes_to_an_engine_whose_process_is_gone_though_its_lease_is_
         assert_truth(worker, engine)
         assert silent() == []
         engine.stop()
-        wait_for(lambda: silent() == [RANK.dp_rank], VISIBLE_TIMEOUT_S, "the engine to be missed")
+        wait_for(lambda: silent() == [RANK.dp_rank], VISIBLE_TIMEOUT_S, "the rank to be silent")
         engine.start_again()
-        wait_for(lambda: silent() == [], VISIBLE_TIMEOUT_S, "the engine to be back")
+        wait_for(lambda: silent() == [], VISIBLE_TIMEOUT_S, "the rank to be fed again")
         engine.store(5000)
         assert_truth(worker, engine)

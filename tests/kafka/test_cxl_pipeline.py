@@ -423,7 +423,7 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     assert "is in epoch 1 already" in over.stderr
     nobody = script(stack.settings, "transition", "--worker-id", "9", "--state", "evicted", "11")
     assert nobody.returncode == 1
-    assert "has told nothing" in nobody.stderr
+    assert "has published nothing" in nobody.stderr
     worker.child.kill()
     silence = script(stack.settings, *told, "--state", "evicted", "--wait", "1", "13")
     assert silence.returncode == 1

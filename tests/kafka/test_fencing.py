@@ -1,6 +1,6 @@
-"""Owners that come back from the dead, owners that all die, and a broker that stands still, on a real Kafka.
+"""Owners that are paused and resume, owners that are all killed, and a broker that pauses, on a real Kafka.
 
-What is acknowledged is fed to the plain reference as in test_pipeline; whoever was believed dead must change nothing.
+Acknowledged batches are applied to the reference as in test_pipeline. An owner that was replaced must change nothing.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
 from tests.kafka.test_pipeline import owners
 
-#: Beyond session and transaction timeouts of these tests, each a few seconds.
+#: Longer than the session and transaction timeouts of these tests, each a few seconds.
 PAUSE_S = 6.0
 
-#: An answer that was on its way, and two laden cores between a reading of the clock and the answer.
+#: Allows for an answer in flight, and for two busy cores between reading the clock and the answer.
 SLACK_S = 2.0
 
 
 def writers(settings: Settings, partition: int) -> list[str]:
-    """Who wrote partition records into a partition's changelog, in order, each once for a stretch of his own."""
+    """Return the owners that wrote a partition's record, in order, without consecutive repeats."""
     found: list[str] = []
 
     def note(records: list[Record]) -> None:
@@ -65,7 +65,7 @@ def writers(settings: Settings, partition: int) -> list[str]:
 
 
 def assigned(process: RouterProcess) -> set[int]:
-    """Partitions of a worker's last assignment, from its log."""
+    """Return the partitions of a worker's last logged assignment."""
     lines = [line for line in process.child.log_path.read_text().splitlines() if "partitions assigned" in line]
     numbers = lines[-1].partition("[")[2].partition("]")[0] if lines else ""
     return {int(number) for number in numbers.split(",") if number.strip()}
@@ -73,7 +73,7 @@ def assigned(process: RouterProcess) -> set[int]:
 
 @contextmanager
 def paused(child: Child) -> Iterator[None]:
-    """Hold a process still for as long as the block runs."""
+    """Pause a process while the block runs."""
     child.signal(signal.SIGSTOP)
     try:
         yield
@@ -86,8 +86,8 @@ def both_own(first: RouterProcess, second: RouterProcess, partitions: int) -> bo
     return bool(mine) and bool(others) and not mine & others and len(mine | others) == partitions
 
 
-def test_a_paused_owner_writes_nothing_once_its_partitions_have_moved_and_then_works_again(stack: Stack) -> None:
-    """It wakes up in the middle of its successor's work, is fenced, does not fence him, rejoins and is given some."""
+def test_a_paused_owner_writes_nothing_after_its_partitions_have_moved_and_then_rejoins(stack: Stack) -> None:
+    """It resumes while its successor works, is fenced, does not fence its successor, and gets partitions again."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     n = stack.settings.partitions
@@ -115,18 +115,18 @@ def test_a_paused_owner_writes_nothing_once_its_partitions_have_moved_and_then_w
     for partition in sorted(before):
         history = writers(stack.settings, partition)
         back = history.index(paused_owner)
-        behind = history[back + 1 :]
-        # He wrote again only where the group gave the partition back to him, and then once and for all.
-        assert behind.count(paused_owner) == (partition in assigned(first)), history
-        assert len(behind) == 1 + (partition in assigned(first)), history
-    second.child.kill()  # what he is given now, he can do alone
+        later = history[back + 1 :]
+        # It wrote again only if the group assigned the partition to it again, and from then on it alone did.
+        assert later.count(paused_owner) == (partition in assigned(first)), history
+        assert len(later) == 1 + (partition in assigned(first)), history
+    second.child.kill()  # the resumed worker can work alone
     engines.publish(100)
     wait_for(lambda: owners(first) == n, VISIBLE_TIMEOUT_S, "every partition to move back")
     assert_equal(router.url, engines.reference)
 
 
 def ask_mode(url: str, worker_id: int) -> str:
-    """Mode of an answer for which only this worker was eligible."""
+    """Return the mode of an answer for which only this worker is eligible."""
     body = json.dumps({"block_hashes": [1, 2], "update_states": False, "allowed_worker_ids": [worker_id]}).encode()
     with urllib.request.urlopen(urllib.request.Request(f"{url}/route", data=body, method="POST")) as response:
         return str(json.loads(response.read())["mode"])
@@ -134,18 +134,18 @@ def ask_mode(url: str, worker_id: int) -> str:
 
 @pytest.fixture
 def publishing() -> Iterator[ExitStack]:
-    """Owner of a test's publishers, which flush what they have at the end."""
+    """Owns a test's publishers, which are flushed at the end."""
     with ExitStack() as owned:
         yield owned
 
 
 @pytest.mark.parametrize(
-    "effect", [IN_TRANSACTION, 4, 5], ids=["in an open transaction", "before it", "behind its commit"]
+    "effect", [IN_TRANSACTION, 4, 5], ids=["in an open transaction", "before it", "after its commit"]
 )
-def test_without_any_agent_no_answer_is_exact_and_with_a_new_one_they_are(
+def test_answers_degrade_without_any_agent_and_are_exact_again_with_a_new_one(
     stack: Stack, publishing: ExitStack, effect: int
 ) -> None:
-    """One agent dies inside its transaction, the other by SIGKILL: every partition's answers degrade within 3 s."""
+    """One agent is killed at a fault point, the other by SIGKILL: answers of every partition degrade within 3 s."""
     settings = stack.settings
     doomed = stack.worker("doomed", router=False, env={"KVSTREAMS_FAULT": f"{effect}:150"})
     second = stack.worker("second", router=False)
@@ -167,35 +167,35 @@ def test_without_any_agent_no_answer_is_exact_and_with_a_new_one_they_are(
     wait_for(lambda: both_own(doomed, second, settings.partitions), VISIBLE_TIMEOUT_S, "both to own partitions")
     wait_for(all_exact, VISIBLE_TIMEOUT_S, "exact answers of every partition")
     assert doomed.child.running
-    told = 0
+    n_published = 0
     while doomed.child.running:
         for publisher in publishers:
-            publisher.stored([told + 1], list(range(16)))
-            publisher.removed([told + 1])
+            publisher.stored([n_published + 1], list(range(16)))
+            publisher.removed([n_published + 1])
             publisher.flush()
-        told += 1
-        assert told < 10_000
+        n_published += 1
+        assert n_published < 10_000
     second.child.kill()
-    dead_at = time.monotonic()
-    last_exact = dead_at
-    while time.monotonic() - dead_at < PAUSE_S + settings.stale_after_ms / 1000:
+    killed_at = time.monotonic()
+    last_exact = killed_at
+    while time.monotonic() - killed_at < PAUSE_S + settings.stale_after_ms / 1000:
         for worker_id in workers:
             if ask_mode(router.url, worker_id) == "exact":
                 last_exact = time.monotonic()
         time.sleep(0.05)
-    print(f"the last exact answer came {last_exact - dead_at:.2f} s after the last agent's death")
-    assert last_exact - dead_at < settings.stale_after_ms / 1000 + SLACK_S
-    stack.worker("heir", router=False)
+    print(f"the last exact answer came {last_exact - killed_at:.2f} s after the last agent was killed")
+    assert last_exact - killed_at < settings.stale_after_ms / 1000 + SLACK_S
+    stack.worker("next", router=False)
     wait_for(all_exact, VISIBLE_TIMEOUT_S, "exact answers again")
 
 
-def test_a_broker_that_stands_still_for_longer_than_a_transaction_may_loses_nothing(
+def test_nothing_is_lost_when_a_broker_pauses_for_longer_than_the_transaction_timeout(
     kafka: object, scope: Settings, tmp_path: Path, children: Children
 ) -> None:
-    """Open transactions are ended, sessions and members forgotten; two workers go on to the reference state."""
+    """The broker ends open transactions and expels members; two workers still reach the reference state."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    # A broker of its own: others may not be paused with it.
+    # A separate broker, since pausing the shared one would affect other tests.
     broker = LocalKafka(
         LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
     )
@@ -223,8 +223,8 @@ def test_a_broker_that_stands_still_for_longer_than_a_transaction_may_loses_noth
         broker.down()
 
 
-def test_what_an_aborted_transaction_left_in_the_source_never_happened(stack: Stack) -> None:
-    """Only agents write to kv-events in transactions; of a fenced one's, nobody may take the expiries for the truth."""
+def test_records_of_an_aborted_transaction_in_the_source_are_not_applied(stack: Stack) -> None:
+    """Agents write expiries to kv-events in transactions, and those of a fenced agent must have no effect."""
     worker = stack.worker()
     settings = stack.settings
     engines = Engines(settings, seed=3)
@@ -237,9 +237,9 @@ def test_what_an_aborted_transaction_left_in_the_source_never_happened(stack: St
     def remove_all() -> None:
         zombie.begin_transaction()
         for rank in engines.reference.ranks:
-            gone = EngineBatch(rank, "m", 16, Incarnation(1 << 40), 0, 0, 0, WorkerRemoved("a test says so"))
+            removal = EngineBatch(rank, "m", 16, Incarnation(1 << 40), 0, 0, 0, WorkerRemoved("a test"))
             home = partition_of(rank.worker_id, settings.partitions)
-            produce(zombie, source, home, str(rank.worker_id).encode(), encode_batch(gone), None, None)
+            produce(zombie, source, home, str(rank.worker_id).encode(), encode_batch(removal), None, None)
         assert zombie.flush(INIT_TIMEOUT_S) == 0
 
     remove_all()
@@ -249,4 +249,4 @@ def test_what_an_aborted_transaction_left_in_the_source_never_happened(stack: St
     assert engines.reference.members()
     remove_all()
     commit_until_answered(zombie)
-    wait_for(lambda: not facts(worker.url), VISIBLE_TIMEOUT_S, "what was committed to be applied")
+    wait_for(lambda: not facts(worker.url), VISIBLE_TIMEOUT_S, "the committed removals to be applied")

@@ -1,5 +1,4 @@
-"""One partition by itself on a real Kafka: what it makes of the batches that a reducer ends, and of stretches without
-records."""
+"""One partition by itself on a real Kafka: batches that a reducer ends, stretches without records, and rebalances."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 @dataclass
 class Thirds:
-    """A reducer that is full behind every third record; it writes each one's value under its key."""
+    """A reducer that is full after every third record; it writes each value under its own key."""
 
     table: TableSpec
     applied: list[bytes] = field(default_factory=list)
@@ -68,7 +67,7 @@ class Thirds:
 
 @dataclass
 class Opened:
-    """A partition, what it acknowledged, and the source offsets that it was said to have applied."""
+    """Opens a partition; has what it acknowledged, and the reducers that it created."""
 
     settings: Settings
     acknowledged: list[Any] = field(default_factory=list)
@@ -83,11 +82,11 @@ class Opened:
         return self.reducers[-1]
 
     def open(self) -> TablePartition:
-        partition = self.begin()
+        partition = self.start()
         assert self.ready.wait(VISIBLE_TIMEOUT_S)
         return partition
 
-    def begin(self) -> TablePartition:
+    def start(self) -> TablePartition:
         names, table = topics(self.settings), prefix_index_table(self.settings)
         partition = TablePartition(
             0,
@@ -114,7 +113,7 @@ class Opened:
         return partition
 
     def transactions(self) -> list[tuple[int, list[bytes]]]:
-        """Applied offset of each transaction that wrote anything, and what it wrote."""
+        """Return the applied offset of each transaction that wrote values, and these values."""
         found: list[tuple[int, list[bytes]]] = []
         written: list[bytes] = []
 
@@ -142,14 +141,14 @@ def records(settings: Settings, first: int, last: int) -> list[SourceRecord]:
     return [SourceRecord(source, 0, n, 0, None, b"%d" % n, (), n) for n in range(first, last + 1)]
 
 
-def test_a_batch_that_a_reducer_ends_is_several_transactions_in_order(opened: Opened) -> None:
-    """What is behind the cut is neither lost, nor applied or acknowledged before its turn, nor are offsets skipped."""
+def test_a_batch_that_a_reducer_ends_becomes_several_transactions_in_order(opened: Opened) -> None:
+    """Records after the cut are not lost, and are applied and acknowledged in turn; no offset is skipped."""
     partition = opened.open()
     try:
         assert partition.offer(records(opened.settings, 0, 7)) is None
         wait_for(lambda: len(opened.acknowledged) == 8, VISIBLE_TIMEOUT_S, "eight acknowledgements")
         source = topics(opened.settings).kv_events.name
-        partition.skip_to(source, 6, 10, False)  # found for a partition that has been opened again since
+        partition.skip_to(source, 6, 10, False)  # determined before the partition was opened again
         assert partition.next_offset(source) == 8
         partition.skip_to(source, 8, 12, False)
         assert partition.offer(records(opened.settings, 12, 15)) is None
@@ -164,8 +163,8 @@ def test_a_batch_that_a_reducer_ends_is_several_transactions_in_order(opened: Op
         assert len(numbers) <= 3 and applied == numbers[-1]
 
 
-def test_a_partition_that_a_rebalance_gives_back_goes_on_without_being_read_again(opened: Opened) -> None:
-    """Suspended it finishes its batch, takes and writes nothing, and then wants what comes behind its batch."""
+def test_a_partition_that_a_rebalance_returns_continues_without_being_read_again(opened: Opened) -> None:
+    """While suspended it finishes its batch, and takes and writes nothing; then it requests the next records."""
     partition = opened.open()
     try:
         assert partition.offer(records(opened.settings, 0, 4)) is None
@@ -187,12 +186,12 @@ def test_a_partition_that_a_rebalance_gives_back_goes_on_without_being_read_agai
         assert len(opened.reducers) == 1 and partition.counts()["reopened"] == 0
         assert partition.suspend()
     finally:
-        partition.stop()  # as when it goes elsewhere
+        partition.stop()  # as when it moves to another worker
     assert opened.acknowledged == list(range(7))
 
 
 def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(opened: Opened) -> None:
-    """What the other one wrote is known before anything is taken, although nobody said that there was another."""
+    """It loads what the other owner wrote before it takes a record, although nothing announced that owner."""
     partition = opened.open()
     try:
         assert partition.offer(records(opened.settings, 0, 2)) is None
@@ -214,8 +213,8 @@ def test_a_partition_that_another_owned_while_it_was_suspended_is_read_again(ope
         partition.stop()
 
 
-def test_a_hole_within_what_was_fetched_is_passed_over_and_one_before_it_is_asked_about(opened: Opened) -> None:
-    """Each marker of a backlog would else be sought to and asked about by itself, a second and more of nothing."""
+def test_a_hole_within_a_fetch_is_skipped_and_one_before_it_is_reported(opened: Opened) -> None:
+    """Otherwise each marker in a backlog would need a seek and a query, and cost more than a second."""
     partition = opened.open()
     try:
         source = topics(opened.settings).kv_events.name
@@ -234,7 +233,7 @@ def test_a_hole_within_what_was_fetched_is_passed_over_and_one_before_it_is_aske
 
 
 def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Opened) -> None:
-    """However long that is; what waited for its end is wanted again, whatever the log lacks behind it."""
+    """Records that were queued during the pause are requested again, even if a stretch without records follows."""
     partition = opened.open()
     try:
         source = topics(opened.settings).kv_events.name
@@ -257,19 +256,19 @@ def test_a_rebalance_does_not_wait_for_the_pause_between_transactions(opened: Op
     assert opened.acknowledged == list(range(6))
 
 
-def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log_lacks_behind_it(
+def test_records_queued_after_a_failed_batch_are_requested_again_before_a_skipped_stretch(
     scope: Settings,
 ) -> None:
-    """The batch is judged again by itself: a stretch without records behind what waited is not behind the batch."""
+    """The batch is processed again by itself, and the skipped stretch does not follow it directly."""
     opened = Opened(replace(scope, batch_records_max=3))
     ensure_topics(scope, topics(scope).all())
-    reached, go_on = threading.Event(), threading.Event()
+    reached, proceed = threading.Event(), threading.Event()
 
     def fail_once(effect: int) -> None:
         if effect == 4 and not reached.is_set():
             reached.set()
-            go_on.wait()
-            raise RuntimeError("a test says so")
+            proceed.wait()
+            raise RuntimeError("raised by a test")
 
     opened.on_effect = fail_once
     partition = opened.open()
@@ -280,43 +279,43 @@ def test_what_waited_behind_a_batch_that_failed_is_wanted_again_whatever_the_log
         assert reached.wait(VISIBLE_TIMEOUT_S)
         partition.skip_to(source, 6, 9, False)
         assert partition.queued == 3
-        go_on.set()
+        proceed.set()
         assert opened.ready.wait(VISIBLE_TIMEOUT_S)
         assert partition.counts()["reopened"] == 1
         assert partition.next_offset(source) == 3
         assert opened.acknowledged == [0, 1, 2]
     finally:
-        go_on.set()
+        proceed.set()
         partition.stop()
 
 
 def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened: Opened) -> None:
-    """A rebalance that comes meanwhile, as when several workers start, waits for a piece of the log and not for all."""
+    """A rebalance meanwhile, as when several workers start, waits for a piece of the log and not for all of it."""
     first = opened.open()
     assert first.offer(records(opened.settings, 0, 2)) is None
     wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
     first.stop()
     shutil.rmtree(opened.settings.data_dir)
     reducers = len(opened.reducers)
-    with opened.turn:  # in which the first piece would be kept
-        second = opened.begin()
+    with opened.turn:  # the second partition needs it to keep its first piece
+        second = opened.start()
         wait_for(lambda: any(Path(opened.settings.data_dir).rglob("CURRENT")), VISIBLE_TIMEOUT_S, "a RocksDB")
         ending = threading.Thread(target=second.stop)
         ending.start()
-        wait_for(lambda: second._stopping, VISIBLE_TIMEOUT_S, "the end to be asked for")
+        wait_for(lambda: second._stopping, VISIBLE_TIMEOUT_S, "the stop to be requested")
     ending.join()
     assert len(opened.reducers) == reducers
     assert second.counts()["reopened"] == 0
 
 
-def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> None:
-    """The partition says so and tries again; what it has is good for whatever topic comes back."""
+def test_a_missing_changelog_does_not_cost_the_copy_on_disk(opened: Opened) -> None:
+    """The partition logs this and tries again; its copy is still valid if the topic returns."""
     first = opened.open()
     assert first.offer(records(opened.settings, 0, 2)) is None
     wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
     first.stop()
     delete_topics(opened.settings, [topics(opened.settings).index_changelog])
-    second = opened.begin()
+    second = opened.start()
     try:
         wait_for(lambda: second.counts()["reopened"] >= 2, VISIBLE_TIMEOUT_S, "two attempts")
     finally:
@@ -334,7 +333,7 @@ def test_a_changelog_that_is_not_there_costs_no_copy_on_disk(opened: Opened) -> 
 
 
 def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:
-    """One that was stopped, as one that is opening, is to be begun anew."""
+    """A partition that was stopped or is opening has no state to keep."""
     partition = opened.open()
     partition.stop()
     assert not partition.suspend()

@@ -1,7 +1,7 @@
-"""The pipeline against a real Kafka, with real faults: whatever dies, a router knows what was acknowledged.
+"""The pipeline on a real Kafka, with real faults: whichever process is killed, routers have every acknowledged batch.
 
-Batches are produced as engines would, acknowledged by the broker, and fed to the plain reference at the same time. Two
-states are equal when their sets of (rank, tier, sequence hash) and their epochs are (docs/architecture.md).
+The tests produce batches as engines do, and also apply each acknowledged batch to the reference. Two states are equal
+if their sets of (rank, tier, sequence hash) and their epochs are equal (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.helpers.truth import Engines, assert_equal
 
 
-def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> None:
-    """Kill -9, a deleted RocksDB, a late router and the loss of one of two workers all end in the reference state."""
+def test_routers_have_every_acknowledged_batch_after_any_failure(stack: Stack) -> None:
+    """SIGKILL, a deleted RocksDB, a late router and the loss of one of two workers all end in the reference state."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     worker = stack.worker()
@@ -38,7 +38,7 @@ def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> N
     assert_equal(worker.url, engines.reference)
     assert engines.reference.members()
 
-    with engines.publishing(300):  # in the middle of which:
+    with engines.publishing(300):
         worker.child.kill()
     stack.restart_worker(worker)
     assert_equal(worker.url, engines.reference)
@@ -46,10 +46,10 @@ def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> N
     with engines.publishing(200):
         worker.child.kill()
         shutil.rmtree(Path(worker.settings.data_dir))
-        # A stranger's record in the changelog is passed over, by owners and routers alike.
-        stranger = producer(stack.settings)
-        stranger.produce(topics(stack.settings).index_changelog.name, key=b"hello", value=b"world", partition=0)
-        assert stranger.flush(30.0) == 0
+        # Owners and routers skip a foreign writer's record in the changelog.
+        foreign = producer(stack.settings)
+        foreign.produce(topics(stack.settings).index_changelog.name, key=b"hello", value=b"world", partition=0)
+        assert foreign.flush(30.0) == 0
     stack.restart_worker(worker)
     assert_equal(worker.url, engines.reference)
 
@@ -64,7 +64,7 @@ def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> N
     assert_equal(late.url, engines.reference)
 
     second = stack.worker("second", router=False)
-    wait_for(lambda: owners(second) > 0, VISIBLE_TIMEOUT_S, "the second worker to be given partitions")
+    wait_for(lambda: owners(second) > 0, VISIBLE_TIMEOUT_S, "the second worker to be assigned partitions")
     with engines.publishing(400):
         worker.child.kill()
     assert_equal(late.url, engines.reference)
@@ -73,20 +73,20 @@ def test_whatever_dies_the_routers_know_what_was_acknowledged(stack: Stack) -> N
 
 
 @pytest.mark.parametrize("effect", range(1, 8))
-def test_a_worker_killed_at_an_effect_leaves_nothing_half_done(stack: Stack, effect: int) -> None:
-    """SIGKILL at each of the seven, restatements half parked: another worker goes on to the same state."""
+def test_a_worker_killed_at_any_effect_leaves_nothing_half_done(stack: Stack, effect: int) -> None:
+    """After SIGKILL at any of the seven effects, with parked chunks, another worker reaches the same state."""
     engines = Engines(stack.settings, seed=effect)
     ensure_topics(stack.settings, topics(stack.settings).all())
     engines.publish(150)
     doomed = stack.worker("doomed", router=False, env={"KVSTREAMS_FAULT": f"{effect}:20"})
     wait_for(lambda: not doomed.child.running, VISIBLE_TIMEOUT_S, "the fault")
-    heir = stack.worker("heir")
+    next_owner = stack.worker("next")
     engines.publish(50)
-    assert_equal(heir.url, engines.reference, stack.settings, [Path(doomed.settings.data_dir)])
+    assert_equal(next_owner.url, engines.reference, stack.settings, [Path(doomed.settings.data_dir)])
 
 
-def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_counts(stack: Stack) -> None:
-    """Not Avro, an unknown schema, a wrong block size and a wrong key are kept; an unknown parent is counted."""
+def test_bad_records_become_dead_letters_with_reasons_and_the_next_record_is_applied(stack: Stack) -> None:
+    """Bad Avro, an unknown schema, a wrong block size or key make dead letters; an unknown parent is counted."""
     worker = stack.worker()
     rank = RankId(WorkerId(5), DpRank(0))
     tokens = np.arange(4, dtype=np.uint64)
@@ -107,7 +107,7 @@ def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_cou
         (b"5", good[:-3]),
         (b"5", other),
         (b"6", encode_batch(batch(1))),
-        (b"5", b"x" * 999_900),  # as large as clients send by default; with its reason it is larger
+        (b"5", b"x" * 999_900),  # as large as clients send by default; the dead letter, with its reason, is larger
         (b"5", encode_batch(batch(1, body=EngineEvents((orphan,))))),
         (b"5", encode_batch(batch(2))),
     ]
@@ -118,11 +118,11 @@ def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_cou
         kafka.produce(topics(stack.settings).kv_events.name, key=key, value=value)
     assert kafka.flush(30.0) == 0
 
-    def told() -> bool:
+    def all_applied() -> bool:
         ranks = get_json(f"{worker.url}/state")["ranks"]
         return bool(ranks) and ranks[0]["sequence"] == 2
 
-    wait_for(told, VISIBLE_TIMEOUT_S, "the last record to be visible")
+    wait_for(all_applied, VISIBLE_TIMEOUT_S, "the last record to be visible")
     state = get_json(f"{worker.url}/state")["ranks"][0]
     assert (state["blocks"], state["unknown_parents"], state["health"], state["gaps"]) == (8, 1, "degraded", 0)
     wait_for(lambda: len(dead_letters(stack.settings)) == 8, VISIBLE_TIMEOUT_S, "eight dead letters")
@@ -144,8 +144,8 @@ def test_bad_records_are_dead_letters_with_their_reasons_and_the_next_record_cou
     assert all(headers["kvstreams.topic"].decode() == topics(stack.settings).kv_events.name for _, headers in letters)
 
 
-def test_an_engine_that_embeds_the_publisher_is_known_to_the_router(stack: Stack) -> None:
-    """Stored, removed and cleared through KvEventPublisher are what /route scores."""
+def test_blocks_from_an_embedded_publisher_reach_the_router(stack: Stack) -> None:
+    """Blocks stored, removed and cleared through KvEventPublisher are in the router's index."""
     worker = stack.worker()
     tokens = list(range(64))
     with KvEventPublisher(stack.settings, worker_id=3, model="m") as publisher:
@@ -160,17 +160,17 @@ def test_an_engine_that_embeds_the_publisher_is_known_to_the_router(stack: Stack
     assert get_json(f"{worker.url}/state")["ranks"][0]["health"] == "exact"
 
 
-def test_an_index_that_nobody_writes_is_not_exact(stack: Stack) -> None:
-    """Within seconds of the last worker's death no answer says exact, and they do again when one is back."""
+def test_answers_are_degraded_while_no_agent_runs(stack: Stack) -> None:
+    """Answers degrade within seconds after the last agent is killed, and are exact again once one is running."""
     worker = stack.worker()
     router = stack.router("alone")
     put_worker(router.url)
-    assert mode(router.url) == "degraded"  # nobody has told anything of this worker
-    KvEventPublisher(stack.settings, worker_id=1, model="m").flush()  # a life that holds nothing
+    assert mode(router.url) == "degraded"  # no events of this worker have arrived
+    KvEventPublisher(stack.settings, worker_id=1, model="m").flush()  # an incarnation that holds nothing
     wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers")
     worker.child.kill()
     wait_for(lambda: mode(router.url) == "degraded", VISIBLE_TIMEOUT_S, "degraded answers")
-    # A router that starts now finds the dead owner's last word in the log, and does not take it for a sign of life.
+    # A router that starts now reads the killed owner's last partition record, and must not treat it as recent.
     fresh = stack.router("fresh")
     put_worker(fresh.url)
     assert {mode(fresh.url) for _ in range(20)} == {"degraded"}
@@ -179,7 +179,7 @@ def test_an_index_that_nobody_writes_is_not_exact(stack: Stack) -> None:
 
 
 def owners(process: RouterProcess) -> int:
-    """Partitions that a worker says it opened in its last assignment."""
+    """Return the number of partitions in a worker's last logged assignment."""
     lines = process.child.log_path.read_text().splitlines()
     assigned = [line for line in lines if "partitions assigned" in line]
     return len(assigned[-1].partition("[")[2].partition("]")[0].split(",")) if assigned else 0

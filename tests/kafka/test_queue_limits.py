@@ -1,4 +1,4 @@
-"""What waits for a partition is limited in records and in bytes, on a real Kafka."""
+"""A partition's queue is limited in records and in bytes, on a real Kafka."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MEGABYTE = 1 << 20
 
 
 class Slow:
-    """A reducer that keeps nothing and waits until it may go on."""
+    """A reducer that keeps nothing, and decodes only after an event is set."""
 
-    def __init__(self, go_on: threading.Event) -> None:
-        self._go_on = go_on
+    def __init__(self, proceed: threading.Event) -> None:
+        self._proceed = proceed
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         pass
@@ -42,8 +42,8 @@ class Slow:
         return []
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[None]:
-        if records:  # there are none where only the partition record is due
-            self._go_on.wait()
+        if records:  # there are none if only the partition record is due
+            self._proceed.wait()
         return [None] * len(records)
 
     def apply(self, record: SourceRecord, decoded: None) -> None:
@@ -72,14 +72,14 @@ class Slow:
         ({"queue_records_high": 20}, 0, 21),
     ],
 )
-def test_a_partition_that_is_full_takes_nothing_and_takes_again_when_it_has_drained(
+def test_a_full_partition_takes_no_records_until_it_has_drained(
     scope: Settings, changes: dict[str, Any], size: int, taken: int
 ) -> None:
-    """Of 4,096 records of 1 MB it holds as many as its limit and one more; the rest is given again, from there on."""
+    """Of 4,096 offered records it queues one more than its limit, and takes the next ones after it has drained."""
     settings = replace(scope, **changes)
     names = topics(settings)
     ensure_topics(settings, names.all())
-    go_on, drained, opened = threading.Event(), threading.Event(), threading.Event()
+    proceed, drained, opened = threading.Event(), threading.Event(), threading.Event()
     acknowledged: list[int] = []
     table = TablePartition(
         0,
@@ -89,7 +89,7 @@ def test_a_partition_that_is_full_takes_nothing_and_takes_again_when_it_has_drai
             sources=(names.kv_events,),
             dead_letters=names.dead_letters,
             owner="test",
-            make_reducer=lambda: Slow(go_on),
+            make_reducer=lambda: Slow(proceed),
             acknowledge=acknowledged.extend,
             drained=lambda _: drained.set(),
             opened=lambda *_: opened.set(),
@@ -111,28 +111,28 @@ def test_a_partition_that_is_full_takes_nothing_and_takes_again_when_it_has_drai
     try:
         assert opened.wait(VISIBLE_TIMEOUT_S)
         offer(0, 1)
-        wait_for(lambda: table.queued == 0, VISIBLE_TIMEOUT_S, "the first record to be waited for")
+        wait_for(lambda: table.queued == 0, VISIBLE_TIMEOUT_S, "the first record to be taken")
         drained.clear()
         offer(1, 4097)
         assert (table.queued, table.queued_bytes) == (taken, taken * size)
         assert table.is_full
         assert not table.has_drained
         assert table.next_offset(names.kv_events.name) == taken + 1
-        go_on.set()
+        proceed.set()
         assert drained.wait(VISIBLE_TIMEOUT_S)
-        wait_for(lambda: len(acknowledged) == taken + 1, VISIBLE_TIMEOUT_S, "all that was taken to be acknowledged")
+        wait_for(lambda: len(acknowledged) == taken + 1, VISIBLE_TIMEOUT_S, "all queued records to be acknowledged")
         assert (table.queued, table.queued_bytes, table.has_drained) == (0, 0, True)
         offer(taken + 1, taken + 3)
         wait_for(lambda: acknowledged == list(range(taken + 3)), VISIBLE_TIMEOUT_S, "the rest")
     finally:
-        go_on.set()
+        proceed.set()
         table.stop()
 
 
-def test_a_worker_that_is_paused_all_the_time_loses_nothing(
+def test_a_worker_whose_sources_are_always_paused_loses_nothing(
     scope: Settings, tmp_path: Path, children: Children
 ) -> None:
-    """Limits of a few hundred bytes: the source is paused, dropped and sought back with almost every fetch."""
+    """With limits of a few hundred bytes, almost every fetch is partly dropped and sought back."""
     settings = replace(scope, queue_bytes_high=500, batch_records_max=3)
     stack = Stack(settings, tmp_path, children)
     worker = stack.worker()

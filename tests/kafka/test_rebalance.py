@@ -1,4 +1,4 @@
-"""What an agent does when Faust revokes and assigns partitions, on a real Kafka but for Faust's own part in it."""
+"""What an agent does when partitions are revoked and assigned, on a real Kafka; the test plays Faust's part."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_queue_limits import Slow
 
 
-def test_a_worker_that_ends_while_its_partitions_are_revoked_ends_in_peace(scope: Settings) -> None:
-    """Both wait for the running batch; whoever comes second finds nothing left to release."""
+def test_a_worker_may_end_while_its_partitions_are_revoked(scope: Settings) -> None:
+    """Both calls wait for the running batch, and the second one finds nothing left to release."""
     names = topics(scope)
     ensure_topics(scope, names.all())
     source = names.kv_events.name
-    go_on = threading.Event()
-    plan = PartitionPlan((prefix_index_table(scope),), (names.kv_events,), lambda *_: Slow(go_on))
+    proceed = threading.Event()
+    plan = PartitionPlan((prefix_index_table(scope),), (names.kv_events,), lambda *_: Slow(proceed))
 
     async def scenario() -> None:
         indexer = Indexer(faust.App(scope.app_id, broker=f"kafka://{scope.kafka}"), scope, plan)
@@ -42,10 +42,10 @@ def test_a_worker_that_ends_while_its_partitions_are_revoked_ends_in_peace(scope
         await asyncio.sleep(0)
         while indexer._partitions:
             await asyncio.sleep(0.01)
-        go_on.set()
+        proceed.set()
         await asyncio.gather(revoked, closed)
 
     try:
         asyncio.run(asyncio.wait_for(scenario(), VISIBLE_TIMEOUT_S))
     finally:
-        go_on.set()
+        proceed.set()

@@ -1,4 +1,4 @@
-"""Emptying a scope: by command, by setting, never under somebody who works in it unless told so."""
+"""Resetting a scope: by command and by setting, and only by force while processes use it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_reset(settings: Settings, *arguments: str) -> subprocess.CompletedProces
 
 
 def assert_unused(settings: Settings) -> None:
-    """Wait until the last worker's membership and last word are over."""
+    """Wait until the last worker's membership and last partition record have expired."""
     wait_for(lambda: group_members(settings) == [], VISIBLE_TIMEOUT_S, "the group to be empty")
 
     def refused() -> bool:
@@ -44,7 +44,7 @@ def assert_unused(settings: Settings) -> None:
             return True
         return False
 
-    wait_for(lambda: not refused(), VISIBLE_TIMEOUT_S, "nobody to have written lately")
+    wait_for(lambda: not refused(), VISIBLE_TIMEOUT_S, "the last partition record to be old enough")
 
 
 def holds(process: RouterProcess, n: int) -> None:
@@ -55,8 +55,8 @@ def pooled(process: RouterProcess) -> int:
     return len(get_json(f"{process.url}/state/cxl")["blocks"])
 
 
-def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stack) -> None:
-    """Refused by members, then by the last word of one that was killed; then all is empty, and what comes counts."""
+def test_a_scope_is_reset_only_after_its_workers_have_ended(stack: Stack) -> None:
+    """The group's members prevent a reset, and so does a killed worker's last record. Then everything is empty."""
     settings = stack.settings
     worker = stack.worker()
     ids = topic_ids(settings)
@@ -77,19 +77,19 @@ def test_a_scope_is_emptied_when_its_workers_are_gone_and_not_before(stack: Stac
         publisher.publish_cxl_state_transition(1, [1], "in_transit", "pool")
     wait_for(lambda: pooled(router) == 1, VISIBLE_TIMEOUT_S, "a pooled block")
     worker.child.kill()
-    with pytest.raises(ScopeInUse, match="take another topic_prefix"):
+    with pytest.raises(ScopeInUse, match="use another topic_prefix"):
         reset_scope(settings)
     assert_unused(settings)
     assert all(changelog(settings, partition) == {} for partition in range(settings.partitions))
-    holds(router, 0)  # a router that lives reads that everything is deleted
+    holds(router, 0)  # a running router reads the tombstones
     assert get_json(f"{router.url}/state")["ranks"] == []
     wait_for(lambda: pooled(router) == 0, VISIBLE_TIMEOUT_S, "no pooled block")
     assert [each["worker_id"] for each in get_json(f"{router.url}/workers")["workers"]] == [1]
     assert mode(router.url) == "degraded"
-    # No topic is another one.
+    # No topic was recreated.
     assert topic_ids(settings) == ids
 
-    stack.restart_worker(worker)  # with its old copy, which follows
+    stack.restart_worker(worker)  # with its old copy, which the tombstones empty
     with KvEventPublisher(settings, worker_id=1, model="m") as publisher:
         publisher.stored([1, 2], list(range(32)))
     holds(router, 2)
@@ -104,8 +104,8 @@ def topic_ids(settings: Settings) -> dict[str, str]:
     return {name: state.topic_id for name, state in states.items() if state is not None}
 
 
-def test_a_worker_told_to_reset_begins_empty_and_does_not_start_beside_another(stack: Stack) -> None:
-    """By KVSTREAMS_ROUTER_RESET_STATES; a second one with the same setting ends with the reason and the remedy."""
+def test_a_worker_that_resets_at_start_begins_empty_and_refuses_to_start_next_to_another(stack: Stack) -> None:
+    """KVSTREAMS_ROUTER_RESET_STATES is on; another worker with the same setting ends, with the reason and a remedy."""
     settings = stack.settings
     first = stack.worker("first")
     engines = Engines(settings, seed=2)
@@ -118,16 +118,16 @@ def test_a_worker_told_to_reset_begins_empty_and_does_not_start_beside_another(s
     assert facts(second.url) == set()
     third = stack.worker("third", router=False, env=env)
     wait_for(lambda: not third.child.running, VISIBLE_TIMEOUT_S, "the third to end")
-    assert "take another topic_prefix" in third.child.log_path.read_text()
-    stack.restart_worker(first)  # persisting is the default
+    assert "use another topic_prefix" in third.child.log_path.read_text()
+    stack.restart_worker(first)  # by default, state is kept
     with KvEventPublisher(settings, worker_id=1, model="m") as publisher:
         publisher.stored([1, 2], list(range(32)))
     holds(first, 2)
     holds(second, 2)
 
 
-def test_a_scope_emptied_by_force_under_its_worker_is_empty_and_goes_on(stack: Stack) -> None:
-    """The agent is fenced, comes back to an empty table, and indexes what comes from then on."""
+def test_a_forced_reset_empties_the_scope_of_a_running_worker_which_continues(stack: Stack) -> None:
+    """The agent is fenced, opens an empty table, and indexes everything that follows."""
     worker = stack.worker()
     engines = Engines(stack.settings, seed=3)
     engines.publish(100)
@@ -136,7 +136,7 @@ def test_a_scope_emptied_by_force_under_its_worker_is_empty_and_goes_on(stack: S
     assert done.returncode == 0, done.stderr
     assert "is empty" in done.stdout
     holds(worker, 0)
-    assert any(tables_path(worker.settings).iterdir())  # its copies are in use, and left alone
+    assert any(tables_path(worker.settings).iterdir())  # its copies are in use, so they are not deleted
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
         publisher.stored([1, 2], list(range(32)))
     holds(worker, 2)

@@ -1,6 +1,6 @@
-"""From a loss to an exact rank again, end to end: the log lacks records, the agent asks, the bridge restates.
+"""A resync, end to end: the log lacks records, the agent requests a restatement, and the bridge publishes it.
 
-Records are deleted from kv-events before any agent has seen them; the engine, and the bridge's ledger, know them still.
+Records are deleted from kv-events before any agent has read them; the engine, and the bridge's ledger, still have them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_bridge_faults import RANK, WORKER_ID, await_log, bridge_to, read_log
 
-#: Longer than a worker takes to start: a bridge that is stopped meanwhile keeps its engine.
+#: Longer than a worker takes to start, so that a bridge that is paused meanwhile keeps its engine.
 LEASE_S = 60.0
 
-#: Stores of so many blocks are three chunks of a restatement.
+#: Stores, and blocks per store, whose restatement has three chunks.
 LARGE = (60, 2400)
 
 _ADMIN_TIMEOUT_S = 30.0
@@ -45,7 +45,7 @@ def engine() -> Iterator[EngineDouble]:
 
 
 def fed(stack: Stack, engine: EngineDouble, lease_s: float) -> tuple[Child, RouterProcess]:
-    """A bridge and a worker that know what an engine holds."""
+    """Start a bridge and a worker, and wait until the worker has everything that the engine holds."""
     stack.settings = replace(stack.settings, bridge_lease_s=lease_s)
     ensure_topics(stack.settings, topics(stack.settings).all())
     engine.store(1)
@@ -58,11 +58,11 @@ def fed(stack: Stack, engine: EngineDouble, lease_s: float) -> tuple[Child, Rout
 
 
 def lose(settings: Settings, engine: EngineDouble) -> None:
-    """Tell what no agent will see: it is deleted from the log when the bridge has published it."""
+    """Report events that no agent reads: they are deleted from the log once the bridge has published them."""
     engine.store(200)
     engine.remove(1, 1)
     last = engine.store(300)
-    await_log(settings, lambda told: told.numbers()[-1:] == [last], "what is to be lost")
+    await_log(settings, lambda log: log.numbers()[-1:] == [last], "the records to be lost")
     source, partition = topics(settings).kv_events.name, partition_of(WORKER_ID, settings.partitions)
     end = log_end(settings, source, partition)
     client = admin(settings)
@@ -71,7 +71,7 @@ def lose(settings: Settings, engine: EngineDouble) -> None:
 
 
 def rank_state(router: RouterProcess) -> tuple[str, int, set[tuple[int, int]]]:
-    """Health and generation of the rank, and its worker's blocks."""
+    """Return health and generation of the rank, and its worker's blocks."""
     ranks = [rank for rank in get_json(f"{router.url}/state")["ranks"] if rank["worker_id"] == WORKER_ID]
     if not ranks:
         return "unknown", -1, set()
@@ -83,8 +83,8 @@ def await_exact(router: RouterProcess, engine: EngineDouble, generation: int = 0
     wait_for(lambda: rank_state(router) == truth, VISIBLE_TIMEOUT_S * 2, "the rank to be exact", 0.1)
 
 
-def asked(settings: Settings) -> list[ResyncRequest]:
-    """Requests for the rank."""
+def requests_of_rank(settings: Settings) -> list[ResyncRequest]:
+    """Return the resync requests of the rank."""
     found: list[ResyncRequest] = []
 
     def take(records: list[Record]) -> None:
@@ -94,8 +94,8 @@ def asked(settings: Settings) -> list[ResyncRequest]:
     return [request for request in found if request.rank == RANK]
 
 
-def test_what_the_log_lost_is_asked_for_and_restated_under_a_new_epoch(stack: Stack, engine: EngineDouble) -> None:
-    """The rank is exact again, equal to the engine, and goes on from there."""
+def test_records_lost_from_the_log_are_restated_under_a_new_epoch(stack: Stack, engine: EngineDouble) -> None:
+    """The rank is exact again and equals the engine, and later events are applied."""
     _, worker = fed(stack, engine, LEASE_S)
     worker.child.kill()
     lose(stack.settings, engine)
@@ -105,19 +105,21 @@ def test_what_the_log_lost_is_asked_for_and_restated_under_a_new_epoch(stack: St
     engine.remove(200, 1)
     engine.store(500)
     await_exact(worker, engine, generation=1)
-    assert [request.rank for request in asked(stack.settings)][:1] == [RANK]
+    assert [request.rank for request in requests_of_rank(stack.settings)][:1] == [RANK]
     assert read_log(stack.settings).chunks
 
 
-def test_a_bridge_that_dies_with_a_request_unanswered_is_asked_again(stack: Stack, engine: EngineDouble) -> None:
-    """Nobody keeps requests for a bridge that is not there; the next one has the whole ledger from the engine."""
+def test_a_request_is_repeated_for_a_bridge_that_was_killed_before_it_answered(
+    stack: Stack, engine: EngineDouble
+) -> None:
+    """No request is kept for a bridge that is not running; the next one gets the whole ledger from the engine."""
     bridge, worker = fed(stack, engine, lease_s=3.0)
     worker.child.kill()
     lose(stack.settings, engine)
     bridge.signal(signal.SIGSTOP)
     engine.store(400)
     stack.restart_worker(worker)
-    wait_for(lambda: bool(asked(stack.settings)), VISIBLE_TIMEOUT_S, "a request", 0.1)
+    wait_for(lambda: bool(requests_of_rank(stack.settings)), VISIBLE_TIMEOUT_S, "a request", 0.1)
     assert rank_state(worker)[0] == "degraded"
     bridge.kill()
     bridge.start()
@@ -126,8 +128,8 @@ def test_a_bridge_that_dies_with_a_request_unanswered_is_asked_again(stack: Stac
     await_exact(worker, engine, generation=1)
 
 
-def test_an_agent_that_dies_between_two_chunks_leaves_the_first_to_the_next(stack: Stack, engine: EngineDouble) -> None:
-    """What is parked is a row of the table; a worker that never saw it swaps the whole in."""
+def test_the_next_agent_recovers_a_chunk_parked_by_one_that_was_killed(stack: Stack, engine: EngineDouble) -> None:
+    """A parked chunk is a row of the table, so a worker that never read it can apply the restatement."""
     bridge, worker = fed(stack, engine, LEASE_S)
     n_stores, n_blocks = LARGE
     for n in range(n_stores):
@@ -135,15 +137,15 @@ def test_an_agent_that_dies_between_two_chunks_leaves_the_first_to_the_next(stac
     await_exact(worker, engine)
     worker.child.kill()
     lose(stack.settings, engine)
-    bridge.signal(signal.SIGSTOP)  # until the one that asks is dead
+    bridge.signal(signal.SIGSTOP)  # until the worker that requests the resync is killed
     stack.restart_worker(worker)
-    wait_for(lambda: bool(asked(stack.settings)), VISIBLE_TIMEOUT_S, "a request", 0.1)
+    wait_for(lambda: bool(requests_of_rank(stack.settings)), VISIBLE_TIMEOUT_S, "a request", 0.1)
     worker.child.kill()
     bridge.signal(signal.SIGCONT)
-    told = await_log(stack.settings, lambda told: len(told.chunks) >= 3, "three chunks")
-    assert [each.body.chunk for each in told.chunks if isinstance(each.body, RestatementChunk)] == [0, 1, 2]
+    log = await_log(stack.settings, lambda log: len(log.chunks) >= 3, "three chunks")
+    assert [each.body.chunk for each in log.chunks if isinstance(each.body, RestatementChunk)] == [0, 1, 2]
 
-    # One record a transaction, and death at effect 4 of the second chunk: the first one is committed by then.
+    # One record per transaction, and SIGKILL at effect 4 of the second chunk, when the first one is committed.
     doomed = stack.worker(
         "doomed",
         router=False,
@@ -156,14 +158,14 @@ def test_an_agent_that_dies_between_two_chunks_leaves_the_first_to_the_next(stac
     assert parked_rows(stack.settings) == 1
     shutil.rmtree(Path(worker.settings.data_dir))
     stack.restart_worker(worker)
-    # A worker that takes longer to read on than a new owner waits for the rest asks once more, and is told once more.
+    # A worker that takes longer to read on than a new owner waits for the rest requests another restatement.
     truth = ("exact", {(int(WORKER_ID), block) for _, block in engine.truth})
     wait_for(lambda: rank_state(worker)[::2] == truth, VISIBLE_TIMEOUT_S * 2, "the rank to be exact", 0.1)
     wait_for(lambda: parked_rows(stack.settings) == 0, VISIBLE_TIMEOUT_S, "no chunk to be parked", 0.1)
 
 
 def records_before_second_chunk(settings: Settings) -> int:
-    """Records that no agent has applied, up to the first chunk of the last restatement."""
+    """Return how many records no agent has applied, up to the first chunk of the last restatement."""
     partition = partition_of(WORKER_ID, settings.partitions)
     applied = -1
 
@@ -174,14 +176,14 @@ def records_before_second_chunk(settings: Settings) -> int:
                 applied = decode_partition(record.key, record.value).sources[0].applied_offset
 
     read_to_end(settings, topics(settings).index_changelog.name, partition, None, take)
-    behind: list[Record] = []
-    read_to_end(settings, topics(settings).kv_events.name, partition, None, behind.extend)
-    waiting = [decode_batch(record.value).body for record in behind if record.offset > applied]
+    source: list[Record] = []
+    read_to_end(settings, topics(settings).kv_events.name, partition, None, source.extend)
+    waiting = [decode_batch(record.value).body for record in source if record.offset > applied]
     return 1 + next(n for n, body in enumerate(waiting) if isinstance(body, RestatementChunk) and body.chunk == 0)
 
 
 def parked_rows(settings: Settings) -> int:
-    """Chunks that wait in the table."""
+    """Return the number of parked chunks in the table."""
     rows: dict[bytes, bytes | None] = {}
 
     def take(records: list[Record]) -> None:

@@ -1,4 +1,4 @@
-"""One bridge an engine: several lease machines on one simulated log, with clocks that have nothing in common."""
+"""One bridge per engine: several leases on one simulated log, with clocks that are not synchronised."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Log:
 
 
 class Node:
-    """One bridge: its lease, its place in the log, its own clock. What is in flight has not reached the log."""
+    """One bridge: its lease, its position in the log, its clock, and its writes that have not reached the log."""
 
     def __init__(self, log: Log, name: str, skew_s: float = 0.0) -> None:
         self.log = log
@@ -65,12 +65,12 @@ class Node:
         return self.lease.may_publish(at_s + self.skew_s)
 
 
-def test_the_first_bridge_claims_at_once_and_renews_every_third() -> None:
-    """Nobody is waited for where nobody holds; three renewals fit into a lease."""
+def test_the_first_bridge_claims_at_once_and_renews_three_times_per_lease() -> None:
+    """A bridge claims a lease that no bridge holds as soon as it has read the log to its end."""
     log = Log()
     node = Node(log, "a")
     node.tick(0.0)
-    assert not node.in_flight  # not before the log was read to its end
+    assert not node.in_flight  # the log has not been read to its end yet
     node.step(0.0)
     assert node.lease.phase is LeasePhase.HOLDING and node.may_publish(0.0)
     assert log.last == replace(WORKER, lease=BridgeLease("a", 1, 6000, 1))
@@ -79,16 +79,16 @@ def test_the_first_bridge_claims_at_once_and_renews_every_third() -> None:
     assert [record.lease.renewal for record in log.records if record and record.lease] == [1, 2, 3]
 
 
-def test_a_claim_counts_only_once_it_is_read_back() -> None:
-    """A write that has not reached the log allows nothing."""
+def test_a_claim_takes_effect_only_when_it_is_read_back() -> None:
+    """A bridge whose claim has not reached the log may not publish."""
     node = Node(Log(), "a")
     node.receive(0.0)
     node.tick(0.0)
     assert node.lease.phase is LeasePhase.CLAIMING and not node.may_publish(0.0)
 
 
-def test_a_holder_stops_by_its_own_clock_before_anybody_can_take_over() -> None:
-    """Its time counts from the sending of a renewal, not from its return."""
+def test_a_holder_stops_by_its_own_clock_before_another_bridge_can_take_over() -> None:
+    """The holder measures from the moment at which it sent a renewal, not from when it read the renewal back."""
     node = Node(Log(), "a")
     node.receive(0.0)
     node.tick(0.0)
@@ -98,8 +98,8 @@ def test_a_holder_stops_by_its_own_clock_before_anybody_can_take_over() -> None:
     assert not node.may_publish(LEASE_S * OWN_SHARE)
 
 
-def test_the_next_bridge_waits_a_whole_lease_since_it_read_the_last_renewal() -> None:
-    """Whatever the machines' clocks say, and however old the record is."""
+def test_the_next_bridge_waits_a_whole_lease_after_it_read_the_last_renewal() -> None:
+    """The wait does not depend on the machines' clocks, nor on the age of the record."""
     log = Log()
     Node(log, "a").step(0.0)
     other = Node(log, "b", skew_s=-1_000_000.0)
@@ -111,8 +111,8 @@ def test_the_next_bridge_waits_a_whole_lease_since_it_read_the_last_renewal() ->
     assert log.last.lease == BridgeLease("b", 2, 6000, 1)
 
 
-def test_a_stopped_holder_has_lost_when_it_goes_on() -> None:
-    """It may publish nothing before it knows, and its late renewal takes nothing back."""
+def test_a_holder_that_was_stopped_too_long_has_lost_the_lease() -> None:
+    """A stopped holder publishes nothing before it finds that out, and its late renewal does not restore its lease."""
     log = Log()
     a, b = Node(log, "a"), Node(log, "b", skew_s=77.0)
     a.step(0.0)
@@ -126,13 +126,13 @@ def test_a_stopped_holder_has_lost_when_it_goes_on() -> None:
     assert a.lease.phase is LeasePhase.WAITING and not a.may_publish(7.0)
     b.step(7.1)
     assert b.may_publish(7.1)
-    assert log.last.lease is not None and log.last.lease.bridge == "b"  # put beside what the other wrote, at once
+    assert log.last.lease is not None and log.last.lease.bridge == "b"  # the holder repeats its renewal at once
     a.step(7.2)
     assert a.lease.phase is LeasePhase.WAITING
 
 
-def test_of_two_claims_of_one_term_the_first_in_the_log_counts() -> None:
-    """Both wrote before either read; one holds, the other waits, and nobody asks a third time."""
+def test_the_first_of_two_claims_of_one_term_wins() -> None:
+    """If two bridges write the same term before either reads the other's, the order in the log decides."""
     log = Log()
     a, b = Node(log, "a"), Node(log, "b")
     for node in (a, b):
@@ -145,12 +145,12 @@ def test_of_two_claims_of_one_term_the_first_in_the_log_counts() -> None:
     assert (a.lease.phase, b.lease.phase) == (LeasePhase.WAITING, LeasePhase.HOLDING)
 
 
-def test_what_others_write_is_kept_even_where_it_crosses_a_renewal() -> None:
-    """A cordon that lands between a renewal's making and its arrival is written again on top of it."""
+def test_a_cordon_that_crosses_a_renewal_is_kept() -> None:
+    """The holder writes the cordon again on top of the renewal that it had made before it read the cordon."""
     log = Log()
     a = Node(log, "a")
     a.step(0.0)
-    a.tick(2.0)  # made from the registration as it was
+    a.tick(2.0)  # based on the registration before the cordon
     log.records.append(replace(log.last, state=WorkerState.CORDONED, taints=("x",)))
     a.send()
     assert log.last.state is WorkerState.ACTIVE
@@ -161,8 +161,8 @@ def test_what_others_write_is_kept_even_where_it_crosses_a_renewal() -> None:
     assert a.may_publish(4.1)
 
 
-def test_a_stopped_holders_late_renewal_takes_no_word_back() -> None:
-    """It knew nothing of the cordon that came while it was stopped; whoever holds now writes that again."""
+def test_a_stopped_holders_late_renewal_does_not_undo_a_cordon() -> None:
+    """The renewal is based on the registration before the cordon; the new holder writes the cordon again."""
     log = Log()
     a, b = Node(log, "a"), Node(log, "b")
     a.step(0.0)
@@ -179,8 +179,8 @@ def test_a_stopped_holders_late_renewal_takes_no_word_back() -> None:
     assert log.last.lease is not None and log.last.lease.bridge == "b"
 
 
-def test_a_copy_of_a_lease_is_no_renewal() -> None:
-    """A router that cordons a dead bridge's worker does not keep its lease alive."""
+def test_a_copy_of_a_lease_is_not_a_renewal() -> None:
+    """A router that cordons the worker of a crashed bridge does not extend its lease."""
     log = Log()
     Node(log, "a").step(0.0)
     b = Node(log, "b")
@@ -192,8 +192,8 @@ def test_a_copy_of_a_lease_is_no_renewal() -> None:
     assert log.last.state is WorkerState.CORDONED
 
 
-def test_a_registration_without_a_lease_gets_the_holders_back() -> None:
-    """PUT /workers knows nothing of bridges."""
+def test_the_holder_adds_its_lease_to_a_registration_without_one() -> None:
+    """A PUT of the worker has no lease, and its other fields are kept."""
     log = Log()
     a = Node(log, "a")
     a.step(0.0)
@@ -204,13 +204,13 @@ def test_a_registration_without_a_lease_gets_the_holders_back() -> None:
 
 
 def test_a_claim_updates_addresses_and_nothing_else() -> None:
-    """An engine that moved is registered where it is; role, state and capacities are somebody's choice."""
+    """An engine that moved gets its new addresses; role, state and capacities are the operator's choice."""
     log = Log([replace(WORKER, url="http://old", state=WorkerState.CORDONED, kv_total_blocks=5)])
     Node(log, "a").step(0.0)
     assert (log.last.url, log.last.state, log.last.kv_total_blocks) == ("http://e", WorkerState.CORDONED, 5)
 
 
-def test_a_deleted_worker_stays_deleted_until_somebody_registers_it() -> None:
+def test_a_deleted_worker_stays_deleted_until_it_is_registered_again() -> None:
     """A renewal that crossed the deletion is deleted again; a PUT brings the worker and its bridge back."""
     log = Log()
     a, b = Node(log, "a"), Node(log, "b")
@@ -228,13 +228,13 @@ def test_a_deleted_worker_stays_deleted_until_somebody_registers_it() -> None:
     a.step(51.0)
     b.step(51.0)
     assert (a.lease.phase, b.lease.phase) == (LeasePhase.HOLDING, LeasePhase.WAITING)
-    newcomer = Node(Log([None]), "c")  # deleted before it started: whoever starts a bridge wants the worker
+    newcomer = Node(Log([None]), "c")  # a bridge that starts after the deletion registers the worker
     newcomer.step(0.0)
     assert newcomer.lease.phase is LeasePhase.HOLDING
 
 
-def test_a_lease_given_up_is_free_at_once() -> None:
-    """A bridge that is asked to stop keeps nobody waiting."""
+def test_a_released_lease_is_free_at_once() -> None:
+    """The next bridge does not wait when a bridge stops in an orderly way."""
     log = Log()
     a, b = Node(log, "a"), Node(log, "b")
     a.step(0.0)
@@ -246,18 +246,18 @@ def test_a_lease_given_up_is_free_at_once() -> None:
     assert b.lease.phase is LeasePhase.HOLDING
 
 
-def test_an_engine_that_nobody_wants_yet_is_not_claimed() -> None:
-    """A bridge whose engine has not answered leaves the lease to one whose has."""
+def test_a_bridge_claims_no_lease_before_it_wants_one() -> None:
+    """A bridge that has not reached the engine leaves the lease to a bridge that has."""
     lease = EngineLease("a", LEASE_S)
     lease.on_end()
     assert lease.tick(0.0) == []
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_never_two_holders_whatever_stops_and_goes_on(seed: int) -> None:
-    """Bridges are stopped for any time, their writes are late; no two may publish at one moment, and one does again.
+def test_no_two_bridges_may_publish_at_once_whatever_stops_and_continues(seed: int) -> None:
+    """Bridges stop for any time and their writes are late; never may two publish at once, and in the end one does.
 
-    Reading is prompt for who runs, and a write arrives within the third of a lease that holders leave for it.
+    A running bridge reads promptly, and its writes arrive within the third of a lease that holders leave for them.
     """
     rng = random.Random(seed)
     print("seed", seed)

@@ -1,4 +1,4 @@
-"""Whether an engine is still the process that it was, from what it could be brought to tell."""
+"""Decisions whether an engine is still the same process, from the evidence that could be found."""
 
 from __future__ import annotations
 
@@ -30,66 +30,66 @@ def evidence(started: int | None, replay_check: ReplayCheck = ReplayCheck.SILENT
     return Evidence(reachable, None if started is None else Incarnation(started), replay_check)
 
 
-def life(incarnation: int) -> NewIncarnation:
+def begins(incarnation: int) -> NewIncarnation:
     return NewIncarnation(Incarnation(incarnation))
 
 
 @pytest.mark.parametrize(
-    ("known", "told", "decision"),
+    ("known", "found", "decision"),
     [
-        (None, evidence(3_000), life(3_000)),
-        (None, evidence(None), life(NOW)),
+        (None, evidence(3_000), begins(3_000)),
+        (None, evidence(None), begins(NOW)),
         (None, evidence(None, reachable=False), Undecided()),
         (KNOWN, evidence(1_000), SameIncarnation()),
-        (KNOWN, evidence(1_000, ReplayCheck.OTHER), SameIncarnation()),  # the start time is above every other evidence
-        (KNOWN, evidence(3_000), life(3_000)),
-        # An earlier start than what is known: that was minted when nobody told, or the clock was set back.
+        (KNOWN, evidence(1_000, ReplayCheck.OTHER), SameIncarnation()),  # the start time outweighs all other evidence
+        (KNOWN, evidence(3_000), begins(3_000)),
+        # An earlier start than the known one: that was minted without a start time, or the clock was set back.
         (KNOWN, evidence(500, ReplayCheck.SAME), SameIncarnation()),
-        (KNOWN, evidence(500, ReplayCheck.OTHER), life(NOW)),
-        (KNOWN, evidence(500, ReplayCheck.SILENT), life(NOW)),
+        (KNOWN, evidence(500, ReplayCheck.OTHER), begins(NOW)),
+        (KNOWN, evidence(500, ReplayCheck.SILENT), begins(NOW)),
         (KNOWN, evidence(None, ReplayCheck.SAME), SameIncarnation()),
         (KNOWN, evidence(None, ReplayCheck.SAME, reachable=False), SameIncarnation()),
-        (KNOWN, evidence(None, ReplayCheck.OTHER), life(NOW)),
-        (KNOWN, evidence(None, ReplayCheck.UNSENT), life(NOW)),
-        (KNOWN, evidence(None, ReplayCheck.FORGOTTEN), life(NOW)),
-        (KNOWN, evidence(None, ReplayCheck.FORGOTTEN, reachable=False), life(NOW)),
-        (KNOWN, evidence(None, ReplayCheck.SILENT), life(NOW)),
+        (KNOWN, evidence(None, ReplayCheck.OTHER), begins(NOW)),
+        (KNOWN, evidence(None, ReplayCheck.UNSENT), begins(NOW)),
+        (KNOWN, evidence(None, ReplayCheck.FORGOTTEN), begins(NOW)),
+        (KNOWN, evidence(None, ReplayCheck.FORGOTTEN, reachable=False), begins(NOW)),
+        (KNOWN, evidence(None, ReplayCheck.SILENT), begins(NOW)),
         (KNOWN, evidence(None, ReplayCheck.SILENT, reachable=False), Undecided()),
-        (UNKNOWN_DIGEST, evidence(None), life(NOW)),
+        (UNKNOWN_DIGEST, evidence(None), begins(NOW)),
     ],
 )
-def test_a_bridge_that_starts(known: KnownIncarnation | None, told: Evidence, decision: Decision) -> None:
-    """Start time first, then the bytes of the last batch known, then a life greater than the last."""
-    assert decide_at_start(known, told, NOW) == decision
+def test_a_starting_bridge_decides(known: KnownIncarnation | None, found: Evidence, decision: Decision) -> None:
+    """The start time decides first, then the bytes of the last known batch; without either, an incarnation begins."""
+    assert decide_at_start(known, found, NOW) == decision
 
 
 @pytest.mark.parametrize(
-    ("seen", "told", "contradicted", "decision"),
+    ("seen", "found", "contradicted", "decision"),
     [
         (1_000, evidence(1_000), False, SameIncarnation()),
-        (1_000, evidence(1_000), True, SameIncarnation()),  # a late batch of an older life is no new one
-        (1_000, evidence(2_000), False, life(2_000)),
-        (1_000, evidence(900), False, life(1_001)),  # restarted on a machine whose clock was set back
+        (1_000, evidence(1_000), True, SameIncarnation()),  # a late batch of an older incarnation
+        (1_000, evidence(2_000), False, begins(2_000)),
+        (1_000, evidence(900), False, begins(1_001)),  # restarted on a machine whose clock was set back
         (1_000, evidence(None, ReplayCheck.SILENT, reachable=False), False, SameIncarnation()),
-        (1_000, evidence(None, ReplayCheck.OTHER, reachable=False), False, life(NOW)),
-        (None, evidence(2_000, ReplayCheck.SAME), False, SameIncarnation()),  # its metrics tell only now
-        (None, evidence(2_000, ReplayCheck.UNSENT), False, life(2_000)),
+        (1_000, evidence(None, ReplayCheck.OTHER, reachable=False), False, begins(NOW)),
+        (None, evidence(2_000, ReplayCheck.SAME), False, SameIncarnation()),  # its metrics report it only now
+        (None, evidence(2_000, ReplayCheck.UNSENT), False, begins(2_000)),
         (None, evidence(None, ReplayCheck.SAME), True, SameIncarnation()),
-        (None, evidence(None, ReplayCheck.OTHER), False, life(NOW)),
-        (None, evidence(None, ReplayCheck.UNSENT), False, life(NOW)),
+        (None, evidence(None, ReplayCheck.OTHER), False, begins(NOW)),
+        (None, evidence(None, ReplayCheck.UNSENT), False, begins(NOW)),
         (None, evidence(None, ReplayCheck.FORGOTTEN), False, SameIncarnation()),
         (None, evidence(None, ReplayCheck.SILENT), False, SameIncarnation()),
-        (None, evidence(None, ReplayCheck.SILENT), True, life(NOW)),
+        (None, evidence(None, ReplayCheck.SILENT), True, begins(NOW)),
     ],
 )
-def test_a_bridge_that_feeds(seen: int | None, told: Evidence, contradicted: bool, decision: Decision) -> None:
-    """It goes on until something contradicts."""
+def test_a_feeding_bridge_decides(seen: int | None, found: Evidence, contradicted: bool, decision: Decision) -> None:
+    """A bridge that is feeding continues the incarnation until something contradicts it."""
     start = None if seen is None else Incarnation(seen)
-    assert decide_while_feeding(KNOWN, start, told, NOW, contradicted=contradicted) == decision
+    assert decide_while_feeding(KNOWN, start, found, NOW, contradicted=contradicted) == decision
 
 
-def test_proof_is_asked_for_only_where_it_decides() -> None:
-    """A start time that is known, or newer than all that is, needs none; nor has a life without batches any."""
+def test_the_replay_socket_is_asked_only_if_its_answer_matters() -> None:
+    """A bridge does not ask it if the start time is the known one or later, nor without a batch to compare with."""
     assert not needs_replay_check(None, evidence(None))
     assert not needs_replay_check(UNKNOWN_DIGEST, evidence(None))
     assert not needs_replay_check(KNOWN, evidence(1_000))
@@ -100,7 +100,7 @@ def test_proof_is_asked_for_only_where_it_decides() -> None:
 
 @given(
     known=st.builds(KnownIncarnation, st.integers(0, 10_000).map(Incarnation), st.integers(-1, 5), st.just(1)),
-    told=st.builds(
+    found=st.builds(
         Evidence,
         st.booleans(),
         st.one_of(st.none(), st.integers(0, 10_000).map(Incarnation)),
@@ -109,35 +109,35 @@ def test_proof_is_asked_for_only_where_it_decides() -> None:
     now=st.integers(0, 10_000),
     contradicted=st.booleans(),
 )
-def test_a_new_life_is_always_greater_than_the_last(
-    known: KnownIncarnation, told: Evidence, now: int, contradicted: bool
+def test_a_new_incarnation_is_always_greater_than_the_last(
+    known: KnownIncarnation, found: Evidence, now: int, contradicted: bool
 ) -> None:
-    """Whatever the clocks say, since agents refuse what is older."""
+    """A new incarnation is greater whatever the clocks show, since agents reject records of older ones."""
     for decision in (
-        decide_at_start(known, told, now),
-        decide_while_feeding(known, known.incarnation, told, now, contradicted=contradicted),
-        decide_while_feeding(known, None, told, now, contradicted=contradicted),
+        decide_at_start(known, found, now),
+        decide_while_feeding(known, known.incarnation, found, now, contradicted=contradicted),
+        decide_while_feeding(known, None, found, now, contradicted=contradicted),
     ):
         assert not isinstance(decision, NewIncarnation) or decision.incarnation > known.incarnation
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "text"),
     [
-        (evidence(3_000), "its metrics say that the engine started at 3000 us"),
+        (evidence(3_000), "its metrics report that the engine started at 3000 us"),
         (
             evidence(None, ReplayCheck.UNSENT),
-            "its metrics do not say when the engine started, and the engine has never sent that number",
+            "its metrics do not report when the engine started, and the engine has never sent that number",
         ),
         (
             evidence(None, reachable=False),
             "its metrics do not answer, and the engine did not answer, or there is nothing to compare with",
         ),
-        (SameIncarnation(), "the life known goes on"),
-        (life(7), "life 7 begins"),
-        (Undecided(), "nobody tells which life it is"),
+        (SameIncarnation(), "the known incarnation continues"),
+        (begins(7), "incarnation 7 begins"),
+        (Undecided(), "the incarnation is not known yet"),
     ],
 )
-def test_evidence_and_decisions_are_words_in_a_log(value: Evidence | Decision, words: str) -> None:
-    """And no reprs of ours."""
-    assert str(value) == words
+def test_evidence_and_decisions_are_readable_in_a_log(value: Evidence | Decision, text: str) -> None:
+    """Their text is a phrase and not a representation of the object."""
+    assert str(value) == text

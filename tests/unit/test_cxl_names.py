@@ -1,4 +1,4 @@
-"""Engine hashes of blocks in CXL pools: resolved by the ledger, and beyond its time by the names they went there by."""
+"""Engine hashes of blocks in CXL pools: resolved by the ledger, and later by the names that the blocks entered with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIRST, SECOND, THIRD = (
 
 
 def ledger_of_three() -> Ledger:
-    """Blocks 11, 12 and 13, one chain."""
+    """A ledger that holds blocks 11, 12 and 13 of one chain."""
     ledger = Ledger(counts_copies=True)
     ledger.apply(BlocksStored(None, u64(11, 12), u64(1, 2)))
     ledger.apply(BlocksStored(EngineHash(12), u64(13), u64(3), Tier.HOST))
@@ -53,18 +53,18 @@ def enter(names: CxlNames, ledger: Ledger, state: CxlMemoryState, *engine: int) 
     return [address for address, _ in blocks.rows()], unknown
 
 
-def test_a_ledger_says_where_a_block_lies() -> None:
-    """Whatever its tier; a name that it does not hold has no place."""
+def test_a_ledger_returns_the_address_of_a_block() -> None:
+    """A block is found in any tier; a name that the ledger does not have has no address."""
     ledger = ledger_of_three()
     assert [ledger.address(EngineHash(name)) for name in (11, 12, 13, 14)] == [FIRST, SECOND, THIRD, None]
 
 
-@pytest.mark.parametrize("gone", [BlocksRemoved(u64(11, 12)), AllBlocksCleared()])
-def test_a_name_outlives_the_ledger_on_its_way_into_a_pool_and_in_it(gone: BlocksRemoved | AllBlocksCleared) -> None:
-    """The GPU's copy goes while the block is in transit; what is told later still finds it, until it is evicted."""
+@pytest.mark.parametrize("removal", [BlocksRemoved(u64(11, 12)), AllBlocksCleared()])
+def test_a_name_is_kept_while_its_block_is_in_transit_or_pooled(removal: BlocksRemoved | AllBlocksCleared) -> None:
+    """The ledger loses the block when the GPU's copy is removed; later transitions find it until it is evicted."""
     ledger, names = ledger_of_three(), CxlNames()
     assert enter(names, ledger, TRANSIT, 11, 12) == ([FIRST, SECOND], [])
-    ledger.apply(gone)
+    ledger.apply(removal)
     assert enter(names, ledger, POOLED, 12, 11) == ([SECOND, FIRST], [])
     assert enter(names, ledger, EVICTED, 11, 14) == ([FIRST], [14])
     assert enter(names, ledger, EVICTED, 11) == ([], [11])
@@ -73,8 +73,8 @@ def test_a_name_outlives_the_ledger_on_its_way_into_a_pool_and_in_it(gone: Block
     assert len(names) == 0
 
 
-def test_a_name_given_to_another_block_is_still_that_of_the_one_in_the_pool() -> None:
-    """Until the other one goes there under it."""
+def test_a_name_given_to_another_block_still_stands_for_the_one_in_the_pool() -> None:
+    """A name stands for the pooled block until the other block enters a pool under the same name."""
     ledger, names = ledger_of_three(), CxlNames()
     enter(names, ledger, TRANSIT, 11)
     ledger.apply(BlocksRemoved(u64(11)))
@@ -85,8 +85,8 @@ def test_a_name_given_to_another_block_is_still_that_of_the_one_in_the_pool() ->
     assert enter(names, ledger, EVICTED, 11) == ([other], [])
 
 
-def test_what_was_told_before_is_followed() -> None:
-    """A bridge that reads an engine's batches again ends up with the names that its forerunner had."""
+def test_reading_an_engines_batches_again_leads_to_the_same_names() -> None:
+    """A bridge that rebuilds its state from the replay buffer has the names that the bridge before it had."""
     names, ledger = CxlNames(), Ledger(counts_copies=True)
     names.apply(BlocksStored(None, u64(11, 12), u64(1, 2), cxl=CxlMemoryMetadata("cxl_pooled", "p", ())), ledger)
     names.apply(BlocksRemoved(u64(11, 12)), ledger)
@@ -94,7 +94,7 @@ def test_what_was_told_before_is_followed() -> None:
     assert enter(names, ledger, POOLED, 11, 12) == ([FIRST], [12])
 
 
-def test_a_store_in_a_pool_is_told_as_the_transitions_that_it_amounts_to() -> None:
+def test_a_store_in_a_pool_becomes_the_transitions_that_lead_there() -> None:
     """A block that is stored in a pool enters it through in_transit."""
     stored = BlocksStored(None, u64(11), u64(1), cxl=CxlMemoryMetadata("cxl_pooled", "p", (7,)))
     assert [(each.state, each.pool_id, each.accessible_workers) for each in stored_states(stored)] == [
@@ -128,16 +128,16 @@ def payload_of(*events: Any) -> bytes:
 
 
 @pytest.mark.parametrize("event", [TRANSITION, ["CxlStateTransition", *list(TRANSITION.values())[1:]]])
-def test_an_engine_tells_transitions_beside_vllms_events(event: Any) -> None:
-    """As a map or as an array, like any event."""
+def test_a_transition_is_read_from_a_map_or_an_array(event: Any) -> None:
+    """An engine reports transitions in the same two forms as vLLM's own events."""
     (found,) = decode_payload(payload_of(event), 4).events
     assert isinstance(found, CxlStateChanged)
     assert (found.event_id, found.state, found.pool_id, found.accessible_workers) == (5, TRANSIT, "p", (7, 8))
     assert found.engine.tolist() == [11, (1 << 64) - 1]
 
 
-def test_an_engine_tells_where_it_stored_a_block() -> None:
-    """In a store that is a map."""
+def test_the_cxl_metadata_of_a_store_is_read() -> None:
+    """A store that is a map may name the state, the pool and the workers of its blocks."""
     (found,) = decode_payload(payload_of(STORED), 4).events
     assert isinstance(found, BlocksStored)
     assert found.cxl == CxlMemoryMetadata("cxl_pooled", "p", (7,))
@@ -157,8 +157,8 @@ def test_an_engine_tells_where_it_stored_a_block() -> None:
         {**STORED, "cxl_metadata": {"state": "nowhere"}},
     ],
 )
-def test_what_is_no_transition_makes_its_batch_a_dead_letter(event: Any) -> None:
-    """With the reason of any other event that is none."""
+def test_an_invalid_transition_makes_its_batch_a_dead_letter(event: Any) -> None:
+    """The reason is `bad_event`, as for every other event that cannot be read."""
     with pytest.raises(BadRecord) as caught:
         decode_payload(payload_of(event), 4)
     assert caught.value.reason == "bad_event"
@@ -174,27 +174,27 @@ def test_what_is_no_transition_makes_its_batch_a_dead_letter(event: Any) -> None
         {"moe": MoeLabels(expert_group=1 << 31)},
     ],
 )
-def test_a_batch_that_cannot_be_told_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
-    """Whatever else is in it: nothing of it is in the ledger, and the next batch has its number."""
-    told = RecordingProducer()
-    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
+def test_a_refused_batch_leaves_publisher_and_log_as_they_were(bad: dict[str, Any]) -> None:
+    """None of its events is in the ledger, and the next batch gets its number."""
+    kafka = RecordingProducer()
+    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=kafka)
     good = BlocksStored(None, u64(11), u64(1))
     with pytest.raises(BadRecord):
         publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2), **bad)])
     assert publisher.publish([good, BlocksStored(EngineHash(11), u64(12), u64(2))]) == 0
-    begun, batch = map(decode_batch, told.values("kv-events"))
+    begun, batch = map(decode_batch, kafka.values("kv-events"))
     assert (begun.sequence, batch.sequence) == (BEFORE_FIRST, 0)
     assert isinstance(batch.body, EngineEvents)
     assert [each.engine.tolist() for each in batch.body.events if isinstance(each, BlocksStored)] == [[11], [12]]
 
 
-def test_a_batch_that_was_lost_is_missing_in_the_log() -> None:
-    """One that is too large is in the ledger: its number must not be another's."""
-    told = RecordingProducer()
-    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=told)
+def test_the_number_of_a_batch_that_is_too_large_is_missing_in_the_log() -> None:
+    """The ledger has the batch already, so no other batch may take its number."""
+    kafka = RecordingProducer()
+    publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=kafka)
     n = EVENT_BYTES_MAX // 16
     names = np.arange(1, n + 1, dtype=np.uint64)
     with pytest.raises(BadRecord, match="bytes"):
         publisher.publish([BlocksStored(None, names, names)])
     assert publisher.publish([BlocksRemoved(names[:1])]) == 1
-    assert [decode_batch(value).sequence for value in told.values("kv-events")] == [BEFORE_FIRST, 1]
+    assert [decode_batch(value).sequence for value in kafka.values("kv-events")] == [BEFORE_FIRST, 1]

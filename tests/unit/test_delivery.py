@@ -1,4 +1,4 @@
-"""Faust's consumer as this project alters it; what needs a rebalance to happen is told to it here."""
+"""Faust's consumer as this project changes it; the tests simulate what only a rebalance would cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streams.worker import create_app
 
 
 def consumer() -> Any:
-    """The consumer of a worker that was not started."""
+    """Return the consumer of a worker that is not started."""
     return create_app(Settings(router=False)).consumer
 
 
@@ -25,10 +25,10 @@ def consumer() -> Any:
         AssertionError("No partitions are currently assigned"),
     ],
 )
-def test_what_is_revoked_while_offsets_are_asked_for_does_not_end_the_worker(
+def test_a_revocation_while_offsets_are_requested_does_not_end_the_worker(
     revoked: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another assignment comes and is sought then; what was known of offsets stays."""
+    """The consumer keeps the offsets that it has, and the next assignment seeks again."""
 
     async def play() -> None:
         faust_consumer = consumer()
@@ -45,8 +45,8 @@ def test_what_is_revoked_while_offsets_are_asked_for_does_not_end_the_worker(
     asyncio.run(play())
 
 
-def test_what_is_committed_is_sought_and_other_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets that the group knows become what is read next."""
+def test_committed_offsets_are_sought_and_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next read starts at the committed offsets."""
 
     async def play() -> None:
         faust_consumer = consumer()
@@ -59,10 +59,10 @@ def test_what_is_committed_is_sought_and_other_faults_are_not_hidden(monkeypatch
         await faust_consumer.perform_seek()
         assert faust_consumer._read_offset[tp] == 42
 
-        async def break_down() -> dict[TP, int]:
+        async def fail() -> dict[TP, int]:
             raise RuntimeError("a fault of ours")
 
-        monkeypatch.setattr(faust_consumer, "seek_to_committed", break_down)
+        monkeypatch.setattr(faust_consumer, "seek_to_committed", fail)
         with pytest.raises(RuntimeError, match="a fault of ours"):
             await faust_consumer.perform_seek()
 

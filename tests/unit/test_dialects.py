@@ -144,7 +144,7 @@ def await_batches(kafka: RecordingProducer, n: int) -> None:
 
 
 def test_a_second_dialect_reaches_kafka_through_the_feed() -> None:
-    """Its payloads are decoded with its state, its copies are not counted, and what it refuses is a dead letter."""
+    """The feed decodes its payloads with its state, counts no copies, and makes refused payloads dead letters."""
     with EngineDouble() as engine:
         engine.send(note(store(12, 11)))  # its parent arrives in the next payload
         engine.send(note(store(11)))

@@ -1,4 +1,4 @@
-"""Engines' Prometheus pages to gauges: the names of each engine, whose rank a sample is, what is no page. Pure."""
+"""Engines' Prometheus pages to gauges: the names of each engine, the rank of a sample, and pages that are refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def only(page: str) -> WorkerMetrics:
 
 
 @pytest.mark.parametrize(
-    ("page", "told"),
+    ("page", "expected"),
     [
         (VLLM, WorkerMetrics(0.25, 2, 3, 0, 100, 400)),
         (VLLM.replace("kv_cache_usage", "gpu_cache_usage"), WorkerMetrics(0.25, 2, 3, 0, 100, 400)),
@@ -77,13 +77,13 @@ def only(page: str) -> WorkerMetrics:
     ],
     ids=["vllm", "vllm before 0.11", "vllm starting", "sglang", "sglang newer", "sglang older", "trtllm", "triton"],
 )
-def test_each_engines_names_tell_the_same(page: str, told: WorkerMetrics) -> None:
-    """In the order usage, waiting, running, slots, blocks used, blocks; names that only begin alike tell nothing."""
-    assert only(page) == told
+def test_each_engines_names_are_read_as_the_same_gauges(page: str, expected: WorkerMetrics) -> None:
+    """The gauges are usage, waiting, running, slots, used blocks, all blocks; names with another ending are ignored."""
+    assert only(page) == expected
 
 
-def test_what_is_not_told_follows_from_what_is() -> None:
-    """Usage from blocks; and of a lone gauge the others are 0."""
+def test_missing_gauges_are_derived_from_others_or_0() -> None:
+    """Usage is derived from used and all blocks, and used blocks from usage; every other missing gauge is 0."""
     used = "trtllm_kv_cache_used_blocks 30\ntrtllm_kv_cache_max_blocks 40\n"
     assert only(used) == WorkerMetrics(0.75, 0, 0, 0, 30, 40)
     assert only("vllm:num_requests_waiting 4\n") == WorkerMetrics(num_requests_waiting=4)
@@ -91,8 +91,8 @@ def test_what_is_not_told_follows_from_what_is() -> None:
     assert only("vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting 1\n") == WorkerMetrics(num_requests_waiting=1)
 
 
-def test_a_samples_label_says_whose_it_is() -> None:
-    """vLLM's and SGLang's; who names none is rank 0, and a rank that the engine has not is nobody."""
+def test_a_label_names_the_rank_of_a_sample() -> None:
+    """vLLM's and SGLang's labels are read. Without one it is rank 0; samples of ranks beyond dp_size are ignored."""
     ranks = "".join(f'vllm:num_requests_waiting{{engine="{rank}"}} {10 + rank}\n' for rank in (0, 1, 3))
     assert parsed(ranks, dp_size=3) == {
         DpRank(0): WorkerMetrics(num_requests_waiting=10),
@@ -101,14 +101,14 @@ def test_a_samples_label_says_whose_it_is() -> None:
     sglang = 'sglang:num_queue_reqs{dp_rank="1"} 7\nsglang:num_queue_reqs{dp_rank=""} 5\n'
     assert {rank: each.num_requests_waiting for rank, each in parsed(sglang, dp_size=2).items()} == {0: 5, 1: 7}
     assert only('vllm:num_requests_waiting{engine="5"} 7\n').num_requests_waiting == 7  # one rank, numbered by a fleet
-    for strange in ("x", "1.0", "²", "9" * 5000):
+    for label in ("x", "1.0", "²", "9" * 5000):
         with pytest.raises(BadRecord, match="none of the names"):
-            parsed(f'vllm:num_requests_waiting{{engine="{strange}"}} 1\n', dp_size=2)
+            parsed(f'vllm:num_requests_waiting{{engine="{label}"}} 1\n', dp_size=2)
 
 
-def test_of_several_samples_of_a_rank_the_greatest_counts() -> None:
-    """Tensor-parallel ranks tell the same, some of them a little later."""
-    page = "".join(f'sglang:num_queue_reqs{{tp_rank="{rank}"}} {told}\n' for rank, told in enumerate((3, 5, 4)))
+def test_the_greatest_of_several_samples_of_a_rank_is_used() -> None:
+    """Tensor-parallel ranks report the same number, some of them slightly later."""
+    page = "".join(f'sglang:num_queue_reqs{{tp_rank="{rank}"}} {n}\n' for rank, n in enumerate((3, 5, 4)))
     assert only(page).num_requests_waiting == 5
 
 
@@ -127,8 +127,8 @@ def test_of_several_samples_of_a_rank_the_greatest_counts() -> None:
         (b"vllm:num_requests_waiting 2147483648\n", "bad_number"),
     ],
 )
-def test_what_is_no_page_is_refused_by_its_reason(page: bytes, reason: str) -> None:
-    """Nothing known, no text, no samples, numbers that nothing can have."""
+def test_a_page_that_cannot_be_used_is_refused_with_a_reason(page: bytes, reason: str) -> None:
+    """Refused are pages without a known name, without text or valid samples, and with impossible numbers."""
     with pytest.raises(BadRecord) as caught:
         parse_metrics(page, dp_size=1, block_size=16)
     assert caught.value.reason == reason
@@ -140,18 +140,18 @@ def test_what_is_no_page_is_refused_by_its_reason(page: bytes, reason: str) -> N
     st.floats(0.0, 1.0),
 )
 def test_pages_of_the_prometheus_client_are_read(model: str, waiting: int, usage: float) -> None:
-    """Whatever is in their labels, and whatever else is on the page."""
+    """The client's pages are read whatever their labels contain and whatever other metrics they have."""
     registry = CollectorRegistry()
     for name, value in (("vllm:num_requests_waiting", waiting), ("vllm:kv_cache_usage_perc", usage)):
         Gauge(name, "A gauge.", ["model_name", "engine"], registry=registry).labels(model, "0").set(value)
     Histogram("vllm:request_prompt_tokens", "Others.", ["model_name"], registry=registry).labels(model).observe(3)
-    told = parse_metrics(generate_latest(registry), dp_size=2, block_size=16)
-    assert told == {DpRank(0): WorkerMetrics(gpu_cache_usage_perc=usage, num_requests_waiting=waiting)}
+    ranks = parse_metrics(generate_latest(registry), dp_size=2, block_size=16)
+    assert ranks == {DpRank(0): WorkerMetrics(gpu_cache_usage_perc=usage, num_requests_waiting=waiting)}
 
 
 @given(st.binary(max_size=60), st.sampled_from([b"", b"vllm:num_requests_waiting", b"vllm:cache_config_info{"]))
-def test_any_bytes_are_a_page_or_a_bad_one(tail: bytes, head: bytes) -> None:
-    """Nothing but BadRecord is raised."""
+def test_any_bytes_are_read_or_refused(tail: bytes, head: bytes) -> None:
+    """No exception but BadRecord is raised, whatever the bytes."""
     try:
         parse_metrics(head + tail, dp_size=2, block_size=16)
     except BadRecord:

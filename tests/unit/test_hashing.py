@@ -1,4 +1,4 @@
-"""Hashes byte for byte: the goldens of docs/architecture.md, and xxhash itself as the witness."""
+"""Hashes, byte for byte: the examples in docs/architecture.md, and the xxhash package as the reference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GOLDEN_TOKENS = list(range(1, 13))
 GOLDEN_LOCAL = [14643705804678351452, 16777012769546811212, 483935686894639516]
 GOLDEN_SEQUENCE = [14643705804678351452, 4945711292740353085, 12583592247330656132]
 
-#: Facts from public tests; beside the checkout where the project is developed, nowhere else.
+#: Facts from public tests; they exist only next to the checkout in which the project is developed.
 CONFORMANCE = Path(__file__).parents[3] / "shared" / "conformance" / "cases.jsonl"
 
 INTEGER_DTYPES = ["i1", "u1", "<i2", ">i2", "<u2", ">u2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8", ">u8"]
@@ -50,14 +50,14 @@ u32s = st.integers(0, U32_MAX)
 u64s = st.integers(0, U64_MASK)
 
 
-def witness_local(tokens: list[int], block_size: int, seed: int = 1337) -> list[int]:
-    """Block hashes, one at a time, by the formula."""
+def reference_local(tokens: list[int], block_size: int, seed: int = 1337) -> list[int]:
+    """Reference for local hashes: one block at a time, by the formula."""
     blocks = [tokens[first : first + block_size] for first in range(0, len(tokens) - block_size + 1, block_size)]
     return [xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *block), seed) for block in blocks]
 
 
-def test_the_goldens_of_the_documentation() -> None:
-    """Twelve tokens in blocks of four, as NVIDIA Dynamo hashes them."""
+def test_the_examples_in_the_documentation() -> None:
+    """Twelve tokens in blocks of four have the hashes that NVIDIA Dynamo computes."""
     local = local_hashes(GOLDEN_TOKENS, 4)
     assert local.tolist() == GOLDEN_LOCAL
     assert sequence_hashes(local).tolist() == GOLDEN_SEQUENCE
@@ -67,14 +67,14 @@ def test_the_goldens_of_the_documentation() -> None:
 @given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 17), seed=u64s)
 @settings(max_examples=100, deadline=None)
 def test_local_hashes_are_xxh3_of_each_full_block(tokens: list[int], block_size: int, seed: int) -> None:
-    """Tokens as u32 little-endian under the seed; what is left over at the end is dropped."""
-    assert local_hashes(tokens, block_size, seed).tolist() == witness_local(tokens, block_size, seed)
+    """A local hash is xxh3_64 of a block's tokens as u32 little-endian, with the seed; a partial block is dropped."""
+    assert local_hashes(tokens, block_size, seed).tolist() == reference_local(tokens, block_size, seed)
 
 
 @given(local=st.lists(u64s, max_size=40), cut=st.integers(0, 40))
 @settings(max_examples=100, deadline=None)
-def test_a_chain_goes_on_where_it_was_cut(local: list[int], cut: int) -> None:
-    """Sequence hashes are the witness's, whole or in two parts with the parent handed over."""
+def test_a_chain_can_be_continued_from_a_parent(local: list[int], cut: int) -> None:
+    """Sequence hashes equal the reference's, whether chained in one call or in two with the parent passed on."""
     cut = min(cut, len(local))
     whole = sequence_hashes(np.array(local, dtype=np.uint64)).tolist()
     assert whole == chain_hashes(local)
@@ -83,7 +83,7 @@ def test_a_chain_goes_on_where_it_was_cut(local: list[int], cut: int) -> None:
 
 
 def test_a_first_blocks_sequence_hash_is_its_local_hash() -> None:
-    """At the root there is nothing to chain; a parent of 0 is a parent."""
+    """At the root, the sequence hash is the local hash; a parent of 0 is a parent, not the root."""
     local = np.array([5], dtype=np.uint64)
     assert sequence_hashes(local).tolist() == [5]
     assert sequence_hashes(local, SequenceHash(0)).tolist() == chain_hashes([5], 0) != [5]
@@ -91,20 +91,20 @@ def test_a_first_blocks_sequence_hash_is_its_local_hash() -> None:
 
 @pytest.mark.parametrize(("n_tokens", "n_blocks"), [(0, 0), (3, 0), (4, 1), (5, 1), (7, 1), (8, 2), (9, 2)])
 def test_a_partial_last_block_is_dropped(n_tokens: int, n_blocks: int) -> None:
-    """Just full blocks are hashed."""
+    """Only full blocks are hashed."""
     assert len(local_hashes(list(range(n_tokens)), 4)) == n_blocks
 
 
 @pytest.mark.parametrize("block_size", [0, -1])
 def test_a_block_has_at_least_one_token(block_size: int) -> None:
-    """Anything less is refused."""
+    """A smaller block size raises BlockSizeMismatch."""
     with pytest.raises(BlockSizeMismatch):
         local_hashes([1, 2], block_size)
 
 
 @pytest.mark.parametrize("dtype", INTEGER_DTYPES)
 def test_tokens_of_every_integer_dtype_hash_alike(dtype: str) -> None:
-    """Width and byte order of the caller's array do not matter, nor whether it lies in one piece."""
+    """The width, byte order and strides of the caller's array do not matter."""
     tokens = np.array(GOLDEN_TOKENS, dtype=dtype)
     assert local_hashes(tokens, 4).tolist() == GOLDEN_LOCAL
     strided = np.repeat(tokens, 2)[::2]
@@ -113,14 +113,14 @@ def test_tokens_of_every_integer_dtype_hash_alike(dtype: str) -> None:
 
 @pytest.mark.parametrize("code", "bBhHiIlLqQ")
 def test_tokens_of_every_array_type_hash_alike(code: str) -> None:
-    """`array.array` of any integer type."""
+    """An `array.array` of any integer type gives the same hashes."""
     assert local_hashes(array(code, GOLDEN_TOKENS), 4).tolist() == GOLDEN_LOCAL
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda tokens: range(tokens[0], tokens[-1] + 1)])
 @pytest.mark.parametrize("packed", [bytes, bytearray, memoryview])
 def test_tokens_in_every_container_hash_alike(kind: Any, packed: Any) -> None:
-    """Lists, tuples and ranges, of NumPy's integers too, and u32 little-endian bytes."""
+    """Lists, tuples, ranges, NumPy's integers and u32 little-endian bytes give the same hashes."""
     assert local_hashes(kind(GOLDEN_TOKENS), 4).tolist() == GOLDEN_LOCAL
     assert local_hashes(list(np.array(GOLDEN_TOKENS)), 4).tolist() == GOLDEN_LOCAL
     assert local_hashes(packed(pack_tokens(GOLDEN_TOKENS)), 4).tolist() == GOLDEN_LOCAL
@@ -128,14 +128,14 @@ def test_tokens_in_every_container_hash_alike(kind: Any, packed: Any) -> None:
 
 @pytest.mark.parametrize("empty", [[], (), b"", np.array([], dtype=np.int64), array("I")])
 def test_no_tokens_are_no_blocks(empty: Tokens) -> None:
-    """Whatever they come in."""
+    """Every empty container gives no hashes."""
     assert local_hashes(empty, 4).tolist() == []
     assert pack_tokens(empty) == b""
 
 
 @pytest.mark.parametrize("value", [0, U32_MAX])
 def test_the_ends_of_u32_are_tokens(value: int) -> None:
-    """In a list, in a tuple and in arrays."""
+    """The smallest and greatest u32 are valid tokens in lists, tuples and arrays."""
     raw = value.to_bytes(4, "little")
     assert pack_tokens([value]) == pack_tokens((value,)) == pack_tokens(np.array([value])) == raw
     assert pack_tokens(np.array([value], dtype=np.uint64)) == raw
@@ -145,7 +145,7 @@ def test_the_ends_of_u32_are_tokens(value: int) -> None:
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("other", [7, np.int64(7)])
 def test_a_token_outside_u32_is_named(value: int, kind: Any, other: Any) -> None:
-    """With its place and its value, whichever integers are around it."""
+    """The error states the position and the value of the token, whatever the other tokens are."""
     with pytest.raises(InvalidRequest, match=rf"token 2 is {value}\b"):
         local_hashes(kind([other, other, value, other]), 4)
 
@@ -154,7 +154,7 @@ def test_a_token_outside_u32_is_named(value: int, kind: Any, other: Any) -> None
     ("dtype", "value"), [("i1", -1), ("<i4", -5), ("<i8", U32_MAX + 1), ("<u8", U64_MASK), (">i8", -(1 << 63))]
 )
 def test_a_token_of_an_array_outside_u32_is_named(dtype: str, value: int) -> None:
-    """With its place and its value, in any dtype that has room for it."""
+    """The error states the position and the value of the token, for every dtype that can hold it."""
     tokens = np.array([1, 2, value, value], dtype=dtype)
     with pytest.raises(InvalidRequest, match=rf"token 2 is {value}\b"):
         pack_tokens(tokens)
@@ -162,8 +162,8 @@ def test_a_token_of_an_array_outside_u32_is_named(dtype: str, value: int) -> Non
 
 @pytest.mark.parametrize("value", [1.5, "7", None, [1]])
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_token_that_is_no_integer_is_named(value: Any, kind: Any) -> None:
-    """With its place and what it is."""
+def test_a_token_that_is_not_an_integer_is_named(value: Any, kind: Any) -> None:
+    """The error states the position of the token and what it is."""
     with pytest.raises(InvalidRequest, match="token 1 is "):
         pack_tokens(kind([1, value, 3]))
 
@@ -171,27 +171,27 @@ def test_a_token_that_is_no_integer_is_named(value: Any, kind: Any) -> None:
 @pytest.mark.parametrize(
     "tokens", [np.array([1.0]), np.array([[1, 2]]), np.array(["a"]), np.array([None]), array("d", [1])]
 )
-def test_an_array_that_is_no_row_of_integers_is_refused(tokens: Any) -> None:
-    """Floats, two dimensions, text and objects."""
+def test_an_array_that_is_not_one_dimension_of_integers_is_refused(tokens: Any) -> None:
+    """Arrays of floats, of two dimensions, of text or of objects raise InvalidRequest."""
     with pytest.raises(InvalidRequest):
         pack_tokens(tokens)
 
 
 @pytest.mark.parametrize("n_bytes", [1, 2, 3, 5, 4095])
-def test_packed_tokens_are_whole(n_bytes: int) -> None:
-    """Bytes that are no multiple of four are refused."""
+def test_packed_tokens_have_four_bytes_each(n_bytes: int) -> None:
+    """A number of bytes that is not a multiple of four raises InvalidRequest."""
     with pytest.raises(InvalidRequest):
         local_hashes(bytes(n_bytes), 4)
 
 
 @pytest.mark.parametrize(("lora_name", "namespace"), [(None, None), ("", ""), ("", None), (None, "")])
 def test_no_adapter_and_no_namespace_leave_the_seed(lora_name: str | None, namespace: str | None) -> None:
-    """None and "" both mean none."""
+    """For adapter and namespace, None and "" both leave the seed unchanged."""
     assert hash_seed(lora_name, namespace) == BASE_SEED == 1337
 
 
 def test_adapter_and_namespace_are_added_to_the_seed() -> None:
-    """Each hashed with its own seed, so that an adapter never passes for a namespace; the sum wraps at 2^64."""
+    """Each is hashed with its own seed, so an adapter is never mistaken for a namespace; the sum wraps at 2^64."""
     lora, namespace = xxhash.xxh3_64_intdigest("poet é".encode(), 0), xxhash.xxh3_64_intdigest(b"a", 1)
     assert hash_seed("poet é") == (1337 + lora) % 2**64
     assert hash_seed(None, "a") == (1337 + namespace) % 2**64
@@ -203,23 +203,23 @@ def test_adapter_and_namespace_are_added_to_the_seed() -> None:
 @given(hashes=st.lists(u64s, max_size=20))
 @settings(max_examples=50, deadline=None)
 def test_hashes_are_packed_little_endian(hashes: list[int]) -> None:
-    """Eight bytes each, and back."""
+    """Hashes are packed in eight bytes each, and unpacked to the same values."""
     packed = pack_hashes(hashes)
     assert packed == struct.pack(f"<{len(hashes)}Q", *hashes) == pack_hashes(np.array(hashes, dtype=">u8"))
     assert unpack_hashes(packed).tolist() == hashes
 
 
 @pytest.mark.parametrize("n_bytes", [1, 7, 9, 15])
-def test_packed_hashes_are_whole(n_bytes: int) -> None:
-    """Bytes that are no multiple of eight are refused."""
+def test_packed_hashes_have_eight_bytes_each(n_bytes: int) -> None:
+    """A number of bytes that is not a multiple of eight raises InvalidRequest."""
     with pytest.raises(InvalidRequest):
         unpack_hashes(bytes(n_bytes))
 
 
 @pytest.mark.parametrize("seed", [0, 1337, U64_MASK, random.Random(20).getrandbits(64)])
 @pytest.mark.parametrize("first", range(1, 4097, 512))
-def test_every_block_size_is_hashed_as_the_package_does(first: int, seed: int) -> None:
-    """All lengths from 4 to 16,384 bytes, and with them every path of XXH3; two blocks and their chain each."""
+def test_every_block_size_is_hashed_like_the_package_does(first: int, seed: int) -> None:
+    """Two blocks and their chain agree for all lengths from 4 to 16,384 bytes, which covers every path of XXH3."""
     print(f"{seed=}")
     raw = np.random.default_rng(7).bytes(2 * 4096 * 4)
     for block_size in range(first, first + 512):
@@ -232,7 +232,7 @@ def test_every_block_size_is_hashed_as_the_package_does(first: int, seed: int) -
 
 @pytest.mark.parametrize("n_bytes", [236, 240, 244, 1020, 1024, 1028, 2044, 2048, 2052, 16384, 16388, 1 << 20])
 def test_input_around_the_rounds_of_long_digests(n_bytes: int) -> None:
-    """XXH3 changes at 240 bytes and works in rounds of 1,024; blocks of more than 4,096 tokens go the same way."""
+    """Hashes agree around 240 bytes, where XXH3 switches algorithms, and around its rounds of 1,024 bytes."""
     raw = np.random.default_rng(n_bytes).bytes(n_bytes)
     assert local_hashes(raw, n_bytes // 4, 99).tolist() == [xxhash.xxh3_64_intdigest(raw, 99)]
 
@@ -244,8 +244,8 @@ def test_input_around_the_rounds_of_long_digests(n_bytes: int) -> None:
     eagle=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_one_pass_gives_what_two_give(tokens: list[int], block_size: int, seed: int, eagle: bool) -> None:
-    """Local hashes and their chain, whether or not windows overlap."""
+def test_one_pass_gives_the_same_hashes_as_two(tokens: list[int], block_size: int, seed: int, eagle: bool) -> None:
+    """`request_hashes` equals `local_hashes` and `sequence_hashes`, with and without overlapping windows."""
     local, sequence = request_hashes(tokens, block_size, seed, eagle=eagle)
     assert local.tolist() == local_hashes(tokens, block_size, seed, eagle=eagle).tolist()
     assert sequence.tolist() == sequence_hashes(local).tolist() == chain_hashes(local.tolist())
@@ -254,8 +254,8 @@ def test_one_pass_gives_what_two_give(tokens: list[int], block_size: int, seed: 
 
 @given(tokens=st.lists(u32s, max_size=90), block_size=st.integers(1, 20), seed=u64s)
 @settings(max_examples=100, deadline=None)
-def test_eagle_windows_see_one_token_more(tokens: list[int], block_size: int, seed: int) -> None:
-    """Windows of block_size + 1 tokens, block_size apart, as many as are full."""
+def test_eagle_windows_have_one_more_token(tokens: list[int], block_size: int, seed: int) -> None:
+    """EAGLE hashes all full windows of block_size + 1 tokens, which begin block_size tokens apart."""
     windows = [tokens[at : at + block_size + 1] for at in range(0, len(tokens), block_size)]
     full = [window for window in windows if len(window) == block_size + 1]
     expected = [xxhash.xxh3_64_intdigest(struct.pack(f"<{len(window)}I", *window), seed) for window in full]
@@ -266,7 +266,7 @@ def test_eagle_windows_see_one_token_more(tokens: list[int], block_size: int, se
 @given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 17), eagle=st.booleans(), offset=st.integers(0, 3))
 @settings(max_examples=100, deadline=None)
 def test_every_kind_of_input_hashes_alike(tokens: list[int], block_size: int, eagle: bool, offset: int) -> None:
-    """Writable or not, aligned or not, strided, wider than a token, of either byte order."""
+    """Arrays that are read-only, unaligned, strided, wider than a token or of either byte order hash alike."""
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     shifted = bytearray(bytes(offset) + packed)
     writable: Any = np.array(tokens, dtype=np.uint32)
@@ -295,7 +295,7 @@ def test_every_kind_of_input_hashes_alike(tokens: list[int], block_size: int, ea
 
 
 def test_hashes_of_every_layout_chain_alike() -> None:
-    """Read-only as they come off the wire, strided, of the other byte order, and at an odd address."""
+    """Hashes that are read-only, strided, of the other byte order or at an odd address chain alike."""
     local = np.array([1, U64_MASK, 3], dtype=np.uint64)
     expected = chain_hashes(local.tolist())
     odd = memoryview(b"x" + pack_hashes(local))[1:]
@@ -304,8 +304,8 @@ def test_hashes_of_every_layout_chain_alike() -> None:
         assert sequence_hashes(layout).tolist() == expected
 
 
-def test_kernels_are_compiled_for_what_they_were_declared_and_nothing_else() -> None:
-    """Writable and read-only input: a third signature would be seconds of compiling within a request."""
+def test_kernels_are_compiled_only_for_their_declared_signatures() -> None:
+    """Only writable and read-only input has a signature; another one would be compiled for seconds during a request."""
     test_hashes_of_every_layout_chain_alike()
     local_hashes(np.zeros(4, dtype=np.uint32), 4)
     local_hashes(bytes(16), 4)
@@ -315,8 +315,8 @@ def test_kernels_are_compiled_for_what_they_were_declared_and_nothing_else() -> 
 
 @given(previous=u64s, local=u64s, byte=st.integers(0, 255))
 @settings(max_examples=100, deadline=None)
-def test_digests_for_other_kernels_are_those_of_the_package(previous: int, local: int, byte: int) -> None:
-    """One step of the chain, and a byte before a u64."""
+def test_digests_for_other_kernels_equal_those_of_the_package(previous: int, local: int, byte: int) -> None:
+    """One step of the chain, and the digest of a byte followed by a u64, equal the package's digests."""
     step = xxh3.chain_step(np.uint64(previous), np.uint64(local))
     assert step == xxhash.xxh3_64_intdigest(struct.pack("<QQ", previous, local), 1337)
     nine = xxh3.digest_9(np.uint8(byte), np.uint64(local))
@@ -325,10 +325,10 @@ def test_digests_for_other_kernels_are_those_of_the_package(previous: int, local
 
 @given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 70), seed=u64s, parent=st.none() | u64s)
 @settings(max_examples=100, deadline=None)
-def test_the_package_serves_where_kernels_cannot(
+def test_the_package_gives_the_same_hashes_as_the_kernels(
     tokens: list[int], block_size: int, seed: int, parent: int | None
 ) -> None:
-    """With the same hashes, in every function that has two ways."""
+    """Every function with a kernel gives the same hashes without it."""
 
     def answers() -> list[list[int]]:
         previous = None if parent is None else SequenceHash(parent)
@@ -344,19 +344,19 @@ def test_the_package_serves_where_kernels_cannot(
 
 
 def test_hashing_works_without_numba() -> None:
-    """A process that cannot import it says so in KERNELS_AVAILABLE and gives the goldens."""
+    """A process that cannot import numba sets KERNELS_AVAILABLE to False and computes the documented hashes."""
     program = (
         "import sys; sys.modules['numba'] = None\n"
         "from streams.core import hashing\n"
         "print(hashing.KERNELS_AVAILABLE, *hashing.request_hashes(list(range(1, 13)), 4)[1].tolist())"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", *map(str, GOLDEN_SEQUENCE)]
 
 
 @pytest.mark.parametrize("call", [local_hashes, request_hashes])
-def test_a_request_is_checked_in_one_pass_as_in_two(call: Any) -> None:
-    """Block size, tokens and bytes, whichever function they are given to."""
+def test_all_hash_functions_check_their_arguments(call: Any) -> None:
+    """Every function checks block size, tokens and bytes in the same way."""
     with pytest.raises(BlockSizeMismatch):
         call([1], 0)
     with pytest.raises(InvalidRequest, match="token 1 is -1"):
@@ -376,23 +376,23 @@ def test_a_request_is_checked_in_one_pass_as_in_two(call: Any) -> None:
     ],
 )
 def test_a_pad_value_is_the_low_30_bits_above_a_million(mm_hash: int, expected: int) -> None:
-    """Whatever the hash, the value is a token."""
+    """Every hash gives a pad value that is a valid token."""
     assert pad_value(mm_hash) == expected <= U32_MAX
 
 
 def test_placeholders_become_pad_values() -> None:
-    """In all their places and no other; what the caller handed in stays as it is."""
+    """Pad values replace the tokens of placeholders and no others, and the caller's tokens stay unchanged."""
     tokens = np.arange(8, dtype=np.uint32)
     padded = with_pad_values(tokens, [Placeholder(1, 2, 7), (6, 2, 2**30 + 9), (0, 0, 5)])
     assert padded.tolist() == [0, 1_000_007, 1_000_007, 3, 4, 5, 1_000_009, 1_000_009]
     assert tokens.tolist() == list(range(8))
     assert with_pad_values([1, 2, 3], [(0, 3, 1), (1, 1, 2)]).tolist() == [1_000_001, 1_000_002, 1_000_001]
-    assert local_hashes(padded, 4).tolist() == witness_local(padded.tolist(), 4)
+    assert local_hashes(padded, 4).tolist() == reference_local(padded.tolist(), 4)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, 5), (4, 1), (5, 0), (1 << 70, 1)])
-def test_a_placeholder_lies_within_the_tokens(offset: int, length: int) -> None:
-    """One that does not is refused, by its index."""
+def test_a_placeholder_outside_the_tokens_is_refused(offset: int, length: int) -> None:
+    """The error names the placeholder by its index."""
     with pytest.raises(InvalidRequest, match="placeholder 1 "):
         with_pad_values([1, 2, 3, 4], [(0, 4, 1), (offset, length, 1)])
 
@@ -406,7 +406,7 @@ def conformance(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("case", conformance("hash"))
 def test_facts_from_public_tests_hold(case: dict[str, Any]) -> None:
-    """Hashes and numbers of blocks that others published."""
+    """Published hashes and block counts of other projects hold."""
     query = case["query"]
     if isinstance(query, list):
         counts = [len(local_hashes(list(range(each["num_tokens"])), each["block_size"])) for each in query]
@@ -416,12 +416,12 @@ def test_facts_from_public_tests_hold(case: dict[str, Any]) -> None:
         assert local.tolist() == case["expect"]["local"]
         assert sequence_hashes(local).tolist() == case["expect"]["sequence"]
     else:
-        # Of plain bytes the hash function itself is the fact: 9 bytes are no whole number of tokens.
+        # For raw bytes, the fact is about the hash function itself: 9 bytes are not a whole number of tokens.
         assert xxhash.xxh3_64_intdigest(query["bytes_utf8"].encode(), query["seed"]) == case["expect"]
         assert query["seed"] == BASE_SEED
 
 
-NO_HASHES: list[Any] = [
+INVALID_HASHES: list[Any] = [
     np.ones(2),
     np.ones(2, dtype=np.int64),
     np.ones(2, dtype=np.uint32),
@@ -436,19 +436,19 @@ NO_HASHES: list[Any] = [
     None,
     "12",
 ]
-NO_NUMBERS: list[Any] = [-1, U64_MASK + 1, 1.0, True, "1", None]
+INVALID_NUMBERS: list[Any] = [-1, U64_MASK + 1, 1.0, True, "1", None]
 
 
-@pytest.mark.parametrize("hashes", NO_HASHES, ids=str)
-def test_what_is_no_hashes_is_not_chained(hashes: Any) -> None:
-    """Rather than truncated, flattened or read as something else."""
+@pytest.mark.parametrize("hashes", INVALID_HASHES, ids=str)
+def test_invalid_hashes_are_not_chained(hashes: Any) -> None:
+    """Invalid hashes raise InvalidRequest instead of being truncated, flattened or reinterpreted."""
     with pytest.raises(InvalidRequest):
         sequence_hashes(hashes)
 
 
-@pytest.mark.parametrize("number", NO_NUMBERS, ids=str)
-def test_what_is_no_u64_is_refused_as_parent_seed_and_content(number: Any) -> None:
-    """Too small, too great, or of another type; a parent alone may be None."""
+@pytest.mark.parametrize("number", INVALID_NUMBERS, ids=str)
+def test_an_invalid_u64_is_refused_as_parent_seed_and_content_hash(number: Any) -> None:
+    """Numbers that are out of range or of another type raise InvalidRequest; only a parent may be None."""
     with pytest.raises(InvalidRequest):
         local_hashes([1, 2, 3], 2, number)
     with pytest.raises(InvalidRequest):
@@ -460,30 +460,30 @@ def test_what_is_no_u64_is_refused_as_parent_seed_and_content(number: Any) -> No
             sequence_hashes(np.ones(2, dtype=np.uint64), number)
 
 
-@pytest.mark.parametrize("hashes", NO_HASHES, ids=str)
-def test_what_is_no_hashes_is_not_packed(hashes: Any) -> None:
-    """Negative ones do not become great ones, nor fractions whole."""
+@pytest.mark.parametrize("hashes", INVALID_HASHES, ids=str)
+def test_invalid_hashes_are_not_packed(hashes: Any) -> None:
+    """Negative numbers are not wrapped, and fractions are not truncated."""
     with pytest.raises(InvalidRequest):
         pack_hashes(hashes)
 
 
 @pytest.mark.parametrize("packed", ["12345678", 8, None, [0] * 8, np.zeros(8, dtype=np.uint8)], ids=str)
-def test_what_is_no_bytes_is_not_unpacked(packed: Any) -> None:
-    """A typed error, whatever it is."""
+def test_only_bytes_are_unpacked(packed: Any) -> None:
+    """Anything but bytes raises InvalidRequest."""
     with pytest.raises(InvalidRequest):
         unpack_hashes(packed)
 
 
 @pytest.mark.parametrize("block_size", [0, -1, 1.0, 16.5, True, "16", None, [16]], ids=str)
-def test_what_is_no_block_size_is_refused(block_size: Any) -> None:
-    """It is a whole number of at least one token."""
+def test_an_invalid_block_size_is_refused(block_size: Any) -> None:
+    """A block size that is not an integer of at least 1 raises BlockSizeMismatch."""
     with pytest.raises(BlockSizeMismatch):
         local_hashes([1, 2, 3], block_size)
 
 
 @pytest.mark.parametrize("name", [5, b"x", ["x"], True, "\ud800"], ids=repr)
-def test_what_is_no_name_gives_no_seed(name: Any) -> None:
-    """As an adapter and as a namespace."""
+def test_an_invalid_name_gives_no_seed(name: Any) -> None:
+    """A name that is not valid text raises InvalidRequest, as an adapter and as a namespace."""
     with pytest.raises(InvalidRequest):
         hash_seed(name)
     with pytest.raises(InvalidRequest):
@@ -493,8 +493,8 @@ def test_what_is_no_name_gives_no_seed(name: Any) -> None:
 @pytest.mark.parametrize(
     "tokens", [[True, 2], [5, False], (7, 8, True), [[1, 2], [3]], [[]], None, 5, "12", {1: 2}], ids=str
 )
-def test_what_is_no_tokens_is_refused(tokens: Any) -> None:
-    """True is no token, though Python counts with it; lists within lists are none either."""
+def test_invalid_tokens_are_refused(tokens: Any) -> None:
+    """True and nested lists, among others, are not valid tokens."""
     with pytest.raises(InvalidRequest):
         local_hashes(tokens, 1)
 
@@ -502,7 +502,7 @@ def test_what_is_no_tokens_is_refused(tokens: Any) -> None:
 @pytest.mark.parametrize(
     "placeholder", [(0, 1), (0, 1, 2, 3), 5, None, (0.0, 1, 2), (0, "1", 2), (True, 1, 2)], ids=str
 )
-def test_what_is_no_placeholder_is_refused(placeholder: Any) -> None:
-    """It is an offset, a length and a hash, whole numbers all."""
+def test_an_invalid_placeholder_is_refused(placeholder: Any) -> None:
+    """A placeholder that is not an offset, a length and a hash, all integers, raises InvalidRequest."""
     with pytest.raises(InvalidRequest):
         with_pad_values([1, 2, 3], [placeholder])

@@ -1,4 +1,4 @@
-"""What a rank holds: every history against the plain reference, and the rules one by one."""
+"""What a rank holds: random histories compared with the reference, and the rules one by one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.helpers.reference import Member, ReferenceFleet, ReferenceInput, Sile
 
 RANK = RankId(WorkerId(7), DpRank(0))
 SIBLING = RankId(WorkerId(7), DpRank(1))
-STRANGER = RankId(WorkerId(8), DpRank(0))
+OTHER_WORKER = RankId(WorkerId(8), DpRank(0))
 ALL_TOMBSTONES = 1_000_000
 
 
 def judge(holdings: PlainHoldings, batch: ReferenceInput) -> Verdict | None:
-    """Give one batch to the holdings, as the agent does; None is no record's verdict."""
+    """Apply one batch to the holdings, as the agent does; returns None for a silence, which is not a record."""
     if isinstance(batch, Silence):
         holdings.mark_silent(batch.rank)
         return None
@@ -88,7 +88,7 @@ def batch(
 
 
 class Fleet:
-    """Holdings that are told events of RANK, one batch each."""
+    """Holdings to which events of RANK are applied, one batch each."""
 
     def __init__(self) -> None:
         self.store = PlainRunStore(unchanged)
@@ -120,13 +120,13 @@ def fleet() -> Iterator[Fleet]:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), begins=st.booleans(), bridged=st.booleans())
 def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: int, begins: bool, bridged: bool) -> None:
-    """After each batch verdict, epoch and facts are the reference's, and no invariant is broken."""
+    """After each batch, verdict, epoch and blocks equal the reference's, and every invariant holds."""
     holdings, reference = plain_holdings(), ReferenceFleet()
     history = input_history(
         random.Random(seed), 120, n_ranks, n_blocks_max=150, begins=begins, bridged=bridged, silences=bridged
     )
-    for told in history:
-        assert (judge(holdings, told) or "silent") == reference.apply(told)
+    for one in history:
+        assert (judge(holdings, one) or "silent") == reference.apply(one)
         check(holdings)
         assert members(holdings) == reference.members()
     assert {rank: progress.epoch for rank, progress in holdings.progress.items()} == reference.epochs()
@@ -139,7 +139,7 @@ def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: in
         assert holdings.runs.n_blocks(rank) == len(reference.ranks[rank].facts)
 
 
-#: Names and content from so small a space that every store collides with an older one.
+#: Engine hashes and contents from so small a space that every store collides with an older one.
 small_stores = st.tuples(
     st.sampled_from([None, 0, 1, 2, 3, 4, 5]),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=4),
@@ -150,10 +150,10 @@ small_removals = st.tuples(st.lists(st.integers(0, 5), max_size=4), st.sampled_f
 
 @settings(max_examples=300, deadline=None)
 @given(ops=st.lists(st.one_of(small_stores, small_removals, st.none()), max_size=25))
-def test_names_that_collide_all_the_time_end_in_the_state_of_the_reference(
+def test_colliding_engine_hashes_end_in_the_state_of_the_reference(
     ops: list[tuple[int | None, list[tuple[int, int]], Tier] | tuple[list[int], Tier] | None],
 ) -> None:
-    """Six engine names and three contents: moved, doubled and reused names leave what the reference holds."""
+    """With six engine hashes and three contents, moved, repeated and reused hashes leave what the reference holds."""
     holdings, reference = plain_holdings(), ReferenceFleet()
     for sequence, op in enumerate(ops):
         event: KvEvent
@@ -164,9 +164,9 @@ def test_names_that_collide_all_the_time_end_in_the_state_of_the_reference(
             event = stored(u64(*(name for name, _ in blocks)), u64(*(local for _, local in blocks)), parent, tier)
         else:
             event = BlocksRemoved(u64(*op[0]), op[1])
-        told = batch(sequence, event)
-        judge(holdings, told)
-        reference.apply(told)
+        one = batch(sequence, event)
+        judge(holdings, one)
+        reference.apply(one)
         check(holdings)
         assert members(holdings) == reference.members()
 
@@ -176,7 +176,7 @@ def test_names_that_collide_all_the_time_end_in_the_state_of_the_reference(
     [(0, Verdict.DUPLICATE), (4, Verdict.DUPLICATE), (5, Verdict.APPLIED), (6, Verdict.GAP), (90, Verdict.GAP)],
 )
 def test_a_sequence_number_is_judged_against_the_last_one_applied(sequence: int, verdict: Verdict) -> None:
-    """After batch 4 only 5 is next; older numbers change nothing, later ones are applied and degrade the rank."""
+    """After batch 4, number 5 is next. Older numbers change nothing; later ones are applied and degrade the rank."""
     holdings = plain_holdings()
     for number in range(5):
         assert judge(holdings, batch(number)) is Verdict.APPLIED
@@ -194,14 +194,14 @@ def test_a_sequence_number_is_judged_against_the_last_one_applied(sequence: int,
 
 
 def test_a_first_batch_above_the_engines_first_is_a_gap() -> None:
-    """Engines count from 0; whoever is heard from later was missed before."""
+    """Engines count from 0, so a rank whose first batch has a greater number has lost batches."""
     holdings = plain_holdings()
     assert judge(holdings, batch(1)) is Verdict.GAP
     assert judge(holdings, batch(0, rank=SIBLING)) is Verdict.APPLIED
 
 
-def test_an_older_life_is_stale_and_a_newer_one_ends_it(fleet: Fleet) -> None:
-    """A greater incarnation starts empty, exact and at its own first number; a lesser one changes nothing."""
+def test_an_older_incarnation_is_stale_and_a_newer_one_ends_it(fleet: Fleet) -> None:
+    """A greater incarnation starts empty and exact, at its own first number; a lesser one changes nothing."""
     fleet.apply(stored(names(2), locals_(2)))
     judge(fleet.holdings, batch(9, incarnation=1))
     assert judge(fleet.holdings, batch(0, stored(names(1), locals_(1, 50)), incarnation=3)) is Verdict.APPLIED
@@ -213,13 +213,13 @@ def test_an_older_life_is_stale_and_a_newer_one_ends_it(fleet: Fleet) -> None:
     assert fleet.blocks() == {50}
 
 
-def test_a_removed_worker_is_refused_until_its_next_life(fleet: Fleet) -> None:
-    """Removal empties every rank of the worker and nobody else's; only a newer life is heard again."""
+def test_a_removed_worker_is_refused_until_its_next_incarnation(fleet: Fleet) -> None:
+    """A removal empties every rank of the worker and no other; only a newer incarnation is accepted afterwards."""
     fleet.apply(stored(names(2), locals_(2)))
     judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=SIBLING))
-    judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=STRANGER))
+    judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=OTHER_WORKER))
     assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.APPLIED
-    assert {rank for rank, _, _ in members(fleet.holdings)} == {STRANGER}
+    assert {rank for rank, _, _ in members(fleet.holdings)} == {OTHER_WORKER}
     assert (fleet.progress().epoch, fleet.progress().health) == (Epoch(Incarnation(1), 1), Health.REMOVED)
     assert fleet.holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
     assert judge(fleet.holdings, batch(1, stored(names(1), locals_(1)))) is Verdict.STALE
@@ -229,8 +229,8 @@ def test_a_removed_worker_is_refused_until_its_next_life(fleet: Fleet) -> None:
     assert len(fleet.blocks()) == 1
 
 
-def test_a_life_that_begins_ends_the_older_one_before_it_tells_anything(fleet: Fleet) -> None:
-    """A batch before the first holds nothing and loses nothing: the rank is empty, and its first batch is next."""
+def test_an_incarnation_that_starts_ends_the_older_one_before_its_first_batch(fleet: Fleet) -> None:
+    """A batch numbered BEFORE_FIRST stores and loses nothing: the rank is empty, and its first batch is next."""
     fleet.apply(stored(names(2), locals_(2)))
     assert judge(fleet.holdings, batch(BEFORE_FIRST, incarnation=2)) is Verdict.APPLIED
     assert fleet.blocks() == set()
@@ -242,8 +242,8 @@ def test_a_life_that_begins_ends_the_older_one_before_it_tells_anything(fleet: F
     assert len(fleet.blocks()) == 1
 
 
-def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Fleet) -> None:
-    """Under a new epoch, empty, from its first batch on."""
+def test_a_removed_worker_that_starts_again_returns_in_the_same_incarnation(fleet: Fleet) -> None:
+    """It returns empty, under a new epoch, with its first batch next."""
     fleet.apply(stored(names(2), locals_(2)))
     fleet.holdings.remove_worker(WorkerId(7), Incarnation(1))
     assert judge(fleet.holdings, batch(BEFORE_FIRST)) is Verdict.APPLIED
@@ -253,25 +253,25 @@ def test_a_removed_worker_that_begins_again_is_back_in_the_same_life(fleet: Flee
 
 
 def test_a_run_whose_rank_is_unknown_is_left_out_and_counted() -> None:
-    """A stranger's record in the table stops nobody."""
+    """A foreign writer's row in the table does not prevent the others from loading."""
     first, second = Fleet(), plain_holdings()
     first.apply(stored(names(2), locals_(2)))
     changes = first.holdings.take_changes(0)
     runs = [run for _, run in changes.runs if run is not None]
-    stray = replace(runs[0], key=runs[0].key._replace(rank=STRANGER))
+    stray = replace(runs[0], key=runs[0].key._replace(rank=OTHER_WORKER))
     assert second.load(changes.progress, [*runs, stray]) == 1
     assert members(second) == members(first.holdings)
 
 
 def test_the_removal_of_an_unknown_worker_changes_nothing() -> None:
-    """Nothing is held of it, so nothing is written."""
+    """The table holds nothing of the worker, so nothing is written."""
     holdings = plain_holdings()
     assert holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
     assert holdings.take_changes(10) == Changes([], [])
 
 
-def test_a_clear_ends_the_emitting_rank_only_and_restores_exact(fleet: Fleet) -> None:
-    """A degraded rank that clears is known exactly; what follows in the same batch is held."""
+def test_a_clear_empties_its_own_rank_only_and_makes_it_exact(fleet: Fleet) -> None:
+    """A degraded rank is exact after a clear; blocks stored later in the same batch are held."""
     judge(fleet.holdings, batch(0, stored(names(1), locals_(1)), rank=SIBLING))
     fleet.apply(stored(names(2), locals_(2)), stored(names(1), locals_(1), parent=99))
     assert fleet.progress().health is Health.DEGRADED
@@ -282,16 +282,16 @@ def test_a_clear_ends_the_emitting_rank_only_and_restores_exact(fleet: Fleet) ->
     assert {block for rank, _, block in members(fleet.holdings) if rank == RANK} == {5}
 
 
-def test_what_is_lost_after_a_clear_degrades_again(fleet: Fleet) -> None:
-    """A clear answers for what was before it, not for a store behind it whose parent nobody knows."""
+def test_an_unknown_parent_after_a_clear_degrades_the_rank_again(fleet: Fleet) -> None:
+    """A clear makes up for losses before it, not for a later store whose parent is unknown."""
     fleet.apply(AllBlocksCleared(), stored(names(1), locals_(1), parent=99))
     assert fleet.progress().health is Health.DEGRADED
     assert fleet.progress().n_unknown_parents == 1
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-def test_blocks_that_no_prefix_describes_make_a_rank_approximate(fleet: Fleet, cleared: bool) -> None:
-    """A batch with blocks that are not indexed is never exact, also where it clears: they may have come after."""
+def test_unindexed_blocks_make_a_rank_approximate(fleet: Fleet, cleared: bool) -> None:
+    """A batch with unindexed blocks is never exact, even with a clear, since they may have been stored after it."""
     events = (AllBlocksCleared(),) if cleared else ()
     judge(fleet.holdings, batch(0, *events, n_unindexed=3))
     assert fleet.progress().health is Health.APPROXIMATE
@@ -302,35 +302,35 @@ def test_blocks_that_no_prefix_describes_make_a_rank_approximate(fleet: Fleet, c
 
 
 def test_a_lost_source_degrades_every_exact_rank_and_no_other(fleet: Fleet) -> None:
-    """Exact ranks are degraded and written; a removed one stays removed."""
+    """Exact ranks are degraded and written; a removed rank remains removed."""
     fleet.apply()
-    judge(fleet.holdings, batch(0, rank=STRANGER))
+    judge(fleet.holdings, batch(0, rank=OTHER_WORKER))
     fleet.holdings.remove_worker(WorkerId(8), Incarnation(1))
     fleet.holdings.take_changes(0)
     fleet.holdings.degrade_all()
     assert [(p.rank, p.health) for p in fleet.holdings.take_changes(0).progress] == [(RANK, Health.DEGRADED)]
-    assert fleet.holdings.progress[STRANGER].health is Health.REMOVED
+    assert fleet.holdings.progress[OTHER_WORKER].health is Health.REMOVED
 
 
-def test_a_store_behind_an_unknown_parent_is_rejected_whole(fleet: Fleet) -> None:
-    """None of its blocks is held anywhere, and the rank is degraded."""
+def test_a_store_after_an_unknown_parent_is_rejected_completely(fleet: Fleet) -> None:
+    """None of its blocks is held, and the rank is degraded."""
     fleet.apply(stored(names(3), locals_(3)), BlocksRemoved(names(1, 1002)))
     fleet.apply(stored(names(2, 50), locals_(2, 50), parent=1002))  # the parent is removed
-    fleet.apply(stored(names(2, 60), locals_(2, 60), parent=4242))  # the parent was never there
+    fleet.apply(stored(names(2, 60), locals_(2, 60), parent=4242))  # the parent was never stored
     assert fleet.blocks() == set(chain_hashes([1, 2]))
     assert (fleet.progress().n_unknown_parents, fleet.progress().health) == (2, Health.DEGRADED)
 
 
-def test_removals_of_unknown_names_are_counted_and_do_no_harm(fleet: Fleet) -> None:
-    """A name that names nothing, nothing in that tier or nothing any more leaves the rank exact."""
+def test_removals_of_unknown_engine_hashes_are_counted_and_do_not_degrade(fleet: Fleet) -> None:
+    """An engine hash that is unknown, unknown in its tier, or removed before leaves the rank exact."""
     fleet.apply(stored(names(2), locals_(2)))
     fleet.apply(BlocksRemoved(u64(5)), BlocksRemoved(names(2), Tier.HOST), BlocksRemoved(u64(1001, 1001)))
     assert fleet.blocks() == {1}
     assert (fleet.progress().n_unknown_removals, fleet.progress().health) == (4, Health.EXACT)
 
 
-def test_a_parent_may_lie_in_another_tier_and_its_own_comes_first(fleet: Fleet) -> None:
-    """A host copy attaches to a device block; where host has that name too, to the host's."""
+def test_a_parent_may_be_in_another_tier_and_is_first_sought_in_its_own(fleet: Fleet) -> None:
+    """A host copy attaches to a device block, or to the host's own block if host has the same engine hash."""
     fleet.apply(stored(names(2), locals_(2)))
     fleet.apply(stored(u64(9), u64(3), parent=1001, tier=Tier.HOST))
     assert fleet.blocks(Tier.HOST) == {chain_hashes([1, 2, 3])[2]}
@@ -344,8 +344,8 @@ def test_a_parent_may_lie_in_another_tier_and_its_own_comes_first(fleet: Fleet) 
     [(1, [1]), (31, [31]), (32, [32]), (33, [32, 1]), (64, [32, 32]), (65, [32, 32, 1])],
 )
 @pytest.mark.parametrize("step", [1, 7, 100])
-def test_runs_take_thirty_two_blocks(fleet: Fleet, n_blocks: int, sizes: list[int], step: int) -> None:
-    """However the blocks come, one chain lies in full runs and a last one, each behind the other."""
+def test_runs_have_at_most_thirty_two_blocks(fleet: Fleet, n_blocks: int, sizes: list[int], step: int) -> None:
+    """In whatever portions the blocks arrive, a chain is stored in full runs followed by a last, shorter one."""
     parent: int | None = None
     for first in range(0, n_blocks, step):
         n = min(step, n_blocks - first)
@@ -361,8 +361,8 @@ def test_runs_take_thirty_two_blocks(fleet: Fleet, n_blocks: int, sizes: list[in
     assert fleet.blocks() == set(chain)
 
 
-def test_divergence_begins_a_run_of_its_own(fleet: Fleet) -> None:
-    """A child in the middle of a run leaves that run as it is."""
+def test_a_branch_starts_a_new_run(fleet: Fleet) -> None:
+    """A child of a block in the middle of a run does not change that run."""
     fleet.apply(stored(names(4), locals_(4)))
     fleet.apply(stored(u64(77), u64(50), parent=1001))
     branch = chain_hashes([1, 2, 50])[2]
@@ -373,8 +373,8 @@ def test_divergence_begins_a_run_of_its_own(fleet: Fleet) -> None:
     assert fleet.runs[RunKey(RANK, Tier.DEVICE, SequenceHash(branch))].start == 2
 
 
-def test_a_removal_flips_a_bit_and_the_last_one_writes_a_tombstone(fleet: Fleet) -> None:
-    """A run with a hole keeps its hashes; a run with nothing held is gone and says so once."""
+def test_a_removal_clears_a_presence_bit_and_the_last_one_writes_a_tombstone(fleet: Fleet) -> None:
+    """A run with a hole keeps its hashes; a run without held blocks ends with one tombstone."""
     key = RunKey(RANK, Tier.DEVICE, SequenceHash(1))
     fleet.apply(stored(names(3), locals_(3)))
     fleet.holdings.take_changes(0)
@@ -387,7 +387,7 @@ def test_a_removal_flips_a_bit_and_the_last_one_writes_a_tombstone(fleet: Fleet)
 
 
 def test_a_block_stored_again_fills_its_hole(fleet: Fleet) -> None:
-    """It takes its old place in the run, under whatever name it has now."""
+    """It returns to its old offset in the run, under its new engine hash."""
     fleet.apply(stored(names(3), locals_(3)), BlocksRemoved(u64(1001)))
     fleet.apply(stored(u64(500), u64(2), parent=1000))
     (run,) = fleet.runs.values()
@@ -395,21 +395,21 @@ def test_a_block_stored_again_fills_its_hole(fleet: Fleet) -> None:
     assert fleet.blocks() == set(chain_hashes([1, 2, 3]))
 
 
-def test_a_name_given_to_its_own_child_leaves_the_child(fleet: Fleet) -> None:
-    """The later store wins, also where the run's only block gives its name away."""
+def test_an_engine_hash_reused_for_its_own_child_names_the_child(fleet: Fleet) -> None:
+    """The later store wins, even if the run's only block loses its engine hash."""
     fleet.apply(stored(u64(9), u64(1)))
     fleet.apply(stored(u64(9), u64(2), parent=9))
     assert fleet.blocks() == {chain_hashes([1, 2])[1]}
     fleet.apply(stored(u64(8, 8), u64(1, 2)))  # twice in one event
     assert fleet.blocks() == {chain_hashes([1, 2])[1]}
-    fleet.apply(BlocksRemoved(u64(9)))  # an older name of that block
+    fleet.apply(BlocksRemoved(u64(9)))  # an older engine hash of that block
     assert fleet.blocks() == {chain_hashes([1, 2])[1]}
     fleet.apply(BlocksRemoved(u64(8)))
     assert fleet.blocks() == set()
 
 
 def test_labels_follow_their_block(fleet: Fleet) -> None:
-    """Labels are kept with the block, gone with it, and not inherited by whoever takes its place unlabelled."""
+    """Labels are removed with their block, and a block stored again without labels does not inherit them."""
     labels = MoeLabels(2, 7, 3)
     fleet.apply(replace(stored(names(2), locals_(2)), moe=labels))
     (run,) = fleet.runs.values()
@@ -420,21 +420,21 @@ def test_labels_follow_their_block(fleet: Fleet) -> None:
     assert run.moe == {0: labels}
 
 
-def test_progress_of_every_touched_rank_comes_once(fleet: Fleet) -> None:
-    """Whatever was judged as news since the last call is written, with the number of blocks as of now."""
+def test_progress_of_every_touched_rank_is_written_once(fleet: Fleet) -> None:
+    """Each rank with new records since the last call is written, with its current number of blocks."""
     fleet.apply(stored(names(3), locals_(3)))
     fleet.apply(BlocksRemoved(u64(1000)))
-    judge(fleet.holdings, batch(0, rank=STRANGER))
-    judge(fleet.holdings, batch(0, rank=STRANGER))
+    judge(fleet.holdings, batch(0, rank=OTHER_WORKER))
+    judge(fleet.holdings, batch(0, rank=OTHER_WORKER))
     changes = fleet.holdings.take_changes(0)
-    assert [(p.rank, p.sequence, p.n_blocks) for p in changes.progress] == [(RANK, 1, 2), (STRANGER, 0, 0)]
+    assert [(p.rank, p.sequence, p.n_blocks) for p in changes.progress] == [(RANK, 1, 2), (OTHER_WORKER, 0, 0)]
     judge(fleet.holdings, batch(0))
     assert fleet.holdings.take_changes(0) == Changes([], [])
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 100])
-def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: int) -> None:
-    """No call gives more than it was allowed; later calls give the rest, and none for a key written again."""
+def test_tombstones_of_an_ended_epoch_are_written_a_few_at_a_time(fleet: Fleet, limit: int) -> None:
+    """No call returns more than its limit. Later calls return the rest, and none for a key that was written again."""
     for first in range(5):
         fleet.apply(stored(u64(first + 1), u64(10 + first)))
     fleet.holdings.take_changes(0)
@@ -444,8 +444,8 @@ def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: 
     assert [key.first for key, run in changes.runs if run is not None] == [11]
     tombstones = [key.first for key, run in changes.runs if run is None]
     assert len(tombstones) == min(limit, 4)
-    assert fleet.holdings.owes_tombstones == (limit < 4)
-    while limit and fleet.holdings.owes_tombstones:
+    assert fleet.holdings.has_pending_tombstones == (limit < 4)
+    while limit and fleet.holdings.has_pending_tombstones:
         later = fleet.holdings.take_changes(limit)
         assert not later.progress
         assert 0 < len(later.runs) <= limit
@@ -455,18 +455,18 @@ def test_tombstones_of_an_ended_epoch_come_a_few_at_a_time(fleet: Fleet, limit: 
 
 
 def test_a_key_written_again_and_emptied_again_gets_its_tombstone(fleet: Fleet) -> None:
-    """An old record, rewritten by the new epoch and then emptied, does not outlive it."""
+    """An old row, rewritten in the new epoch and then emptied, is deleted."""
     key = RunKey(RANK, Tier.DEVICE, SequenceHash(10))
     fleet.apply(stored(u64(1), u64(10)))
     fleet.holdings.take_changes(0)
     fleet.apply(AllBlocksCleared())
     fleet.apply(stored(u64(1), u64(10)), BlocksRemoved(u64(1)))
     assert fleet.holdings.take_changes(0).runs == [(key, None)]
-    assert not fleet.holdings.owes_tombstones
+    assert not fleet.holdings.has_pending_tombstones
 
 
 def test_a_run_emptied_in_the_batch_that_clears_gets_its_tombstone(fleet: Fleet) -> None:
-    """Its old record lies in the log whether the block was removed or cleared."""
+    """Its old row is in the table whether the block was removed or cleared."""
     key = RunKey(RANK, Tier.DEVICE, SequenceHash(10))
     fleet.apply(stored(u64(1), u64(10)))
     fleet.holdings.take_changes(0)

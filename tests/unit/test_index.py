@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import pytest
@@ -34,10 +34,10 @@ FACTORIES: list[Callable[[], PrefixIndex]] = [PlainPrefixIndex, RunTreeIndex]
 
 A, B, C = (RankId(WorkerId(worker), DpRank(rank)) for worker, rank in ((1, 0), (1, 1), (2, 0)))
 LOCAL = [101, 102, 103, 104, 105, 106]
-#: What A, B and C call these blocks.
+#: The names of these blocks in A, B and C.
 NAMES = [1001, 1002, 1003, 1004, 1005, 1006]
 
-#: A name that no block of these tests keeps.
+#: A name that no block keeps in these tests.
 SPARE = EngineHash(999)
 
 
@@ -46,7 +46,7 @@ def u64(*values: int) -> HashArray:
 
 
 def hold(index: PrefixIndex, rank: RankId, *positions: int, tier: Tier = Tier.DEVICE) -> None:
-    """Hold these positions of LOCAL, which follow each other; what is missing before them stays a hole."""
+    """Store consecutive positions of LOCAL; missing positions before them stay holes."""
     first = positions[0]
     parent = EngineHash(NAMES[first - 1]) if first else None
     if parent is not None and all(holder != rank or name != parent for holder, _, name in index.members()):
@@ -69,7 +69,7 @@ def members(index: PrefixIndex) -> set[Member]:
 
 
 def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
-    """Give an index one event, as a dump tells it."""
+    """Apply one event of a dump to an index."""
     match event:
         case BlocksStored():
             index.store(rank, event.tier, event.parent, event.engine, event.local)
@@ -77,11 +77,13 @@ def apply_event(index: PrefixIndex, rank: RankId, event: KvEvent) -> None:
             index.remove(rank, event.tier, event.engine)
         case AllBlocksCleared():
             index.clear(rank)
+        case _:
+            assert_never(event)
 
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
 def index(request: pytest.FixtureRequest) -> Iterator[PrefixIndex]:
-    """An index; what it says it holds and how much must agree after every test, and a copy by its dump with both."""
+    """An index; after each test its length, its members and an index rebuilt from its dump must agree."""
     made: PrefixIndex = request.param()
     yield made
     made.check()
@@ -95,7 +97,7 @@ def index(request: pytest.FixtureRequest) -> Iterator[PrefixIndex]:
 
 
 def test_an_empty_index_and_an_empty_request_match_nothing(index: PrefixIndex) -> None:
-    """No ranks, no best one, a score of nothing."""
+    """The answer has no ranks, no best worker and a greatest score of 0."""
     assert ask(index) == OverlapScores({})
     hold(index, A, 0, 1)
     answer = index.find_matches(u64())
@@ -103,15 +105,15 @@ def test_an_empty_index_and_an_empty_request_match_nothing(index: PrefixIndex) -
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 4, 6])
-def test_a_rank_scores_what_is_asked_and_held(index: PrefixIndex, n_blocks: int) -> None:
-    """No more than the request has blocks, no more than the rank holds."""
+def test_a_score_is_limited_by_the_request_and_by_the_held_blocks(index: PrefixIndex, n_blocks: int) -> None:
+    """A rank's score exceeds neither the blocks of the request nor the blocks that it holds."""
     hold(index, A, 0, 1, 2)
     assert ask(index, n_blocks).scores == {A: min(n_blocks, 3)}
 
 
 @pytest.mark.parametrize("hole", range(5))
 def test_a_hole_ends_the_match_of_its_rank_only(index: PrefixIndex, hole: int) -> None:
-    """Blocks behind it count again as soon as it is filled."""
+    """A hole ends the match of its rank, and blocks after it count again as soon as it is filled."""
     for rank in (A, B):
         hold(index, rank, 0, 1, 2, 3, 4)
     drop(index, A, hole)
@@ -121,15 +123,15 @@ def test_a_hole_ends_the_match_of_its_rank_only(index: PrefixIndex, hole: int) -
 
 
 def test_divergence_ends_the_match(index: PrefixIndex) -> None:
-    """A rank with another block there, and all behind it, matches up to it."""
+    """A rank that holds another block at a position matches only the blocks before it."""
     hold(index, A, 0, 1)
     index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(7, 8, 9), u64(103, 104, 105))
     assert ask(index).scores == {A: 2}
     assert index.find_matches(u64(101, 103, 104, 105)).scores == {A: 4}
 
 
-def test_blocks_behind_the_root_match_nobody_without_it(index: PrefixIndex) -> None:
-    """Held with no first block they wait for it."""
+def test_blocks_without_the_first_one_do_not_match(index: PrefixIndex) -> None:
+    """Blocks whose first block is not held match only once it is stored."""
     hold(index, A, 1, 2)
     assert ask(index).scores == {}
     hold(index, A, 0)
@@ -137,7 +139,7 @@ def test_blocks_behind_the_root_match_nobody_without_it(index: PrefixIndex) -> N
 
 
 def test_storing_or_removing_twice_changes_nothing(index: PrefixIndex) -> None:
-    """Holding a block is a fact, not a number; what was not held is told."""
+    """An index does not count copies, and a removal returns how many names were not in use."""
     hold(index, A, 0, 1, 2)
     hold(index, A, 0, 1, 2)
     assert drop(index, A, 2) == 0
@@ -150,15 +152,15 @@ def test_storing_or_removing_twice_changes_nothing(index: PrefixIndex) -> None:
     assert len(index) == 2
 
 
-def test_a_name_that_comes_twice_in_a_removal_is_unknown_the_second_time(index: PrefixIndex) -> None:
-    """The first one ended it."""
+def test_a_repeated_name_in_a_removal_is_unknown_the_second_time(index: PrefixIndex) -> None:
+    """The first occurrence removes the block, so the second one counts as unknown."""
     hold(index, A, 0, 1, 2)
     assert drop(index, A, 1, 1, 0) == 1
     assert members(index) == {(A, Tier.DEVICE, NAMES[2])}
 
 
 def test_each_block_counts_in_its_fastest_tier(index: PrefixIndex) -> None:
-    """Device before host before disk; what only slower tiers hold keeps the prefix whole."""
+    """A block counts in the fastest tier that holds it, and blocks in slower tiers continue the prefix."""
     hold(index, A, 0, 1)
     hold(index, A, 1, 2, 3, tier=Tier.HOST)
     hold(index, A, 3, 4, tier=Tier.DISK)
@@ -172,16 +174,16 @@ def test_each_block_counts_in_its_fastest_tier(index: PrefixIndex) -> None:
     assert answer.effective_blocks(C, TIER_WEIGHTS) == 0.0
 
 
-def test_tiers_behind_a_hole_count_for_nothing(index: PrefixIndex) -> None:
-    """Only blocks of the match are told by tier."""
+def test_tiers_of_blocks_after_a_hole_are_ignored(index: PrefixIndex) -> None:
+    """Counts by tier contain only blocks of the match."""
     hold(index, A, 0, 1)
     hold(index, A, 3, 4, tier=Tier.HOST)
     answer = ask(index)
     assert (answer.scores, answer.by_tier) == ({A: 2}, {})
 
 
-def test_a_device_copy_lost_leaves_the_hosts(index: PrefixIndex) -> None:
-    """The block is still part of the prefix, in its other tier."""
+def test_a_block_without_its_device_copy_counts_in_the_host_tier(index: PrefixIndex) -> None:
+    """A block that is removed from one tier stays part of the prefix if another tier holds it."""
     hold(index, A, 0, 1, 2)
     hold(index, A, 1, tier=Tier.HOST)
     drop(index, A, 1)
@@ -191,7 +193,7 @@ def test_a_device_copy_lost_leaves_the_hosts(index: PrefixIndex) -> None:
 
 
 def test_a_removed_rank_leaves_nothing_in_any_tier(index: PrefixIndex) -> None:
-    """Nor does it take anything from others, and removing it again or a stranger changes nothing."""
+    """Removing a rank does not affect other ranks, and removing it again or an unknown rank changes nothing."""
     hold(index, A, 0, 1)
     hold(index, A, 2, tier=Tier.HOST)
     hold(index, B, 0)
@@ -203,8 +205,8 @@ def test_a_removed_rank_leaves_nothing_in_any_tier(index: PrefixIndex) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 63, 64, 65, 130])
-def test_a_place_left_by_one_rank_is_taken_clean_by_the_next(index: PrefixIndex, n_ranks: int) -> None:
-    """However many come and go, a new rank holds just what it stored."""
+def test_a_rank_that_reuses_the_column_of_another_holds_only_its_own_blocks(index: PrefixIndex, n_ranks: int) -> None:
+    """After any number of removals, a new rank holds exactly what it stored."""
     ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(2 * n_ranks)]
     for rank in ranks[:n_ranks]:
         hold(index, rank, 0, 1, 2)
@@ -217,8 +219,8 @@ def test_a_place_left_by_one_rank_is_taken_clean_by_the_next(index: PrefixIndex,
     assert ask(index).scores == expected
 
 
-def test_a_name_given_to_another_block_is_taken_from_the_first(index: PrefixIndex) -> None:
-    """One name cannot lie at two places: the later store wins, in this tier only."""
+def test_a_name_that_moves_to_another_block_is_lost_by_the_first(index: PrefixIndex) -> None:
+    """A name has one block: the later store wins, in its tier only."""
     hold(index, A, 0, 1, 2)
     hold(index, A, 1, tier=Tier.HOST)
     index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(NAMES[1]), u64(107))
@@ -228,7 +230,7 @@ def test_a_name_given_to_another_block_is_taken_from_the_first(index: PrefixInde
 
 
 def test_a_block_stored_under_another_name_loses_the_first(index: PrefixIndex) -> None:
-    """It is held once, and only its new name removes it."""
+    """A block has one name in a rank and tier, so only its new name removes it."""
     hold(index, A, 0, 1)
     index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(77), u64(LOCAL[1]))
     assert drop(index, A, 1) == 1
@@ -237,8 +239,8 @@ def test_a_block_stored_under_another_name_loses_the_first(index: PrefixIndex) -
     assert ask(index).scores == {A: 1}
 
 
-def test_of_one_name_given_twice_in_an_event_the_last_block_keeps_it(index: PrefixIndex) -> None:
-    """The blocks before it are not held, so nobody matches them or what lies behind."""
+def test_a_repeated_name_in_a_store_belongs_to_the_last_block(index: PrefixIndex) -> None:
+    """Earlier blocks with the same name are not held, so no rank matches them or the blocks after them."""
     index.store(A, Tier.DEVICE, None, u64(7, 7, 8), u64(*LOCAL[:3]))
     assert members(index) == {(A, Tier.DEVICE, 7), (A, Tier.DEVICE, 8)}
     assert ask(index).scores == {}
@@ -246,8 +248,8 @@ def test_of_one_name_given_twice_in_an_event_the_last_block_keeps_it(index: Pref
     assert ask(index).scores == {A: 3}
 
 
-def test_ranks_may_call_different_blocks_the_same(index: PrefixIndex) -> None:
-    """A name means something within its rank only."""
+def test_ranks_may_use_the_same_name_for_different_blocks(index: PrefixIndex) -> None:
+    """A name is meaningful only within its rank."""
     index.store(A, Tier.DEVICE, None, u64(1, 2), u64(101, 102))
     index.store(B, Tier.DEVICE, None, u64(2, 1), u64(101, 102))
     index.store(B, Tier.DEVICE, EngineHash(1), u64(3), u64(103))
@@ -259,7 +261,7 @@ def test_ranks_may_call_different_blocks_the_same(index: PrefixIndex) -> None:
 
 
 def test_a_parent_is_looked_up_in_its_own_tier_first(index: PrefixIndex) -> None:
-    """Then in the others, fastest first."""
+    """A store looks for its parent in its own tier, then in the others, fastest first."""
     index.store(A, Tier.DEVICE, None, u64(1), u64(101))
     index.store(A, Tier.HOST, None, u64(1), u64(201))
     index.store(A, Tier.HOST, EngineHash(1), u64(2), u64(102))
@@ -269,8 +271,8 @@ def test_a_parent_is_looked_up_in_its_own_tier_first(index: PrefixIndex) -> None
 
 
 @pytest.mark.parametrize("n_blocks", [0, 1, 3])
-def test_a_store_behind_an_unknown_parent_is_refused(index: PrefixIndex, n_blocks: int) -> None:
-    """Never attached elsewhere, be it another rank's name, one that was removed, or an event of no blocks."""
+def test_a_store_with_an_unknown_parent_is_refused(index: PrefixIndex, n_blocks: int) -> None:
+    """A parent that only another rank holds, or that was removed, is unknown, even for an event without blocks."""
     hold(index, A, 0, 1)
     hold(index, B, 0, 1, 2)
     drop(index, A, 1)
@@ -282,8 +284,8 @@ def test_a_store_behind_an_unknown_parent_is_refused(index: PrefixIndex, n_block
     assert members(index) == before
 
 
-def test_an_event_of_no_blocks_changes_nothing(index: PrefixIndex) -> None:
-    """At the root or behind a block that is held."""
+def test_an_event_without_blocks_changes_nothing(index: PrefixIndex) -> None:
+    """A store without blocks, at the root or after a held block, leaves the index unchanged."""
     index.store(A, Tier.DEVICE, None, u64(), u64())
     hold(index, A, 0)
     index.store(A, Tier.DEVICE, EngineHash(NAMES[0]), u64(), u64())
@@ -321,8 +323,8 @@ FLOATS, SIGNED, SQUARE = (np.ones(2), np.array([1, -2]), np.ones((2, 2), dtype=n
     ],
     ids=str,
 )
-def test_an_event_that_cannot_be_changes_nothing(index: PrefixIndex, change: dict[str, Any]) -> None:
-    """Hashes of two lengths or no u64, ranks and tiers out of range: refused whole, as a store and as a removal."""
+def test_an_invalid_event_changes_nothing(index: PrefixIndex, change: dict[str, Any]) -> None:
+    """Stores and removals with bad hashes, ranks or tiers raise InvalidEvent and leave the index unchanged."""
     hold(index, A, 0, 1)
     event: dict[str, Any] = {"rank": A, "tier": Tier.DEVICE, "parent": None, "names": u64(5, 6), "local": u64(7, 8)}
     with pytest.raises(InvalidEvent):
@@ -338,8 +340,8 @@ def test_an_event_that_cannot_be_changes_nothing(index: PrefixIndex, change: dic
     assert members(index) == {(A, Tier.DEVICE, name) for name in NAMES[:2]}
 
 
-def test_the_greatest_ids_and_hashes_are_as_good_as_any(index: PrefixIndex) -> None:
-    """0 and 2^64 - 1 as names and hashes, a rank at the end of both ranges."""
+def test_the_smallest_and_greatest_ids_and_hashes_are_valid(index: PrefixIndex) -> None:
+    """Names and hashes may be 0 and 2^64 - 1, and ranks may have the greatest ids."""
     far = RankId(WorkerId(U64_MASK), DpRank(U32_MAX))
     for rank in (far, RankId(WorkerId(0), DpRank(0))):
         index.store(rank, Tier.DEVICE, None, u64(0, U64_MASK), u64(U64_MASK, 0))
@@ -349,8 +351,8 @@ def test_the_greatest_ids_and_hashes_are_as_good_as_any(index: PrefixIndex) -> N
     assert index.find_matches(u64(U64_MASK, 0x8000000000000000)).scores[far] == 2
 
 
-def test_a_cleared_rank_starts_anew(index: PrefixIndex) -> None:
-    """In every tier, and nobody else with it; clearing a stranger changes nothing."""
+def test_a_clear_empties_all_tiers_of_its_rank_only(index: PrefixIndex) -> None:
+    """A clear affects no other rank, and clearing an unknown rank changes nothing."""
     hold(index, A, 0, 1)
     hold(index, A, 2, tier=Tier.HOST)
     hold(index, B, 0, 1)
@@ -364,8 +366,8 @@ def test_a_cleared_rank_starts_anew(index: PrefixIndex) -> None:
     assert ask(index).scores == {A: 1, B: 2}
 
 
-def test_a_dump_goes_around_holes_and_names_that_mean_two_blocks(index: PrefixIndex) -> None:
-    """The fixture replays it: a chain with gaps in each tier, and a name with another meaning in each."""
+def test_a_dump_works_with_holes_and_with_names_of_two_blocks(index: PrefixIndex) -> None:
+    """A chain with holes in each tier, and a name with another block in each tier, survive the fixture's dump."""
     hold(index, A, 0, 1, 2, 3, 4, 5)
     drop(index, A, 0, 1, 3)
     hold(index, A, 3, tier=Tier.DISK)
@@ -376,7 +378,7 @@ def test_a_dump_goes_around_holes_and_names_that_mean_two_blocks(index: PrefixIn
 
 
 def test_a_request_is_hashed_before_it_is_matched(index: PrefixIndex) -> None:
-    """With its own block size and seed; a partial last block counts for nothing."""
+    """A request is hashed with its own block size and seed, and a partial last block is ignored."""
     tokens = list(range(70))
     adapter = hash_seed("my-adapter")
     index.store(A, Tier.DEVICE, None, u64(1, 2, 3, 4), local_hashes(tokens, 16))
@@ -391,14 +393,14 @@ def test_a_request_is_hashed_before_it_is_matched(index: PrefixIndex) -> None:
 
 
 @pytest.mark.parametrize("local", [FLOATS, SIGNED, SQUARE, [101]], ids=str)
-def test_a_question_that_is_no_array_of_hashes_is_refused(index: PrefixIndex, local: Any) -> None:
-    """Rather than converted to something that nobody asked."""
+def test_a_query_that_is_not_an_array_of_hashes_is_refused(index: PrefixIndex, local: Any) -> None:
+    """A query that is not uint64[n] raises InvalidRequest instead of being converted."""
     with pytest.raises(InvalidRequest):
         index.find_matches(local)
 
 
-def test_the_best_rank_holds_most_and_of_equals_the_smallest() -> None:
-    """Worker before rank; with no scores there is none."""
+def test_the_best_worker_has_the_greatest_score_and_the_smallest_id() -> None:
+    """Of ranks with equal scores, the one with the smallest worker id and then the smallest rank is the best."""
     assert OverlapScores({C: 3, B: 3, A: 2}).best_worker == B
     assert OverlapScores({C: 3, B: 3, A: 2}).max_score == 3
     assert OverlapScores({C: 4, B: 3, A: 3}).best_worker == C
@@ -406,14 +408,14 @@ def test_the_best_rank_holds_most_and_of_equals_the_smallest() -> None:
 
 
 def test_answers_are_equal_when_their_mappings_are() -> None:
-    """Whatever class they are of; to anything else they are not."""
+    """Answers with equal scores and tiers are equal, and differ from every other kind of object."""
     assert OverlapScores({A: 1}, {A: (0, 1, 0, 0)}) == OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
     assert OverlapScores({A: 1}) != OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
     assert OverlapScores({A: 1}) != {A: 1}
 
 
-def test_a_tree_gives_memory_back_and_grows_again() -> None:
-    """What clears leave behind is swept, joined and returned in steps, and the same events fill it again."""
+def test_a_tree_returns_memory_and_grows_again() -> None:
+    """After clears, memory is returned in steps, and the same events fill the tree again without taking more."""
     index = RunTreeIndex()
     ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(4)]
     chain = np.arange(1, 60_001, dtype=np.uint64)
@@ -437,8 +439,8 @@ def test_a_tree_gives_memory_back_and_grows_again() -> None:
     index.check()
 
 
-def test_a_tree_sized_beforehand_is_the_same_tree() -> None:
-    """Room for what is expected changes no answer."""
+def test_a_presized_tree_gives_the_same_answers() -> None:
+    """Reserving space with blocks_hint changes no answer."""
     index = RunTreeIndex(blocks_hint=100_000)
     names = np.arange(1, 20_001, dtype=np.uint64)
     index.store(A, Tier.DEVICE, None, names, names)
@@ -449,7 +451,7 @@ def test_a_tree_sized_beforehand_is_the_same_tree() -> None:
 
 
 def test_an_event_that_does_not_fit_changes_nothing() -> None:
-    """A full tree refuses the event as a whole, and takes others when there is room again."""
+    """A full tree refuses the whole event, and still accepts events that fit."""
     index = RunTreeIndex(limits=TreeLimits(blocks_max=4096))
     small = np.arange(1, 1001, dtype=np.uint64)
     big = np.arange(10_001, 14_001, dtype=np.uint64)
@@ -467,25 +469,25 @@ def test_an_event_that_does_not_fit_changes_nothing() -> None:
 
 @pytest.mark.parametrize("n_ranks", [63, 64, 65, 256, 257, 1025])
 def test_more_ranks_than_a_row_of_coverage_has_columns(n_ranks: int) -> None:
-    """Every rank scores what it holds, however many hold the same, and a matcher made before them has room."""
+    """Every rank gets its score, however many ranks there are, also from a matcher that was created before them."""
     index = RunTreeIndex()
     matcher = index.matcher()
     names = np.arange(1, 9, dtype=np.uint64)
-    wanted = {}
+    expected = {}
     for worker in range(n_ranks):
         rank = RankId(WorkerId(worker), DpRank(0))
         depth = 1 + worker % len(names)
         index.store(rank, Tier.DEVICE, None, names[:depth], names[:depth])
-        wanted[rank] = depth
-    assert index.find_matches(names).scores == wanted
+        expected[rank] = depth
+    assert index.find_matches(names).scores == expected
     found = matcher.match(names)
     ranks, blocks = matcher.ranks[:found].tolist(), matcher.blocks[:found].tolist()
-    assert {matcher.rank_ids[rank]: depth for rank, depth in zip(ranks, blocks, strict=True)} == wanted
+    assert {matcher.rank_ids[rank]: depth for rank, depth in zip(ranks, blocks, strict=True)} == expected
     index.check()
 
 
 def test_a_lookup_outlives_its_matcher_and_its_tree() -> None:
-    """Whoever keeps just the function of a matcher keeps what it reads and writes."""
+    """The function of a matcher keeps the memory that it reads and writes alive."""
     index = RunTreeIndex()
     names = np.arange(1, 9, dtype=np.uint64)
     index.store(A, Tier.DEVICE, None, names, names)
@@ -498,7 +500,7 @@ def test_a_lookup_outlives_its_matcher_and_its_tree() -> None:
 
 
 def columns(holders: list[int], names: HashArray, kind: int = layout.STORED_AT_ROOT) -> EventColumns:
-    """One event a holder, each about all these names, which are their own local hashes."""
+    """One event per holder, each with all these names, which are also the local hashes."""
     n = len(holders)
     return EventColumns(
         holder=np.array(holders, dtype=np.int64),
@@ -510,8 +512,8 @@ def columns(holders: list[int], names: HashArray, kind: int = layout.STORED_AT_R
     )
 
 
-def test_a_number_that_outlived_its_rank_is_nobodys() -> None:
-    """Not the next rank's that gets its place, nor the same rank's when it is back; none of the columns is applied."""
+def test_the_holder_number_of_a_removed_rank_is_refused() -> None:
+    """The number is valid neither for the next rank with the same index nor for the same rank added again."""
     index = RunTreeIndex()
     names = u64(*LOCAL)
     first = index.holder(A, Tier.DEVICE)
@@ -532,8 +534,8 @@ def test_a_number_that_outlived_its_rank_is_nobodys() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 1, 1 << 16, 1 << 32, 1 << 62])
-def test_a_number_that_was_never_given_out_is_nobodys(number: int) -> None:
-    """Whether it is out of every range or just not there yet."""
+def test_an_unassigned_holder_number_is_refused(number: int) -> None:
+    """Numbers that are out of range or not assigned yet raise InvalidEvent."""
     index = RunTreeIndex()
     assert index.holder(A, Tier.DEVICE) == 0
     with pytest.raises(InvalidEvent):
@@ -544,7 +546,7 @@ def test_a_number_that_was_never_given_out_is_nobodys(number: int) -> None:
 
 
 def test_a_cleared_rank_keeps_its_number() -> None:
-    """Only a rank that is removed gives it up."""
+    """A clear does not invalidate the holder number of its rank."""
     index = RunTreeIndex()
     events = columns([index.holder(A, Tier.DEVICE)], u64(*LOCAL))
     for _ in range(3):
@@ -555,8 +557,8 @@ def test_a_cleared_rank_keeps_its_number() -> None:
 
 
 @pytest.mark.parametrize("query", [FLOATS, SIGNED, SQUARE, [101], (101,), None, 5, u64(*LOCAL)[::2]], ids=str)
-def test_a_matcher_refuses_what_is_no_query(query: Any) -> None:
-    """By name, and without a check on the way of those that are."""
+def test_a_matcher_refuses_an_invalid_query(query: Any) -> None:
+    """A matcher raises InvalidRequest for anything but a contiguous uint64[n]."""
     with pytest.raises(InvalidRequest):
         RunTreeIndex().matcher().match(query)
 
@@ -576,8 +578,8 @@ def test_a_matcher_refuses_what_is_no_query(query: Any) -> None:
     ],
     ids=str,
 )
-def test_a_tree_refuses_sizes_that_cannot_be(given: dict[str, Any]) -> None:
-    """Before it takes any memory, by the name of the argument."""
+def test_a_tree_refuses_invalid_sizes(given: dict[str, Any]) -> None:
+    """An invalid argument raises SettingsError, whose message begins with the argument's name."""
     with pytest.raises(SettingsError, match=f"^{next(iter(given))} is "):
         RunTreeIndex(**given)
 
@@ -607,13 +609,13 @@ def test_a_tree_refuses_sizes_that_cannot_be(given: dict[str, Any]) -> None:
     ids=str,
 )
 def test_limits_are_whole_numbers_in_range(given: dict[str, Any]) -> None:
-    """A million written as 1e6 is a float; whatever is refused, the message begins with the argument's name."""
+    """Invalid limits, such as the float 1e6, raise SettingsError, whose message begins with the argument's name."""
     with pytest.raises(SettingsError, match=f"^{next(iter(given))} is "):
         TreeLimits(**given)
 
 
-def test_a_system_that_refuses_address_space_is_told_of_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to do about it."""
+def test_refused_address_space_raises_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system refuses address space, SettingsError names TreeLimits as a remedy."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -623,15 +625,15 @@ def test_a_system_that_refuses_address_space_is_told_of_by_name(monkeypatch: pyt
         RunTreeIndex()
 
 
-def test_a_rank_that_found_no_room_gets_in_when_another_has_left() -> None:
-    """It kept a number without a column once, and was refused for good."""
+def test_a_refused_rank_is_accepted_after_another_one_was_removed() -> None:
+    """A rank that was refused with TooManyRanks keeps no number, so it can use the column of a removed rank later."""
     index = RunTreeIndex(limits=TreeLimits(columns_max=64))
     ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(66)]
     names = u64(1, 2, 3)
     for rank in ranks[:64]:
         index.store(rank, Tier.DEVICE, None, names, names)
     for rank in ranks[64:]:
-        with pytest.raises(TooManyRanks, match="room for 64 ranks") as caught:
+        with pytest.raises(TooManyRanks, match="hold 64 ranks") as caught:
             index.store(rank, Tier.DEVICE, None, names, names)
         assert caught.value.detail == {"columns_max": 64}
     index.remove_rank(ranks[0])
@@ -640,13 +642,13 @@ def test_a_rank_that_found_no_room_gets_in_when_another_has_left() -> None:
         index.store(ranks[64], Tier.DEVICE, None, names, names)
     with pytest.raises(TooManyRanks):
         index.holder(ranks[1], Tier.HOST)
-    index.store(ranks[1], Tier.DEVICE, None, u64(9), u64(9))  # it is known and stays so
+    index.store(ranks[1], Tier.DEVICE, None, u64(9), u64(9))  # a rank that has a column keeps it
     assert index.find_matches(names).scores == dict.fromkeys([*ranks[1:64], ranks[65]], len(names))
     index.check()
 
 
-def test_where_the_system_refuses_more_columns_ranks_that_are_there_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that needed them is refused, with the reason."""
+def test_existing_ranks_continue_if_the_system_refuses_more_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rank that needs more columns is refused, with the reason, and can be added later."""
     index = RunTreeIndex(limits=TreeLimits(blocks_max=4096))
     ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(1025)]
     for rank in ranks[:-1]:
@@ -657,7 +659,7 @@ def test_where_the_system_refuses_more_columns_ranks_that_are_there_go_on(monkey
 
     with monkeypatch.context() as patched:
         patched.setattr("streams.core.index.arenas.mmap.mmap", refuse)
-        with pytest.raises(TooManyRanks, match="the system refuses"):
+        with pytest.raises(TooManyRanks, match="the system refused"):
             index.store(ranks[-1], Tier.DEVICE, None, u64(1), u64(1))
     assert index.find_matches(u64(1)).scores == dict.fromkeys(ranks[:-1], 1)
     index.store(ranks[-1], Tier.DEVICE, None, u64(1), u64(1))
@@ -668,8 +670,8 @@ def test_where_the_system_refuses_more_columns_ranks_that_are_there_go_on(monkey
 BLOCKS = 1 << 16
 
 
-def test_a_store_fits_up_to_the_limit_and_says_what_is_missing() -> None:
-    """All but the spare room of one run; a refusal names the limit, the need and the remedy."""
+def test_a_store_fits_up_to_the_limit_and_names_what_is_missing() -> None:
+    """All blocks but the spare space of one run are usable, and IndexFull states the limit, the need and a remedy."""
     names = np.arange(1, BLOCKS + 1, dtype=np.uint64)
     most = BLOCKS - layout.SLACK_MAX
     index = RunTreeIndex(limits=TreeLimits(blocks_max=BLOCKS))
@@ -678,14 +680,14 @@ def test_a_store_fits_up_to_the_limit_and_says_what_is_missing() -> None:
     assert caught.value.detail == {"event": 0, "needed": most + 1, "in_use": 0, "blocks_max": BLOCKS}
     index.store(A, Tier.DEVICE, None, names[:most], names[:most])
     assert len(index) == most
-    # Another rank's names for them all fit as well.
+    # Aliases of another rank for all of them fit as well.
     index.store(B, Tier.DEVICE, None, names[:most] + np.uint64(1 << 40), names[:most])
     assert len(index) == 2 * most
     index.check()
 
 
-def test_single_blocks_give_up_their_spare_room_when_it_gets_narrow() -> None:
-    """With seventeen blocks each there was room for a seventeenth of the limit."""
+def test_single_blocks_get_no_spare_space_when_little_is_left() -> None:
+    """An index of single blocks holds more than a quarter of its limit, not a seventeenth."""
     index = RunTreeIndex(limits=TreeLimits(blocks_max=BLOCKS))
     names = np.arange(1, BLOCKS + 1, dtype=np.uint64)
     index.holder(A, Tier.DEVICE)
@@ -703,8 +705,8 @@ def test_single_blocks_give_up_their_spare_room_when_it_gets_narrow() -> None:
     index.check()
 
 
-def test_room_that_was_freed_is_room() -> None:
-    """Though it lies before what is still held."""
+def test_freed_blocks_are_reused() -> None:
+    """Freed blocks are reused even if blocks after them are still held."""
     index = RunTreeIndex(limits=TreeLimits(blocks_max=BLOCKS))
     names = np.arange(1, BLOCKS + 1, dtype=np.uint64)
     half = names[: BLOCKS // 2]

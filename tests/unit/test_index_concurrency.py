@@ -1,4 +1,4 @@
-"""Queries beside a thread that applies: each answer is one that some prefix of the events would give."""
+"""Queries while another thread applies events: each answer is correct for some prefix of the events."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Answer = frozenset[tuple[int, int]]
 
 
 def history(rng: random.Random, prompts: list[list[int]], holders: list[int]) -> EventColumns:
-    """Stores from the root, holes, tails evicted and clears, so that runs split, merge, end and begin all the time."""
-    kinds, who, names, local, offset = [], [], [], [], [0]
+    """Stores from the root, holes, evicted tails and clears, so that runs are split, joined, removed and created."""
+    kinds, event_holders, names, local, offset = [], [], [], [], [0]
     for _ in range(N_EVENTS):
         prompt = rng.choice(prompts)
         chain = chain_hashes(prompt)
@@ -36,12 +36,12 @@ def history(rng: random.Random, prompts: list[list[int]], holders: list[int]) ->
         elif kind == layout.CLEARED:
             last = 0
         kinds.append(kind)
-        who.append(rng.choice(holders))
+        event_holders.append(rng.choice(holders))
         names += chain[first:last]
         local += prompt[first:last]
         offset.append(len(names))
     return EventColumns(
-        holder=np.array(who, dtype=np.int64),
+        holder=np.array(event_holders, dtype=np.int64),
         kind=np.array(kinds, dtype=np.int64),
         parent=np.zeros(N_EVENTS, dtype=np.uint64),
         offset=np.array(offset, dtype=np.int64),
@@ -60,8 +60,8 @@ def answer(index: RunTreeIndex, query: HashArray) -> Answer:
 
 
 @pytest.mark.parametrize("batch", [1, 16, 500])
-def test_every_answer_is_one_of_some_prefix_of_the_events(batch: int) -> None:
-    """However large the writer's batches, no answer shows half an event."""
+def test_every_answer_is_correct_for_some_prefix_of_the_events(batch: int) -> None:
+    """No answer shows a part of an event, whatever the size of the writer's batches."""
     rng = random.Random(batch)
     stem = [rng.randrange(1 << 60) for _ in range(40)]
     prompts = [
@@ -72,7 +72,7 @@ def test_every_answer_is_one_of_some_prefix_of_the_events(batch: int) -> None:
     dry, holders = fresh()
     columns = history(rng, prompts, holders)
     allowed: list[set[Answer]] = [{frozenset()} for _ in queries]
-    # What the last event about a block said is what holds: so every cycle but the first begins and goes alike.
+    # The state of a block depends only on its last event, so all cycles after the first go through the same states.
     for _ in range(2):
         for event in range(N_EVENTS):
             dry.apply(columns, event, event + 1)
@@ -103,25 +103,25 @@ def test_every_answer_is_one_of_some_prefix_of_the_events(batch: int) -> None:
                 assert seen in allowed[number], f"no prefix gives {sorted(seen)} for query {number}"
                 n_changed += seen != before[number]
                 before[number] = seen
-            time.sleep(0)  # the writer gets the interpreter too
+            time.sleep(0)  # lets the writer take the GIL
     finally:
         stop.set()
         writer.join()
     assert not failures
-    assert n_changed > 100  # the writer did write meanwhile
+    assert n_changed > 100  # the writer was writing during the queries
     index.check()
     assert sorted(index.members()) == sorted(dry.members())
 
 
-def test_a_store_under_other_names_holds_no_query_up() -> None:
-    """Its names are no query's business; each answer is one from before it or behind it."""
+def test_a_store_with_aliases_does_not_block_queries() -> None:
+    """While aliases are written, queries continue, and each answer is the one before or the one after the store."""
     n_blocks = 200_000
     chain = np.arange(1, n_blocks + 1, dtype=np.uint64)
     index, _ = fresh()
     index.store(RANKS[0], Tier.DEVICE, None, chain, chain)
     query = chain[:200].copy()
     before = answer(index, query)
-    behind = before | {(RANKS[1].worker_id, len(query))}
+    after = before | {(RANKS[1].worker_id, len(query))}
     took: list[float] = []
 
     def write() -> None:
@@ -139,8 +139,8 @@ def test_a_store_under_other_names_holds_no_query_up() -> None:
         waited.append(time.perf_counter() - start)
         time.sleep(0)
     writer.join()
-    assert seen <= {before, behind}
-    # 0.02 s each, in which queries went on; 2.6 s when each block was named within the change.
+    assert seen <= {before, after}
+    # About 0.02 s each, during which queries continue; 2.6 s when each block was named within the change.
     assert max(took) < 1.0, took
     assert max(waited) < 0.1, max(waited)
     index.check()

@@ -1,4 +1,4 @@
-"""Every index and every fold agrees with the reference on long seeded histories, on every answer."""
+"""Long seeded histories: every index and every fold gives the same answers as the reference."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.index.run_tree import RunTreeIndex
 from streams.errors import UnknownParent
 from tests import soak
-from tests.helpers.reference import IndexHistory
+from tests.helpers.reference_index import IndexHistory
 from tests.soak import FOLDS, HISTORY_OPERATIONS, INDEXES, Differs, play, play_fold
 
-#: The plain index is not what is fast here: it plays every so manieth history, unless there is no other.
+#: The pure-Python index is slow, so it plays only every fourth history, unless there is no other index.
 PLAIN_EVERY = 4
 
-#: Together 200,000 operations, at some 60 microseconds each.
+#: Together 200,000 operations, at about 60 microseconds each.
 N_HISTORIES = 100
 HISTORIES_PER_TEST = 10
 
 
 @pytest.mark.parametrize("first", range(0, N_HISTORIES, HISTORIES_PER_TEST))
-def test_every_index_answers_as_the_reference(first: int) -> None:
-    """Stores, removals, clears, departures and queries in any order; a dump of what is left gives an equal index."""
+def test_every_index_answers_like_the_reference(first: int) -> None:
+    """Stores, removals, clears, removed ranks and queries in any order agree, and so does an index from a dump."""
     for seed in range(first, first + HISTORIES_PER_TEST):
         plain = seed % PLAIN_EVERY == 0 or len(INDEXES) == 1
         play(seed, [make for make in INDEXES if plain or make is not PlainPrefixIndex])
@@ -36,20 +36,20 @@ def test_every_index_answers_as_the_reference(first: int) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(N_HISTORIES, 1 << 62), n_operations=st.integers(1, 60))
-def test_short_histories_of_any_seed_do_too(seed: int, n_operations: int) -> None:
-    """What fails here is short enough to read."""
+def test_every_index_answers_like_the_reference_in_short_histories(seed: int, n_operations: int) -> None:
+    """Histories of up to 60 operations agree for any seed; a failure here is short enough to read."""
     play(seed, INDEXES, n_operations)
 
 
 @pytest.mark.parametrize("first", range(0, 24, 4))
 def test_every_fold_reaches_the_reference_state(first: int) -> None:
-    """Run records along the log, all of it twice, permuted, repeated, or with what compaction took away missing."""
+    """Every fold agrees for records in log order, twice, shuffled, repeated, or without records lost to compaction."""
     for seed in range(first, first + 4):
         play_fold(seed, FOLDS)
 
 
-def test_histories_hold_what_is_hard() -> None:
-    """More than 256 ranks hold one block, and every kind of refusal, tier and answer comes up."""
+def test_histories_contain_the_difficult_cases() -> None:
+    """In the histories, more than 256 ranks hold one block, and every kind of refusal, tier and answer occurs."""
     most_holders, unknown_parents, unknown_removals, tiered = 0, 0, 0, 0
     for seed in range(40):
         history = IndexHistory(random.Random(seed))
@@ -62,8 +62,8 @@ def test_histories_hold_what_is_hard() -> None:
     assert min(unknown_parents, unknown_removals, tiered) > 100
 
 
-class _Forgetful(PlainPrefixIndex):
-    """Takes blocks behind any parent."""
+class _AcceptsAnyParent(PlainPrefixIndex):
+    """A faulty index: stores blocks with an unknown parent at the root."""
 
     def store(self, rank, tier, parent, names, local):  # type: ignore[no-untyped-def]
         try:
@@ -73,38 +73,38 @@ class _Forgetful(PlainPrefixIndex):
 
 
 @pytest.fixture
-def forgetful() -> Iterator[None]:
-    soak.INDEXES.append(_Forgetful)
+def faulty_index() -> Iterator[None]:
+    soak.INDEXES.append(_AcceptsAnyParent)
     yield
-    soak.INDEXES.remove(_Forgetful)
+    soak.INDEXES.remove(_AcceptsAnyParent)
 
 
-def test_a_difference_is_told_with_its_seed(forgetful: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """The soak ends with 1 and says how to play the history again."""
+def test_a_difference_is_reported_with_its_seed(faulty_index: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a difference, the soak returns 1 and prints the command that repeats the history."""
     with pytest.raises(Differs, match="seed 3, operation"):
-        play(3, [_Forgetful])
+        play(3, [_AcceptsAnyParent])
     assert soak.main(["--operations", "1", "--seed", "3"]) == 1
-    told = capsys.readouterr().out
-    assert "--seed 3" in told and "_Forgetful" in told
+    printed = capsys.readouterr().out
+    assert "--seed 3" in printed and "_AcceptsAnyParent" in printed
 
 
-def test_a_soak_without_a_difference_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    """It says where it began, and where it ended."""
+def test_a_soak_without_a_difference_returns_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """A soak without a difference prints the first and the last seed."""
     assert soak.main(["--operations", str(HISTORY_OPERATIONS), "--seed", "7"]) == 0
-    told = capsys.readouterr().out
-    assert "first seed 7" in told and "no difference in seeds 7 to 7" in told
+    printed = capsys.readouterr().out
+    assert "first seed 7" in printed and "no difference in seeds 7 to 7" in printed
 
 
 def _names(rng: random.Random, n_blocks: int, n_names: int) -> HashArray:
-    """Names of which some come twice, or names that differ, drawn from few: they move about all the time."""
+    """A few different names, with or without repetitions, so that names often move from block to block."""
     if rng.random() < 0.5:
         return np.array([rng.randint(1, n_names) for _ in range(n_blocks)], dtype=np.uint64)
     return np.array(rng.sample(range(1, n_names + 31), min(n_blocks, n_names)), dtype=np.uint64)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_names_that_move_about_mean_the_same_to_both_indexes(seed: int) -> None:
-    """Few names, few tokens, few ranks: names move to later blocks of the same event, back, and between tiers."""
+def test_both_indexes_agree_when_names_move_between_blocks(seed: int) -> None:
+    """Both indexes agree when names move to later blocks of the same event, back, and between tiers."""
     rng = random.Random(seed)
     plain, tree = PlainPrefixIndex(), RunTreeIndex()
     n_names = rng.choice((6, 12, 40))
@@ -131,8 +131,8 @@ def test_names_that_move_about_mean_the_same_to_both_indexes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("n_operations", ["0", "-5"])
-def test_a_soak_of_no_operations_is_refused(n_operations: str) -> None:
-    """It would find no difference."""
+def test_a_soak_without_operations_is_refused(n_operations: str) -> None:
+    """A soak of fewer than one operation would never find a difference, so it exits with 2."""
     with pytest.raises(SystemExit) as caught:
         soak.main(["--operations", n_operations])
     assert caught.value.code == 2

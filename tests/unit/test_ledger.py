@@ -1,4 +1,4 @@
-"""The ledger: copies and names as an engine announces them, held or not held as Kafka carries it."""
+"""The ledger: copies and names as an engine reports them become blocks that a rank holds, as Kafka has them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.unit.test_holdings import RANK, batch, check, judge, stored, u64
 
 LedgerEvent = tuple[str, int | None, list[int], list[int]]
 
-#: No engine of these tests ever gives a block this name.
+#: A name that no engine of these tests gives to a block.
 NO_PARENT = 10_000
 
 
 class RawRank:
-    """What an engine holds, by its own announcements: physical copies under names.
+    """What an engine holds according to its own reports: physical copies under names.
 
-    names: (tier, engine hash) to (sequence hash, copies). A block is held while any name names it.
+    names: (tier, engine hash) to (sequence hash, copies). A block is held while it has a name.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -76,7 +76,7 @@ class RawRank:
 
 
 class Published:
-    """A ledger and the holdings that its events reach, one batch an engine event."""
+    """A ledger and the holdings that its events lead to, with one batch per engine event."""
 
     def __init__(self, counts_copies: bool) -> None:
         self.ledger = Ledger(counts_copies)
@@ -94,8 +94,8 @@ class Published:
         return {(tier, int(block)) for _, tier, block in self.holdings.members()}
 
 
-def told(events: Iterable[KvEvent]) -> list[LedgerEvent]:
-    """Events in a form that compares."""
+def comparable(events: Iterable[KvEvent]) -> list[LedgerEvent]:
+    """Events in a form that can be compared."""
     plain: list[LedgerEvent] = []
     for event in events:
         match event:
@@ -114,50 +114,50 @@ def removed(*engine: int, tier: Tier = Tier.DEVICE) -> BlocksRemoved:
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_copies_are_stored_once_and_removed_once(copies: int) -> None:
-    """Of n stores the first is published, of n removals the last."""
+    """The first of n stores and the last of n removals are published."""
     ledger = Ledger(counts_copies=True)
-    outs = [told(ledger.apply(stored(u64(11, 12), u64(1, 2)))) for _ in range(copies)]
+    outs = [comparable(ledger.apply(stored(u64(11, 12), u64(1, 2)))) for _ in range(copies)]
     assert outs == [[("stored", None, [11, 12], [1, 2])]] + [[]] * (copies - 1)
-    outs = [told(ledger.apply(removed(12))) for _ in range(copies)]
+    outs = [comparable(ledger.apply(removed(12))) for _ in range(copies)]
     assert outs == [[]] * (copies - 1) + [[("removed", None, [12], [])]]
     assert (len(ledger), ledger.unknown_removals) == (1, 0)
 
 
-def test_copies_announced_and_removed_within_one_event_count() -> None:
-    """A removal may name one block twice: once for each copy."""
+def test_a_removal_may_name_a_block_once_for_each_copy() -> None:
+    """A block with two copies is removed by one removal that names it twice."""
     ledger = Ledger(counts_copies=True)
     ledger.apply(stored(u64(11), u64(1)))
     ledger.apply(stored(u64(11), u64(1)))
-    assert told(ledger.apply(removed(11, 11))) == [("removed", None, [11], [])]
+    assert comparable(ledger.apply(removed(11, 11))) == [("removed", None, [11], [])]
     assert len(ledger) == 0
 
 
-def test_a_dialect_that_repeats_stores_is_not_counted() -> None:
-    """However often it was stored, the first removal removes it."""
+def test_without_counted_copies_the_first_removal_removes_a_block() -> None:
+    """A dialect that does not count copies may repeat a store; the number of stores does not matter."""
     ledger = Ledger(counts_copies=False)
     for _ in range(3):
         ledger.apply(stored(u64(11), u64(1)))
-    assert told(ledger.apply(removed(11))) == [("removed", None, [11], [])]
-    assert told(ledger.apply(removed(11))) == [("removed", None, [11], [])]  # for the agent to count
+    assert comparable(ledger.apply(removed(11))) == [("removed", None, [11], [])]
+    assert comparable(ledger.apply(removed(11))) == [("removed", None, [11], [])]  # for the agent to count
     assert ledger.unknown_removals == 1
 
 
-def test_a_block_stored_again_after_its_removal_is_news() -> None:
-    """Copies are counted from one again."""
+def test_a_block_stored_again_after_its_removal_is_published_again() -> None:
+    """The copies of a block that was removed are counted from one again."""
     ledger = Ledger(counts_copies=True)
     event = stored(u64(11), u64(1))
     for _ in range(3):
-        assert told(ledger.apply(event)) == [("stored", None, [11], [1])]
-        assert told(ledger.apply(removed(11))) == [("removed", None, [11], [])]
+        assert comparable(ledger.apply(event)) == [("stored", None, [11], [1])]
+        assert comparable(ledger.apply(removed(11))) == [("removed", None, [11], [])]
 
 
-def test_only_what_is_news_is_published_with_the_parent_it_has() -> None:
-    """A store that is news in parts is split, and each part hangs on the published name of the block before it."""
+def test_only_new_blocks_are_published_with_their_own_parent() -> None:
+    """A store with some new blocks is split; each part names the published name of the block before it as parent."""
     ledger = Ledger(counts_copies=False)
     ledger.apply(stored(u64(11, 12, 13, 14, 15), u64(1, 2, 3, 4, 5)))
     ledger.apply(removed(11, 13, 14))
     out = ledger.apply(stored(u64(21, 22, 23, 24, 25, 26), u64(1, 2, 3, 4, 5, 6)))
-    assert told(out) == [
+    assert comparable(out) == [
         ("stored", None, [21], [1]),
         ("stored", 12, [23, 24], [3, 4]),
         ("stored", 15, [26], [6]),
@@ -165,7 +165,7 @@ def test_only_what_is_news_is_published_with_the_parent_it_has() -> None:
 
 
 def test_parts_of_a_store_keep_its_tier_and_labels() -> None:
-    """Whatever else was said of the blocks is said of each part."""
+    """Each part of a split store has the tier, the labels and the CXL metadata of the whole."""
     ledger = Ledger(counts_copies=False)
     ledger.apply(stored(u64(12), u64(1), tier=Tier.HOST))
     labels, cxl = Labels(1, 2, 3), CxlMemoryMetadata("in_transit", "p", (1,))
@@ -175,27 +175,27 @@ def test_parts_of_a_store_keep_its_tier_and_labels() -> None:
     assert (part.tier, part.moe, part.cxl, part.parent) == (Tier.HOST, labels, cxl, 12)
 
 
-def test_a_store_of_nothing_is_nothing() -> None:
-    """Neither a store nor a removal without blocks is published."""
+def test_an_event_without_blocks_is_not_published() -> None:
+    """Neither a store nor a removal without blocks changes anything."""
     ledger = Ledger(counts_copies=True)
     assert ledger.apply(stored(u64(), u64())) == []
     assert ledger.apply(removed()) == []
 
 
 def test_two_names_for_one_block_are_two_copies_of_it() -> None:
-    """It is published under the first, children of either hang on that, and the last name's removal removes it."""
+    """Children of either name have the block as parent, and the removal of the last name removes it."""
     ledger = Ledger(counts_copies=True)
     ledger.apply(stored(u64(11), u64(1)))
     assert ledger.apply(stored(u64(99), u64(1))) == []
-    assert told(ledger.apply(stored(u64(12), u64(2), parent=99))) == [("stored", 11, [12], [2])]
+    assert comparable(ledger.apply(stored(u64(12), u64(2), parent=99))) == [("stored", 11, [12], [2])]
     assert ledger.apply(removed(11)) == []
-    assert told(ledger.apply(stored(u64(13), u64(3), parent=99))) == [("stored", 11, [13], [3])]
-    assert told(ledger.apply(removed(99))) == [("removed", None, [11], [])]
+    assert comparable(ledger.apply(stored(u64(13), u64(3), parent=99))) == [("stored", 11, [13], [3])]
+    assert comparable(ledger.apply(removed(99))) == [("removed", None, [11], [])]
 
 
 @pytest.mark.parametrize("counts_copies", [True, False])
-def test_a_name_given_to_another_block_takes_the_first_one_with_it(counts_copies: bool) -> None:
-    """The first block is held no more, by whatever count; the second is held once."""
+def test_a_name_given_to_another_block_ends_the_first_one(counts_copies: bool) -> None:
+    """The first block is no longer held, however many copies it had; the second has one copy."""
     published = Published(counts_copies)
     published.apply(stored(u64(11), u64(1)))
     published.apply(stored(u64(11), u64(1)))
@@ -211,7 +211,7 @@ def test_a_name_given_to_another_block_takes_the_first_one_with_it(counts_copies
     [([9], [2]), ([9, 8], [2, 3]), ([8, 9], [2, 3]), ([9, 9], [2, 3]), ([9, 9, 9], [2, 3, 4]), ([8, 8, 9], [2, 3, 4])],
 )
 def test_a_name_may_move_to_the_blocks_own_children(engine: list[int], local: list[int]) -> None:
-    """The children are held where they belong, though the parent's name is theirs now."""
+    """The children are held at their own positions, although the parent's name is theirs now."""
     published = Published(counts_copies=True)
     raw = RawRank(counts_copies=True)
     for event in (stored(u64(9), u64(1)), stored(u64(*engine), u64(*local), parent=9)):
@@ -221,8 +221,8 @@ def test_a_name_may_move_to_the_blocks_own_children(engine: list[int], local: li
     assert published.ledger.unknown_parents == 0
 
 
-def test_a_dropped_name_given_away_leaves_its_old_block_to_its_other_name() -> None:
-    """An engine names copies by their place: place 1 is freed and holds another block, place 2 still holds ours."""
+def test_a_dropped_name_that_is_reused_leaves_the_old_block_to_its_other_name() -> None:
+    """An engine names copies by their slot: slot 1 is freed and gets another block, slot 2 still has the first."""
     published = Published(counts_copies=True)
     first, other = stored(u64(1), u64(50)), stored(u64(1), u64(60))
     published.apply(first)
@@ -236,8 +236,8 @@ def test_a_dropped_name_given_away_leaves_its_old_block_to_its_other_name() -> N
     assert published.facts() == set()
 
 
-def test_a_dropped_name_removed_once_more_takes_nothing() -> None:
-    """The block is still held under its second name, so that removal is the engine's mistake and is not published."""
+def test_a_second_removal_of_a_dropped_name_changes_nothing() -> None:
+    """The block is still held under its other name, so the removal is the engine's fault and is not published."""
     published = Published(counts_copies=True)
     published.apply(stored(u64(1), u64(50)))
     published.apply(stored(u64(2), u64(50)))
@@ -247,8 +247,8 @@ def test_a_dropped_name_removed_once_more_takes_nothing() -> None:
     assert published.facts() == {(Tier.DEVICE, 50)}
 
 
-def test_a_dropped_name_still_says_where_children_belong() -> None:
-    """A store behind it is placed behind the block that it named, as long as that is held at all."""
+def test_a_dropped_name_is_still_valid_as_a_parent() -> None:
+    """A store after that name follows the block that it named, for as long as the block is held."""
     published = Published(counts_copies=True)
     published.apply(stored(u64(1), u64(50)))
     published.apply(stored(u64(2), u64(50)))
@@ -260,32 +260,32 @@ def test_a_dropped_name_still_says_where_children_belong() -> None:
     assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, chain_hashes([50, 51])[1])}
 
 
-def test_what_cannot_be_placed_is_passed_on_as_it_came() -> None:
-    """A store behind an unknown parent and an unknown removal reach the agent, which counts them."""
+def test_an_event_that_cannot_be_placed_is_published_unchanged() -> None:
+    """A store after an unknown parent and an unknown removal reach the agent, which counts them."""
     published = Published(counts_copies=True)
     orphan = stored(u64(1, 2), u64(1, 2), parent=NO_PARENT)
     assert published.apply(orphan) == [orphan]
-    assert told(published.apply(removed(7, 8))) == [("removed", None, [7, 8], [])]
+    assert comparable(published.apply(removed(7, 8))) == [("removed", None, [7, 8], [])]
     assert (published.ledger.unknown_parents, published.ledger.unknown_removals) == (1, 2)
     progress = published.holdings.progress[RANK]
     assert (progress.n_unknown_parents, progress.n_unknown_removals) == (1, 2)
     assert len(published.ledger) == 0
 
 
-def test_a_clear_is_published_and_forgets_all() -> None:
-    """What was held is news again, in every tier."""
+def test_a_clear_is_published_and_empties_the_ledger() -> None:
+    """Blocks that were held before a clear are new again, in every tier."""
     ledger = Ledger(counts_copies=True)
     for tier in Tier:
         ledger.apply(stored(u64(11), u64(1), tier=tier))
     assert len(ledger) == 4
-    assert told(ledger.apply(AllBlocksCleared())) == [("cleared", None, [], [])]
+    assert comparable(ledger.apply(AllBlocksCleared())) == [("cleared", None, [], [])]
     assert len(ledger) == 0
-    assert told(ledger.apply(stored(u64(11), u64(1)))) == [("stored", None, [11], [1])]
-    assert told(ledger.apply(stored(u64(12), u64(1), parent=NO_PARENT))) == [("stored", NO_PARENT, [12], [1])]
+    assert comparable(ledger.apply(stored(u64(11), u64(1)))) == [("stored", None, [11], [1])]
+    assert comparable(ledger.apply(stored(u64(12), u64(1), parent=NO_PARENT))) == [("stored", NO_PARENT, [12], [1])]
 
 
-def test_tiers_count_for_themselves() -> None:
-    """A copy on the host is news though the device holds the block, and its removal leaves the device's."""
+def test_tiers_are_independent() -> None:
+    """A copy on the host is published although the device holds the block, and a removal ends one of them only."""
     published = Published(counts_copies=True)
     published.apply(stored(u64(11), u64(1)))
     published.apply(stored(u64(11), u64(1), tier=Tier.HOST))
@@ -293,7 +293,7 @@ def test_tiers_count_for_themselves() -> None:
     assert published.facts() == {(Tier.HOST, 1)}
 
 
-#: Six names and three contents, so that every store collides with an older one.
+#: With six names and three contents, every store collides with an older one.
 few_names = st.integers(0, 5)
 tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST])
 stores = st.tuples(
@@ -310,7 +310,7 @@ def test_what_is_published_is_what_the_engine_holds(
     counts_copies: bool,
     ops: list[tuple[int | None, list[tuple[int, int]], Tier] | tuple[list[int], Tier] | None],
 ) -> None:
-    """However names collide, the holdings behind the ledger are the blocks that some name names."""
+    """However names collide, the published events lead to exactly the blocks that have a name."""
     published, raw = Published(counts_copies), RawRank(counts_copies)
     for op in ops:
         event: KvEvent
@@ -319,7 +319,7 @@ def test_what_is_published_is_what_the_engine_holds(
         elif len(op) == 3:
             parent, blocks, tier = op
             if parent is not None and raw.named(parent, tier) is None:
-                parent = NO_PARENT  # a name dropped is neither known nor unknown; it has a test of its own
+                parent = NO_PARENT  # a dropped name is neither known nor unknown; another test covers it
             event = stored(u64(*(name for name, _ in blocks)), u64(*(local for _, local in blocks)), parent, tier)
         else:
             event = removed(*op[0], tier=op[1])
@@ -333,8 +333,8 @@ def test_what_is_published_is_what_the_engine_holds(
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), counts_copies=st.booleans())
-def test_an_engines_whole_history_is_published_as_what_it_holds(seed: int, counts_copies: bool) -> None:
-    """Long histories of one engine, names doubled and moved, end with the blocks that some name names."""
+def test_an_engines_whole_history_leads_to_what_it_holds(seed: int, counts_copies: bool) -> None:
+    """Long histories with doubled and moved names lead to exactly the blocks that have a name."""
     published, raw = Published(counts_copies), RawRank(counts_copies)
     for one in random_history(random.Random(seed), 150, 1, n_blocks_max=150):
         for event in one.body.events if isinstance(one.body, EngineEvents) else ():
@@ -349,16 +349,15 @@ def restored(
     ledger: Ledger, bytes_max: int = CHUNK_BYTES_MAX
 ) -> tuple[set[tuple[Tier, int]], dict[tuple[Tier, int], int]]:
     """What a store of runs holds after a ledger's restatement in chunks, and under which names."""
-    told = chunks(ledger.restated(), 1, exact=True, bytes_max=bytes_max)
-    assert [piece.chunk for piece in told] == list(range(len(told))) and {piece.n_chunks for piece in told} == {
-        len(told)
-    }
+    pieces = chunks(ledger.restated(), 1, exact=True, bytes_max=bytes_max)
+    assert [piece.chunk for piece in pieces] == list(range(len(pieces)))
+    assert {piece.n_chunks for piece in pieces} == {len(pieces)}
     store = plain_holdings().runs
     assert isinstance(store, PlainRunStore)
     store.end(RANK, Epoch(Incarnation(1), 1))
     held: set[tuple[Tier, int]] = set()
     all_held = facts_of(ledger)
-    for piece in told:
+    for piece in pieces:
         for run in piece.runs:
             assert run.parent is None or (run.tier, run.parent) in held or (run.tier, run.parent) not in all_held
             held |= {(run.tier, block) for block in sequence_hashes(run.local, run.parent).tolist()}
@@ -387,8 +386,8 @@ def raw_history(seed: int, n_batches: int) -> Iterable[KvEvent]:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), counts_copies=st.booleans(), bytes_max=st.sampled_from([64, 200, 1024, 1 << 20]))
-def test_a_restatement_is_all_that_the_ledger_holds(seed: int, counts_copies: bool, bytes_max: int) -> None:
-    """Whatever the history and the size of a chunk, an empty store that is restated holds just what the engine does."""
+def test_a_restatement_contains_all_that_the_ledger_holds(seed: int, counts_copies: bool, bytes_max: int) -> None:
+    """Whatever the history and the chunk size, a restatement fills an empty store with what the engine holds."""
     published, raw = Published(counts_copies), RawRank(counts_copies)
     for event in raw_history(seed, 60):
         if isinstance(event, BlocksStored) and event.parent and raw.named(event.parent, event.tier) is None:
@@ -404,13 +403,13 @@ def test_a_restatement_is_all_that_the_ledger_holds(seed: int, counts_copies: bo
         for key, run in runs.runs_of(RANK).items()
         for offset in run.held()
     }
-    assert names == agents  # later events must find the blocks under the names that the agent knows
+    assert names == agents  # later events must find the blocks under the names that the agent has
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_a_ledger_rebuilt_from_what_was_published_goes_on_and_never_says_more_than_the_engine(seed: int) -> None:
-    """One copy each: it may tell of a removal too early, never too late; no name and no parent is lost."""
+def test_a_ledger_rebuilt_from_runs_continues_and_never_holds_more_than_the_engine(seed: int) -> None:
+    """With one copy per block it may publish a removal too early but never too late, and it loses no name or parent."""
     events = list(raw_history(seed, 60))
     published, raw = Published(counts_copies=True), RawRank(counts_copies=True)
     for number, event in enumerate(events):
@@ -427,8 +426,8 @@ def test_a_ledger_rebuilt_from_what_was_published_goes_on_and_never_says_more_th
         assert published.facts() == facts_of(published.ledger)
 
 
-def test_a_ledger_is_complete_until_something_is_lost_and_again_after_a_clear() -> None:
-    """A lost batch, or a store behind a parent that never came, is what a restatement cannot tell of."""
+def test_a_ledger_is_complete_until_events_are_lost_and_again_after_a_clear() -> None:
+    """A restatement cannot contain a lost batch, nor a store whose parent never arrived."""
     ledger = Ledger(counts_copies=True)
     assert ledger.complete
     ledger.lost_events()
@@ -440,42 +439,42 @@ def test_a_ledger_is_complete_until_something_is_lost_and_again_after_a_clear() 
     assert not ledger.complete
 
 
-def test_a_restatement_of_nothing_is_one_chunk_without_runs() -> None:
-    """That nothing is held must be told as well."""
+def test_a_restatement_of_an_empty_ledger_is_one_chunk_without_runs() -> None:
+    """The table must be emptied as well if the rank holds nothing."""
     (piece,) = chunks(Ledger(counts_copies=True).restated(), 5, exact=False)
     assert (piece.restatement_id, piece.chunk, piece.n_chunks, piece.exact, piece.runs) == (5, 0, 1, False, ())
 
 
 def test_consecutive_blocks_are_one_run_and_a_hole_begins_another() -> None:
-    """Runs are as long as they can be; a branch and a block behind a hole name their parent by its sequence hash."""
+    """Runs are as long as possible; a run after a hole or at a branch names its parent by its sequence hash."""
     ledger = Ledger(counts_copies=True)
     ledger.apply(stored(u64(11, 12, 13, 14), u64(1, 2, 3, 4)))
     ledger.apply(stored(u64(23), u64(9), parent=12))
     ledger.apply(removed(13))
-    told = [(run.start, run.parent, run.engine.tolist(), run.local.tolist()) for run in ledger.restated()]
+    runs = [(run.start, run.parent, run.engine.tolist(), run.local.tolist()) for run in ledger.restated()]
     chain = chain_hashes([1, 2, 3, 4])
-    assert told == [(0, None, [11, 12, 23], [1, 2, 9]), (3, chain[2], [14], [4])]
+    assert runs == [(0, None, [11, 12, 23], [1, 2, 9]), (3, chain[2], [14], [4])]
 
 
 REQUEST = ResyncRequest(RANK, Incarnation(5), 10, 1, "gap", 0)
 
 
 @pytest.mark.parametrize(
-    ("request_of", "at_s", "wanted"),
+    ("request_of", "at_s", "answered"),
     [
-        (replace(REQUEST, incarnation=Incarnation(4)), 100.0, False),  # another life's
+        (replace(REQUEST, incarnation=Incarnation(4)), 100.0, False),  # of another incarnation
         (replace(REQUEST, incarnation=Incarnation(6)), 100.0, False),
         (REQUEST, 100.0, True),
         (replace(REQUEST, sequence=20, attempt=2), 1.0, False),  # answered: restated to 20 at 0 s
-        (replace(REQUEST, sequence=20, attempt=2), ANSWERED_FOR_S, True),  # yet asked again: the answer was lost
+        (replace(REQUEST, sequence=20, attempt=2), ANSWERED_FOR_S, True),  # repeated nevertheless: the answer was lost
         (replace(REQUEST, sequence=21), RESTATE_EVERY_S / 2, False),  # a new gap, but too soon
         (replace(REQUEST, sequence=21), RESTATE_EVERY_S, True),
     ],
 )
-def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, wanted: bool) -> None:
-    """For this life only, and again only when the answer cannot be on its way any more."""
+def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, answered: bool) -> None:
+    """Only requests for this incarnation are answered, and again only when the answer cannot still be on its way."""
     restatements = Restatements()
-    assert restatements.wanted(REQUEST, Incarnation(5), 20, 0.0)
+    assert restatements.answers(REQUEST, Incarnation(5), 20, 0.0)
     restatements.sent(20, 0.0)
-    assert restatements.wanted(request_of, Incarnation(5), 30, at_s) is wanted
-    assert not Restatements().wanted(REQUEST, Incarnation(5), -1, at_s)  # nothing was published: nothing to say
+    assert restatements.answers(request_of, Incarnation(5), 30, at_s) is answered
+    assert not Restatements().answers(REQUEST, Incarnation(5), -1, at_s)  # no batch has been published yet

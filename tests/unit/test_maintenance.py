@@ -15,7 +15,7 @@ from streams.core.reducer.leases import EXPIRY_RETRY_MS, RankLeases
 from streams.core.reducer.maintenance import MAINTENANCE_TICK_MS, SILENT, MaintenanceActions, RankMaintenance
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.reducer.resync import ATTEMPTS_MAX, RESYNC_BACKOFF_MS, RESYNCS_PER_TICK_MAX, ResyncSchedule
-from tests.unit.test_holdings import RANK, SIBLING, STRANGER, batch, judge, members, names, stored, u64
+from tests.unit.test_holdings import OTHER_WORKER, RANK, SIBLING, batch, judge, members, names, stored, u64
 from tests.unit.test_restatement import chunks, run
 
 LEASE_MS = 3000
@@ -108,25 +108,25 @@ def test_a_new_owner_counts_leases_from_when_it_opened_the_partition() -> None:
 def test_a_worker_expires_once_all_its_ranks_have_been_silent_for_the_grace_period() -> None:
     """The expiry names the progress that its writer saw, is retried if it has no effect, and removes every rank."""
     partition = Partition()
-    partition.step(0, *(heartbeat(BEFORE_FIRST, rank) for rank in (RANK, SIBLING, STRANGER)))
+    partition.step(0, *(heartbeat(BEFORE_FIRST, rank) for rank in (RANK, SIBLING, OTHER_WORKER)))
     partition.step(0, batch(0, stored(names(2), u64(1, 2))), batch(0, rank=SIBLING))
-    partition.step(LEASE_MS + MAINTENANCE_TICK_MS, batch(1, rank=SIBLING), heartbeat(BEFORE_FIRST, STRANGER))
+    partition.step(LEASE_MS + MAINTENANCE_TICK_MS, batch(1, rank=SIBLING), heartbeat(BEFORE_FIRST, OTHER_WORKER))
     assert (partition.silent(), partition.silent(SIBLING)) == (True, False)
-    assert not partition.step(GRACE_MS + MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert not partition.step(GRACE_MS + MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, OTHER_WORKER)).expiries
     assert partition.silent(SIBLING)
-    assert not partition.step(LEASE_MS - MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
-    (expiry,) = partition.step(MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert not partition.step(LEASE_MS - MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, OTHER_WORKER)).expiries
+    (expiry,) = partition.step(MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, OTHER_WORKER)).expiries
     assert (expiry.rank, expiry.incarnation, expiry.body) == (RANK, 1, WorkerRemoved(SILENT, 0))
-    assert not partition.step(EXPIRY_RETRY_MS - MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
-    assert partition.step(MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries == [expiry]
+    assert not partition.step(EXPIRY_RETRY_MS - MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, OTHER_WORKER)).expiries
+    assert partition.step(MAINTENANCE_TICK_MS, heartbeat(BEFORE_FIRST, OTHER_WORKER)).expiries == [expiry]
     partition.step(0, expiry)
     assert {rank: progress.health for rank, progress in partition.holdings.progress.items()} == {
         RANK: Health.REMOVED,
         SIBLING: Health.REMOVED,
-        STRANGER: Health.EXACT,
+        OTHER_WORKER: Health.EXACT,
     }
     assert not members(partition.holdings)
-    assert not partition.step(10 * EXPIRY_RETRY_MS, heartbeat(BEFORE_FIRST, STRANGER)).expiries
+    assert not partition.step(10 * EXPIRY_RETRY_MS, heartbeat(BEFORE_FIRST, OTHER_WORKER)).expiries
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_removed_workers_progress_outlives_its_tombstones() -> None:
     table: dict[Any, Any] = dict(holdings.take_changes(0).runs)
     holdings.remove_worker(RANK.worker_id, Incarnation(1))
     kept: list[Progress] = []
-    while holdings.owes_tombstones or holdings.touched:
+    while holdings.has_pending_tombstones or holdings.touched:
         changes = holdings.take_changes(1)
         kept += changes.progress
         table.update(changes.runs)
@@ -298,7 +298,7 @@ def test_no_resync_is_requested_of_a_silent_rank_until_it_is_heard_from() -> Non
 def test_a_new_owner_requests_resyncs_of_degraded_ranks_again() -> None:
     """It does not know which requests its predecessor wrote."""
     before = Partition()
-    before.step(0, batch(0), batch(5), batch(0, rank=STRANGER))
+    before.step(0, batch(0), batch(5), batch(0, rank=OTHER_WORKER))
     (request,) = Partition(before.holdings).step().requests
     assert (request.rank, request.attempt) == (RANK, 1)
 
@@ -328,7 +328,7 @@ def test_the_wait_starts_over_for_a_gap_long_after_the_previous_one() -> None:
         assert not resyncs.due(now_ms + RESYNC_BACKOFF_MS[0] - 1, lambda _: True)
         assert len(resyncs.due(now_ms + RESYNC_BACKOFF_MS[0], lambda _: True)) == 1
         resyncs.settled(RANK)
-        assert resyncs.n_owed == 0
+        assert resyncs.n_pending == 0
 
 
 @pytest.mark.parametrize("after_ms", [0, 5000])

@@ -1,4 +1,4 @@
-"""The order of a rank's records, as values: what is news, what a repeat, what of an older life."""
+"""The verdict on each record of a rank: new, duplicate, a gap, or of an older incarnation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streams.core.reducer.ordering import Health, Progress, Verdict, judge, rene
 RANK = RankId(WorkerId(7), DpRank(0))
 LEASE_MS = 3000
 
-#: A rank in its fifth life, cleared twice, that was heard of up to batch 10.
+#: A rank in its fifth incarnation, cleared twice, with batches applied up to 10.
 KNOWN = Progress(RANK, Epoch(Incarnation(5), 2), 10, 110, Health.EXACT, "m", 16, n_blocks=4, lease_ms=LEASE_MS)
 REMOVED = replace(KNOWN, health=Health.REMOVED)
 EXPIRED = replace(REMOVED, silent=True)
@@ -48,10 +48,10 @@ def heartbeat(sequence: int, incarnation: int = 5) -> EngineBatch:
         (EXPIRED, 5, BEFORE_FIRST, Verdict.APPLIED, (5, 3)),
     ],
 )
-def test_a_batch_is_judged_by_its_life_and_then_by_its_number(
+def test_a_batch_is_judged_by_its_incarnation_and_then_by_its_number(
     known: Progress, incarnation: int, sequence: int, verdict: Verdict, epoch: tuple[int, int]
 ) -> None:
-    """An older life changes nothing, a newer one begins an epoch, and within one only the next number leaves no gap."""
+    """An older incarnation changes nothing, a newer one begins an epoch; within one, only the next number is no gap."""
     judgement = judge(known, batch(sequence, incarnation))
     assert (judgement.verdict, judgement.progress.epoch) == (verdict, epoch)
     assert judgement.begins_epoch == (judgement.progress.epoch != known.epoch)
@@ -81,10 +81,10 @@ def test_a_batch_is_judged_by_its_life_and_then_by_its_number(
         (EXPIRED, 4, 10, Verdict.STALE, (5, 2), Health.REMOVED),
     ],
 )
-def test_a_heartbeat_tells_what_is_missing_and_moves_no_number(
+def test_a_heartbeat_shows_missing_batches_and_never_advances_the_sequence(
     known: Progress, incarnation: int, sequence: int, verdict: Verdict, epoch: tuple[int, int], health: Health
 ) -> None:
-    """Above the last batch it tells a loss, once; a newer life begins by it; who was taken for dead is back."""
+    """One above the last batch is a gap, counted once. One of an expired worker or a newer incarnation begins it."""
     judgement = renew(known, heartbeat(sequence, incarnation), LEASE_MS)
     progress = judgement.progress
     assert (judgement.verdict, progress.epoch, progress.health) == (verdict, epoch, health)
@@ -95,15 +95,15 @@ def test_a_heartbeat_tells_what_is_missing_and_moves_no_number(
         assert (progress.lease_ms, progress.silent) == (LEASE_MS, False)
 
 
-def test_a_heartbeat_that_says_nothing_new_gives_the_same_progress() -> None:
-    """So that it is not written; a lease of another length and the end of a silence are news."""
+def test_a_heartbeat_that_changes_nothing_returns_the_same_progress_object() -> None:
+    """An unchanged progress is not written. A different lease and the end of a silence are changes."""
     assert renew(KNOWN, heartbeat(10), LEASE_MS).progress is KNOWN
     assert renew(KNOWN, heartbeat(10), LEASE_MS + 1).progress == replace(KNOWN, lease_ms=LEASE_MS + 1)
     assert renew(replace(KNOWN, silent=True), heartbeat(10), LEASE_MS).progress == KNOWN
 
 
-def test_a_new_life_has_promised_nothing_yet() -> None:
-    """The lease of an older life ends with it, or the embedding publisher that follows a bridge would be silent."""
+def test_a_new_incarnation_starts_without_a_lease() -> None:
+    """With the lease of its predecessor, an engine that switches from a bridge to the publisher would fall silent."""
     assert judge(KNOWN, batch(0, 6)).progress.lease_ms == 0
     assert judge(KNOWN, batch(11)).progress.lease_ms == LEASE_MS
 
@@ -118,6 +118,6 @@ def test_a_new_life_has_promised_nothing_yet() -> None:
         (Health.DEGRADED, 0, 11, Health.DEGRADED),
     ],
 )
-def test_health_only_gets_worse_by_a_batch(health: Health, n_unindexed: int, sequence: int, after: Health) -> None:
-    """Numbers alone never make a rank exact again."""
+def test_a_batch_never_improves_the_health(health: Health, n_unindexed: int, sequence: int, after: Health) -> None:
+    """A complete sequence of numbers does not make a rank exact again."""
     assert judge(replace(KNOWN, health=health), batch(sequence, n_unindexed=n_unindexed)).progress.health is after

@@ -1,4 +1,4 @@
-"""What is predicted of engines that tell nothing: counted, aged and cut as by brute force."""
+"""The index of predictions: expiry, pruning and answers, compared with a brute-force reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import local_hashes
 from streams.core.ids import U32_MAX, DpRank, HashArray, RankId, Tier, WorkerId
-from streams.core.index.predicted_index import TTL_S, ApproximatePrefixIndex
+from streams.core.index.predicted_index import TTL_S, PredictedPrefixIndex
 from streams.errors import BlockSizeMismatch, InvalidEvent, InvalidRequest, SettingsError
 from tests.helpers.reference import Member, chain_hashes, overlap_of
 
@@ -24,8 +24,8 @@ def u64(*values: int) -> HashArray:
     return np.array(values, dtype=np.uint64)
 
 
-class Guesses:
-    """The same by brute force: of each block its last prediction's time, number and the block's place in it."""
+class ReferencePredictions:
+    """The brute-force reference: for each block the time and number of its last prediction, and its position in it."""
 
     def __init__(self, ttl_s: float, blocks_max: int, prune_target: float) -> None:
         self._ttl_s, self._blocks_max, self._kept = ttl_s, blocks_max, max(1, int(blocks_max * prune_target))
@@ -56,11 +56,11 @@ class Guesses:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 62))
-def test_random_predictions_are_kept_as_by_brute_force(seed: int) -> None:
-    """Predictions, time that passes or is told late, ranks that leave, limits: the same blocks, and never a hole."""
+def test_random_predictions_agree_with_the_reference(seed: int) -> None:
+    """Predictions, late times, removed ranks and limits leave the same blocks as in the reference, without holes."""
     rng = random.Random(seed)
     limits = rng.choice((5.0, 60.0)), rng.choice((1, 7, 40, 1000)), rng.choice((0.1, 0.8, 1.0))
-    index, guesses = ApproximatePrefixIndex(*limits), Guesses(*limits)
+    index, reference = PredictedPrefixIndex(*limits), ReferencePredictions(*limits)
     ranks = [RankId(WorkerId(worker), DpRank(0)) for worker in range(rng.choice((1, 3, 9)))]
     now_s = 100.0
     for _ in range(rng.randint(1, 60)):
@@ -69,14 +69,14 @@ def test_random_predictions_are_kept_as_by_brute_force(seed: int) -> None:
         action = rng.random()
         if action < 0.8:
             index.predict(rank, u64(*local), now_s)
-            guesses.predict(rank, local, now_s)
+            reference.predict(rank, local, now_s)
         elif action < 0.95:
-            assert index.expire(now_s) == guesses.expire(now_s)
+            assert index.expire(now_s) == reference.expire(now_s)
         else:
             rng.choice((index.clear, index.remove_rank))(rank)
-            guesses.remove_rank(rank)
+            reference.remove_rank(rank)
         index.check()
-        facts = guesses.members()
+        facts = reference.members()
         assert {(holder, tier, int(block)) for holder, tier, block in index.members()} == facts
         assert len(index) == len(facts)
         asked = [rng.randrange(3) for _ in range(12)]
@@ -88,26 +88,26 @@ def test_random_predictions_are_kept_as_by_brute_force(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("age_s", "score"), [(0.0, 2), (TTL_S - 1e-6, 2), (TTL_S, 0), (TTL_S + 1, 0)])
-def test_a_prediction_ends_with_its_time(age_s: float, score: int) -> None:
-    """At the very moment, whoever tells the time."""
-    index = ApproximatePrefixIndex()
+def test_a_prediction_expires_after_its_ttl(age_s: float, score: int) -> None:
+    """A prediction is removed exactly `ttl_s` after it was made."""
+    index = PredictedPrefixIndex()
     index.predict(A, u64(1, 2), 0.0)
     assert index.expire(age_s) == 2 - score
     assert index.find_matches(u64(1, 2)).max_score == score
 
 
-def test_a_prediction_made_again_lasts_anew_as_far_as_it_goes() -> None:
-    """The blocks behind it keep their older time."""
-    index = ApproximatePrefixIndex(ttl_s=10.0)
+def test_a_repeated_prediction_renews_only_its_own_blocks() -> None:
+    """Blocks after the end of the repeated prediction keep their older time."""
+    index = PredictedPrefixIndex(ttl_s=10.0)
     index.predict(A, u64(1, 2, 3), 0.0)
     index.predict(A, u64(1, 2), 9.0)
     index.predict(B, u64(1), 10.0)
     assert index.find_matches(u64(1, 2, 3)).scores == {A: 2, B: 1}
 
 
-def test_a_time_told_late_does_not_turn_back_the_clock() -> None:
-    """A prediction of it lasts as long as one of the latest time."""
-    index = ApproximatePrefixIndex(ttl_s=10.0)
+def test_an_earlier_time_does_not_turn_back_the_clock() -> None:
+    """A prediction with an earlier time than one passed before gets the latest time."""
+    index = PredictedPrefixIndex(ttl_s=10.0)
     index.expire(100.0)
     index.predict(A, u64(1), 95.0)
     assert index.expire(109.0) == 0
@@ -116,16 +116,16 @@ def test_a_time_told_late_does_not_turn_back_the_clock() -> None:
 
 @pytest.mark.parametrize(("n_blocks", "kept"), [(9, 9), (10, 10), (11, 8), (30, 8)])
 def test_beyond_its_limit_an_index_keeps_the_newest_blocks_and_their_prefixes(n_blocks: int, kept: int) -> None:
-    """Cut to four fifths; of one prediction too long for it the beginning is what stays."""
-    index = ApproximatePrefixIndex(blocks_max=10)
+    """Pruning keeps four fifths of the limit, and the beginning of a prediction that is longer than that."""
+    index = PredictedPrefixIndex(blocks_max=10)
     index.predict(A, u64(*range(n_blocks)), 0.0)
     assert index.find_matches(u64(*range(n_blocks))).scores == {A: kept}
     assert len(index) == kept
 
 
-def test_the_oldest_predictions_are_cut_first_whoever_they_are_of() -> None:
-    """One made again is new."""
-    index = ApproximatePrefixIndex(blocks_max=10)
+def test_the_oldest_predictions_of_all_ranks_are_pruned_first() -> None:
+    """Pruning ignores ranks, and treats a repeated prediction as new."""
+    index = PredictedPrefixIndex(blocks_max=10)
     index.predict(A, u64(1, 2, 3, 4), 0.0)
     index.predict(B, u64(1, 2, 3, 4), 1.0)
     index.predict(A, u64(1, 2, 3, 4), 1.0)
@@ -135,8 +135,8 @@ def test_the_oldest_predictions_are_cut_first_whoever_they_are_of() -> None:
 
 
 def test_a_request_is_hashed_before_it_is_matched() -> None:
-    """As in every index, in blocks of the size asked for."""
-    index, tokens = ApproximatePrefixIndex(), list(range(40))
+    """A request is hashed with the given block size, as in every index."""
+    index, tokens = PredictedPrefixIndex(), list(range(40))
     index.predict(A, local_hashes(tokens, 16), 0.0)
     assert index.find_matches_for_request(tokens, 16).scores == {A: 2}
     assert index.find_matches_for_request(tokens, 8).scores == {}
@@ -165,9 +165,9 @@ def test_a_request_is_hashed_before_it_is_matched() -> None:
         (None, u64(1), 1.0),
     ],
 )
-def test_a_prediction_that_cannot_be_changes_nothing(rank: RankId, local: Any, now_s: float) -> None:
-    """Ranks out of range, hashes that are none, times that are none."""
-    index = ApproximatePrefixIndex()
+def test_an_invalid_prediction_changes_nothing(rank: RankId, local: Any, now_s: float) -> None:
+    """Invalid ranks, hashes and times raise InvalidEvent and leave the index unchanged."""
+    index = PredictedPrefixIndex()
     index.predict(B, u64(5), 0.0)
     with pytest.raises(InvalidEvent):
         index.predict(rank, local, now_s)
@@ -182,17 +182,17 @@ def test_a_prediction_that_cannot_be_changes_nothing(rank: RankId, local: Any, n
         ("prune_target", (0.0, -0.5, 1.1, math.nan, math.inf, "0.8", None, True)),
     ],
 )
-def test_limits_that_cannot_be_are_refused(name: str, values: tuple[Any, ...]) -> None:
-    """No time to live, no room, or a target beyond the limit; the message begins with the argument's name."""
+def test_invalid_limits_are_refused(name: str, values: tuple[Any, ...]) -> None:
+    """Invalid limits raise SettingsError, whose message begins with the argument's name."""
     for value in values:
         with pytest.raises(SettingsError, match=f"^{name} is "):
-            ApproximatePrefixIndex(**{name: value})
+            PredictedPrefixIndex(**{name: value})
 
 
 @pytest.mark.parametrize("rank", [(1, 0), 1, None, RankId(WorkerId(-1), DpRank(0))], ids=str)
 def test_only_a_rank_can_be_cleared(rank: Any) -> None:
-    """What is none is refused, known or not."""
-    index = ApproximatePrefixIndex()
+    """Clearing or removing anything but a valid RankId raises InvalidEvent."""
+    index = PredictedPrefixIndex()
     index.predict(A, u64(5), 0.0)
     for end in (index.clear, index.remove_rank):
         with pytest.raises(InvalidEvent):

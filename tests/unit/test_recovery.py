@@ -1,4 +1,4 @@
-"""What a bridge remembers of a worker is what the agents will make of the same records."""
+"""A bridge that starts folds a worker's records into the state that the agents reach from the same records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(rank: RankId, sequence: int) -> EngineBatch:
 
 
 def recovered_ranks(*, silent: bool) -> list[RecoveredRank]:
-    """Two ranks of one worker that have come to different batches."""
+    """Two ranks of one worker whose last batches have different numbers."""
     return [
         RecoveredRank(Progress(rank, Epoch(Incarnation(1), 0), 10 - rank.dp_rank, silent=silent), Ledger(False))
         for rank in RANKS
@@ -33,25 +33,25 @@ def expiry(seen: int) -> EngineBatch:
     return replace(batch(RANKS[0], 0), body=WorkerRemoved("silent", seen))
 
 
-def test_an_expiry_ends_every_rank_of_a_silent_worker_though_it_names_the_progress_of_one() -> None:
-    """The others stand at other batches, of which it says nothing."""
+def test_an_expiry_removes_every_rank_of_a_silent_worker() -> None:
+    """An expiry names the progress of one rank only; the other ranks are at other batches and are removed as well."""
     ranks = recovered_ranks(silent=True)
     fold_removal(ranks, expiry(10), 10)
     assert [(rank.is_removed, rank.known_incarnation.sequence) for rank in ranks] == [(True, BEFORE_FIRST)] * 2
 
 
-@pytest.mark.parametrize("late", ["not silent", "gone on", "one was heard of"])
-def test_an_expiry_that_comes_too_late_ends_no_rank(late: str) -> None:
-    """A worker goes as a whole or stays."""
-    ranks = recovered_ranks(silent=late != "not silent")
-    if late == "one was heard of":
+@pytest.mark.parametrize("why_late", ["not silent", "a later batch", "one rank was heard from"])
+def test_an_expiry_that_comes_too_late_removes_no_rank(why_late: str) -> None:
+    """A worker is removed as a whole or not at all."""
+    ranks = recovered_ranks(silent=why_late != "not silent")
+    if why_late == "one rank was heard from":
         ranks[1].fold(replace(batch(RANKS[1], 9), body=Heartbeat("b", 1000)))
-    fold_removal(ranks, expiry(10), 9 if late == "gone on" else 10)
+    fold_removal(ranks, expiry(10), 9 if why_late == "a later batch" else 10)
     assert [rank.is_removed for rank in ranks] == [False, False]
 
 
 def test_a_heartbeat_brings_an_expired_rank_back_and_no_other() -> None:
-    """As agents do; what was deleted stays so until a life begins."""
+    """A rank that an operator removed stays removed until an incarnation begins."""
     for seen, is_removed in ((10, False), (None, True)):
         ranks = recovered_ranks(silent=True)
         fold_removal(ranks, expiry(10), seen)
@@ -62,19 +62,19 @@ def test_a_heartbeat_brings_an_expired_rank_back_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_history_leaves_each_rank_in_the_life_and_at_the_batch_where_agents_have_it(seed: int) -> None:
-    """Gaps, repeats, restatements, heartbeats, new lives, removals."""
-    told, known = ReferenceFleet(), dict[RankId, RecoveredRank]()
+def test_any_history_leaves_each_rank_in_the_incarnation_and_at_the_batch_that_agents_have(seed: int) -> None:
+    """The histories contain gaps, repetitions, restatements, heartbeats, new incarnations and removals."""
+    fleet, known = ReferenceFleet(), dict[RankId, RecoveredRank]()
     for each in random_history(random.Random(seed), 400, 6, begins=True, bridged=True):
-        told.apply(each)
+        fleet.apply(each)
         if isinstance(each.body, WorkerRemoved):
             ranks = [recovered for rank, recovered in known.items() if rank.worker_id == each.rank.worker_id]
             fold_removal(ranks, each, each.body.seen_sequence)
             continue
-        never = Progress(each.rank, Epoch(Incarnation(0), 0))
-        known.setdefault(each.rank, RecoveredRank(never, Ledger(False))).fold(each)
+        nothing = Progress(each.rank, Epoch(Incarnation(0), 0))
+        known.setdefault(each.rank, RecoveredRank(nothing, Ledger(False))).fold(each)
         for rank, recovered in known.items():
-            truth = told.ranks[rank]
+            truth = fleet.ranks[rank]
             assert (recovered.is_removed, recovered.incarnation, recovered.sequence) == (
                 truth.removed,
                 truth.epoch.incarnation,
@@ -82,8 +82,8 @@ def test_any_history_leaves_each_rank_in_the_life_and_at_the_batch_where_agents_
             )
 
 
-def test_a_ledger_lacks_what_a_heartbeat_tells_of_until_the_engine_clears() -> None:
-    """And again when another one is lost behind the clear."""
+def test_a_ledger_is_incomplete_after_a_heartbeat_shows_a_lost_batch_until_the_engine_clears() -> None:
+    """A heartbeat that names a batch which never arrived makes the ledger incomplete, before and after a clear."""
     rank, _ = recovered_ranks(silent=False)
     clear = replace(batch(RANKS[0], 0), body=EngineEvents((AllBlocksCleared(),)))
     for number in (12, 14):

@@ -1,4 +1,4 @@
-"""An engine's replay socket in the frames of different versions, and the window of batches behind a gap."""
+"""An engine's replay socket in the frames of different versions, and the window of batches after a gap."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ END = b"\xff" * 8
     ids=["2", "3", "4"],
 )
 def test_an_answer_of_any_version_is_read(frames: list[bytes]) -> None:
-    """Number and payload are the last two frames, whatever stands before them."""
+    """Number and payload are the last two frames, whatever precedes them."""
     assert read_answer(frames) == Batch(5, b"p")
 
 
 @pytest.mark.parametrize("frames", [[END], [END, b""], [b"", END], [b"", END, b""], [b"", b"t", END, b""]])
 def test_the_end_of_any_version_is_read(frames: list[bytes]) -> None:
-    """The number -1, with a payload or without."""
+    """The number -1 ends a replay, with or without a payload."""
     assert read_answer(frames) is None
 
 
 @pytest.mark.parametrize(
     "frames", [[], [b""], [b"x", b"p"], [b"", b"short", b"p"], [b""] * 4 + [SEQUENCE.pack(1), b"p"]]
 )
-def test_what_is_no_answer_is_refused(frames: list[bytes]) -> None:
-    """It counts as silence: what came before it is good."""
+def test_frames_that_are_not_an_answer_end_the_replay_as_silence_does(frames: list[bytes]) -> None:
+    """The batches received before such frames remain valid."""
     with pytest.raises(ReplaySilent):
         read_answer(frames)
 
 
 class Engine:
-    """A replay socket that answers as it is told. kept: batches; prefix: frames before the number."""
+    """A replay socket with chosen answers. kept: batches by number. prefix: frames before the number."""
 
     def __init__(self, kept: dict[int, bytes], prefix: list[bytes], *, ends: bool = True) -> None:
         self.kept, self.prefix, self.ends = kept, prefix, ends
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     async def serve(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             client, empty, start = await socket.recv_multipart()
             assert empty == b""
-            self.asked.append(SEQUENCE.unpack(start)[0])
+            self.requested.append(SEQUENCE.unpack(start)[0])
             for sequence, payload in self.kept.items():
-                if sequence >= self.asked[-1]:
+                if sequence >= self.requested[-1]:
                     await socket.send_multipart([client, *self.prefix, SEQUENCE.pack(sequence), payload])
             if self.ends:
                 await socket.send_multipart([client, *self.prefix, END, b""])
@@ -80,8 +80,8 @@ def with_engine(engine: Engine, act: Callable[[zmq.asyncio.Context, str], Awaita
 
 
 @pytest.mark.parametrize("prefix", [[b""], [b"", b"kv"]], ids=["three frames", "four frames"])
-def test_a_replay_gives_what_is_kept_in_order(prefix: list[bytes]) -> None:
-    """Over a real socket, from the number asked for to the end marker."""
+def test_a_replay_yields_the_kept_batches_in_order(prefix: list[bytes]) -> None:
+    """A replay over a real socket yields the batches from the requested number to the end marker."""
     engine = Engine({n: b"p%d" % n for n in range(3, 8)}, prefix)
 
     async def act(context: zmq.asyncio.Context, address: str) -> None:
@@ -90,11 +90,11 @@ def test_a_replay_gives_what_is_kept_in_order(prefix: list[bytes]) -> None:
         assert [batch async for batch in replay(context, address, 8)] == []
 
     with_engine(engine, act)
-    assert engine.asked == [5, 0, 8]
+    assert engine.requested == [5, 0, 8]
 
 
-def test_a_replay_without_an_end_gives_what_came_and_says_so() -> None:
-    """Routers drop beyond their mark; whoever asked goes on from what it has."""
+def test_a_replay_without_an_end_yields_its_batches_and_then_raises() -> None:
+    """A ROUTER socket drops answers when its queue is full; the batches received before that can be used."""
     engine = Engine({1: b"a", 2: b"b"}, [b""], ends=False)
 
     async def act(context: zmq.asyncio.Context, address: str) -> None:
@@ -102,7 +102,7 @@ def test_a_replay_without_an_end_gives_what_came_and_says_so() -> None:
 
         async def collect() -> None:
             async for batch in replay(context, address, 0, timeout_s=0.2):
-                got.append(batch)  # noqa: PERF401 - what came before the silence is looked at
+                got.append(batch)  # noqa: PERF401 - the batches before the exception are checked
 
         with pytest.raises(ReplaySilent):
             await collect()
@@ -111,8 +111,8 @@ def test_a_replay_without_an_end_gives_what_came_and_says_so() -> None:
     with_engine(engine, act)
 
 
-def test_the_last_batch_proves_a_life() -> None:
-    """The same bytes, other bytes, a number never sent, one forgotten, and nobody there."""
+def test_the_last_batch_shows_whether_it_is_the_same_incarnation() -> None:
+    """The check distinguishes identical bytes, other bytes, an unsent number, a dropped batch and no answer."""
     digest = xxhash.xxh3_64_intdigest(b"p5")
 
     async def act(context: zmq.asyncio.Context, address: str) -> None:
@@ -123,12 +123,12 @@ def test_the_last_batch_proves_a_life() -> None:
         assert await check_last_batch(context, None, 5, digest) is ReplayCheck.SILENT
 
     with_engine(Engine({4: b"p4", 5: b"p5", 6: b"p6"}, [b""]), act)
-    assert module.REPLAY_TIMEOUT_S >= 1.0  # vLLM looks at the socket every 100 ms
+    assert module.REPLAY_TIMEOUT_S >= 1.0  # vLLM checks the socket every 100 ms
 
 
 @given(order=st.permutations(range(12)), lost=st.sets(st.integers(0, 11), max_size=4), first=st.integers(0, 3))
-def test_batches_come_out_in_order_whatever_order_they_came_in(order: list[int], lost: set[int], first: int) -> None:
-    """Each once, none before its turn; what is lost is told by number when it is given up."""
+def test_a_window_returns_batches_in_order(order: list[int], lost: set[int], first: int) -> None:
+    """Each batch is returned once and in turn, and giving up a gap returns the number of lost batches."""
     window = Window(first)
     out: list[int] = []
 
@@ -150,9 +150,9 @@ def test_batches_come_out_in_order_whatever_order_they_came_in(order: list[int],
 
 
 def test_a_window_is_full_by_number_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At either limit the gap must be given up; what left the window counts no more."""
-    monkeypatch.setattr(module, "HELD_BATCHES_MAX", 3)
-    monkeypatch.setattr(module, "HELD_BYTES_MAX", 100)
+    """The window is full at either limit, and no longer once batches have left it."""
+    monkeypatch.setattr(module, "BUFFERED_BATCHES_MAX", 3)
+    monkeypatch.setattr(module, "BUFFERED_BYTES_MAX", 100)
     window = Window(0)
     window.offer(Batch(1, b"x"))
     window.offer(Batch(2, b"x"))

@@ -1,4 +1,4 @@
-"""Restatements: chunks are parked, dropped or swapped in, whoever dies between two of them."""
+"""Restatements: chunks are parked, dropped or applied, even if an owner crashes between two of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAIN = chain_hashes([1, 2, 3, 4])
 
 
 def run(first: int, last: int) -> RestatedRun:
-    """Blocks of CHAIN, from one to another."""
+    """Return blocks of CHAIN, from one index to another."""
     parent = SequenceHash(CHAIN[first - 1]) if first else None
     local = np.arange(first + 1, last + 2, dtype=np.uint64)
     return RestatedRun(first, parent, local + np.uint64(1000), local, Tier.DEVICE)
@@ -45,7 +45,7 @@ def run(first: int, last: int) -> RestatedRun:
 def chunks(
     sequence: int, *pieces: RestatedRun, exact: bool = True, incarnation: int = 1, restatement_id: int = 9
 ) -> list[EngineBatch]:
-    """A restatement complete to a sequence, a chunk for each run."""
+    """Return a restatement that is complete up to a sequence, with one chunk per run."""
     return [
         replace(
             batch(sequence, incarnation=incarnation),
@@ -56,7 +56,7 @@ def chunks(
 
 
 def degraded() -> PlainHoldings:
-    """A rank that lost batches 1 to 4 and holds the first block of another chain."""
+    """Return a rank that lost batches 1 to 4 and holds the first block of another chain."""
     holdings = plain_holdings()
     judge(holdings, batch(0, stored(names(1), u64(50))))
     assert judge(holdings, batch(5)) is Verdict.GAP
@@ -68,8 +68,8 @@ def blocks(holdings: PlainHoldings) -> set[int]:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_restatement_is_swapped_in_under_a_new_epoch_when_its_last_chunk_has_come(exact: bool) -> None:
-    """Until then nothing changes; then the rank holds just what was restated, children first or not."""
+def test_the_last_chunk_of_a_restatement_applies_it_under_a_new_epoch(exact: bool) -> None:
+    """Until then nothing changes. Then the rank holds exactly the restated blocks, in whatever order they arrived."""
     holdings = degraded()
     first, second = chunks(5, run(2, 3), run(0, 1), exact=exact)
     assert judge(holdings, first) is Verdict.PARKED
@@ -84,8 +84,8 @@ def test_a_restatement_is_swapped_in_under_a_new_epoch_when_its_last_chunk_has_c
     check(holdings)
 
 
-def test_blocks_that_are_not_indexed_leave_a_restated_rank_approximate() -> None:
-    """In whichever chunk they are told."""
+def test_unindexed_blocks_leave_a_restated_rank_approximate() -> None:
+    """One chunk with unindexed blocks, whichever it is, makes the rank approximate."""
     holdings = degraded()
     first, second = chunks(5, run(0, 1), run(2, 3))
     judge(holdings, replace(first, n_unindexed=3))
@@ -94,15 +94,15 @@ def test_blocks_that_are_not_indexed_leave_a_restated_rank_approximate() -> None
 
 
 def test_an_empty_restatement_leaves_nothing_and_is_exact() -> None:
-    """A rank that holds nothing says so in one chunk without runs."""
+    """The restatement of an empty rank is one chunk without runs."""
     holdings = degraded()
     empty = replace(batch(5), body=RestatementChunk(9, 0, 1, True, ()))
     assert judge(holdings, empty) is Verdict.RESTATED
     assert (blocks(holdings), holdings.progress[RANK].health) == (set(), Health.EXACT)
 
 
-def test_a_restatement_from_before_what_was_applied_changes_nothing() -> None:
-    """It lacks batches that are there already: not parked, and what is parked stays."""
+def test_a_restatement_older_than_the_applied_batches_changes_nothing() -> None:
+    """It lacks batches that are applied, so it is not parked; chunks that are parked remain."""
     holdings = degraded()
     first, second = chunks(5, run(0, 1), run(2, 3))
     judge(holdings, first)
@@ -123,10 +123,10 @@ def test_a_restatement_from_before_what_was_applied_changes_nothing() -> None:
         chunks(5, run(0, 1), run(2, 3), exact=False)[1],
         chunks(5, run(0, 1), run(2, 3))[0],
     ],
-    ids=["batch", "clear", "life", "life by heartbeat", "another id", "another sequence", "not exact", "again"],
+    ids=["batch", "clear", "incarnation", "its heartbeat", "another id", "another sequence", "not exact", "again"],
 )
-def test_whatever_comes_between_two_chunks_drops_what_was_parked(between: EngineBatch) -> None:
-    """The last chunk then completes nothing; the first one again begins anew."""
+def test_any_other_record_between_two_chunks_drops_the_parked_ones(between: EngineBatch) -> None:
+    """The last chunk then completes nothing; a repeated first chunk starts over."""
     holdings = degraded()
     first, _, last = chunks(5, run(0, 1), run(2, 2), run(3, 3))
     judge(holdings, first)
@@ -135,8 +135,8 @@ def test_whatever_comes_between_two_chunks_drops_what_was_parked(between: Engine
     assert not blocks(holdings) & set(CHAIN)
 
 
-def test_a_removal_drops_what_was_parked_and_another_rank_does_not() -> None:
-    """Chunks are consecutive for their rank."""
+def test_a_removal_drops_parked_chunks_and_records_of_another_rank_do_not() -> None:
+    """Chunks must be consecutive among the records of their own rank only; a heartbeat may come between them."""
     holdings = degraded()
     first, second = chunks(5, run(0, 1), run(2, 3))
     judge(holdings, first)
@@ -148,8 +148,8 @@ def test_a_removal_drops_what_was_parked_and_another_rank_does_not() -> None:
     assert judge(holdings, second) is Verdict.STALE
 
 
-def test_a_restatement_of_a_newer_life_begins_it() -> None:
-    """The old life's blocks are gone with its first chunk; the whole makes the new one exact."""
+def test_a_restatement_of_a_newer_incarnation_begins_it() -> None:
+    """Its first chunk removes the blocks of the old incarnation; its last one makes the new one exact."""
     holdings = degraded()
     first, second = chunks(3, run(0, 1), run(2, 3), incarnation=2)
     assert judge(holdings, first) is Verdict.PARKED
@@ -160,7 +160,7 @@ def test_a_restatement_of_a_newer_life_begins_it() -> None:
 
 
 def test_parked_chunks_outlive_their_owner_and_leave_no_rows_behind() -> None:
-    """Rows are written as the chunks came, recovered by the next owner, and tombstones when the whole is swapped in."""
+    """Chunks are written as rows as received, the next owner recovers them, and the last chunk deletes them."""
     holdings = degraded()
     log = written(holdings.take_changes(100))
     first, second, third = chunks(5, run(0, 1), run(2, 2), run(3, 3))
@@ -178,8 +178,8 @@ def test_parked_chunks_outlive_their_owner_and_leave_no_rows_behind() -> None:
     assert blocks(holdings) == set(CHAIN)
 
 
-def test_rows_that_are_no_beginning_of_a_restatement_are_forgotten() -> None:
-    """A stranger's row is a tombstone at the next commit, and stops nobody."""
+def test_rows_that_are_not_the_first_chunks_of_a_restatement_are_deleted() -> None:
+    """A foreign writer's row becomes a tombstone at the next commit and has no other effect."""
     _, second, third = chunks(5, run(0, 1), run(2, 2), run(3, 3))
     parking = Parking()
     parking.load([(ChunkKey(RANK, 1), second, 10), (ChunkKey(SIBLING, 0), third, 10)])
@@ -189,7 +189,7 @@ def test_rows_that_are_no_beginning_of_a_restatement_are_forgotten() -> None:
 
 @pytest.mark.parametrize("n_chunks", [CHUNKS_MAX, CHUNKS_MAX + 1])
 def test_a_restatement_of_too_many_chunks_is_refused(n_chunks: int) -> None:
-    """At the limit it is parked, beyond it a bad record, and nothing is parked of it."""
+    """At the limit its chunk is parked; beyond the limit it is a bad record, and nothing is parked."""
     holdings = degraded()
     first = replace(batch(5), body=RestatementChunk(9, 0, n_chunks, True, ()))
     if n_chunks <= CHUNKS_MAX:
@@ -202,7 +202,7 @@ def test_a_restatement_of_too_many_chunks_is_refused(n_chunks: int) -> None:
 
 
 def test_a_restatement_of_too_many_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would not fit one transaction; what was parked of it is dropped."""
+    """It would not fit in one transaction, so its parked chunks are dropped."""
     monkeypatch.setattr(restatement, "RESTATED_RUNS_MAX", 2)
     holdings = degraded()
     first, second, third = chunks(5, run(0, 1), run(2, 2), run(3, 3))
@@ -212,8 +212,8 @@ def test_a_restatement_of_too_many_runs_is_refused(monkeypatch: pytest.MonkeyPat
     assert RANK not in holdings.parking and blocks(holdings) == {50}
 
 
-def test_more_than_there_is_room_for_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's chunks are in memory, another's do not fit beside them and are asked for again later."""
+def test_a_chunk_over_the_capacity_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one rank's chunks are parked, another's exceed the capacity; a later resync request repeats them."""
     size = len(encode_batch(chunks(5, run(0, 1), run(2, 3))[0]))
     monkeypatch.setattr(restatement, "PARKED_BYTES_MAX", size + 1)
     holdings = degraded()
@@ -226,8 +226,8 @@ def test_more_than_there_is_room_for_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("n_blocks", "fits"), [(90_000, True), (100_000, False)])
-def test_a_chunk_that_the_changelog_cannot_hold_is_refused(n_blocks: int, fits: bool) -> None:
-    """Its transaction would fail for ever; a dead letter stops nobody. At 16 bytes a block, 1.5 MiB are 98,304."""
+def test_a_chunk_too_large_for_the_changelog_is_refused(n_blocks: int, fits: bool) -> None:
+    """Its transaction would never commit, so it is a dead letter. At 16 bytes per block, 1.5 MiB are 98,304 blocks."""
     hashes = np.arange(n_blocks, dtype=np.uint64)
     whole = RestatedRun(0, None, hashes, hashes, Tier.DEVICE)
     raw = encode_batch(replace(batch(5), body=RestatementChunk(9, 0, 2, True, (whole,))))
@@ -246,15 +246,15 @@ def test_a_chunk_that_the_changelog_cannot_hold_is_refused(n_blocks: int, fits: 
         assert caught.value.reason == "bad_restatement"
 
 
-def test_a_source_that_lost_records_drops_what_was_parked() -> None:
-    """What is lost may have been the very batch that would have dropped it."""
+def test_a_source_that_lost_records_drops_parked_chunks() -> None:
+    """The lost records may include a batch that would have dropped them."""
     holdings = degraded()
     judge(holdings, chunks(5, run(0, 1), run(2, 3))[0])
     holdings.degrade_all()
     assert RANK not in holdings.parking
 
 
-def test_a_chunk_survives_its_bytes() -> None:
+def test_a_chunk_is_decoded_as_it_was_encoded() -> None:
     """A parked row is read back as the chunk that was written."""
     (chunk,) = chunks(5, run(1, 3))
     again = decode_batch(encode_batch(chunk))

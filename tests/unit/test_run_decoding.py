@@ -1,4 +1,4 @@
-"""The compiled decoder of run records takes what decode_run takes, gives the same, and reads nothing else."""
+"""The compiled decoder of run records takes what decode_run takes, with the same result, and reads nothing else."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.arenas import TreeLimits
 from streams.core.index.kernels.fold import FOLD_FIRST, FOLD_PRESENT
+from streams.core.index.run_columns import RunColumns, columns_of
 from streams.core.index.run_fold import PlainRunFold
-from streams.core.index.tree_fold import RunColumns, TreeRunFold, columns_of
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
@@ -53,7 +54,7 @@ numbers = st.none() | st.integers(-(2**31), 2**31 - 1)
 
 @st.composite
 def any_run(draw: st.DrawFn) -> Run:
-    """A run that an agent could write."""
+    """Return a run that an agent could write."""
     local = draw(st.lists(hashes, min_size=1, max_size=RUN_BLOCKS_MAX))
     parent = draw(st.none() | hashes)
     chained = sequence_hashes(
@@ -76,7 +77,7 @@ def any_run(draw: st.DrawFn) -> Run:
 
 
 def zigzag(value: int) -> bytes:
-    """Avro's long."""
+    """Encode an Avro long."""
     left = (value << 1 ^ value >> 63) & (1 << 64) - 1
     out = bytearray()
     while left > 127:
@@ -86,8 +87,8 @@ def zigzag(value: int) -> bytes:
 
 
 def datum(**fields: bytes) -> bytes:
-    """A value of one block 42 at the root, with some fields replaced."""
-    plain = {
+    """Return the value of a run with the one block 42 at position 0, with some fields replaced."""
+    usual = {
         "incarnation": zigzag(1),
         "generation": zigzag(2),
         "start": zigzag(0),
@@ -97,14 +98,14 @@ def datum(**fields: bytes) -> bytes:
         "present": zigzag(1) + b"\x01",
         "labels": zigzag(0),
     }
-    return HEADER + b"".join({**plain, **fields}.values())
+    return HEADER + b"".join({**usual, **fields}.values())
 
 
 ROOT_KEY = struct.pack(">cQIBQ", b"R", 7, 1, 0, 42)
 
 
 def slow(key: bytes, value: bytes | None) -> Run | None:
-    """What decode_run says; None where it refuses the record."""
+    """Return the result of decode_run; None if it refuses the record."""
     try:
         return decode_run(key, value or b"")
     except BadRecord:
@@ -112,7 +113,7 @@ def slow(key: bytes, value: bytes | None) -> Run | None:
 
 
 def same(columns: RunColumns, at: int, expected: Run) -> None:
-    """One row is this run, in every column."""
+    """Assert that one row equals this run in every column."""
     wanted, row = columns_of([expected.key], [expected]), slice(*columns.offset[at : at + 2].tolist())
     assert columns.place_of(at) == (expected.key.rank, expected.key.tier)
     assert columns.epoch_of(at) == expected.epoch
@@ -122,7 +123,7 @@ def same(columns: RunColumns, at: int, expected: Run) -> None:
 
 
 def agree(records: list[Record]) -> None:
-    """Decoder and decode_run are of one mind on every record."""
+    """Assert that the decoder and decode_run agree on every record."""
     columns, others = decode_runs(records)
     for at, (key, value) in enumerate(records):
         if value is None:
@@ -150,14 +151,14 @@ def agree(records: list[Record]) -> None:
 
 
 def labelled_blocks(run: Run) -> list[tuple[int, MoeLabels]]:
-    """Held blocks of a run, with their labels."""
+    """Return the held blocks of a run, with their labels."""
     return [(run.sequence[at], run.moe[at]) for at in run.held() if at in run.moe]
 
 
 @settings(max_examples=100, deadline=None)
 @given(runs=st.lists(any_run(), max_size=8), data=st.data())
 def test_every_run_that_is_encoded_is_decoded(runs: list[Run], data: st.DataObject) -> None:
-    """Among tombstones and records of other kinds, and with MoE labels."""
+    """The runs are mixed with tombstones and records of other kinds, and have MoE labels."""
     records: list[Record] = [(run_key(run.key), encode_run(run)) for run in runs]
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(records)))
@@ -173,7 +174,7 @@ def test_every_run_that_is_encoded_is_decoded(runs: list[Run], data: st.DataObje
 @settings(max_examples=150, deadline=None)
 @given(run=any_run(), seed=st.integers(0, 2**32))
 def test_a_record_that_was_tampered_with_is_judged_as_decode_run_does(run: Run, seed: int) -> None:
-    """Cut off, with bytes flipped, inserted, removed or repeated, in value and key."""
+    """Value and key are cut, or have bytes flipped, inserted, removed or repeated."""
     rng = random.Random(seed)
     key, value = run_key(run.key), encode_run(run)
     records: list[Record] = [(key, value)]
@@ -200,7 +201,7 @@ def test_a_record_that_was_tampered_with_is_judged_as_decode_run_does(run: Run, 
 
 
 def left_alone(value: bytes | None) -> bool:
-    """More than ten bytes of a varint may follow each other here: what decode_run makes of them is the platform's."""
+    """Whether a value may contain a varint of more than ten bytes, which decode_run reads differently per platform."""
     run = 0
     for byte in value or b"":
         run = run + 1 if byte & 128 else 0
@@ -212,7 +213,7 @@ def left_alone(value: bytes | None) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(key=st.binary(max_size=30), value=st.binary(max_size=120), framed=st.booleans(), keyed=st.booleans())
 def test_random_bytes_are_judged_as_decode_run_does(key: bytes, value: bytes, framed: bool, keyed: bool) -> None:
-    """With and without the frame and a key that fits."""
+    """This holds with and without the header, and with and without a matching key."""
     if not left_alone(value):
         agree([(ROOT_KEY if keyed else key, HEADER + value if framed else value)])
 
@@ -256,8 +257,8 @@ def test_random_bytes_are_judged_as_decode_run_does(key: bytes, value: bytes, fr
         (datum()[:9], False),
     ],
 )
-def test_what_avro_and_the_rules_of_a_run_allow(value: bytes, taken: bool) -> None:
-    """Each is taken or left as decode_run takes or refuses it."""
+def test_the_decoder_allows_what_avro_and_the_rules_of_a_run_allow(value: bytes, taken: bool) -> None:
+    """The decoder takes what decode_run takes, and leaves what decode_run refuses."""
     assert (slow(ROOT_KEY, value) is not None) == taken
     agree([(ROOT_KEY, value), (ROOT_KEY, datum())])
 
@@ -266,8 +267,8 @@ def test_what_avro_and_the_rules_of_a_run_allow(value: bytes, taken: bool) -> No
     "value",
     [datum(generation=b"\x80" * 20 + b"\x00"), datum(labels=zigzag(-(1 << 63)) + zigzag(0) + zigzag(0))],
 )
-def test_what_no_writer_makes_is_left_to_decode_run(value: bytes) -> None:
-    """Which takes it, and so does a view."""
+def test_values_that_no_writer_produces_are_left_to_decode_run(value: bytes) -> None:
+    """decode_run takes them, and so does a view."""
     assert slow(ROOT_KEY, value) is not None
     assert decode_runs([(ROOT_KEY, value)])[1] == [0]
     view = View(Settings(), lambda: 0)
@@ -279,20 +280,20 @@ def test_what_no_writer_makes_is_left_to_decode_run(value: bytes) -> None:
 @given(run=any_run())
 @example(run=slow(ROOT_KEY, datum()) or pytest.fail("a plain datum is refused"))
 def test_no_record_is_read_beyond_its_end(run: Run) -> None:
-    """Cut anywhere it is refused, though what was cut off lies behind it as the next record's key."""
+    """A record that is cut anywhere is refused, even if the missing bytes follow it as the next record's key."""
     key, value = run_key(run.key), encode_run(run)
     for cut in range(len(value)):
         columns, others = decode_runs([(key, value[:cut]), (value[cut:], b"")])
         assert others == [0, 1] and columns.present.tolist() == [OTHER, OTHER]
-        # And where the buffer ends: lengths that promise more than there is.
+        # And at the end of the buffer, with lengths greater than the bytes that are left.
         data, lengths = join([(key, value)])
         assert decode(data[: len(key) + cut], lengths)[1] == [0]
 
 
 @settings(max_examples=40, deadline=None)
 @given(run=any_run(), seed=st.integers(0, 2**32))
-def test_no_byte_behind_the_buffer_is_touched(run: Run, seed: int) -> None:
-    """A page that nobody may read lies behind it: a load beyond the end would end this process."""
+def test_no_byte_after_the_buffer_is_read(run: Run, seed: int) -> None:
+    """A protected page follows the buffer: a load beyond the end would crash this process."""
     rng = random.Random(seed)
     key, value = run_key(run.key), encode_run(run)
     with guarded(2 * mmap.PAGESIZE) as put:
@@ -306,13 +307,13 @@ def test_no_byte_behind_the_buffer_is_touched(run: Run, seed: int) -> None:
 
 
 def header() -> tuple[int, int]:
-    """The frame as `decode_records` takes it."""
+    """Return the header as `decode_records` takes it."""
     return int.from_bytes(HEADER[:8], "little", signed=True), int.from_bytes(HEADER[8:], "little")
 
 
 @contextmanager
 def guarded(n_bytes: int) -> Iterator[Callable[[bytes], int]]:
-    """Give what puts bytes right before a page without access, and tells their address."""
+    """Return a function that puts bytes right before a protected page, and returns their address."""
     whole = mmap.mmap(-1, n_bytes + mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -329,13 +330,13 @@ def guarded(n_bytes: int) -> Iterator[Callable[[bytes], int]]:
         libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-# --- what is decoded, folded ----------------------------------------------------------------------------------------
+# --- folding decoded records ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 200))
-def test_batches_of_any_size_give_what_single_records_give(seed: int, size: int) -> None:
-    """Ranks and epochs mixed, progress among runs, bad records among good ones; along the log and permuted."""
+def test_folding_in_batches_of_any_size_equals_folding_one_by_one(seed: int, size: int) -> None:
+    """The records mix ranks, epochs, progress and bad ones, in the order of the log and permuted."""
     rng = random.Random(seed)
     log = random_log(seed, 80, 4, 6)
     permuted = [*compacted(log.records).items()]
@@ -345,20 +346,20 @@ def test_batches_of_any_size_give_what_single_records_give(seed: int, size: int)
         for _ in range(5):
             key, value = rng.choice(records)
             some.insert(rng.randrange(len(some)), (key, (value or b"x")[:-1]))
-        view, plain = View(Settings(), lambda: 0), View(Settings(), lambda: 0, PlainRunFold)
+        view, one_by_one = View(Settings(), lambda: 0), View(Settings(), lambda: 0, PlainRunFold)
         bad: list[tuple[int, str]] = []
         for at in range(0, len(some), size):
             found = view.fold_index_batch(some[at : at + size])
             bad += [(at + position, f"{reason.reason} {reason}") for position, reason in found]
-        expected = plain.fold_index_batch(some)
+        expected = one_by_one.fold_index_batch(some)
         assert bad == [(position, f"{reason.reason} {reason}") for position, reason in expected]
-        assert state_of_view(view) == state_of_view(plain) == state_of_view(folded(records))
-        assert view.rank_states() == plain.rank_states()
+        assert state_of_view(view) == state_of_view(one_by_one) == state_of_view(folded(records))
+        assert view.rank_states() == one_by_one.rank_states()
         view.index.check()
 
 
-def test_the_end_of_a_rank_comes_where_it_stands_among_its_runs() -> None:
-    """A tombstone of progress ends the runs before it in the batch and none behind it."""
+def test_a_rank_ends_at_its_tombstones_position_among_its_runs() -> None:
+    """A tombstone of progress ends the runs that precede it in the batch, and none that follow."""
     log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
     forget = (log[0][0], None)
     for records, held in (([*log, forget], 0), ([*log, forget, *log], 3), ([log[1], forget, log[1], log[0]], 3)):
@@ -368,10 +369,10 @@ def test_the_end_of_a_rank_comes_where_it_stands_among_its_runs() -> None:
         view.index.check()
 
 
-def test_a_rank_that_was_forgotten_is_another_one_when_it_comes_again() -> None:
-    """What its number was given to meanwhile keeps its own blocks."""
+def test_a_rank_that_returns_after_it_was_dropped_gets_a_new_number() -> None:
+    """Another rank that got the old number meanwhile keeps its own blocks."""
     fold = TreeRunFold()
-    for n_ranks in (3, 200):  # the second more than the table of known holders has room for at first
+    for n_ranks in (3, 200):  # the second exceeds the initial table of holders
         ranks = [RankId(WorkerId(n), DpRank(0)) for n in range(n_ranks)]
         for rank in ranks:
             fold.fold_records(columns_of(*_run_of(rank, 1)))
@@ -389,8 +390,8 @@ def _run_of(rank: RankId, block: int, epoch: int = 1) -> tuple[list[RunKey], lis
     return [key], [Run(key, Epoch(Incarnation(epoch), 0), 0, None, [block], [block], [block], 1)]
 
 
-def test_a_full_index_takes_what_fits_and_says_what_does_not() -> None:
-    """Tombstones and new epochs are folded all the same."""
+def test_a_full_index_takes_what_fits_and_reports_the_rest() -> None:
+    """Tombstones and new epochs are folded even when the index is full."""
     fold = TreeRunFold(limits=TreeLimits(blocks_max=1024))
     rank, other = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(0))
     runs = [_run_of(rank, block) for block in range(1, 400)]
@@ -404,16 +405,16 @@ def test_a_full_index_takes_what_fits_and_says_what_does_not() -> None:
     fold.check()
 
 
-def test_a_rank_that_the_index_has_no_room_for_is_degraded_until_its_next_epoch(
+def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is said once, counted, and told in every answer; other ranks stay exact."""
+    """It is logged once, counted, and shown in every answer; other ranks remain exact."""
     full, well = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(0))
     view = View(Settings(), lambda: 0, lambda: TreeRunFold(limits=TreeLimits(blocks_max=1024)))
 
     def progress(rank: RankId, epoch: int) -> Record:
-        told = Progress(rank, Epoch(Incarnation(epoch), 0), 0, 0, Health.EXACT, "m", 16)
-        return progress_key(rank), encode_progress(told)
+        state = Progress(rank, Epoch(Incarnation(epoch), 0), 0, 0, Health.EXACT, "m", 16)
+        return progress_key(rank), encode_progress(state)
 
     def run(rank: RankId, block: int) -> Record:
         (key,), (value,) = _run_of(rank, block)
@@ -436,7 +437,7 @@ def test_a_rank_that_the_index_has_no_room_for_is_degraded_until_its_next_epoch(
 
 
 def test_a_view_without_kernels_folds_batches_too() -> None:
-    """One record at a time."""
+    """It folds the records one at a time."""
     log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
     view = View(Settings(), lambda: 0, PlainRunFold)
     assert view.fold_index_batch([*log, (b"?", None)])[0][0] == len(log)

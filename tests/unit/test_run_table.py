@@ -1,4 +1,4 @@
-"""The compiled store of runs against the plain one, and batches decoded by kernels against those of fastavro."""
+"""The compiled store of runs compared with the pure-Python one, and the kernels' decoder compared with fastavro."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Records = dict[bytes, bytes]
 
 
 def folded(records: Records, changes: Iterable[tuple[bytes, bytes | None]]) -> None:
-    """Write changes to a table."""
+    """Apply changes to a table."""
     for key, value in changes:
         if value is None:
             records.pop(key, None)
@@ -59,7 +59,7 @@ def plain_changes(holdings: PlainHoldings, tombstones_max: int = ALL) -> list[tu
 
 
 class Pair:
-    """Both stores, told the same; `check` compares what they hold and what they have written."""
+    """Both stores, with the same batches applied; `check` compares what they hold and what they have written."""
 
     def __init__(self) -> None:
         self.table = RunTable()
@@ -67,8 +67,8 @@ class Pair:
         self.plain = plain_holdings()
         self.written: tuple[Records, Records] = ({}, {})
 
-    def apply(self, told: EngineBatch, events: Iterable[KvEvent]) -> None:
-        assert self.fast.apply(told, events) is self.plain.apply(told, list(events))
+    def apply(self, one: EngineBatch, events: Iterable[KvEvent]) -> None:
+        assert self.fast.apply(one, events) is self.plain.apply(one, list(events))
 
     def remove(self, worker_id: int, incarnation: Incarnation) -> None:
         assert self.fast.remove_worker(worker_id, incarnation) is self.plain.remove_worker(worker_id, incarnation)
@@ -91,37 +91,37 @@ class Pair:
             assert self.fast.runs.n_blocks(rank) == self.plain.runs.n_blocks(rank)
 
     def check_written(self) -> None:
-        """What both have written, to the last byte, once all is written."""
+        """Take all remaining changes, and compare what both have written byte by byte."""
         self.take()
         assert self.written[0] == self.written[1]
-        assert not self.fast.owes_tombstones
-        assert not self.plain.owes_tombstones
+        assert not self.fast.has_pending_tombstones
+        assert not self.plain.has_pending_tombstones
 
     def recovered(self) -> None:
-        """Both begin anew from what they have written."""
+        """Load both stores from what they have written."""
         self.table.begin_load({rank: progress.epoch for rank, progress in self.fast.progress.items()})
-        strays, bad = self.table.load_records(sorted(self.written[0].items()))
-        assert (strays, bad) == (0, [])
+        n_strays, bad = self.table.load_records(sorted(self.written[0].items()))
+        assert (n_strays, bad) == (0, [])
         runs = [decode_run(key, value) for key, value in self.written[1].items()]
         self.plain.load(list(self.plain.progress.values()), runs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, n_ranks=st.integers(1, 5), takes=st.floats(0.0, 1.0), recovers=st.floats(0.0, 0.1))
-def test_every_history_is_held_and_written_as_the_plain_store_does(
+def test_every_history_leaves_both_stores_with_the_same_blocks_and_rows(
     seed: int, n_ranks: int, takes: float, recovers: float
 ) -> None:
-    """Batches as records, decoded by the kernel; written in transactions of one to many; recovered now and then."""
+    """The kernel decodes the batches; transactions have one or many; both stores are reloaded now and then."""
     rng = random.Random(seed)
     pair = Pair()
-    for told in random_history(random.Random(seed), 150, n_ranks, n_blocks_max=150):
-        if isinstance(told.body, EngineEvents):
-            (decoded,) = decode_events([encode_batch(told)])
+    for one in random_history(random.Random(seed), 150, n_ranks, n_blocks_max=150):
+        if isinstance(one.body, EngineEvents):
+            (decoded,) = decode_events([encode_batch(one)])
             assert isinstance(decoded, EngineBatch)
             assert isinstance(decoded.body, EngineEvents)
             pair.apply(decoded, decoded.body.events)
         else:
-            pair.remove(told.rank.worker_id, told.incarnation)
+            pair.remove(one.rank.worker_id, one.incarnation)
         if rng.random() < takes:
             pair.take(rng.choice((0, 1, 5, ALL)))
         if rng.random() < recovers:
@@ -131,7 +131,7 @@ def test_every_history_is_held_and_written_as_the_plain_store_does(
     pair.check_written()
 
 
-#: Names and content from so small a space that every store collides with an older one.
+#: Engine hashes and contents from so small a space that every store collides with an older one.
 small_events = st.one_of(
     st.builds(
         lambda parent, blocks, tier, moe: (
@@ -161,8 +161,8 @@ small_events = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(batches=st.lists(st.lists(small_events, max_size=4), max_size=12), seed=seeds)
-def test_names_that_move_and_content_that_repeats(batches: list[list[KvEvent]], seed: int) -> None:
-    """The later store wins a name, a block lies once, labels stay with their block; as the plain store has it."""
+def test_engine_hashes_that_move_and_contents_that_repeat(batches: list[list[KvEvent]], seed: int) -> None:
+    """The later store wins an engine hash, a block is stored once, and labels stay with it, as in pure Python."""
     rng = random.Random(seed)
     pair = Pair()
     for number, events in enumerate(batches):
@@ -182,15 +182,16 @@ def test_names_that_move_and_content_that_repeats(batches: list[list[KvEvent]], 
 
 @settings(max_examples=100, deadline=None)
 @given(events=st.lists(small_events, max_size=8))
-def test_rows_are_the_events_again(events: list[KvEvent]) -> None:
-    """By the kernel from bytes, and made from events: the same rows tell the same."""
-    told = batch(3, *events)
-    (decoded,) = decode_events([encode_batch(told)])
+def test_rows_are_equivalent_to_their_events(events: list[KvEvent]) -> None:
+    """The kernel's rows from bytes and the rows made from events have the same meaning."""
+    original = batch(3, *events)
+    (decoded,) = decode_events([encode_batch(original)])
     assert isinstance(decoded, EngineBatch)
     assert isinstance(decoded.body, EngineEvents)
     assert isinstance(decoded.body.events, EventRows)
-    assert replace(decoded, body=told.body) == told
-    assert encode_batch(replace(told, body=EngineEvents(tuple(decoded.body.events)))) == encode_batch(told)
+    assert replace(decoded, body=original.body) == original
+    again = replace(original, body=EngineEvents(tuple(decoded.body.events)))
+    assert encode_batch(again) == encode_batch(original)
     by_hand, by_kernel = rows_of(events)[0], rows_of(decoded.body.events)[0]
     for one, other in zip(by_hand.tolist(), by_kernel.tolist(), strict=True):
         assert one[EVENT_KIND] == other[EVENT_KIND]
@@ -199,8 +200,8 @@ def test_rows_are_the_events_again(events: list[KvEvent]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(seed=seeds, data=st.data())
-def test_whatever_bytes_come_both_decoders_agree(seed: int, data: st.DataObject) -> None:
-    """Good records, cut, changed and joined ones: the kernel takes what decode_batch takes, or leaves it."""
+def test_both_decoders_agree_on_any_bytes(seed: int, data: st.DataObject) -> None:
+    """Of good, cut, changed and joined records, the kernel takes what decode_batch takes, or leaves it to that."""
     rng = random.Random(seed)
     events: list[KvEvent] = data.draw(st.lists(small_events, max_size=3))
     raw = bytearray(encode_batch(batch(rng.randrange(-1, 3), *events)))
@@ -229,8 +230,8 @@ def test_whatever_bytes_come_both_decoders_agree(seed: int, data: st.DataObject)
         assert encode_batch(found) == encode_batch(expected)
 
 
-def test_what_is_no_ordinary_batch_is_left_to_the_codec() -> None:
-    """Stores into CXL memory, empty values and None among good ones, each at its place."""
+def test_unusual_records_are_left_to_the_codec() -> None:
+    """Stores into CXL memory, empty values and None among good records are decoded in their order."""
     pooled = replace(stored(names(1), u64(1)), cxl=CxlMemoryMetadata("in_transit", "p", (1,)))
     values = [encode_batch(batch(1)), None, b"", encode_batch(batch(2, pooled)), encode_batch(batch(3))]
     found = decode_events(values)
@@ -241,8 +242,8 @@ def test_what_is_no_ordinary_batch_is_left_to_the_codec() -> None:
     assert last.body.events[0].cxl is not None  # type: ignore[union-attr]
 
 
-def test_a_batch_of_many_clears_is_decoded_though_rows_run_out() -> None:
-    """An event of one byte needs a row too; a record for which there is none is decoded by itself."""
+def test_a_batch_of_many_clears_is_decoded_when_rows_run_out() -> None:
+    """An event of one byte needs a row too; a record that needs more rows than are left is decoded by the codec."""
     many = batch(1, *[AllBlocksCleared()] * 5000)
     (found,) = decode_events([encode_batch(many)])
     assert isinstance(found, EngineBatch)
@@ -251,8 +252,8 @@ def test_a_batch_of_many_clears_is_decoded_though_rows_run_out() -> None:
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 31, 32, 33, 5000])
-def test_runs_of_every_length_and_many_of_them(n_blocks: int) -> None:
-    """Spans of every class, maps that grow, and records that take more than one call."""
+def test_both_stores_agree_on_runs_of_every_length(n_blocks: int) -> None:
+    """The lengths need spans of every class, maps that grow, and more records than one kernel call takes."""
     pair = Pair()
     for number in range(3):
         first = number * n_blocks
@@ -264,8 +265,11 @@ def test_runs_of_every_length_and_many_of_them(n_blocks: int) -> None:
     pair.take()
     pair.recovered()
     pair.check()
-    gone: list[KvEvent] = [BlocksRemoved(names(n_blocks, 1)), BlocksRemoved(u64(*range(10**7, 10**7 + n_blocks, 2)))]
-    pair.apply(batch(4, *gone), gone)
+    removals: list[KvEvent] = [
+        BlocksRemoved(names(n_blocks, 1)),
+        BlocksRemoved(u64(*range(10**7, 10**7 + n_blocks, 2))),
+    ]
+    pair.apply(batch(4, *removals), removals)
     pair.check()
     pair.apply(batch(5, AllBlocksCleared()), [AllBlocksCleared()])
     pair.take(2)
@@ -274,8 +278,8 @@ def test_runs_of_every_length_and_many_of_them(n_blocks: int) -> None:
     assert pair.written == ({}, {})
 
 
-def test_restated_runs_are_held_as_the_plain_store_holds_them() -> None:
-    """Their parents are named by sequence hash, and one that is not held is no hindrance."""
+def test_both_stores_agree_on_restated_runs() -> None:
+    """A restated run names its parent by sequence hash, and the parent need not be held."""
     rng = random.Random(5)
     table, plain = RunTable(), PlainRunStore(unchanged)
     epoch = Epoch(Incarnation(1), 1)
@@ -298,31 +302,31 @@ def test_restated_runs_are_held_as_the_plain_store_holds_them() -> None:
     assert {key: value for key, value in table.take_changes(ALL) if value is not None} == dict(written)
 
 
-def test_records_that_are_none_and_of_nobody_are_told_apart() -> None:
-    """Bad bytes are given back by position, a stranger's run is counted, a former epoch's is owed its tombstone."""
+def test_bad_records_unknown_ranks_and_old_epochs_are_distinguished_on_loading() -> None:
+    """Bad bytes are returned by position, a run of an unknown rank is counted, one of an old epoch gets a tombstone."""
     plain = plain_holdings()
-    stranger = RankId(WorkerId(99), DpRank(1))
-    for rank in (RANK, stranger):
+    unknown = RankId(WorkerId(99), DpRank(1))
+    for rank in (RANK, unknown):
         plain.apply(batch(0, rank=rank), [stored(names(3), u64(1, 2, 3))])
     good = {key: value for key, value in plain_changes(plain) if value is not None}
     table = RunTable()
     table.begin_load({RANK: Epoch(Incarnation(1), 0)})
     records = [*good.items(), (b"Rx", b"y"), (next(iter(good)), b"\xc3\x01")]
-    strays, bad = table.load_records(records)
-    assert (strays, [(position, exc.reason) for position, exc in bad]) == (1, [(2, "bad_key"), (3, "not_avro")])
+    n_strays, bad = table.load_records(records)
+    assert (n_strays, [(position, exc.reason) for position, exc in bad]) == (1, [(2, "bad_key"), (3, "not_avro")])
     assert len(list(table.members())) == 3
     table.begin_load({RANK: Epoch(Incarnation(1), 1)})
     assert table.load_records([*good.items()]) == (1, [])
     assert list(table.members()) == []
-    assert table.owes_tombstones
+    assert table.has_pending_tombstones
     ((key, value),) = table.take_changes(ALL)
     assert value is None
     assert key in good
-    assert not table.owes_tombstones
+    assert not table.has_pending_tombstones
 
 
 def test_incarnations_are_compared_as_unsigned() -> None:
-    """The largest is newer than any, though its sign bit is set."""
+    """The largest incarnation is newer than all others although its sign bit is set."""
     plain = plain_holdings()
     plain.apply(batch(0, incarnation=2**63 + 5), [stored(names(3), u64(1, 2, 3))])
     records = [(key, value) for key, value in plain_changes(plain) if value is not None]
@@ -338,18 +342,18 @@ def test_incarnations_are_compared_as_unsigned() -> None:
     assert len(list(table.members())) == 3
 
 
-def test_memory_is_given_back_to_those_who_come_later() -> None:
-    """Stored and removed again and again, a store's spans and runs are used again."""
+def test_memory_of_removed_blocks_is_reused() -> None:
+    """Storing and removing the same blocks many times needs no more spans and runs than doing it once."""
     table = RunTable()
     table.end(RANK, Epoch(Incarnation(1), 0))
-    event, gone = stored(names(500), names(500)), BlocksRemoved(names(500))
-    table.apply(RANK, [event])
-    table.apply(RANK, [gone])
+    store, remove = stored(names(500), names(500)), BlocksRemoved(names(500))
+    table.apply(RANK, [store])
+    table.apply(RANK, [remove])
     table.take_changes(ALL)
     high_water = table._words[[layout.N_RUNS, layout.N_SPAN_WORDS]].tolist()
     for _ in range(50):
-        table.apply(RANK, [event])
-        table.apply(RANK, [gone])
+        table.apply(RANK, [store])
+        table.apply(RANK, [remove])
         table.take_changes(ALL)
     assert table._words[[layout.N_RUNS, layout.N_SPAN_WORDS]].tolist() == high_water
     table.check()

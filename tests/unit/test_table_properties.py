@@ -1,7 +1,7 @@
-"""The table's log, without Kafka: cut anywhere, compacted, permuted, read while it is compacted (docs/architecture.md).
+"""The table's log, without Kafka: cut anywhere, compacted, permuted, read during compaction (docs/architecture.md).
 
-Each history is judged in transactions of one to a few batches. The log is the list of these transactions' records,
-bytes as they would lie on Kafka; readers of it see committed transactions only.
+Each history is judged in transactions of one to a few batches. The log is the list of the records of these
+transactions, with the bytes that Kafka would store; its readers see only committed transactions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.unit.test_holdings import RANK, batch, check, judge, members, names, 
 
 Record = tuple[bytes, bytes | None]
 
-#: So few at a time that at most cuts some are still owed.
+#: So few at a time that at most cuts some are still pending.
 TOMBSTONES_MAX = 3
 
 WORKER = Worker(WorkerId(7), "http://w", "m", 16)
@@ -52,7 +52,7 @@ seeds = st.integers(0, 2**32)
 
 @dataclass
 class State:
-    """What two sides must agree on."""
+    """What two sides must agree on: blocks, epochs, silent ranks."""
 
     members: set[Member]
     epochs: dict[RankId, Epoch]
@@ -61,7 +61,7 @@ class State:
 
 @dataclass
 class Log:
-    """A history, judged: its transactions, the batches that each applied, and the reference behind each."""
+    """A judged history: its transactions, the batches of each, and the reference's state after each."""
 
     batches: list[list[ReferenceInput]] = field(default_factory=list)
     transactions: list[list[Record]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Log:
 
 
 def written(changes: Changes[tuple[RunKey, Run | None]]) -> list[Record]:
-    """The records of one transaction, as the agent writes them."""
+    """Return the records of one transaction, as the agent writes them."""
     records: list[Record] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
     records += [(parked_key(key), raw) for key, raw in changes.parked]
     return records + [(run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs]
@@ -101,7 +101,7 @@ def judged(history: list[ReferenceInput], rng: random.Random, batches_max: int) 
 
 
 def random_log(seed: int, n_batches: int, n_ranks: int, batches_max: int, *, begins: bool | None = None) -> Log:
-    """begins: lives are announced, and bridges tell of ranks; every second seed's are where it is left open."""
+    """Judge a random history. begins: with announced incarnations and bridges; by default, in every second seed."""
     rng = random.Random(seed)
     announced = seed % 2 == 1 if begins is None else begins
     history = input_history(
@@ -111,7 +111,7 @@ def random_log(seed: int, n_batches: int, n_ranks: int, batches_max: int, *, beg
 
 
 def compacted(records: Iterable[Record]) -> dict[bytes, bytes | None]:
-    """Last value of each key, tombstones kept, in the order of these last values."""
+    """Return the last value of each key, tombstones included, in the order of these last values."""
     table: dict[bytes, bytes | None] = {}
     for key, value in records:
         table.pop(key, None)
@@ -120,7 +120,7 @@ def compacted(records: Iterable[Record]) -> dict[bytes, bytes | None]:
 
 
 def recovered(table: dict[bytes, bytes | None]) -> PlainHoldings:
-    """What an agent starts from."""
+    """Return the holdings with which an agent starts from a table."""
     progress, runs, parked = [], [], []
     for key, value in table.items():
         if value is not None and key.startswith(PROGRESS_PREFIX):
@@ -149,21 +149,21 @@ def state_of_view(view: View) -> State:
 
 
 def state_of_holdings(holdings: PlainHoldings) -> State:
-    known = holdings.progress
-    silent = {rank for rank, progress in known.items() if progress.silent}
-    return State(members(holdings), {rank: progress.epoch for rank, progress in known.items()}, silent)
+    ranks = holdings.progress
+    silent = {rank for rank, progress in ranks.items() if progress.silent}
+    return State(members(holdings), {rank: progress.epoch for rank, progress in ranks.items()}, silent)
 
 
 @settings(max_examples=4, deadline=None)
 @given(seed=seeds, batches_max=st.integers(1, 4))
-def test_a_log_cut_at_every_record_goes_on_to_the_reference_state(seed: int, batches_max: int) -> None:
-    """What was complete at the cut is recovered, what was cut off is judged again, and nothing differs after."""
+def test_a_log_cut_at_any_record_continues_to_the_reference_state(seed: int, batches_max: int) -> None:
+    """Complete transactions are recovered, the batches of the others are judged again, and the state is the same."""
     log = random_log(seed, 60, 3, batches_max)
     n_records = len(log.records)
     complete = [n for n, transaction in enumerate(log.transactions) for _ in transaction]
     cuts_of_transaction: dict[int, int] = {}
     for cut in range(n_records + 1):
-        # Readers see committed transactions only: of the one that the cut goes through, nothing.
+        # Readers see only committed transactions, and so nothing of the one that is cut.
         first_lost = complete[cut] if cut < n_records else len(log.transactions)
         cuts_of_transaction[first_lost] = cuts_of_transaction.get(first_lost, 0) + 1
     assert sum(cuts_of_transaction.values()) == n_records + 1
@@ -184,7 +184,7 @@ def test_a_log_cut_at_every_record_goes_on_to_the_reference_state(seed: int, bat
 @settings(max_examples=8, deadline=None)
 @given(seed=seeds)
 def test_a_batch_judged_again_after_its_commit_changes_nothing(seed: int) -> None:
-    """Killed between commit and acknowledgement, an agent is given batches that its table knows: all are old news."""
+    """An agent killed between commit and acknowledgement receives batches that its table already contains."""
     log = random_log(seed, 60, 3, 3, begins=False)
     for number in range(len(log.batches)):
         holdings = recovered(compacted(r for transaction in log.transactions[: number + 1] for r in transaction))
@@ -194,8 +194,8 @@ def test_a_batch_judged_again_after_its_commit_changes_nothing(seed: int) -> Non
 
 @settings(max_examples=12, deadline=None)
 @given(seed=seeds, batches_max=st.integers(1, 12))
-def test_a_view_equals_the_reference_behind_every_transaction(seed: int, batches_max: int) -> None:
-    """A router that reads along holds the facts and epochs of the reference, and scores by them."""
+def test_a_view_equals_the_reference_after_every_transaction(seed: int, batches_max: int) -> None:
+    """A router that follows the log has the blocks and epochs of the reference, and counts the same blocks."""
     log = random_log(seed, 150, 4, batches_max)
     view = View(Settings(), lambda: 0)
     for transaction, state in zip(log.transactions, log.states, strict=True):
@@ -211,7 +211,7 @@ def test_a_view_equals_the_reference_behind_every_transaction(seed: int, batches
 def test_any_permutation_of_the_compacted_log_gives_the_same_view(
     seed: int, batches_max: int, tombstones: bool
 ) -> None:
-    """Children before parents, runs before their progress, tombstones there or gone: the state is the same."""
+    """Children may precede parents, runs their progress, and tombstones may be missing: the state is the same."""
     log = random_log(seed, 80, 3, batches_max)
     records = [item for item in compacted(log.records).items() if tombstones or item[1] is not None]
     random.Random(seed).shuffle(records)
@@ -223,7 +223,7 @@ def test_any_permutation_of_the_compacted_log_gives_the_same_view(
 def test_a_reader_overtaken_by_compaction_ends_in_the_same_state(
     seed: int, batches_max: int, data: st.DataObject
 ) -> None:
-    """Records that a later one replaces may be missing anywhere in what a reader sees, and it ends up the same."""
+    """A reader may miss any record that a later one replaces, and still reaches the same state."""
     log = random_log(seed, 120, 3, batches_max)
     records = log.records
     last = {key: number for number, (key, _) in enumerate(records)}
@@ -236,11 +236,11 @@ def test_a_reader_overtaken_by_compaction_ends_in_the_same_state(
 @settings(max_examples=8, deadline=None)
 @given(seed=seeds)
 def test_everything_delivered_again_changes_nothing(seed: int) -> None:
-    """All batches once more are duplicates and stale ones; the whole log once more ends in the same view."""
+    """Repeated batches are duplicates or stale; a repeated log ends in the same view."""
     log = random_log(seed, 80, 3, 4, begins=False)
     holdings = recovered(compacted(log.records))
     again = [record for batches in log.batches for record in commit(holdings, batches)]
-    assert all(value is None for _, value in again)  # but for tombstones still owed
+    assert all(value is None for _, value in again)  # only pending tombstones are written
     assert state_of_holdings(holdings) == log.states[-1]
     view = folded(log.records)
     assert state_of_view(folded(log.records, view)) == log.states[-1]
@@ -249,15 +249,15 @@ def test_everything_delivered_again_changes_nothing(seed: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, data=st.data())
-def test_tombstones_owed_at_a_cut_are_written_by_the_heir(seed: int, data: st.DataObject) -> None:
-    """However little the former owner wrote of them, in the end no record of an ended epoch lies in the table."""
+def test_tombstones_pending_at_a_cut_are_written_by_the_next_owner(seed: int, data: st.DataObject) -> None:
+    """However few of them the former owner wrote, in the end the table has no row of an ended epoch."""
     log = random_log(seed, 60, 3, 4)
     cut = data.draw(st.integers(0, len(log.transactions)))
     table = compacted(record for transaction in log.transactions[:cut] for record in transaction)
     holdings = recovered(table)
     for batches in log.batches[cut:]:
         table.update(commit(holdings, batches))
-    while holdings.owes_tombstones:
+    while holdings.has_pending_tombstones:
         records = written(holdings.take_changes(TOMBSTONES_MAX))
         assert 0 < len(records) <= TOMBSTONES_MAX
         table.update(records)
@@ -270,17 +270,17 @@ def test_tombstones_owed_at_a_cut_are_written_by_the_heir(seed: int, data: st.Da
 
 
 def test_a_block_that_moves_to_another_run_stays_in_the_view() -> None:
-    """Evicted and stored again, a run grows over a block whose own run ends then: that end takes nothing from it."""
+    """A run that is stored again grows over a block whose own run then ends; the block remains in the grown run."""
     holdings = plain_holdings()
     log = commit(
         holdings,
         [
             batch(0, stored(names(2), u64(1, 50))),
-            batch(1, stored(u64(2000), u64(2), parent=1000)),  # a branch, in a run of its own
+            batch(1, stored(u64(2000), u64(2), parent=1000)),  # a branch, in its own run
             batch(2, BlocksRemoved(u64(1000, 1001))),
         ],
     )
-    log += commit(holdings, [batch(3, stored(u64(1000), u64(1)))])  # the root's run again, of one block now
+    log += commit(holdings, [batch(3, stored(u64(1000), u64(1)))])  # the first run again, now with one block
     log += commit(
         holdings,
         [
@@ -292,8 +292,8 @@ def test_a_block_that_moves_to_another_run_stays_in_the_view() -> None:
     assert len(members(holdings)) == 2
 
 
-def test_a_new_life_drops_the_old_one_before_any_tombstone() -> None:
-    """One progress record ends all of an epoch's runs at once, and their late copies are not taken in again."""
+def test_a_new_incarnation_drops_the_old_one_before_any_tombstone() -> None:
+    """One progress record ends all runs of an epoch at once, and late copies of them are not taken again."""
     holdings = plain_holdings()
     old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     new = [record for record in commit(holdings, [batch(0, incarnation=2)]) if record[1] is not None]
@@ -302,8 +302,8 @@ def test_a_new_life_drops_the_old_one_before_any_tombstone() -> None:
     assert state_of_view(folded(old[1:], view)).members == set()
 
 
-def test_a_run_of_a_new_life_is_enough_to_end_the_old_one() -> None:
-    """A permuted log may show it before its progress record."""
+def test_a_run_of_a_new_incarnation_is_enough_to_end_the_old_one() -> None:
+    """In a permuted log, the run may precede its progress record."""
     holdings = plain_holdings()
     old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     new = commit(holdings, [batch(0, stored(u64(5), u64(6)), incarnation=2)])
@@ -313,7 +313,7 @@ def test_a_run_of_a_new_life_is_enough_to_end_the_old_one() -> None:
 
 
 def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
-    """Neither one of an older epoch nor one of an older batch of this epoch."""
+    """This holds for a copy of an older epoch, and for one of an older batch of the same epoch."""
     holdings = plain_holdings()
     first = commit(holdings, [batch(0)])
     second = commit(holdings, [batch(2)])
@@ -324,8 +324,8 @@ def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
     assert [(state.epoch.incarnation, state.sequence) for state in view.rank_states()] == [(2, 0)]
 
 
-def test_a_batch_of_records_is_folded_around_the_bad_ones() -> None:
-    """Which are given back by position, and stop none of the others."""
+def test_bad_records_in_a_batch_do_not_prevent_the_others_from_being_folded() -> None:
+    """The view returns the bad ones by position."""
     holdings = plain_holdings()
     log = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     (key, run), (progress_of, progress) = log[-1], log[0]
@@ -350,8 +350,8 @@ def test_a_batch_of_records_is_folded_around_the_bad_ones() -> None:
         (b"7", b"", "not_avro"),
     ],
 )
-def test_a_worker_is_known_by_its_own_key_only(key: bytes, value: bytes | None, reason: str) -> None:
-    """A record of the registry that is not the key's leaves the view as it was, and the key's own tombstone ends it."""
+def test_only_a_record_under_the_workers_own_key_changes_it(key: bytes, value: bytes | None, reason: str) -> None:
+    """A registry record under another key changes nothing, and a tombstone under the own key removes the worker."""
     view = View(Settings(), lambda: 0)
     view.fold_worker(b"7", encode_worker(WORKER))
     with pytest.raises(BadRecord) as caught:
@@ -363,8 +363,8 @@ def test_a_worker_is_known_by_its_own_key_only(key: bytes, value: bytes | None, 
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-def test_every_tier_is_a_table_of_its_own(tier: Tier) -> None:
-    """A copy in one tier is written, recovered and dropped without a trace in the others."""
+def test_tiers_are_independent(tier: Tier) -> None:
+    """A copy in one tier is written, recovered and removed without an effect on the others."""
     holdings = plain_holdings()
     log = commit(holdings, [batch(0, *(stored(names(2), u64(1, 2), tier=each) for each in Tier))])
     log += commit(recovered(compacted(log)), [batch(1, BlocksRemoved(names(2), tier))])

@@ -1,4 +1,4 @@
-"""vLLM's payloads: every form that it writes, and whatever else may come instead."""
+"""vLLM's payloads: every form that vLLM writes, and what is done with everything else."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def decoded_or_reason(raw: bytes) -> DecodedBatch | str:
 
 
 @pytest.mark.parametrize("form", ["array", "map", "map_batch"])
-def test_every_form_of_a_batch_says_the_same(form: str) -> None:
-    """Events as arrays or maps, the batch as an array or a map: time, rank and events are those sent."""
+def test_every_form_of_a_batch_is_read(form: str) -> None:
+    """Events may be arrays or maps, and so may the batch: time, rank and events are those that were sent."""
     raw_events: list[dict[str, Any]] = [
         stored_event(parent_block_hash=10),
         {"type": "BlockRemoved", "block_hashes": [11, 12], "medium": "GPU"},
@@ -90,13 +90,13 @@ def test_every_form_of_a_batch_says_the_same(form: str) -> None:
 
 
 @pytest.mark.parametrize("outer", [[1.5, []], [1.5, [], None], {"ts": 1.5, "events": []}])
-def test_a_batch_that_names_no_rank_is_of_rank_0(outer: Any) -> None:
-    """Engines without data parallelism leave it out."""
+def test_a_batch_without_a_rank_belongs_to_rank_0(outer: Any) -> None:
+    """Engines without data parallelism leave the rank out."""
     assert decode_payload(msgpack.packb(outer), BLOCK) == DecodedBatch(1500, 0, (), 0)
 
 
 def test_a_short_event_of_an_older_vllm_is_read() -> None:
-    """Fields at the end may be missing: medium, LoRA name and what came later."""
+    """The last fields may be missing: medium, LoRA name and later additions."""
     payload = decode_payload(pack(["BlockStored", [11], None, TOKENS[:4], BLOCK], ["BlockRemoved", [11]]), BLOCK)
     stored, removed = payload.events
     assert isinstance(stored, BlocksStored) and isinstance(removed, BlocksRemoved)
@@ -105,7 +105,7 @@ def test_a_short_event_of_an_older_vllm_is_read() -> None:
 
 
 def test_a_longer_event_of_a_newer_vllm_is_read() -> None:
-    """Fields that nobody knows yet are passed over."""
+    """Unknown fields at the end of an event are ignored."""
     event = [*as_array(stored_event()), None, None, "full_attention", None, "local"]
     assert only_stored(decode_payload(pack(event), BLOCK)).local.tolist() == LOCAL
 
@@ -123,15 +123,15 @@ def test_a_longer_event_of_a_newer_vllm_is_read() -> None:
     ],
 )
 def test_a_block_hash_is_a_u64_however_it_is_written(raw: Any, name: int) -> None:
-    """Signed values are bit-cast, of bytes the last eight count, as hash and as parent."""
+    """Signed values are bit-cast, and of bytes the last eight are used, for block hashes and parents alike."""
     assert engine_hash(raw) == name
     stored = stored_from(block_hashes=[raw, 1, 2], parent_block_hash=raw)
     assert (stored.engine.tolist(), stored.parent) == ([name, 1, 2], name)
 
 
 @pytest.mark.parametrize("raw", [None, "11", 1.0, True, [1], {}])
-def test_what_is_no_block_hash_is_refused(raw: Any) -> None:
-    """Neither text nor a float nor a bool is a hash."""
+def test_a_value_that_is_not_a_block_hash_is_refused(raw: Any) -> None:
+    """Text, floats, bools and containers are not block hashes."""
     with pytest.raises(TypeError):
         engine_hash(raw)
     with pytest.raises(BadRecord, match="not a block hash"):
@@ -150,8 +150,8 @@ def test_what_is_no_block_hash_is_refused(raw: Any) -> None:
         ("a lake", Tier.EXTERNAL),
     ],
 )
-def test_the_medium_is_the_tier(medium: str | None, tier: Tier) -> None:
-    """Of a store and of a removal; a medium that nobody knows is external, where it counts for nothing."""
+def test_the_medium_becomes_the_tier(medium: str | None, tier: Tier) -> None:
+    """Stores and removals get the medium's tier; an unknown medium is external, whose weight is 0 by default."""
     stored, removed = decode_payload(
         pack(stored_event(medium=medium), {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}), BLOCK
     ).events
@@ -166,7 +166,7 @@ def test_the_medium_is_the_tier(medium: str | None, tier: Tier) -> None:
 def test_blocks_of_an_adapter_are_hashed_with_its_name(
     lora_id: int | None, lora_name: str | None, hashed_as: str | None
 ) -> None:
-    """Without a name its id must do, so that they never match the base model's."""
+    """Without a name the adapter's id is hashed, so that the blocks never match those of the base model."""
     stored = stored_from(lora_id=lora_id, lora_name=lora_name)
     assert stored.local.tolist() == local_hashes(TOKENS, BLOCK, hash_seed(hashed_as)).tolist()
 
@@ -191,7 +191,7 @@ def test_blocks_of_an_adapter_are_hashed_with_its_name(
 def test_blocks_whose_content_is_more_than_their_tokens_are_counted_and_not_indexed(
     extra_keys: Any, lora_name: str | None, n_kept: int
 ) -> None:
-    """From the first image or salt on; the adapter's own name, which vLLM writes there too, is in our hash already."""
+    """Blocks from the first image or salt on are skipped; the adapter's name in the same field is part of our hash."""
     payload = decode_payload(pack(stored_event(extra_keys=extra_keys, lora_name=lora_name)), BLOCK)
     assert payload.n_unindexed == 3 - n_kept
     if n_kept == 0:
@@ -204,7 +204,7 @@ def test_blocks_whose_content_is_more_than_their_tokens_are_counted_and_not_inde
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_other_cache_groups_are_counted_and_not_indexed(group: int) -> None:
-    """Sliding windows and state spaces say how many blocks, whatever their size, and change nothing else."""
+    """Blocks of sliding windows and state spaces are counted, whatever their size, and change nothing else."""
     payload = decode_payload(
         pack(
             stored_event(group_idx=group, block_size=1024, token_ids=[]),
@@ -217,14 +217,14 @@ def test_other_cache_groups_are_counted_and_not_indexed(group: int) -> None:
     assert only_stored(payload).engine.tolist() == [11, 12, 13]
 
 
-def test_a_store_of_nothing_is_no_event() -> None:
-    """No blocks and no tokens are a batch that says nothing."""
+def test_a_store_without_blocks_is_not_an_event() -> None:
+    """A store without blocks and tokens leaves its batch without events."""
     assert decode_payload(pack(stored_event(block_hashes=[], token_ids=[])), BLOCK).events == ()
 
 
 @pytest.mark.parametrize("block_size", [None, 0, 3, 5, 16, "4"])
-def test_another_block_size_is_refused_by_that_name(block_size: Any) -> None:
-    """Hashes of other blocks would never match and never be missed."""
+def test_another_block_size_is_refused_with_its_reason(block_size: Any) -> None:
+    """Hashes of blocks of another size would never match, and no one would notice."""
     with pytest.raises(BadRecord) as caught:
         stored_from(block_size=block_size)
     assert caught.value.reason == "wrong_block_size"
@@ -241,15 +241,15 @@ def test_another_block_size_is_refused_by_that_name(block_size: Any) -> None:
         msgpack.packb({"ts": 1.0})[:-1],
     ],
 )
-def test_what_is_no_msgpack_is_refused_by_that_name(raw: bytes) -> None:
-    """Empty, cut off, with bytes behind, nested beyond reason."""
+def test_a_payload_that_is_not_msgpack_is_refused_with_its_reason(raw: bytes) -> None:
+    """Refused are empty and truncated payloads, payloads with trailing bytes, and payloads with deep nesting."""
     with pytest.raises(BadRecord) as caught:
         decode_payload(raw, BLOCK)
     assert caught.value.reason == "not_msgpack"
 
 
-def test_a_payload_beyond_the_limit_is_refused_unread() -> None:
-    """Its size is the reason, not its content."""
+def test_a_payload_over_the_limit_is_refused_without_decoding() -> None:
+    """The reason is its size, whatever its content."""
     with pytest.raises(BadRecord) as caught:
         decode_payload(b"\xc0" * (PAYLOAD_BYTES_MAX + 1), BLOCK)
     assert caught.value.reason == "too_large"
@@ -287,8 +287,8 @@ def test_a_payload_beyond_the_limit_is_refused_unread() -> None:
         stored_event(extra_keys=5),
     ],
 )
-def test_what_is_no_event_is_refused_by_that_name(event: Any) -> None:
-    """Whatever field is not what vLLM writes, the whole batch is a dead letter and nothing else happens."""
+def test_an_invalid_event_is_refused_with_its_reason(event: Any) -> None:
+    """A field with a value that vLLM does not write makes the whole batch a dead letter."""
     with pytest.raises(BadRecord) as caught:
         decode_payload(pack(event), BLOCK)
     assert caught.value.reason == "bad_event"
@@ -318,8 +318,8 @@ def test_what_is_no_event_is_refused_by_that_name(event: Any) -> None:
         {"events": []},
     ],
 )
-def test_what_is_no_batch_is_refused_by_that_name(outer: Any) -> None:
-    """Neither time nor rank may be what no record has room for."""
+def test_an_invalid_batch_is_refused_with_its_reason(outer: Any) -> None:
+    """A batch needs a time, events and a rank, and both numbers must fit into a record."""
     with pytest.raises(BadRecord) as caught:
         decode_payload(msgpack.packb(outer), BLOCK)
     assert caught.value.reason == "bad_event"
@@ -363,27 +363,27 @@ nearly_an_event = st.one_of(
     )
 )
 def test_any_message_is_a_batch_that_can_be_published_or_a_dead_letter(outer: Any) -> None:
-    """Nothing but BadRecord is raised, and what is taken passes ledger and codec and comes back as it was."""
+    """No exception but BadRecord is raised, and every accepted batch passes the ledger and the codec unchanged."""
     payload = decoded_or_reason(msgpack.packb(outer))
     if isinstance(payload, str):
         assert payload in REASONS
         return
     ledger = Ledger(counts_copies=True)
-    news = tuple(
+    changes = tuple(
         out for event in payload.events if not isinstance(event, CxlStateChanged) for out in ledger.apply(event)
     )
     rank = RankId(WorkerId(1), DpRank(payload.dp_rank))
-    body = EngineEvents(news)
+    body = EngineEvents(changes)
     batch = EngineBatch(rank, "m", BLOCK, Incarnation(1), 0, 0, payload.emitted_at_ms, body, payload.n_unindexed)
     back = decode_batch(encode_batch(batch))
     assert (back.rank, back.emitted_at_ms, back.n_unindexed) == (rank, payload.emitted_at_ms, payload.n_unindexed)
-    assert isinstance(back.body, EngineEvents) and len(back.body.events) == len(news)
+    assert isinstance(back.body, EngineEvents) and len(back.body.events) == len(changes)
 
 
 @settings(max_examples=200, deadline=None)
 @given(raw=st.one_of(st.binary(max_size=200), st.tuples(st.integers(0, 200), st.integers(0, 255))))
 def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) -> None:
-    """Random bytes, and a good payload with one byte changed, raise nothing but BadRecord."""
+    """Random bytes, and a valid payload with one byte changed, raise no exception but BadRecord."""
     if isinstance(raw, tuple):
         good = bytearray(pack(stored_event(), ["BlockRemoved", [11, 12], "GPU"]))
         good[raw[0] % len(good)] = raw[1]
@@ -393,7 +393,7 @@ def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) ->
 
 
 @pytest.mark.parametrize(
-    ("told", "read"),
+    ("sent", "expected"),
     [
         (None, None),
         ({"layer_id": 2, "expert_id": 7, "expert_group": 3}, MoeLabels(2, 7, 3)),
@@ -401,17 +401,17 @@ def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) ->
         ({}, MoeLabels(None, None, None)),
     ],
 )
-def test_labels_of_a_store_are_read(told: dict[str, int] | None, read: MoeLabels | None) -> None:
-    """Whichever of them are there; a store without them has none."""
-    assert only_stored(decode_payload(pack(stored_event(moe=told)), BLOCK)).moe == read
+def test_labels_of_a_store_are_read(sent: dict[str, int] | None, expected: MoeLabels | None) -> None:
+    """Each of the three labels may be missing, and so may all of them."""
+    assert only_stored(decode_payload(pack(stored_event(moe=sent)), BLOCK)).moe == expected
 
 
 @pytest.mark.parametrize(
-    "told", [{"layer_id": -1}, {"expert_id": 1 << 31}, {"expert_group": "3"}, {"layer_id": True}, 7]
+    "sent", [{"layer_id": -1}, {"expert_id": 1 << 31}, {"expert_group": "3"}, {"layer_id": True}, 7]
 )
-def test_labels_that_are_none_are_a_bad_event(told: Any) -> None:
-    """A number that has no room, or no number at all."""
-    assert decoded_or_reason(pack(stored_event(moe=told))) == "bad_event"
+def test_invalid_labels_are_a_bad_event(sent: Any) -> None:
+    """A label must be a number from 0 to LABEL_MAX."""
+    assert decoded_or_reason(pack(stored_event(moe=sent))) == "bad_event"
 
 
 @pytest.mark.parametrize("event_dialect", ["array", "map"])
@@ -420,7 +420,7 @@ def test_labels_that_are_none_are_a_bad_event(told: Any) -> None:
 def test_the_simulated_engine_speaks_this_dialect(
     event_dialect: EventDialect, hash_dialect: HashDialect, lora_name: str | None
 ) -> None:
-    """What its own encoder writes is read as what its model said."""
+    """The decoder reads from the simulated engine's payloads the events that its model produced."""
     form = WireForm(BLOCK, event_dialect=event_dialect, hash_dialect=hash_dialect, lora_names=("poet",))
     engine = np.array([U64_MASK, 5, 1 << 63], dtype=np.uint64)
     local = local_hashes(TOKENS, BLOCK, hash_seed(lora_name))

@@ -1,4 +1,4 @@
-//! kv-index's ChainIndex, with its maps of each worker's blocks.
+//! kv-index's ChainIndex, with a map of blocks for each worker.
 use crate::workload::{Workload, STORED};
 use crate::{Applied, Engine, Scan};
 use kv_index::{compute_request_content_hashes, ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock};
@@ -51,7 +51,7 @@ impl Chain {
         }
     }
 
-    /// Time each event by itself, with the making and the freeing of its struct outside.
+    /// Time each event separately, without creating and freeing its struct.
     pub fn pauses(&mut self, workload: &Workload) -> Vec<u64> {
         let each = |at| {
             let (rank, event) = Chain::event(workload, at);
@@ -64,7 +64,7 @@ impl Chain {
 }
 
 impl Engine for Chain {
-    /// Events are borrowed and freed outside the timed part, which is the crate at its best.
+    /// Events are borrowed, and freed outside the timed part, which is the crate's fastest use.
     fn apply(&mut self, workload: &Workload, first: usize, last: usize, batch: usize) -> Applied {
         let (mut took, mut errors) = (Duration::ZERO, 0);
         for start in (first..last).step_by(batch) {
@@ -78,7 +78,7 @@ impl Engine for Chain {
         Applied { ns: took.as_nanos() as f64, errors }
     }
 
-    /// Bare: depths go to a callback and no answer is built.
+    /// Bare lookup: depths go to a callback, and no answer is built.
     fn scan(&mut self, query: usize) -> Scan {
         let mut sum = 0u64;
         let start = Instant::now();
@@ -93,7 +93,7 @@ impl Engine for Chain {
         Scan { ns, sum: found.scores.values().map(|&depth| depth as u64).sum() }
     }
 
-    /// Tokens in, the rank with the longest match out.
+    /// From tokens to the rank with the longest match.
     fn scan_tokens(&mut self, tokens: &[u32], block_size: usize) -> Scan {
         let (mut best, mut sum) = ((0u32, 0u32), 0u64);
         let start = Instant::now();

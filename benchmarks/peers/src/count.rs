@@ -6,7 +6,7 @@ static LIVE_BYTES: AtomicIsize = AtomicIsize::new(0);
 
 pub struct Counting;
 
-/// Bytes allocated and not freed; 0 in a binary that does not count.
+/// Bytes that are allocated and not freed; 0 in a binary that does not count.
 pub fn live_bytes() -> isize {
     LIVE_BYTES.load(Relaxed)
 }

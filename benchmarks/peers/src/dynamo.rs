@@ -1,4 +1,4 @@
-//! dynamo-kv-router's RadixTree, and its concurrent compressed tree behind the crate's own pool of one thread.
+//! dynamo-kv-router's RadixTree, and its concurrent compressed tree with the crate's own pool of one thread.
 use crate::workload::{Workload, STORED};
 use crate::{Applied, Engine, Scan};
 use dynamo_kv_router::indexer::{SyncIndexer, ThreadPoolIndexer};
@@ -97,7 +97,7 @@ impl Concurrent {
 }
 
 impl Engine for Concurrent {
-    /// Enqueue a batch, then wait until it is drained: without the wait only the queue would be measured.
+    /// Enqueue a batch, then wait until it is applied; without waiting, only the queue would be measured.
     fn apply(&mut self, workload: &Workload, first: usize, last: usize, batch: usize) -> Applied {
         let (mut took, mut errors) = (Duration::ZERO, 0);
         for start in (first..last).step_by(batch) {

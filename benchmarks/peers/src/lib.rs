@@ -1,14 +1,14 @@
-//! A peer stays alive for one workload file and does one fresh repetition for each line that it reads, so that
-//! benchmarks/index.py can alternate between it and ours. Each answer is one JSON line.
+//! A peer process serves one workload file. For each line that it reads, it runs one repetition from empty and prints
+//! one JSON line, so that benchmarks/index.py can alternate between the peer and our index.
 //!
 //!   peer FILE
-//!   apply ENGINE BATCH     all events from empty; the index stays for the queries behind it
-//!   match ENGINE PASSES    the shortest lookup that the crate offers; one more pass before, untimed
+//!   apply ENGINE BATCH     apply all events; the index stays for the following queries
+//!   match ENGINE PASSES    the shortest lookup that the crate offers, after one untimed pass
 //!   map ENGINE PASSES      the lookup that builds a map of ranks to depths
-//!   tokens ENGINE PASSES   token ids in, best rank out
-//!   evict ENGINE BATCH     all events from empty, timed from the first removal on
-//!   pause ENGINE           all events from empty, each timed by itself (chain only)
-//!   memory ENGINE          growth of the process by all events; only the first command of a process is clean
+//!   tokens ENGINE PASSES   from token ids to the best rank
+//!   evict ENGINE BATCH     apply all events, timed from the first removal on
+//!   pause ENGINE           apply all events, each timed separately (chain only)
+//!   memory ENGINE          growth of the process by all events; valid only as the first command of a process
 //!
 //! ENGINE: chain (kv-index ChainIndex), crtc (dynamo ConcurrentRadixTreeCompressed), radix (dynamo RadixTree).
 
@@ -26,7 +26,7 @@ pub struct Applied {
     pub errors: usize,
 }
 
-/// sum: depths over all ranks found, by which engines are checked against each other.
+/// sum: depths over all ranks found, by which engines are compared.
 pub struct Scan {
     pub ns: u64,
     pub sum: u64,
@@ -39,7 +39,7 @@ pub trait Engine {
     fn scan_tokens(&mut self, tokens: &[u32], block_size: usize) -> Scan;
 }
 
-/// An empty engine of this name that will be asked these queries.
+/// An empty engine with this name, for these queries.
 fn engine(name: &str, workload: &Workload, queries: &[Vec<u64>]) -> Box<dyn Engine> {
     match name {
         "chain" => Box::new(chain::Chain::new(workload, queries)),
@@ -49,7 +49,7 @@ fn engine(name: &str, workload: &Workload, queries: &[Vec<u64>]) -> Box<dyn Engi
     }
 }
 
-/// The value below which this share of all lies, in microseconds.
+/// Percentile in microseconds.
 fn percentile_us(sorted_ns: &[u64], share: f64) -> f64 {
     sorted_ns.get(((sorted_ns.len().max(1) - 1) as f64 * share) as usize).map_or(f64::NAN, |&ns| ns as f64 / 1000.0)
 }
@@ -72,7 +72,7 @@ fn latencies(passes: usize, n: usize, mut one: impl FnMut(usize) -> Scan) -> Str
     format!("{{\"p50_us\":{p50:.4},\"p99_us\":{p99:.4},\"qsum\":{sum}}}")
 }
 
-/// Resident anonymous bytes, once the allocator has given back what it can.
+/// Resident anonymous bytes, after the allocator has returned what it can.
 fn resident_bytes() -> isize {
     unsafe { libc::malloc_trim(0) };
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -80,7 +80,7 @@ fn resident_bytes() -> isize {
     line.and_then(|line| line.split_whitespace().nth(1)?.parse::<isize>().ok()).unwrap_or(0) * 1024
 }
 
-/// Events that dynamo's pool is given before each wait; at 128 it would mostly measure the waking of its thread.
+/// Events per wait for dynamo's pool; with 128, mostly the wake-up of its thread would be measured.
 const POOL_EVENTS: usize = 4096;
 
 fn batch_of(name: &str, words: &[&str]) -> usize {

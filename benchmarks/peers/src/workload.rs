@@ -1,4 +1,4 @@
-//! Reads a KVWL v1 file; benchmarks/workload.py has the layout and writes it.
+//! Reads a KVWL v1 file; benchmarks/workload.py defines the layout and writes the files.
 
 pub struct Workload {
     pub n_ranks: usize,
@@ -11,7 +11,7 @@ pub struct Workload {
     pub local: Vec<u64>,
     pub sequence: Vec<u64>,
     pub queries: Vec<Vec<u64>>,
-    /// Token ids of the first queries, one row a query; none in a workload made of a trace.
+    /// Token ids of the first queries, one row per query; none in a workload from a trace.
     pub tokens: Vec<Vec<u32>>,
 }
 
@@ -67,7 +67,7 @@ impl Workload {
     pub fn blocks_of(&self, event: usize) -> std::ops::Range<usize> {
         self.offset[event]..self.offset[event + 1]
     }
-    /// The event behind which a workload of evictions is timed: its first removal.
+    /// Index of the first removal, from which on a workload of evictions is timed.
     pub fn first_removal(&self) -> usize {
         self.kind.iter().position(|&kind| kind != STORED).unwrap_or(self.n_events())
     }

@@ -1,1 +1,1 @@
-"""The prefix index: which rank holds which leading blocks of a request (docs/index.md)."""
+"""The prefix index: which leading blocks of a request each rank holds (docs/index.md)."""

@@ -1,7 +1,7 @@
-"""Memory of a run tree: address space that is there from the start, and pages that come as they are touched.
+"""Memory of a run tree: address space that is reserved at the start, and pages that are allocated when touched.
 
-What lives here: reserving, addressing and giving back; the context that kernels read. What must not: what is in it.
-Arenas never move, so growing needs no protocol and a reader's address stays good: address space, 122 GB of it
+What lives here: reserving, addressing and returning memory; the context that kernels read. What must not: the meaning
+of its content. Arenas never move, so growth needs no protocol and a reader's address stays valid. Address space, 122 GB
 by default, costs nothing until it is written to.
 """
 
@@ -22,28 +22,28 @@ PAGE_BYTES = mmap.PAGESIZE
 
 _LIBC = ctypes.CDLL(None)
 
-#: Linux's flag for address space without a promise of memory; the mmap module of Python 3.11 has no name for it.
+#: Linux's flag for address space without reserved memory; the mmap module of Python 3.11 has no name for it.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-#: Coverage columns, a rank in a tier each, before the rows of `WIDE` must be made longer. Rows of 1,024 columns are
-#: 96 bytes a run, and none is touched below 257 columns.
+#: Coverage columns (one per rank and tier) before the rows of `WIDE` have to be made longer. Rows for 1,024 columns
+#: take 96 bytes per run, and none is touched below 257 columns.
 COLUMNS_MAX_FIRST = 1024
 COLUMNS_MAX = layout.COLUMNS_MAX_EVER
 RANKS_MAX = COLUMNS_MAX // 4
 
-#: Blocks that an index holds at most, spare room and all: 16 bytes each and, named, 15 more. 100 million memberships
-#: shared by nobody take 1.6 GB here and 1.5 GB of names.
+#: Most blocks in an index, including spare space: 16 bytes each, and 15 more for the name. 100 million memberships of
+#: blocks that no two ranks share take 1.6 GB here and 1.5 GB for names.
 BLOCKS_MAX = 1 << 28
 
 
-#: Of the scratch memory so much is looked at when memory is counted: an event of a million blocks.
+#: How much of the scratch memory is examined when memory is counted: an event of a million blocks.
 SCRATCH_COUNTED_BYTES = 40 << 20
 
 #: Free spans of fewer blocks keep their pages: 32 KiB, eight pages.
-GIVE_BACK_BLOCKS_MIN = 4096
-#: Blocks and segments whose pages go back in one step: a huge page of each, well below a millisecond.
-GIVE_BACK_BLOCKS_MAX = 262_144
-GIVE_BACK_SEGMENTS_MAX = 32
+RELEASED_BLOCKS_MIN = 4096
+#: Blocks and segments whose pages are returned in one step: a huge page of each, well below a millisecond.
+RELEASED_BLOCKS_MAX = 262_144
+RELEASED_SEGMENTS_MAX = 32
 
 
 class Arena:
@@ -56,9 +56,9 @@ class Arena:
             self._memory = mmap.mmap(-1, self.n_bytes, flags=flags)
         except OSError as exc:
             raise SettingsError(
-                f"the system refuses {self.n_bytes:,} bytes of address space for an index ({exc.strerror})",
-                remedy="give it TreeLimits with a smaller blocks_max or columns_max, or allow it (ulimit -v, "
-                "vm.overcommit_memory, vm.max_map_count)",
+                f"the system refused {self.n_bytes:,} bytes of address space for an index ({exc.strerror})",
+                remedy="use TreeLimits with a smaller blocks_max or columns_max, or raise the system's limit (ulimit "
+                "-v, vm.overcommit_memory, vm.max_map_count)",
                 n_bytes=self.n_bytes,
             ) from exc
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -67,7 +67,7 @@ class Arena:
         self.address = int(self.words.ctypes.data)
 
     def resident_bytes(self, n_bytes: int | None = None) -> int:
-        """Bytes of its first `n_bytes` whose pages are in memory; all of them where the system does not tell."""
+        """Bytes of its first `n_bytes` whose pages are in memory; all of them if the system does not report this."""
         n_bytes = self.n_bytes if n_bytes is None else min(self.n_bytes, -(-n_bytes // PAGE_BYTES) * PAGE_BYTES)
         if not hasattr(_LIBC, "mincore"):
             return n_bytes
@@ -77,8 +77,8 @@ class Arena:
             return n_bytes
         return int(np.count_nonzero(in_memory & 1)) * PAGE_BYTES
 
-    def give_back(self, first_byte: int, last_byte: int) -> int:
-        """Return the whole pages between two bytes to the system; they read as zeros afterwards. Gives the bytes."""
+    def release(self, first_byte: int, last_byte: int) -> int:
+        """Return the whole pages between two bytes to the system, which then read as zeros; returns their bytes."""
         first = -(-first_byte // PAGE_BYTES) * PAGE_BYTES
         last = last_byte // PAGE_BYTES * PAGE_BYTES
         if last <= first:
@@ -89,7 +89,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What a tree may grow to; beyond it an event is refused. huge_pages: 2 MiB pages for blocks, runs and names.
+    """Limits of a tree, beyond which an event is refused. huge_pages: use 2 MiB pages for blocks, runs and names.
 
     Raises SettingsError.
     """
@@ -120,9 +120,10 @@ class TreeMemory:
     def __init__(self, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         blocks = -(-limits.blocks_max // 1024) * 1024
-        runs = blocks + 4096  # a block is in one run, and a change needs two more for a moment
-        # A segment that was split has some 2,048 entries: those of every block's name, of every block as a child and of
-        # as many aliases, twice, and a quarter of claims and records. So the maps are never what is full first.
+        runs = blocks + 4096  # a block is in one run, and a change needs two more temporarily
+        # A segment that was split has about 2,048 entries. There are enough segments for the name of every block, every
+        # block as a child, as many aliases (in two maps), and a quarter as many claims and records. So the maps never
+        # fill up before the blocks.
         segments = blocks // 384 + 256
         small = blocks // 4 + 1024
         aliases = blocks + 1024
@@ -178,18 +179,18 @@ class TreeMemory:
         self.context[layout.SMALL_MAX] = small
         self.context[layout.ALIASES_MAX] = aliases
         self.context[layout.N_WORDS] = 1
-        # Where the system put it is random enough for what it is for.
+        # The address that the system chose is random enough for a salt.
         self.context[layout.SALT] = np.int64(hash((self.address, "salt")))
         self.context[layout.SWEEP_AT] = 1
-        # Run 0 is the root: no blocks, no holders, nothing above it.
+        # Run 0 is the root: it has no blocks, no holders and no parent.
         self.context[layout.N_RUNS] = 1
         root = self.words(layout.RUNS)[:8].view(np.int32)
         root[layout.RUN_PARENT // 4] = -1
         root[layout.RUN_DIRECT // 4] = -1
         self._runs_max = runs
         self._retired: list[Arena] = []
-        self._blocks_seen = 0  # high water since pages were last given back
-        self._given_blocks = self._given_segments = 0  # how far the present giving back has come
+        self._blocks_seen = 0  # high water since pages were last returned
+        self._released_blocks = self._released_segments = 0  # how far the current pass of returning pages has come
         self.widen(min(COLUMNS_MAX_FIRST, limits.columns_max))
 
     def _reserve(self, word: int, n_bytes: int, huge_pages: bool) -> None:
@@ -202,7 +203,7 @@ class TreeMemory:
         return self.arenas[word].words
 
     def widen(self, columns_max: int) -> None:
-        """Make room for more columns: longer rows of coverage. The caller writes, and is alone in that."""
+        """Make the rows of coverage longer, for more columns. The caller must be the only writer."""
         stride = max(0, columns_max // 64 - layout.INLINE_WORDS)
         old, n_runs = self.arenas.get(layout.WIDE), int(self.context[layout.N_RUNS])
         new = Arena(max(1, stride * 8 * self._runs_max))
@@ -210,7 +211,7 @@ class TreeMemory:
             before = int(self.context[layout.WIDE_STRIDE])
             rows = new.words[: n_runs * stride].reshape(n_runs, stride)
             rows[:, :before] = old.words[: n_runs * before].reshape(n_runs, before)
-            # A query may still read there: it must find memory, and notice by the version that it was too late.
+            # A query may still read the old rows. They stay mapped, and the query notices the change by the version.
             self._retired.append(old)
         version = int(self.context[layout.VERSION])
         self.context[layout.VERSION] = version | 1
@@ -220,13 +221,13 @@ class TreeMemory:
         self.context[layout.COLUMNS_MAX] = columns_max
         self.context[layout.VERSION] = (version | 1) + 1
         if old is not None:
-            old.give_back(0, old.n_bytes)
+            old.release(0, old.n_bytes)
 
-    def give_back_free(self) -> bool:
-        """Return some pages of free blocks and free segments to the system; gives whether that were all there are.
+    def release_free(self) -> bool:
+        """Return some pages of free blocks and free segments to the system; returns whether none are left.
 
-        The caller writes, alone. The first and last words of a free span, and the first word of a free segment, are in
-        use while they are free. What is free is looked up in each step: between two of them it may have been taken.
+        The caller must be the only writer. The first and last words of a free span, and the first word of a free
+        segment, are in use. Each step looks up what is free, since it may have been allocated since the last step.
         """
         context = self.context
         n_blocks = int(context[layout.N_BLOCKS])
@@ -234,36 +235,36 @@ class TreeMemory:
         bits = np.unpackbits(self.words(layout.FREE_STARTS)[: n_blocks // 64 + 1].view(np.uint8), bitorder="little")
         spans = [(start + 1, start + int(names[start]) - 1) for start in np.flatnonzero(bits).tolist()]
         for start, end in [*spans, (n_blocks, max(n_blocks, self._blocks_seen))]:
-            start = max(start, self._given_blocks)
-            # Whole huge pages, where they are in use: a part of one would be kept until the system needs it.
-            end = min(end, (start // GIVE_BACK_BLOCKS_MAX + 1) * GIVE_BACK_BLOCKS_MAX)
-            if end - start >= GIVE_BACK_BLOCKS_MIN:
-                self._given_blocks = end
-                self.arenas[layout.LOCAL].give_back(start * 8, end * 8)
-                self.arenas[layout.NAME].give_back(start * 8, end * 8)
+            start = max(start, self._released_blocks)
+            # Return whole huge pages if they are in use, since the system keeps a page that is returned in part.
+            end = min(end, (start // RELEASED_BLOCKS_MAX + 1) * RELEASED_BLOCKS_MAX)
+            if end - start >= RELEASED_BLOCKS_MIN:
+                self._released_blocks = end
+                self.arenas[layout.LOCAL].release(start * 8, end * 8)
+                self.arenas[layout.NAME].release(start * 8, end * 8)
                 return False
         segments, free = self.words(layout.SEGMENTS), int(context[layout.FREE_SEGMENT]) - 1
-        for position in range(self._given_segments + GIVE_BACK_SEGMENTS_MAX):
+        for position in range(self._released_segments + RELEASED_SEGMENTS_MAX):
             if free < 0:
-                self._given_blocks = self._given_segments = self._blocks_seen = 0
+                self._released_blocks = self._released_segments = self._blocks_seen = 0
                 return True
             first = free << layout.SEGMENT_SHIFT
-            if position >= self._given_segments:
-                self.arenas[layout.SEGMENTS].give_back(first + 8, first + (1 << layout.SEGMENT_SHIFT))
+            if position >= self._released_segments:
+                self.arenas[layout.SEGMENTS].release(first + 8, first + (1 << layout.SEGMENT_SHIFT))
             free = int(segments[first // 8]) - 1
-        self._given_segments += GIVE_BACK_SEGMENTS_MAX
+        self._released_segments += RELEASED_SEGMENTS_MAX
         return False
 
     def note_blocks(self) -> None:
-        """Remember how far the blocks reached: what lies behind them may have been touched."""
+        """Record the high water of blocks, since the pages up to there may have been touched."""
         self._blocks_seen = max(self._blocks_seen, int(self.context[layout.N_BLOCKS]))
 
     def resident_bytes(self) -> int:
-        """Bytes of memory that all arenas take, by the system's own account where it gives one."""
+        """Bytes of memory that all arenas take, as the system reports it if it does."""
         context = self.context
         n_blocks = max(int(context[layout.N_BLOCKS]), self._blocks_seen)
         n_runs, n_segments = int(context[layout.N_RUNS]), int(context[layout.N_SEGMENTS])
-        # As far as each can have been touched: to ask about all of their address space takes 20 ms.
+        # Only as far as each can have been touched, since examining all of their address space takes 20 ms.
         reached = {
             layout.LOCAL: n_blocks * 8,
             layout.NAME: n_blocks * 8,

@@ -1,9 +1,9 @@
-"""The plain index: dicts and sets, exact and simple; what the fast one is compared with and falls back to.
+"""The pure-Python index of dicts and sets: the reference for the fast index, and its fallback without numba.
 
-What lives here: who holds which sequence hash (`HolderSets`), and an index of engine events on top of it
+What lives here: the holders of each sequence hash (`HolderSets`), and an index of engine events on top of them
 (`PlainPrefixIndex`). What must not: Kafka records (run_fold) and tokens (hashing).
 
-Owner of the state: one thread, or whoever holds the owner's lock; a query beside a store is not safe.
+Owner of the state: one thread, or the thread that holds the owner's lock. A query during a store is not safe.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ N_TIERS = len(Tier)
 
 
 class HolderSets:
-    """Sequence hash to a bit mask of holders, one a tier. Takes sequence hashes as Python integers.
+    """Map from each sequence hash, as a Python integer, to one bit mask of ranks per tier.
 
-    A query walks the request's chain and intersects holders block by block, so a hole ends just that rank's match.
+    A query walks the request's chain and intersects the masks block by block, so a hole ends only that rank's match.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class HolderSets:
         self._held: dict[tuple[RankId, Tier], set[int]] = {}
 
     def hold(self, rank: RankId, tier: Tier, blocks: Collection[int]) -> list[int]:
-        """Hold blocks; gives those that were held already, none as a rule."""
+        """Add a rank to the holders of blocks; returns the blocks that it held already, usually none."""
         if not blocks:
             return []
         mask = 1 << self._bit(rank)
@@ -49,7 +49,7 @@ class HolderSets:
         return already
 
     def drop(self, rank: RankId, tier: Tier, blocks: Iterable[int]) -> set[int]:
-        """Hold these blocks no more, in any order; gives those that were held."""
+        """Remove a rank from the holders of blocks; returns the blocks that it held."""
         held = self._held.get((rank, tier))
         if not held:
             return set()
@@ -66,7 +66,7 @@ class HolderSets:
         return gone
 
     def drop_rank(self, rank: RankId) -> None:
-        """Forget everything of one rank."""
+        """Remove a rank with all its blocks."""
         if rank not in self._bit_of:
             return
         for tier in Tier:
@@ -92,7 +92,7 @@ class HolderSets:
         device, *lower = self._holders
         lower = [holders for holders in lower if holders]
         scores: dict[RankId, int] = {}
-        off_device: list[tuple[int, int]] = []  # (position, ranks that hold it but not on the device)
+        off_device: list[tuple[int, int]] = []  # (position, mask of ranks that hold it only below the device)
         active = -1
         chain: list[int] = sequence_hashes(local).tolist()
         for position, block in enumerate(chain):
@@ -113,13 +113,13 @@ class HolderSets:
         return OverlapScores(scores, self._tiers(scores, chain, off_device))
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Give every fact held, in no order: two of these are equal when these sets are."""
+        """Iterate over all facts, in no particular order; two HolderSets are equal if their sets of facts are."""
         for (rank, tier), held in self._held.items():
             for block in held:
                 yield rank, tier, SequenceHash(block)
 
     def check(self) -> None:
-        """Raise IndexCorrupt where masks, sets and bits disagree."""
+        """Raise IndexCorrupt if masks, sets and bits disagree."""
         for tier in Tier:
             masks: dict[int, int] = {}
             for (rank, where), held in self._held.items():
@@ -150,14 +150,14 @@ class HolderSets:
         while mask:
             lowest = mask & -mask
             rank = self._rank_at[lowest.bit_length() - 1]
-            assert rank is not None  # a freed bit is cleared from every mask before it is handed out again
+            assert rank is not None  # a freed bit is cleared from every mask before it is reused
             scores[rank] = blocks
             mask ^= lowest
 
     def _tiers(
         self, scores: Mapping[RankId, int], chain: list[int], off_device: list[tuple[int, int]]
     ) -> dict[RankId, tuple[int, ...]]:
-        """Count, for ranks with blocks off the device, how many have their fastest copy in each tier."""
+        """Count the blocks by the tier of their fastest copy, for ranks with blocks that are not on the device."""
         counts: dict[RankId, list[int]] = {}
         for position, mask in off_device:
             for rank, score in scores.items():
@@ -174,9 +174,9 @@ class HolderSets:
 
 @dataclass(slots=True)
 class _ChainBlock:
-    """Where a block lies on its chain, told once for all ranks.
+    """Parent and local hash of a block, shared by all ranks.
 
-    n_uses: ranks and tiers that hold it, and blocks known behind it; at 0 it is forgotten.
+    n_uses: ranks and tiers that hold the block, plus its known children; at 0 the entry is removed.
     """
 
     parent: int | None
@@ -185,7 +185,7 @@ class _ChainBlock:
 
 
 class _Names:
-    """What one rank calls its blocks in one tier, both ways."""
+    """Names and blocks of one rank in one tier, mapped both ways."""
 
     __slots__ = ("block_of", "name_of")
 
@@ -194,7 +194,7 @@ class _Names:
         self.name_of: dict[int, int] = {}
 
     def give(self, name: int, block: int) -> int | None:
-        """Name a block; gives the block that had this name before, if it was another one. See PrefixIndex."""
+        """Name a block; returns the block that had this name before, if it was another one. See PrefixIndex."""
         if self.block_of.get(name) == block:
             return None
         moved = self.block_of.pop(name, None)
@@ -208,7 +208,7 @@ class _Names:
         return moved
 
     def take(self, names: Iterable[int]) -> list[int]:
-        """Forget names; gives the blocks of those that were in use."""
+        """Remove names; returns the blocks of those that were in use."""
         blocks = [self.block_of.pop(name) for name in names if name in self.block_of]
         for block in blocks:
             del self.name_of[block]
@@ -216,52 +216,52 @@ class _Names:
 
 
 class PlainPrefixIndex:
-    """An index of engine events: names and places around HolderSets; see PrefixIndex."""
+    """An index of engine events: names and chains on top of HolderSets; see PrefixIndex."""
 
     def __init__(self) -> None:
         self._sets = HolderSets()
         self._names: dict[tuple[RankId, Tier], _Names] = {}
-        self._places: dict[int, _ChainBlock] = {}
+        self._chain: dict[int, _ChainBlock] = {}
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
-        """Hold consecutive blocks of one chain; see PrefixIndex."""
+        """Store consecutive blocks of one chain; see PrefixIndex."""
         check_store(rank, tier, parent, names, local)
         before = None if parent is None else self._find(rank, tier, parent)
         if not len(names):
             return
         chain: list[int] = sequence_hashes(local, before).tolist()
         for block, one in zip(chain, local.tolist(), strict=True):
-            self._place(block, before, one)
+            self._add_to_chain(block, before, one)
             before = SequenceHash(block)
         own = self._names.setdefault((rank, tier), _Names())
         moved = [own.give(name, block) for name, block in zip(names.tolist(), chain, strict=True)]
-        # One event can move a name twice, so only now is it known what is held.
+        # One event can move a name twice, so which blocks are held is certain only after all names.
         held = list(dict.fromkeys(block for block in chain if block in own.name_of))
         already = set(self._sets.hold(rank, tier, held))
         for block in held:
-            self._places[block].n_uses += block not in already
-        self._lose(rank, tier, [block for block in moved if block is not None and block not in own.name_of])
-        self._tidy(chain)
+            self._chain[block].n_uses += block not in already
+        self._drop(rank, tier, [block for block in moved if block is not None and block not in own.name_of])
+        self._remove_unused(chain)
 
     def remove(self, rank: RankId, tier: Tier, names: HashArray) -> int:
-        """Hold these blocks no more; see PrefixIndex."""
+        """Remove blocks; see PrefixIndex."""
         check_removal(rank, tier, names)
         own = self._names.get((rank, tier))
         if own is None:
             return len(names)
         blocks = own.take(names.tolist())
-        self._lose(rank, tier, blocks)
+        self._drop(rank, tier, blocks)
         return len(names) - len(blocks)
 
     def clear(self, rank: RankId) -> None:
-        """The rank holds nothing any more, in any tier."""
+        """Remove all blocks of a rank, in all tiers."""
         check_rank(rank)
         for tier in Tier:
-            self._lose(rank, tier, self._sets.holds(rank, tier))
+            self._drop(rank, tier, self._sets.holds(rank, tier))
             self._names.pop((rank, tier), None)
 
     def remove_rank(self, rank: RankId) -> None:
-        """The same, and the rank is forgotten."""
+        """Remove a rank with all its blocks."""
         self.clear(rank)
         self._sets.drop_rank(rank)
 
@@ -275,40 +275,42 @@ class PlainPrefixIndex:
         return self._sets.find_matches(local_hashes(tokens, block_size, seed))
 
     def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
-        """Give every fact held, in the ranks' own names and in no order."""
+        """Iterate over all facts, with the ranks' own names and in no particular order."""
         for (rank, tier), own in self._names.items():
             for name in own.block_of:
                 yield rank, tier, EngineHash(name)
 
     def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
-        """Give events that rebuild an equal index, each tier for itself; see PrefixIndex."""
+        """Iterate over events that rebuild an equal index, tier by tier; see PrefixIndex."""
         for (rank, tier), own in self._names.items():
             for event in self._dump_tier(tier, own):
                 yield rank, event
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken."""
+        """Raise IndexCorrupt with the first broken invariant."""
         self._sets.check()
-        n_uses = dict.fromkeys(self._places, 0)
+        n_uses = dict.fromkeys(self._chain, 0)
         for (rank, tier), own in self._names.items():
             if {block: name for name, block in own.block_of.items()} != own.name_of:
                 raise IndexCorrupt("names and blocks are not one to one", rank=rank, tier=tier)
             if own.name_of.keys() != self._sets.holds(rank, tier):
-                raise IndexCorrupt("what is named is not what is held", rank=rank, tier=tier)
+                raise IndexCorrupt("the named blocks are not the held blocks", rank=rank, tier=tier)
             for block in own.name_of:
                 if block not in n_uses:
-                    raise IndexCorrupt("a block that is held has no place", rank=rank, tier=tier, block=block)
+                    raise IndexCorrupt("a held block has no chain entry", rank=rank, tier=tier, block=block)
                 n_uses[block] += 1
         if sum(len(own.name_of) for own in self._names.values()) != len(self._sets):
-            raise IndexCorrupt("something is held that nobody named")
-        for block, place in self._places.items():
-            if place.parent is not None:
-                if place.parent not in n_uses:
-                    raise IndexCorrupt("a block's parent has no place", block=block, parent=place.parent)
-                n_uses[place.parent] += 1
-        for block, place in self._places.items():
-            if not place.n_uses or place.n_uses != n_uses[block]:
-                raise IndexCorrupt("uses of a place miscounted", block=block, counted=place.n_uses, found=n_uses[block])
+            raise IndexCorrupt("a held block has no name")
+        for block, entry in self._chain.items():
+            if entry.parent is not None:
+                if entry.parent not in n_uses:
+                    raise IndexCorrupt("a block's parent has no chain entry", block=block, parent=entry.parent)
+                n_uses[entry.parent] += 1
+        for block, entry in self._chain.items():
+            if not entry.n_uses or entry.n_uses != n_uses[block]:
+                raise IndexCorrupt(
+                    "uses of a chain entry are miscounted", block=block, counted=entry.n_uses, found=n_uses[block]
+                )
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -321,28 +323,28 @@ class PlainPrefixIndex:
                 return SequenceHash(block)
         raise UnknownParent(f"rank {rank} holds no block named {name}", rank=rank, parent=name)
 
-    def _place(self, block: int, parent: int | None, local: int) -> None:
-        if block not in self._places:
-            self._places[block] = _ChainBlock(parent, local)
+    def _add_to_chain(self, block: int, parent: int | None, local: int) -> None:
+        if block not in self._chain:
+            self._chain[block] = _ChainBlock(parent, local)
             if parent is not None:
-                self._places[parent].n_uses += 1
+                self._chain[parent].n_uses += 1
 
-    def _lose(self, rank: RankId, tier: Tier, blocks: Iterable[int]) -> None:
-        """Blocks that have no name any more are not held either."""
+    def _drop(self, rank: RankId, tier: Tier, blocks: Iterable[int]) -> None:
+        """Remove the rank from the holders of blocks that lost their name."""
         gone = self._sets.drop(rank, tier, blocks)
         for block in gone:
-            self._places[block].n_uses -= 1
-        self._tidy(gone)
+            self._chain[block].n_uses -= 1
+        self._remove_unused(gone)
 
-    def _tidy(self, blocks: Iterable[int]) -> None:
-        """Forget the places among these that nobody uses, and what was kept for their sake."""
+    def _remove_unused(self, blocks: Iterable[int]) -> None:
+        """Remove the unused chain entries among these blocks, and then those of parents that this leaves unused."""
         for block in blocks:
             at: int | None = block
-            while at is not None and (place := self._places.get(at)) is not None and not place.n_uses:
-                del self._places[at]
-                at = place.parent
+            while at is not None and (entry := self._chain.get(at)) is not None and not entry.n_uses:
+                del self._chain[at]
+                at = entry.parent
                 if at is not None:
-                    self._places[at].n_uses -= 1
+                    self._chain[at].n_uses -= 1
 
     def _dump_tier(self, tier: Tier, own: _Names) -> Iterator[KvEvent]:
         name_of, children = dict(own.name_of), dict[int | None, list[int]]()
@@ -358,24 +360,24 @@ class PlainPrefixIndex:
                     holes.append(unused)
                     unused += 1
                 elif block != held:
-                    break  # this one, and with it all before it, is walked for itself
-                parent = self._places[block].parent
+                    break  # this block is held, so its own iteration covers it and its ancestors
+                parent = self._chain[block].parent
                 children.setdefault(parent, []).append(block)
                 block = parent
         starts = children.get(None, [])[:]
         while starts:
-            # Downwards as one event while there is a block behind; its siblings wait for theirs.
+            # Follow the chain as one event as long as there is a child; other children start events of their own.
             first = block = starts.pop()
             run = [block]
-            while behind := children.get(block):
-                block, *siblings = behind
+            while following := children.get(block):
+                block, *siblings = following
                 starts += siblings
                 run.append(block)
-            parent = self._places[first].parent
+            parent = self._chain[first].parent
             yield BlocksStored(
                 None if parent is None else EngineHash(name_of[parent]),
                 np.array([name_of[block] for block in run], dtype=np.uint64),
-                np.array([self._places[block].local for block in run], dtype=np.uint64),
+                np.array([self._chain[block].local for block in run], dtype=np.uint64),
                 tier,
             )
         if holes:

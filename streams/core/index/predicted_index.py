@@ -1,9 +1,9 @@
-"""An index of guesses, for engines that tell no events: a rank that was sent a request will hold its blocks for long.
+"""An index of predictions: it assumes that a rank holds the blocks of each request sent to it, for a limited time.
 
-What lives here: predictions, their expiry and their limit. What must not: clocks (time is an argument), and events:
-where there are some, they are facts, and this only covers the time until they come.
+What lives here: predictions, their expiry and their limit. What must not: clocks (time is an argument), and events. It
+is used for engines that send no events, and until the events of a routed request arrive.
 
-Owner of the state: the router, under its lock. An answer made of this is `approximate` (docs/http.md).
+Owner of the state: the router, under its lock. An answer based on predictions is `approximate` (docs/http.md).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from streams.core.index.interface import OverlapScores, check_hashes, check_quer
 from streams.core.index.plain_index import HolderSets
 from streams.errors import IndexCorrupt, InvalidEvent, SettingsError
 
-#: Seconds that a prediction lasts, NVIDIA Dynamo's default: an engine under load turns its cache over in minutes, and a
-#: guess that outlives the block sends requests to a rank that must compute it anyway.
+#: Seconds for which a prediction is valid; NVIDIA Dynamo's default. An engine under load replaces its cache within
+#: minutes, and a prediction that outlives the block sends requests to a rank that has to compute it again.
 TTL_S = 120.0
 
-#: Blocks predicted at most, over all ranks, Dynamo's default: 16.8 million tokens in blocks of 16. They take 290 MB
-#: here, measured with eight ranks that share nothing.
+#: Most predicted blocks over all ranks; Dynamo's default. This is 16.8 million tokens in blocks of 16. It takes 290 MB
+#: of memory, measured with eight ranks that share no blocks.
 BLOCKS_MAX = 1 << 20
 
-#: Where the limit is exceeded, the share of it that is kept, Dynamo's default: pruning comes once in 200,000 blocks and
-#: not at each one.
+#: Share of the limit that is kept when it is exceeded; Dynamo's default. Pruning then happens once in 200,000 blocks
+#: instead of at each block.
 PRUNE_TARGET = 0.8
 
 
@@ -37,14 +37,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-class ApproximatePrefixIndex:
-    """Predicted blocks, each until `ttl_s` after the last prediction that named it.
+class PredictedPrefixIndex:
+    """Predicted blocks, each valid until `ttl_s` after the last prediction that contained it.
 
-    The order of predictions is kept block by block, and of one prediction the last block counts as the oldest. Whatever
-    names a block names all blocks before it, so the oldest first are always extensions before their prefixes: neither
-    expiry nor pruning leaves a hole.
+    Blocks are kept in the order of their last predictions, and within one prediction the last block counts as the
+    oldest. A prediction that contains a block contains all blocks before it, so an extension is always older than its
+    prefix. Expiry and pruning remove the oldest blocks first, and therefore leave no holes.
 
-    Adding, expiring and pruning take constant time a block, over the life of the index. Raises SettingsError.
+    Adding, expiring and pruning take amortised constant time per block. Raises SettingsError.
     """
 
     def __init__(self, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX, prune_target: float = PRUNE_TARGET) -> None:
@@ -58,14 +58,14 @@ class ApproximatePrefixIndex:
         self._blocks_max = blocks_max
         self._blocks_kept = max(1, int(blocks_max * prune_target))
         self._sets = HolderSets()
-        # Oldest first; with the time of the last prediction, which never falls from one entry to the next.
+        # Oldest first, with the time of the last prediction, which never decreases from one entry to the next.
         self._predicted: OrderedDict[tuple[RankId, int], float] = OrderedDict()
         self._now_s = -math.inf
 
     def predict(self, rank: RankId, local: HashArray, now_s: float) -> None:
-        """The rank was sent a request of these blocks and will hold them. local: uint64[n_blocks] from the root.
+        """Predict that a rank holds the blocks of a request sent to it. local: uint64[n_blocks] from the root.
 
-        now_s: as of `expire`. Raises InvalidEvent and stays as it was.
+        now_s: as in `expire`. Raises InvalidEvent; the index is then unchanged.
         """
         check_rank(rank)
         check_hashes("local hashes", local)
@@ -80,13 +80,13 @@ class ApproximatePrefixIndex:
             self._drop_oldest(len(self._predicted) - self._blocks_kept)
 
     def expire(self, now_s: float) -> int:
-        """Forget what was predicted `ttl_s` ago or earlier; gives the number of blocks.
+        """Remove predictions that are at least `ttl_s` old; returns the number of removed blocks.
 
-        now_s: seconds of any clock; of threads that read it in one order and come in another the latest time holds.
+        now_s: seconds of any clock. If a thread passes an earlier time than another did before, the later one is used.
         Raises InvalidEvent.
         """
         if not (_is_number(now_s) and math.isfinite(now_s)):
-            raise InvalidEvent(f"{now_s!r} is no time")
+            raise InvalidEvent(f"{now_s!r} is not a time in seconds")
         self._now_s = max(self._now_s, now_s)
         n_expired = 0
         for predicted_s in self._predicted.values():
@@ -97,18 +97,18 @@ class ApproximatePrefixIndex:
         return n_expired
 
     def clear(self, rank: RankId) -> None:
-        """Nothing is predicted of this rank any more. Raises InvalidEvent."""
+        """Remove all predictions for a rank. Raises InvalidEvent."""
         check_rank(rank)
         for block in self._sets.holds(rank, Tier.DEVICE):
             del self._predicted[rank, block]
         self._sets.drop_rank(rank)
 
     def remove_rank(self, rank: RankId) -> None:
-        """The same: of a rank nothing is known but its predictions."""
+        """Remove all predictions for a rank, like `clear`, since the index has nothing else of it."""
         self.clear(rank)
 
     def find_matches(self, local: HashArray) -> OverlapScores:
-        """Score every rank for a request, as of the latest time told.
+        """Score every rank for a request, as of the latest time passed to `predict` or `expire`.
 
         local: uint64[n_blocks] from the root. Raises InvalidRequest.
         """
@@ -123,21 +123,21 @@ class ApproximatePrefixIndex:
         return self._sets.find_matches(local_hashes(tokens, block_size, seed))
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Give every block predicted, all of the device, in no order; engines have told no names."""
+        """Iterate over all predicted blocks, by sequence hash, in the device tier and in no particular order."""
         return self._sets.members()
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
         self._sets.check()
         if self._predicted.keys() != {(rank, int(block)) for rank, _, block in self._sets.members()}:
-            raise IndexCorrupt("what is held is not what was predicted")
+            raise IndexCorrupt("the held blocks are not the predicted blocks")
         times = list(self._predicted.values())
         if times != sorted(times):
             raise IndexCorrupt("predictions are out of order")
         if times and not (self._now_s - times[0] < self._ttl_s and times[0] <= times[-1] <= self._now_s):
-            raise IndexCorrupt("a prediction has expired or is yet to come", oldest=times[0], now_s=self._now_s)
+            raise IndexCorrupt("a prediction has expired or is in the future", oldest=times[0], now_s=self._now_s)
         if len(times) > self._blocks_max:
-            raise IndexCorrupt("more blocks than may be", n_blocks=len(times), blocks_max=self._blocks_max)
+            raise IndexCorrupt("more blocks than the limit", n_blocks=len(times), blocks_max=self._blocks_max)
 
     def __len__(self) -> int:
         return len(self._predicted)

@@ -1,11 +1,11 @@
-"""Run records to an index: the state that a router folds from the index changelog.
+"""Run records folded into an index: the state that a router builds from the index changelog.
 
-What lives here: the interface of every such fold (`RunFold`) and the plain one. What must not: bytes (tables.records),
-partition and worker records and locks (router_api.view).
+What lives here: the interface of every such fold (`RunFold`) and the pure-Python one. What must not: bytes
+(tables.records), partition and worker records and locks (router_api.view).
 
-Records come in any order that compaction leaves: children before parents, runs before their progress, a key's older
-values missing. A rank's epoch is the greatest seen in any of its records; runs of an older one are dropped and never
-taken in again. Owner of the state: the view, which lets one thread at a time in.
+Records arrive in any order that compaction leaves: children before parents, runs before their progress, a key's older
+values missing. A rank's epoch is the greatest in any of its records; runs of an older epoch are dropped, and ignored
+from then on. Owner of the state: the view, which admits one thread at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streams.errors import IndexCorrupt
 
 
 class RunFold(Protocol):
-    """What every fold of run records offers. Facts are (rank, tier, sequence hash).
+    """The interface of every fold of run records. Facts are (rank, tier, sequence hash).
 
     concurrent: whether `find_matches` may be called while another thread folds.
     """
@@ -33,23 +33,23 @@ class RunFold(Protocol):
     concurrent: bool
 
     def fold(self, keys: Sequence[RunKey], runs: Sequence[Run | None]) -> None:
-        """Take in records, in the log's order for each key; None is a tombstone.
+        """Fold records, for each key in the log's order; None is a tombstone.
 
-        A run replaces what its key had. One of an older epoch than its rank's changes nothing; one of a newer epoch
-        ends everything older of that rank first. The runs are kept and must not change afterwards.
+        A run replaces the previous run of its key. A run of an older epoch than its rank's changes nothing; a run of a
+        newer epoch first removes all older runs of the rank. The runs are kept and must not change afterwards.
         """
 
     def enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
-        """A progress record says so: older runs of the rank are dropped; an epoch that is not newer changes nothing."""
+        """Enter an epoch from a progress record: older runs of the rank are dropped. An older epoch is ignored."""
 
     def epoch_of(self, rank: RankId) -> Epoch | None:
-        """Greatest epoch seen of a rank, None where none was."""
+        """Greatest epoch seen for a rank; None if there is none."""
 
     def forget_rank(self, rank: RankId) -> None:
-        """Drop a rank's runs and its epoch, as a progress record's tombstone asks."""
+        """Drop a rank's runs and its epoch, which is the effect of its progress record's tombstone."""
 
     def ranks(self) -> list[RankId]:
-        """Every rank that has an epoch, in no order."""
+        """All ranks that have an epoch, in no particular order."""
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
@@ -57,41 +57,42 @@ class RunFold(Protocol):
     def holders_along(
         self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
     ) -> HolderBitmaps | None:
-        """Who of the candidates holds a request's blocks from `first` on, whatever lies before; None for nobody.
+        """The candidates that hold a request's blocks from `first` on, with or without the blocks before.
 
-        sequence: uint64[n]. rows: int64[n] or longer; the search ends at a block that nobody holds and whose row is 0.
-        Not while another thread folds, whatever `concurrent` says.
+        sequence: uint64[n]. rows: int64[n] or longer; the search ends at a block that no candidate holds and whose
+        entry in `rows` is 0. Returns None if no candidate holds any of these blocks.
+        Must not be called while another thread folds, even if `concurrent` is true.
         """
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Give every fact held, in no order."""
+        """Iterate over all facts, in no particular order."""
 
     def facts(self, rank: RankId) -> tuple[int, int]:
         """Number of blocks that a rank's runs hold, and an order-independent digest of them (`digest_of`).
 
-        A block that two runs claim counts in each, as it may while the end of one of them is still to come.
+        A block that two runs claim counts twice. This happens while the end of one of the claims has not been read yet.
         """
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
 
     def memory_bytes(self) -> int:
-        """Bytes of memory that it takes, or 0 where nobody counts them."""
+        """Bytes of memory that the fold takes, or 0 if it does not measure them."""
 
     def __len__(self) -> int:
-        """Number of facts held; one that two runs claim is one."""
+        """Number of facts; a block that two runs claim counts once."""
 
 
 def digest_of(tier: Tier, block: int) -> int:
-    """Digest of one fact of a rank; those of all its facts are joined by exclusive or."""
+    """Digest of one fact of a rank; the digests of all its facts are combined by exclusive or."""
     return xxhash.xxh3_64_intdigest(bytes([tier]) + block.to_bytes(8, "little"))
 
 
 class PlainRunFold:
-    """The fold over HolderSets: dicts of runs, one record at a time; see RunFold.
+    """The pure-Python fold: dicts of runs on top of HolderSets, one record at a time; see RunFold.
 
-    _claims: blocks that more than one run record claims, and by how many more: a reader that lags may meet a block in
-    its new run before its old run's end, since compaction leaves no order between keys.
+    _claims: the number of additional claims of blocks that more than one run record claims. A reader may see a block in
+    its new run before the end of its old run, since compaction leaves no order between keys.
     """
 
     concurrent = False
@@ -103,7 +104,7 @@ class PlainRunFold:
         self._claims: dict[RankId, Counter[tuple[Tier, int]]] = {}
 
     def fold(self, keys: Sequence[RunKey], runs: Sequence[Run | None]) -> None:
-        """Take in records; see RunFold."""
+        """Fold records; see RunFold."""
         for key, run in zip(keys, runs, strict=True):
             if run is None:
                 self._end(key)
@@ -118,7 +119,7 @@ class PlainRunFold:
             self._epochs[rank] = epoch
 
     def epoch_of(self, rank: RankId) -> Epoch | None:
-        """Greatest epoch seen of a rank."""
+        """Greatest epoch seen for a rank."""
         return self._epochs.get(rank)
 
     def forget_rank(self, rank: RankId) -> None:
@@ -127,7 +128,7 @@ class PlainRunFold:
         self._epochs.pop(rank, None)
 
     def ranks(self) -> list[RankId]:
-        """Every rank that has an epoch."""
+        """All ranks that have an epoch."""
         return list(self._epochs)
 
     def find_matches(self, local: HashArray) -> OverlapScores:
@@ -138,7 +139,7 @@ class PlainRunFold:
     def holders_along(
         self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
     ) -> HolderBitmaps | None:
-        """Who holds a request's blocks from `first` on; see RunFold."""
+        """The candidates that hold a request's blocks from `first` on; see RunFold."""
         words = max(1, -(-len(candidates.ranks) // 64))
         held_rows = np.zeros(len(sequence), dtype=np.int64)
         bitmaps = [0]
@@ -155,7 +156,7 @@ class PlainRunFold:
         return (held_rows, np.frombuffer(packed, dtype=np.int64).copy(), words) if len(bitmaps) > 1 else None
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Give every fact held, in no order."""
+        """Iterate over all facts, in no particular order."""
         return self._sets.members()
 
     def facts(self, rank: RankId) -> tuple[int, int]:
@@ -168,22 +169,22 @@ class PlainRunFold:
         return n_blocks, digest
 
     def memory_bytes(self) -> int:
-        """Nobody counts what dicts take."""
+        """0, since the memory of dicts is not measured."""
         return 0
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken."""
+        """Raise IndexCorrupt with the first broken invariant."""
         self._sets.check()
         facts: Counter[tuple[RankId, Tier, int]] = Counter()
         for rank, runs in self._runs.items():
             for key, run in runs.items():
                 if key != run.key or key.rank != rank:
-                    raise IndexCorrupt("a run lies under a strange key", rank=rank, key=key, found=run.key)
+                    raise IndexCorrupt("a run is stored under another key", rank=rank, key=key, found=run.key)
                 if run.epoch != self._epochs.get(rank):
-                    raise IndexCorrupt("a run is not of its rank's epoch", key=key, epoch=run.epoch)
+                    raise IndexCorrupt("a run does not have its rank's epoch", key=key, epoch=run.epoch)
                 facts.update((rank, key.tier, block) for block in _held(run))
         if facts.keys() != {(rank, tier, int(block)) for rank, tier, block in self._sets.members()}:
-            raise IndexCorrupt("what the runs claim is not what is held")
+            raise IndexCorrupt("the claimed blocks are not the held blocks")
         more = {fact: count - 1 for fact, count in facts.items() if count > 1}
         if more != {(rank, *fact): n for rank, claims in self._claims.items() for fact, n in claims.items()}:
             raise IndexCorrupt("blocks that several runs claim are miscounted")
@@ -201,7 +202,7 @@ class PlainRunFold:
         runs[key] = run
         before = _held(old) if old is not None else set()
         after = _held(run)
-        # By block and not by offset: a key that was emptied and written again may go on with other blocks.
+        # Compare by block instead of by offset, since a key that was emptied may be reused for other blocks.
         self._unclaim(rank, tier, before - after)
         for block in self._sets.hold(rank, tier, after - before):
             self._claims.setdefault(rank, Counter())[tier, block] += 1
@@ -212,7 +213,7 @@ class PlainRunFold:
             self._unclaim(key.rank, key.tier, _held(old))
 
     def _unclaim(self, rank: RankId, tier: Tier, blocks: set[int]) -> None:
-        """One run claims these blocks no more; those that no other one claims are held no more."""
+        """End one claim of each block; blocks without another claim are no longer held."""
         claims = self._claims.get(rank)
         if claims:
             shared = {block for block in blocks if (tier, block) in claims}

@@ -1,9 +1,9 @@
-"""The fast prefix index: a radix tree of runs in flat arenas, worked by compiled kernels.
+"""The fast prefix index: a radix tree of runs in flat arenas, operated by compiled kernels.
 
-What lives here: the interface over the kernels: numbers for ranks, checks of what callers hand in, answers. What must
-not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
+What lives here: the interface over the kernels, that is numbers for ranks, checks of what callers pass, and answers.
+What must not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
 
-One thread writes; any thread may query meanwhile, and sees each event whole or not at all.
+One thread writes. Any thread may query at the same time, and sees each event completely or not at all.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks,
 
 N_TIERS = len(Tier)
 
-#: Load at which presized maps are full: what the segments hold on average just before they would be split.
+#: Average load of a map's segments just before they would be split, for which maps are presized.
 _PRESIZED_LOAD = 0.7
 
-#: Blocks below which no memory is given back: a few megabytes.
+#: Peak number of blocks below which no memory is returned to the system: a few megabytes.
 _TRIM_BLOCKS_MIN = 65_536
-#: Segments joined in one step, of some 40 us each where their lines are cold.
+#: Segments joined in one step. Each takes about 40 us if it is not in the cache.
 _TRIM_SEGMENTS = 16
-#: Calls after which memory is looked at.
+#: Calls between two checks of the memory in use.
 _TRIM_CALLS = 1024
 
 __all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIndex", "TreeScores"]
@@ -55,7 +55,7 @@ __all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIn
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What events could not do: stores whose parent the rank does not hold, removals of what it does not."""
+    """Counts of what events could not do: stores whose parent, and removed blocks, that the rank does not hold."""
 
     n_unknown_parents: int
     n_unknown_removals: int
@@ -65,12 +65,11 @@ _CLEAN = Outcome(0, 0)
 
 
 class EventColumns:
-    """Many events as columns, checked once, applied in any batches.
+    """Many events as columns, checked once and applied in batches of any size.
 
-    holder: int64[n], from `holder` of the index that is to apply them. kind: int64[n], of layout: STORED_AT_ROOT,
-    STORED, REMOVED, CLEARED. parent: uint64[n], looked at where kind is STORED. offset: int64[n + 1] into names and
-    local. names: uint64[m], the engines' hashes. local: uint64[m], looked at for stores. Nobody may change them
-    afterwards.
+    holder: int64[n], from `holder` of the index that will apply them. kind: int64[n], from layout: STORED_AT_ROOT,
+    STORED, REMOVED, CLEARED. parent: uint64[n], read if kind is STORED. offset: int64[n + 1] into names and local.
+    names: uint64[m], the engines' hashes. local: uint64[m], read for stores. The arrays must not change afterwards.
     Raises InvalidEvent.
     """
 
@@ -87,17 +86,17 @@ class EventColumns:
         local: HashArray,
     ) -> None:
         given = (holder, kind, parent, offset, names, local)
-        wanted: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
-        for column, kind_of in zip(given, wanted, strict=True):
-            if not isinstance(column, np.ndarray) or column.dtype != kind_of or column.ndim != 1:
-                raise InvalidEvent(f"a column is no {kind_of.__name__}[n]")
+        dtypes: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
+        for column, dtype in zip(given, dtypes, strict=True):
+            if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
+                raise InvalidEvent(f"a column is not {dtype.__name__}[n]")
         n = len(holder)
         if len(kind) != n or len(parent) != n or len(offset) != n + 1 or len(names) != len(local):
             raise InvalidEvent("columns differ in length", n_events=n, n_names=len(names), n_local=len(local))
         if n and (kind.min() < 0 or kind.max() > layout.CLEARED):
-            raise InvalidEvent("a kind of event is unknown")
+            raise InvalidEvent("unknown kind of event")
         if offset[0] < 0 or offset[-1] > len(names) or (n and (np.diff(offset) < 0).any()):
-            raise InvalidEvent("offsets do not grow within the hashes", n_names=len(names))
+            raise InvalidEvent("offsets decrease or are outside the hashes", n_names=len(names))
         self._columns = tuple(np.ascontiguousarray(column) for column in given)
         self._table = np.array([column.ctypes.data for column in self._columns], dtype=np.int64)
         self.address = int(self._table.ctypes.data)
@@ -105,7 +104,7 @@ class EventColumns:
 
 
 class TreeScores(OverlapScores):
-    """What the kernels found; the mappings by rank are made when they are asked for."""
+    """The answer of the kernels; the mappings by rank are created on first use."""
 
     __slots__ = ("_found", "_made", "_rank_ids", "_tiers")
 
@@ -127,20 +126,20 @@ class TreeScores(OverlapScores):
 
     @property
     def scores(self) -> Mapping[RankId, int]:
-        """Leading blocks that each rank holds."""
+        """Number of leading blocks that each rank holds."""
         if not self._made:
             self._make()
         return self._scores
 
     @property
     def by_tier(self) -> Mapping[RankId, tuple[int, ...]]:
-        """Of those, how many have their fastest copy in each tier, for ranks that hold some below the device."""
+        """How many of these have their fastest copy in each tier, for ranks without a device copy of all of them."""
         if not self._made:
             self._make()
         return self._by_tier
 
     def columns(self, candidates: Candidates, tier_weights: tuple[float, ...]) -> tuple[Int64Array, Float64Array]:
-        """As of OverlapScores, without a mapping."""
+        """Like OverlapScores.columns, without creating the mappings."""
         n = len(candidates.ranks)
         overlap, effective = np.empty(n, dtype=np.int64), np.empty(n)
         positions = candidates.positions(self._rank_ids)
@@ -153,12 +152,12 @@ class TreeScores(OverlapScores):
 
     @property
     def max_score(self) -> int:
-        """Most leading blocks that any rank holds; 0 where none does."""
+        """Greatest number of leading blocks that a rank holds; 0 if no rank holds any."""
         return int((self._found & U32_MAX).max()) if self._found.size else 0
 
     @property
     def best_worker(self) -> RankId | None:
-        """Rank with the most leading blocks, the smallest id among equals; None where none holds any."""
+        """Rank with the most leading blocks, the smallest id if several are equal; None if no rank holds any."""
         if not self._found.size:
             return None
         blocks = self._found & U32_MAX
@@ -168,7 +167,7 @@ class TreeScores(OverlapScores):
 
 
 class RunTree:
-    """A tree's memory, the numbers of its ranks, and queries: what the index and the fold of records share."""
+    """A tree's memory, the numbers of its ranks, and queries: the base of the index and of the fold of records."""
 
     def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         if not isinstance(limits, TreeLimits):
@@ -181,7 +180,7 @@ class RunTree:
         self._address = self._memory.address
         self._context = self._memory.context
         self._numbers: dict[RankId, int] = {}
-        # Replaced, never changed, where a number is given out again: an answer keeps the list it was given with.
+        # Replaced by a new list when a number is reused, since an answer keeps the list that it was created with.
         self._rank_ids: list[RankId] = []
         self._free_numbers: list[int] = []
         self._n_holders = 0
@@ -196,9 +195,9 @@ class RunTree:
     # -- ranks ----------------------------------------------------------------
 
     def rank_number(self, rank: RankId) -> int:
-        """Number of a rank, given out when it is first met. Raises InvalidEvent, TooManyRanks."""
+        """Number of a rank, assigned on first use. Raises InvalidEvent, TooManyRanks."""
         if type(rank) is not RankId:
-            check_rank(rank)  # before it is looked for: a bare tuple would be found, a list has no hash
+            check_rank(rank)  # before the lookup, which would find a bare tuple and fail for a list
         number = self._numbers.get(rank)
         if number is not None:
             return number
@@ -211,15 +210,15 @@ class RunTree:
         else:
             number = len(self._rank_ids)
             if number >= RANKS_MAX:
-                raise TooManyRanks(f"an index has room for {RANKS_MAX} ranks")
+                raise TooManyRanks(f"an index can hold {RANKS_MAX} ranks")
             self._rank_ids.append(rank)
         self._numbers[rank] = number
         return number
 
-    def holder_place(self, rank: RankId, tier: Tier) -> int:
-        """Place of a rank in a tier in the arrays of holders, given out when it is first met; when the rank is removed,
-        the next one gets it.
+    def holder_index(self, rank: RankId, tier: Tier) -> int:
+        """Index of a rank and tier in the arrays of holders, assigned on first use.
 
+        When the rank is removed, a later rank reuses the index.
         Raises InvalidEvent, TooManyRanks.
         """
         check_tier(tier)
@@ -231,7 +230,7 @@ class RunTree:
             column = self._take_column()
         except TooManyRanks:
             if not any((number, tier) in self._holders for tier in range(N_TIERS)):
-                # Last in turn: with a number that has no column it would be refused when others have left, too.
+                # Put last, so that numbers that already have columns are reused first.
                 del self._numbers[rank]
                 self._free_numbers.insert(0, number)
             raise
@@ -254,15 +253,16 @@ class RunTree:
                 columns_max = int(context[layout.COLUMNS_MAX])
                 if columns_max >= self._memory.limits.columns_max:
                     raise TooManyRanks(
-                        f"an index has room for {columns_max} ranks, counted in each tier",
-                        remedy="remove_rank those that are gone, or give it TreeLimits with a greater columns_max",
+                        f"the index can hold {columns_max} ranks, counted once per tier",
+                        remedy="call remove_rank for ranks that no longer exist, or use TreeLimits with a greater "
+                        "columns_max",
                         columns_max=columns_max,
                     )
                 try:
                     self._memory.widen(min(columns_max * 4, self._memory.limits.columns_max))
-                except SettingsError as exc:  # the same to callers: what is there goes on, and this rank is refused
+                except SettingsError as exc:  # the effect is the same: the index continues, and this rank is refused
                     raise TooManyRanks(
-                        f"an index has room for {columns_max} ranks, counted in each tier: {exc.message}",
+                        f"the index can hold {columns_max} ranks, counted once per tier: {exc.message}",
                         remedy=exc.remedy,
                         columns_max=columns_max,
                     ) from exc
@@ -270,16 +270,16 @@ class RunTree:
         return column
 
     def clear(self, rank: RankId) -> None:
-        """The rank holds nothing any more, in any tier. Raises InvalidEvent."""
+        """Remove all blocks of a rank, in all tiers. Raises InvalidEvent."""
         check_rank(rank)
         number = self._numbers.get(rank)
         if number is not None:
             clear_rank(self._address, number)
             self._sweep()
-            self._mind_memory()
+            self._return_memory()
 
-    def _mind_memory(self) -> None:
-        """Give memory back once half of what there was is gone; a step at a time, since the writer waits for it."""
+    def _return_memory(self) -> None:
+        """Return memory once less than half of the peak is in use, one step per call, since the writer waits for it."""
         context = self._context
         in_use = int(context[layout.N_BLOCKS]) - int(context[layout.N_FREE_BLOCKS])
         self._memory.note_blocks()
@@ -288,21 +288,18 @@ class RunTree:
             self._peak_blocks = in_use
 
     def trim(self) -> bool:
-        """Give back some of what is free, within a millisecond or so; gives whether there is nothing left to do."""
+        """Return some free memory to the system, within about a millisecond; returns whether nothing is left to do."""
         budget = _TRIM_SEGMENTS
         for which in layout.MAPS:
             budget -= join_segments(self._address, which, budget)
-        return budget == _TRIM_SEGMENTS and self._memory.give_back_free()
+        return budget == _TRIM_SEGMENTS and self._memory.release_free()
 
     def _sweep(self) -> None:
         if self._context[layout.N_ENDED]:
             sweep(self._address, SWEEP_BUDGET)
 
     def remove_rank(self, rank: RankId) -> None:
-        """The rank holds nothing any more and is forgotten; its number goes to the next new one.
-
-        Raises InvalidEvent.
-        """
+        """Remove a rank with all its blocks; a later rank reuses its number. Raises InvalidEvent."""
         check_rank(rank)
         number = self._numbers.get(rank)
         if number is not None:
@@ -312,7 +309,7 @@ class RunTree:
             self._free_numbers.append(number)
 
     def _end_holders(self, number: int) -> None:
-        """A rank is about to go: what was given out for its holders is void."""
+        """Invalidate the holder numbers of a rank that is about to be removed."""
 
     # -- queries --------------------------------------------------------------
 
@@ -323,12 +320,12 @@ class RunTree:
             local = np.ascontiguousarray(local)
         while True:
             rank_ids = self._rank_ids
-            # An answer that is kept has an array of its own: 65 words for each 64 columns.
+            # The answer keeps this array: 65 words per 64 columns.
             work = np.empty(65 * int(self._context[layout.N_WORDS]), dtype=np.int64)
             found = match_fresh(self._address, local, work)
             if found == TIERED:
                 return self._find_in_tiers(local)
-            # The list was replaced where a number went from one rank to another: whose it was, nobody knows.
+            # If the list was replaced, a number may have passed from one rank to another during the query.
             if found >= 0 and rank_ids is self._rank_ids:
                 return TreeScores(rank_ids, work[:found])
 
@@ -337,7 +334,7 @@ class RunTree:
         return self.find_matches(local_hashes(tokens, block_size, seed))
 
     def matcher(self) -> Matcher:
-        """A reusable lookup without an answer object; one a thread."""
+        """A reusable lookup without an answer object; each thread needs its own."""
         return Matcher(self)
 
     def _find_in_tiers(self, local: HashArray) -> OverlapScores:
@@ -356,7 +353,7 @@ class RunTree:
         return int(self._context[layout.N_FACTS])
 
     def reader(self) -> TreeReader:
-        """The tree as it is now, for reading it out as a whole."""
+        """A snapshot of the whole tree."""
         columns = self._memory.words(layout.COLUMN_OF).view(np.int32)
         return TreeReader(
             self._memory,
@@ -367,27 +364,28 @@ class RunTree:
         )
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
         self.reader().check()
 
     def memory_bytes(self) -> int:
-        """Bytes of memory that the tree takes, everything counted."""
+        """Bytes of memory that the tree takes, including maps and spare space."""
         return self._memory.resident_bytes()
 
 
 class Matcher:
-    """Bare lookups: `n = matcher.match(local)`, then `ranks[:n]` and `blocks[:n]`; `rank_ids[rank]` says who it is.
+    """Lookups into arrays: `n = matcher.match(local)`, then `ranks[:n]` and `blocks[:n]`; `rank_ids` maps ranks to ids.
 
-    match: takes uint64[n_blocks], contiguous; gives the number of ranks found, or BUSY where a writer did not come to
-    the end of a change for a millisecond. Its arrays are overwritten by the next call; one matcher a thread. It is the
-    compiled function itself with its first argument bound: a method around it would be a third of the time.
+    match: takes a contiguous uint64[n_blocks]; returns the number of ranks found, or BUSY if a writer does not complete
+    a change for tens of milliseconds. The next call overwrites the arrays; each thread needs its own matcher. `match`
+    is the compiled function itself with its first argument bound, since a method around it would take a third of the
+    time.
     """
 
     __slots__ = ("_tree", "blocks", "match", "ranks")
 
     def __init__(self, tree: RunTree) -> None:
         self._tree = tree
-        # Room for every rank that there can be: zeros that cost no memory until they are touched.
+        # Large enough for every possible rank; zeros cost no memory until they are touched.
         out = np.zeros(COLUMNS_MAX, dtype=np.int64)
         alive = np.zeros(COLUMNS_MAX // 64, dtype=np.int64)
         tiered = np.zeros(RANKS_MAX * TIERED_WORDS, dtype=np.int64)
@@ -396,7 +394,7 @@ class Matcher:
         addresses = [array.ctypes.data for array in (out, alive, tiered, state)]
         matcher = np.array([tree._address, *addresses], dtype=np.int64)
         bound = partial(match, int(matcher.ctypes.data))
-        # The function outlives the matcher where somebody keeps just that, and then so must what it points to.
+        # A caller may keep only the function, so the function keeps the arrays that it points to.
         bound.kept = (tree, out, alive, tiered, state, matcher)  # type: ignore[attr-defined]  # partials have a __dict__
         self.match: Callable[[HashArray], int] = bound
         self.blocks: npt.NDArray[np.int32] = out.view(np.int32)[0::2]
@@ -418,37 +416,37 @@ class RunTreeIndex(RunTree):
         base = int(self._event.ctypes.data)
         self._row[:4] = (base, base + 8, base + 16, base + 24)
         self._row_address = int(self._row.ctypes.data)
-        self._holder_numbers: dict[int, int] = {}  # by place, of ranks that are there
-        self._n_gone: dict[int, int] = {}  # by place: ranks that had it before
+        self._holder_numbers: dict[int, int] = {}  # by index, of current ranks
+        self._n_former_ranks: dict[int, int] = {}  # by index: number of ranks that had it before
 
     def holder(self, rank: RankId, tier: Tier) -> int:
-        """Number of a rank in a tier, for EventColumns; good until the rank is removed, and never given out again.
+        """Number of a rank in a tier, for EventColumns; valid until the rank is removed, and never reused.
 
         Raises InvalidEvent, TooManyRanks.
         """
-        return self._holder_number(self.holder_place(rank, tier))
+        return self._holder_number(self.holder_index(rank, tier))
 
-    def _holder_number(self, place: int) -> int:
-        number = self._holder_numbers.get(place)
+    def _holder_number(self, index: int) -> int:
+        number = self._holder_numbers.get(index)
         if number is None:
-            number = self._n_gone.get(place, 0) << layout.HOLDER_PLACE_BITS | place
-            self._holder_numbers[place] = number
-            self._memory.words(layout.HOLDER_NUMBERS)[place] = number + 1
+            number = self._n_former_ranks.get(index, 0) << layout.HOLDER_INDEX_BITS | index
+            self._holder_numbers[index] = number
+            self._memory.words(layout.HOLDER_NUMBERS)[index] = number + 1
         return number
 
     def _end_holders(self, number: int) -> None:
         for tier in range(N_TIERS):
-            place = self._holders.get((number, tier))
-            if place is not None and self._holder_numbers.pop(place, None) is not None:
-                self._memory.words(layout.HOLDER_NUMBERS)[place] = 0
-                self._n_gone[place] = self._n_gone.get(place, 0) + 1
+            index = self._holders.get((number, tier))
+            if index is not None and self._holder_numbers.pop(index, None) is not None:
+                self._memory.words(layout.HOLDER_NUMBERS)[index] = 0
+                self._n_former_ranks[index] = self._n_former_ranks.get(index, 0) + 1
 
     def apply(self, events: EventColumns, first: int = 0, last: int | None = None) -> Outcome:
         """Apply events `first` to `last` - 1.
 
-        A store whose parent the rank does not hold changes nothing and is counted. Raises IndexFull where the next
-        event does not fit: those before it are applied, it and what follows are not. Raises InvalidEvent where a holder
-        is no number of this index or its rank was removed: then none is applied.
+        A store whose parent the rank does not hold changes nothing and is counted. Raises IndexFull if an event does
+        not fit: the events before it are applied, this one and the later ones are not. Raises InvalidEvent if a holder
+        is not a number of this index or its rank was removed; then no event is applied.
         """
         last = events.n_events if last is None else last
         if not isinstance(events, EventColumns):
@@ -458,7 +456,7 @@ class RunTreeIndex(RunTree):
         applied = apply_events(self._address, events.address, first, last)
         self._n_calls += 1
         if not self._n_calls % _TRIM_CALLS:
-            self._mind_memory()
+            self._return_memory()
         return _CLEAN if applied == last - first else self._outcome(-1 - applied, first)
 
     def _outcome(self, applied: int, first: int) -> Outcome:
@@ -466,27 +464,27 @@ class RunTreeIndex(RunTree):
         if context[layout.STALE]:
             event = int(context[layout.STALE]) - 1
             raise InvalidEvent(
-                f"the holder of event {event} is no number of this index, or of a rank that was removed",
+                f"the holder of event {event} is not a number of this index, or its rank was removed",
                 event=event,
-                remedy="ask for the rank's number again, and make the columns with it",
+                remedy="call `holder` for the rank again, and build the columns with the new number",
             )
         if context[layout.FULL]:
             raise self._full(first + applied)
         return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
-        """Hold consecutive blocks of one chain; see PrefixIndex."""
+        """Store consecutive blocks of one chain; see PrefixIndex."""
         check_store(rank, tier, parent, names, local)
         names, local = np.ascontiguousarray(names), np.ascontiguousarray(local)
         if parent is not None and rank not in self._numbers:
             raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
         kind = layout.STORED_AT_ROOT if parent is None else layout.STORED
-        outcome = self._apply_one(self.holder_place(rank, tier), kind, parent or 0, names, local)
+        outcome = self._apply_one(self.holder_index(rank, tier), kind, parent or 0, names, local)
         if outcome.n_unknown_parents:
             raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
 
     def remove(self, rank: RankId, tier: Tier, names: HashArray) -> int:
-        """Hold these blocks no more; gives how many were not held. See PrefixIndex."""
+        """Remove blocks; returns how many were not held. See PrefixIndex."""
         check_removal(rank, tier, names)
         names = np.ascontiguousarray(names)
         number = self._numbers.get(rank)
@@ -496,11 +494,11 @@ class RunTreeIndex(RunTree):
         return self._apply_one(holder, layout.REMOVED, 0, names, names).n_unknown_removals
 
     def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
-        """Every fact held, in no order."""
+        """Iterate over all facts, in no particular order."""
         return self.reader().members()
 
     def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
-        """Events that rebuild an equal index from empty."""
+        """Iterate over events that rebuild an equal index; see PrefixIndex."""
         return self.reader().dump()
 
     def _full(self, event: int) -> IndexFull:
@@ -511,20 +509,20 @@ class RunTreeIndex(RunTree):
         if context[layout.FULL] != layout.FULL_BLOCKS:
             lacking = "aliases" if context[layout.FULL] == layout.FULL_ALIASES else "segments of its maps"
         return IndexFull(
-            f"the index has no room for an event of {needed} blocks: of blocks_max {blocks_max}, {in_use} are in use, "
-            f"spare room included, and it has too few {lacking} left; "
-            f"a store takes its blocks and {layout.SLACK_MAX} more, in one piece",
-            remedy="give the index TreeLimits with a greater blocks_max, or remove blocks, or split the event",
+            f"the index is over capacity: an event of {needed} blocks does not fit, since too few {lacking} are left; "
+            f"{in_use} of blocks_max {blocks_max} are in use, including spare space; "
+            f"a store needs its blocks and {layout.SLACK_MAX} more, in one piece",
+            remedy="use TreeLimits with a greater blocks_max, remove blocks, or split the event",
             event=event,
             needed=needed,
             in_use=in_use,
             blocks_max=blocks_max,
         )
 
-    def _apply_one(self, place: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
+    def _apply_one(self, index: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
         event, row = self._event, self._row
-        number = self._holder_numbers.get(place)
-        event[0] = self._holder_number(place) if number is None else number
+        number = self._holder_numbers.get(index)
+        event[0] = self._holder_number(index) if number is None else number
         event[1], event[4] = kind, len(names)
         event.view(np.uint64)[2] = parent
         row[4], row[5] = names.ctypes.data, local.ctypes.data

@@ -1,7 +1,7 @@
-"""A run tree read out as a whole: its facts, the events that would rebuild it, and whether it is sound.
+"""Inspection of a whole run tree: its facts, the events that would rebuild it, and the check of its invariants.
 
-What lives here: slow and plain walks over the arenas, for tests, operators and dumps. What must not: anything on the
-way of an event or a query. Nobody may write meanwhile.
+What lives here: slow and simple walks over the arenas, for tests, operators and dumps. What must not: anything that
+events or queries use. No thread may write during a walk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streams.errors import IndexCorrupt
 
 
 class Column(NamedTuple):
-    """A rank in a tier, and its bit."""
+    """A rank in a tier, and the number of its bit."""
 
     number: int
     rank: RankId
@@ -46,7 +46,7 @@ class RunRow(NamedTuple):
 
 
 class TreeReader:
-    """A snapshot of a tree, as Python values."""
+    """A snapshot of a tree as Python values."""
 
     def __init__(self, memory: TreeMemory, columns: list[Column]) -> None:
         self._memory = memory
@@ -89,19 +89,19 @@ class TreeReader:
         return {entry: (first, second) for entry, (first, second) in enumerate(rows) if second != -1}
 
     def bits(self, coverage: int) -> Iterator[int]:
-        """Numbers of a coverage's columns."""
+        """Iterate over the column numbers in a coverage."""
         while coverage:
             lowest = coverage & -coverage
             yield lowest.bit_length() - 1
             coverage ^= lowest
 
     def name_of(self, column: int, block: int) -> int:
-        """What a column calls a block that it holds."""
+        """Name of a block in a column that holds it."""
         alias = self.alias_names.get((column, block))
-        return self.known_name(block) if alias is None else alias
+        return self.shared_name(block) if alias is None else alias
 
-    def known_name(self, block: int) -> int:
-        """The name that everybody uses who has no other."""
+    def shared_name(self, block: int) -> int:
+        """Name of a block in all columns without an alias for it."""
         return int(self._memory.words(layout.NAME)[block]) & U64_MASK
 
     def local(self, row: RunRow) -> HashArray:
@@ -112,7 +112,7 @@ class TreeReader:
     # -- facts ----------------------------------------------------------------
 
     def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
-        """Every fact held."""
+        """Iterate over all facts."""
         names = self._memory.words(layout.NAME).view(np.uint64)
         for row in self.runs.values():
             shared = names[row.start : row.start + row.length].tolist()
@@ -125,7 +125,7 @@ class TreeReader:
                     yield column.rank, column.tier, EngineHash(own)
 
     def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
-        """Events that rebuild an equal tree from an empty one: parents first, a hole stored and removed again."""
+        """Iterate over events that rebuild an equal tree: parents first; holes are stored and then removed."""
         held: dict[int, list[int]] = defaultdict(list)
         for row in self.runs.values():
             for number in self.bits(row.coverage):
@@ -136,7 +136,7 @@ class TreeReader:
 
     def _dump_column(self, column: Column, runs: list[int]) -> Iterator[tuple[RankId, KvEvent]]:
         used = {self.name_of(column.number, block) for run in runs for block in self._blocks(self.runs[run])}
-        last_name: dict[int, int] = {}  # of each run that was dumped: what its last block is called
+        last_name: dict[int, int] = {}  # name of the last block of each run that was dumped
         holes: list[int] = []
         spare = U64_MASK
         mine = set(runs)
@@ -148,7 +148,7 @@ class TreeReader:
             for ancestor in reversed(path):
                 row = self.runs[ancestor]
                 if row.capacity == layout.PHANTOM:
-                    raise IndexCorrupt("a tree whose records' parents are not known yet has no events")
+                    raise IndexCorrupt("a tree with phantoms cannot be dumped as events")
                 if ancestor in mine:
                     names = [self.name_of(column.number, block) for block in self._blocks(row)]
                 else:
@@ -176,10 +176,10 @@ class TreeReader:
     def _blocks(self, row: RunRow) -> range:
         return range(row.start, row.start + row.length)
 
-    # -- soundness --------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken."""
+        """Raise IndexCorrupt with the first broken invariant."""
         self._check_runs()
         self._check_spans()
         self._check_names()
@@ -190,15 +190,15 @@ class TreeReader:
     def _check_runs(self) -> None:
         address = self._memory.address
         require(self._word(layout.VERSION) % 2 == 0, "no change is under way")
-        require(self._word(layout.N_DEFERRED) == 0, "nothing waits to be freed")
+        require(self._word(layout.N_DEFERRED) == 0, "no names or spans wait to be freed")
         require(self._word(layout.N_LIVE_RUNS) == len(self.runs), "runs in use are counted")
         children: dict[int, list[int]] = defaultdict(list)
         for row in self.runs.values():
             phantom = row.capacity == layout.PHANTOM
-            require(phantom == (row.parent < 0), "phantoms, and they alone, hang from nothing", row)
+            require(phantom == (row.parent < 0), "phantoms have no parent, and all other runs have one", row)
             require(phantom or row.capacity >= row.length, "a run fits its span", row)
-            require(row.children == 0 or phantom or row.capacity == row.length, "no spare room above children", row)
-            require(row.coverage != 0 or row.children > 0, "a run that nobody holds has children", row)
+            require(row.children == 0 or phantom or row.capacity == row.length, "runs with children do not grow", row)
+            require(row.coverage != 0 or row.children > 0, "a run without holders has children", row)
             if not phantom:
                 children[row.parent].append(row.run)
         n_in_map = 0
@@ -218,8 +218,8 @@ class TreeReader:
                     run = self.runs[run - 1].sibling
                 require(sorted(listed) == sorted(below), "a phantom lists its children", above)
         counted = {row.run: row.children for row in (self.root, *self.runs.values()) if row.children}
-        require(set(counted) == set(children), "who has children has them")
-        require(self._word(layout.CHILDREN + layout.MAP_ENTRIES) == n_in_map, "children's map holds the children")
+        require(set(counted) == set(children), "exactly the parents count children")
+        require(self._word(layout.CHILDREN + layout.MAP_ENTRIES) == n_in_map, "the map of children has all of them")
         phantoms = sum(row.capacity == layout.PHANTOM for row in self.runs.values())
         require(self._word(layout.N_PHANTOMS) == phantoms, "phantoms are counted")
 
@@ -230,7 +230,7 @@ class TreeReader:
     def _check_spans(self) -> None:
         address, n_blocks = self._memory.address, self._word(layout.N_BLOCKS)
         starts = sorted(row.start for row in self.runs.values())
-        require(self._set_bits(layout.STARTS, n_blocks) == starts, "starts of runs are marked")
+        require(self._set_bits(layout.STARTS, n_blocks) == starts, "the starts of runs are marked")
         words = sorted({start >> 6 for start in starts})
         require(self._set_bits(layout.STARTS_ABOVE, n_blocks // 64 + 1) == words, "words with starts are marked")
         lines = sorted({word >> 6 for word in words})
@@ -254,7 +254,7 @@ class TreeReader:
         require(sorted(listed) == sorted(free), "free spans are listed")
         at = 0
         for start, length in sorted([*spans, *free.items()]):
-            require(start == at, "spans follow each other without gap or overlap", at)
+            require(start == at, "spans are adjacent, without gaps or overlaps", at)
             at += length
         require(at == n_blocks, "spans fill the arena", at)
 
@@ -264,17 +264,15 @@ class TreeReader:
         for row in self.runs.values():
             n_named += row.length
             for block in self._blocks(row):
-                require(find_name(address, int(names[block])) == block, "a block is known by its name", block)
-        require(self._word(layout.NAMES + layout.MAP_ENTRIES) == n_named, "names known are the blocks'")
+                require(find_name(address, int(names[block])) == block, "a block is found by its name", block)
+        require(self._word(layout.NAMES + layout.MAP_ENTRIES) == n_named, "the map of names has one per block")
         counts: dict[int, int] = defaultdict(int)
         for entry, (name, key) in self.aliases.items():
             column, block = key >> 32, key & U32_MAX
             counts[column] += 1
             row = self.runs[run_of(address, block)]
-            require(
-                block < row.start + row.length and row.coverage >> column & 1 != 0, "an alias is of a held block", key
-            )
-            require(int(names[block]) != name, "an alias is another name", key)
+            require(block < row.start + row.length and row.coverage >> column & 1 != 0, "an aliased block is held", key)
+            require(int(names[block]) != name, "an alias differs from the shared name", key)
             require(find_alias_of_name(address, column, name) == entry, "an alias is found by its name", key)
             require(find_alias_of_block(address, column, block) == entry, "an alias is found by its block", key)
         self._check_counts(layout.COLUMN_ALIASES, counts, "aliases")
@@ -284,7 +282,7 @@ class TreeReader:
             column, block = key >> 32, key & U32_MAX
             counts[column] += 1
             row = self.runs[run_of(address, block)]
-            require(row.coverage >> column & 1 != 0 and more > 0, "a claim is of a held block", key)
+            require(row.coverage >> column & 1 != 0 and more > 0, "a claimed block is held", key)
             require(find_keyed(address, layout.CLAIM_BLOCKS, claims, 0, key) == entry, "a claim is found", key)
         self._check_counts(layout.COLUMN_CLAIMS, counts, "claims")
 
@@ -296,12 +294,12 @@ class TreeReader:
         words = self._word(layout.N_WORDS)
         live = int.from_bytes(self._memory.words(layout.LIVE)[:words].tobytes(), "little")
         ended = int.from_bytes(self._memory.words(layout.ENDED)[:words].tobytes(), "little")
-        require(live & ended == 0, "no column is both alive and ended")
-        require(not self.stray_coverage, "what is no run is held by nobody", self.stray_coverage)
+        require(live & ended == 0, "no column is both live and ended")
+        require(not self.stray_coverage, "free runs have no holders", self.stray_coverage)
         facts: dict[int, int] = defaultdict(int)
         lower = total = 0
         for row in self.runs.values():
-            require(row.coverage & ~(live | ended) == 0, "holders are columns in use", row)
+            require(row.coverage & ~(live | ended) == 0, "the holders of a run are columns in use", row)
             for column in self.bits(row.coverage & live):
                 facts[column] += row.length
         counts = self._memory.words(layout.COLUMN_FACTS)
@@ -336,6 +334,6 @@ class TreeReader:
 
 
 def require(sound: bool, invariant: str, where: object = None) -> None:
-    """Raise IndexCorrupt unless this holds."""
+    """Raise IndexCorrupt unless an invariant holds."""
     if not sound:
-        raise IndexCorrupt(f"broken: {invariant}" + ("" if where is None else f" (at {where})"))
+        raise IndexCorrupt(f"broken invariant: {invariant}" + ("" if where is None else f" (at {where})"))

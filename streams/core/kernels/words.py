@@ -1,8 +1,8 @@
-"""Words of a context, and how keys are hashed in kernels.
+"""Words of a context, and the hashing of keys in kernels.
 
 What lives here: reading and writing one word of a context, and the finaliser that spreads keys over tables. What must
-not: the format of any structure. Each is an intrinsic and no inlined function: to inline one hundreds of times took
-half of the time that all kernels take to compile.
+not: the format of any structure. Each is an intrinsic instead of an inlined function, since inlining small functions
+hundreds of times took half of the compile time of all kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-#: 2**64 divided by the golden ratio, as int64: products of it with small numbers lie far apart.
+#: 2**64 divided by the golden ratio, as int64: its products with small numbers are far apart.
 SYNTHETIC_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 _I64 = ir.IntType(64)
@@ -36,7 +36,7 @@ def context_word(builder: Any, context: Any, word: int) -> Any:
 
 @intrinsic
 def get(typingctx: Any, context: Any, word: Any) -> Any:
-    """A word of the context."""
+    """Read a word of the context."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(word_pointer(builder, element(builder, args[0], args[1], 8)))
@@ -75,7 +75,7 @@ def mixed(builder: Any, key: Any) -> Any:
 
 @intrinsic
 def mix(typingctx: Any, key: Any) -> Any:
-    """32 bits of hash of a 64-bit key, for a table of few keys that nobody can choose."""
+    """Hash a 64-bit key to 32 bits without a salt, for small tables whose keys clients cannot choose."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         return mixed(builder, args[0])

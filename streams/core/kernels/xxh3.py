@@ -1,17 +1,17 @@
 """XXH3-64 as compiled kernels, bit for bit what the xxhash package gives.
 
-What lives here: the digest of 4 bytes or more at an address, under any seed; block hashes, their chain, and both in
-one pass. What must not: checks of tokens (streams.core.hashing) and the digest of 0 to 3 bytes, which no token has.
+What lives here: the digest of 4 or more bytes at an address, with any seed; block hashes, their chain, and both in one
+pass. What must not: checks of tokens (streams.core.hashing), and digests of 0 to 3 bytes, less than one token.
 
-Tokens and hashes are read in the machine's byte order, so results are right on little-endian machines alone; the
-caller sees to that. Names of functions and constants follow the source: xxHash 0.8, `xxhash.h`, section XXH3.
-Offsets into the secret are bytes.
+Tokens and hashes are read in the machine's byte order, so results are correct on little-endian machines only; the
+caller checks for that. Names of functions and constants follow the source: xxHash 0.8, `xxhash.h`, section XXH3.
+Offsets into the secret are in bytes.
 
-How vectorised loops are kept away: a prototype that LLVM vectorised, eight blocks at a time with gathered loads, took
-19 ns a block on tokens that are in no cache, against 2.4 one block at a time. `keep_loops_scalar()` anywhere in a
-kernel gives the function LLVM's attribute `noimplicitfloat`, under which the loop and SLP vectorisers leave it alone,
-and which a function that inlines it inherits. It is part of the code, so neither NUMBA_LOOP_VECTORIZE nor the process
-that filled the cache matters. Vectors asked for by name (`Lanes`, for input of more than 240 bytes) stay.
+LLVM must not vectorise these loops: a prototype that it vectorised, eight blocks at a time with gathered loads, took
+19 ns per block on uncached tokens, compared with 2.4 ns one block at a time. `keep_loops_scalar()` anywhere in a kernel
+gives the function LLVM's attribute `noimplicitfloat`, which disables the loop and SLP vectorisers and which a function
+that inlines it inherits. The attribute is part of the compiled code, so it depends neither on NUMBA_LOOP_VECTORIZE nor
+on the process that filled the cache. Explicit vectors (`Lanes`, for input of more than 240 bytes) are not affected.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _INITIAL_LANES = np.array(
     [_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1], dtype=np.uint64
 )
 
-#: Above this a digest reads the whole secret, derived from the seed; below, words of the original and the seed.
+#: Above this length, a digest uses a secret derived from the seed; up to it, words of the original secret and the seed.
 LONG_BYTES = 240
 SECRET_BYTES = len(SECRET)  # 192
 _STRIPE_BYTES = 64
-_STRIPES_PER_ROUND = 16  # (192 bytes of secret - 64) / 8, which each stripe moves on
+_STRIPES_PER_ROUND = 16  # (192 bytes of secret - 64) / 8, since each stripe advances by 8 bytes of the secret
 _ROUND_BYTES = 1024
 _SECRET_OF_SCRAMBLE = 128  # the secret's last 64 bytes
 _SECRET_OF_LAST_STRIPE = 121  # XXH_SECRET_LASTACC_START: 7 bytes before those
@@ -60,13 +60,13 @@ _SECRET_OF_MERGE = 11  # XXH_SECRET_MERGEACCS_START
 #: Dynamo's seed of the chain.
 _CHAIN_SEED = np.uint64(1337)
 
-# Mixing signed and unsigned 64-bit integers gives a float in numba, so each small number is of the type it meets.
+# Mixing signed and unsigned 64-bit integers gives a float in numba, so each constant has the type of its operands.
 _U1, _U8, _U9, _U16 = np.uint64(1), np.uint64(8), np.uint64(9), np.uint64(16)
 _U24, _U28, _U32, _U35 = np.uint64(24), np.uint64(28), np.uint64(32), np.uint64(35)
 _U37, _U49 = np.uint64(37), np.uint64(49)
 
 
-# ---- what LLVM has and Python has not ---------------------------------------------------------------------------
+# ---- instructions that LLVM has and Python does not -------------------------------------------------------------
 
 _I8, _I32, _I64, _I128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _LANES = ir.VectorType(_I64, 8)
@@ -94,7 +94,7 @@ def _splat(value: int) -> ir.Constant:
 
 @intrinsic
 def keep_loops_scalar(typingctx: Any) -> Any:
-    """Keep LLVM from vectorising loops and stores of the function that this is written in; it emits no instruction."""
+    """Keep LLVM from vectorising the loops and stores of the calling function; this emits no instruction."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.function.attributes.add("noimplicitfloat")
@@ -160,8 +160,8 @@ def swap_bytes(typingctx: Any, value: Any) -> Any:
 def _secret(typingctx: Any, offset: Any) -> Any:
     """Eight bytes of the secret, from any byte on.
 
-    Through a pointer into a constant of the module, which LLVM replaces by the value where the offset is known; through
-    an array's address it loads them again for every block, 3.9 ns against 3.1.
+    The secret is a constant of the module, so LLVM replaces the load by its value if the offset is known. From an
+    array, LLVM would load the bytes again for every block: 3.9 ns compared with 3.1.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -199,7 +199,7 @@ def _load_8(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _accumulate(typingctx: Any, lanes: Any, address: Any, secret: Any) -> Any:
-    """One stripe of 64 bytes (XXH3_accumulate_512): neighbours swap their data, each adds a 32 by 32 bit product."""
+    """One stripe of 64 bytes (XXH3_accumulate_512): neighbours swap data, and each lane adds a 32 by 32 bit product."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _load_lanes(builder, args[1])
@@ -214,7 +214,7 @@ def _accumulate(typingctx: Any, lanes: Any, address: Any, secret: Any) -> Any:
 
 @intrinsic
 def _scramble(typingctx: Any, lanes: Any, secret: Any) -> Any:
-    """Between two rounds of 1,024 bytes (XXH3_scrambleAcc)."""
+    """Scramble the lanes between two rounds of 1,024 bytes (XXH3_scrambleAcc)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         shifted = builder.xor(args[0], builder.lshr(args[0], _splat(47)))
@@ -225,7 +225,7 @@ def _scramble(typingctx: Any, lanes: Any, secret: Any) -> Any:
 
 @intrinsic
 def _merge(typingctx: Any, lanes: Any, secret: Any) -> Any:
-    """Fold the eight lanes, two by two, into one u64 (XXH3_mergeAccs without its start and avalanche)."""
+    """Fold the eight lanes in pairs into one u64 (XXH3_mergeAccs without its start value and avalanche)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         keyed = builder.xor(args[0], _load_lanes(builder, args[1]))
@@ -258,7 +258,7 @@ def _mix_16(address: int, offset: int, seed: Any) -> Any:
 
 @inlined
 def _digest_4_to_8(address: int, n_bytes: int, seed: Any) -> Any:
-    # The low half of the seed, its bytes reversed, goes into the high half.
+    # The low half of the seed, with its bytes reversed, is XORed into the high half.
     seed = seed ^ (swap_bytes(seed) & ~np.uint64(0xFFFFFFFF))
     word = load_u32(address + n_bytes - 4) + (load_u32(address) << _U32)
     value = word ^ ((_secret(8) ^ _secret(16)) - seed)
@@ -329,7 +329,7 @@ def _derive_secret(target: int, seed: Any) -> None:
 
 @inlined
 def _digest(address: int, n_bytes: int, seed: Any, secret: int) -> Any:
-    """Digest 4 bytes or more; above 240 of them `secret` is the address of what `_derive_secret` wrote for the seed."""
+    """Digest 4 or more bytes; for more than 240, `secret` is the address of the secret that `_derive_secret` wrote."""
     if n_bytes > LONG_BYTES:
         return _digest_long(address, n_bytes, secret)
     if n_bytes > 128:
@@ -368,7 +368,8 @@ def digest_9(byte: Any, value: Any) -> Any:
 def _each_block(
     tokens: int, n_bytes: int, stride_bytes: int, n_blocks: int, seed: Any, secret: int, local_out: int, chain_out: int
 ) -> None:
-    # Two loops, not an `if` in one: chaining makes each round wait for the one before, 4.6 ns against 3.1.
+    # Two loops instead of an `if` inside one: with the chain, each iteration waits for the previous one, and a block
+    # takes 4.6 ns instead of 3.1.
     if chain_out == 0:
         for block in range(n_blocks):
             store_u64(local_out + block * 8, _digest(tokens + block * stride_bytes, n_bytes, seed, secret))
@@ -387,12 +388,12 @@ def hash_blocks_at(
 ) -> None:
     """Hash `n_blocks` blocks of `n_bytes`, at least 4, which begin `stride_bytes` apart; chain them in the same pass.
 
-    tokens, local_out, chain_out: addresses of bytes and of room for uint64[n_blocks]; a chain_out of 0 means local
-    hashes alone.
+    tokens: address of the bytes. local_out, chain_out: addresses of uint64[n_blocks] for the results; with a chain_out
+    of 0, only local hashes are computed.
     """
     keep_loops_scalar()
-    # With the length a constant, LLVM drops every branch of the digest and keeps what depends on the seed in
-    # registers: 4.6 ns a block with its chain against 5.4, and 16 tokens are what engines are mostly run with.
+    # With a constant length, LLVM removes every branch of the digest and keeps the values that depend on the seed in
+    # registers: 4.6 ns per block with its chain, compared with 5.4. Most engines use blocks of 16 tokens.
     if n_bytes == 64:
         _each_block(tokens, 64, stride_bytes, n_blocks, seed, 0, local_out, chain_out)
         return
@@ -409,7 +410,7 @@ def _row(kind: Any, readonly: bool) -> Any:
 _HASHES_OUT = _row(types.uint64, False)
 
 
-# A dispatcher takes no writable array for a read-only parameter, so what is only read has a signature of each kind.
+# A dispatcher does not accept a writable array for a read-only parameter, so read-only inputs have both signatures.
 @kernel(
     *(
         types.void(
@@ -421,10 +422,10 @@ _HASHES_OUT = _row(types.uint64, False)
 def hash_blocks(
     tokens: Any, block_size: int, stride: int, n_blocks: int, seed: int, local_out: Any, sequence_out: Any
 ) -> None:
-    """Hash `n_blocks` windows of `block_size` tokens which begin `stride` tokens apart, and chain them.
+    """Hash `n_blocks` windows of `block_size` tokens, which begin `stride` tokens apart, and chain them.
 
     tokens: uint32[>= (n_blocks - 1) * stride + block_size], which is not checked; seed: uint64;
-    local_out: uint64[n_blocks]; sequence_out: uint64[n_blocks], or uint64[0] for local hashes alone.
+    local_out: uint64[n_blocks]; sequence_out: uint64[n_blocks], or uint64[0] to compute only local hashes.
     """
     chain_out = address_of(sequence_out) if sequence_out.size else 0
     hash_blocks_at(address_of(tokens), block_size * 4, stride * 4, n_blocks, seed, address_of(local_out), chain_out)
@@ -434,9 +435,9 @@ def hash_blocks(
     *(types.void(_row(types.uint64, readonly), types.uint64, types.boolean, _HASHES_OUT) for readonly in (False, True))
 )
 def chain_blocks(local: Any, parent: int, has_parent: bool, sequence_out: Any) -> None:
-    """Chain local hashes, from the root or on from a parent.
+    """Chain local hashes, from the root or from a parent.
 
-    local: uint64[n_blocks]; parent: uint64, of no meaning without has_parent; sequence_out: uint64[n_blocks].
+    local: uint64[n_blocks]; parent: uint64, ignored without has_parent; sequence_out: uint64[n_blocks].
     """
     keep_loops_scalar()
     previous = parent

@@ -1,7 +1,7 @@
 """All ranks of one partition: engine batches in, verdicts and changed records out.
 
-What lives here: joining a record's verdict (ordering) with what it does to runs (run_store) and to parked chunks
-(restatement). What must not: Kafka, bytes (tables.records) and time (caretaker).
+What lives here: a record's verdict (ordering) combined with its effect on runs (run_store) and on parked chunks
+(restatement). What must not: Kafka, bytes (tables.records), time (maintenance).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Change = TypeVar("Change")
 
 @dataclass(slots=True)
 class Changes(Generic[Change]):
-    """What one transaction must write. parked: rows of chunks as they came, None for a tombstone."""
+    """What one transaction must write. parked: chunks as received, None for a tombstone."""
 
     progress: list[Progress]
     runs: list[Change]
@@ -45,7 +45,7 @@ class Holdings(Generic[Events, Change]):
     """Progress of all ranks of one partition, over a store of their runs.
 
     touched: ranks whose progress must be written. on_effect: called between the numbered effects of a record
-    (tables.partition), None where nobody asks.
+    (tables.partition), None if no fault point is armed.
     """
 
     def __init__(self, runs: RunStore[Events, Change], on_effect: Callable[[int], None] | None = None) -> None:
@@ -65,27 +65,28 @@ class Holdings(Generic[Events, Change]):
         runs: Iterable[Run],
         parked: Iterable[tuple[ChunkKey, EngineBatch, int]] = (),
     ) -> int:
-        """Start from what the table holds; gives the number of runs whose rank has no progress, which are left out.
+        """Start from the rows of the table; returns the number of runs whose rank has no progress, which are left out.
 
-        There are none unless a stranger wrote them: progress is written first. parked: rows, and bytes of each.
+        Only a foreign writer can have written such runs, since progress is written first. parked: key, chunk and bytes
+        of each parked row.
         """
         self.progress = {record.rank: record for record in progress}
         self.parking.load(parked)
         return self.runs.load({rank: record.epoch for rank, record in self.progress.items()}, runs)
 
     def apply(self, batch: EngineBatch, events: Events) -> Verdict:
-        """Judge one batch and, if it is news, apply its events."""
+        """Judge one batch and, if it is new, apply its events."""
         rank = batch.rank
-        judgement = self._judged(judge(self._known(rank), batch))
+        judgement = self._judged(judge(self._progress_of(rank), batch))
         progress = judgement.progress
         if judgement.verdict in (Verdict.STALE, Verdict.DUPLICATE):
             return judgement.verdict
         self._begin(judgement)
-        self.parking.drop(rank)  # a restatement would be complete to before this batch
+        self.parking.drop(rank)  # a restatement would not include this batch
         applied = self.runs.apply(rank, events)
         if applied.n_clears:
-            # An empty cache is known exactly, whatever was lost before it. Blocks that the batch left out may have come
-            # after it, though: nobody knows where in the batch they were.
+            # An empty cache is known exactly, whatever was lost before. The batch's unindexed blocks may have been
+            # stored after the clear, though: their position in the batch is unknown.
             health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
             epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + applied.n_clears)
             progress = replace(progress, epoch=epoch, health=health)
@@ -102,8 +103,8 @@ class Holdings(Generic[Events, Change]):
         return judgement.verdict
 
     def renew(self, batch: EngineBatch, heartbeat: Heartbeat) -> Verdict:
-        """Judge a heartbeat; a progress that it does not change is not written."""
-        judgement = self._judged(renew(self._known(batch.rank), batch, heartbeat.lease_ms))
+        """Judge a heartbeat; progress is written only if the heartbeat changes it."""
+        judgement = self._judged(renew(self._progress_of(batch.rank), batch, heartbeat.lease_ms))
         if judgement.verdict is not Verdict.STALE:
             self._begin(judgement)
             self._keep(judgement.progress)
@@ -111,13 +112,13 @@ class Holdings(Generic[Events, Change]):
         return judgement.verdict
 
     def restate(self, batch: EngineBatch, raw: bytes) -> Verdict:
-        """Judge a chunk of a restatement: park it, or swap the whole in where it is the last one.
+        """Judge a chunk of a restatement: park it, or, if it is the last one, replace what the rank holds.
 
-        raw: the record as it came. Raises BadRecord for a restatement larger than one may be; the rank is then as it
-        was, without anything parked.
+        raw: the record as received. Raises BadRecord for a restatement over the limits; the rank then keeps what it
+        holds, and nothing stays parked.
         """
         rank = batch.rank
-        judgement = self._judged(judge_chunk(self._known(rank), batch))
+        judgement = self._judged(judge_chunk(self._progress_of(rank), batch))
         if judgement.verdict is not Verdict.PARKED:
             return judgement.verdict
         self._begin(judgement)
@@ -134,58 +135,58 @@ class Holdings(Generic[Events, Change]):
         return Verdict.RESTATED
 
     def remove_worker(self, worker_id: int, incarnation: Incarnation, *, silent: bool = False) -> Verdict:
-        """End a worker's life in every rank of this partition that is not of a newer one.
+        """Remove a worker: every rank of it in this partition, unless the rank's incarnation is newer.
 
-        silent: nobody asked for it, so its bridge may come back with a heartbeat.
+        silent: the worker expired and was not removed by a client, so a heartbeat of its bridge brings it back.
         """
         verdict = Verdict.STALE
         for rank, progress in self.progress.items():
-            gone = removed(progress, incarnation, silent=silent) if rank.worker_id == worker_id else None
-            if gone is None:
+            after = removed(progress, incarnation, silent=silent) if rank.worker_id == worker_id else None
+            if after is None:
                 continue
-            if gone.epoch != progress.epoch:
-                self._end(gone)
+            if after.epoch != progress.epoch:
+                self._end(after)
             else:
-                self._keep(gone)
+                self._keep(after)
             verdict = Verdict.APPLIED
         return verdict
 
     def expire_worker(self, batch: EngineBatch, seen_sequence: int) -> Verdict:
-        """Remove a worker for its silence, unless any of its ranks was heard of since that was written."""
+        """Remove a silent worker, unless any of its ranks was heard from after the expiry was written."""
         for rank, progress in self.progress.items():
             if rank.worker_id == batch.rank.worker_id and refuses_expiry(progress, batch, seen_sequence):
                 return Verdict.STALE
         return self.remove_worker(batch.rank.worker_id, batch.incarnation, silent=True)
 
     def mark_silent(self, rank: RankId) -> None:
-        """A rank's lease is over: no request goes there until it is heard of."""
+        """Take note that a rank's lease has expired: no request goes there until it is heard from."""
         self._keep(replace(self.progress[rank], silent=True))
 
     def clear(self, rank: RankId) -> None:
-        """Forget what a rank holds and what it lost: empty, and exactly so for whatever it tells from now on."""
+        """Drop what a rank holds and what it lost: it is empty and exact, and starts over with its next batch."""
         progress = self.progress[rank]
         epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + 1)
         self._end(replace(progress, epoch=epoch, health=Health.EXACT))
 
     def degrade_all(self) -> None:
-        """The source lost records that no rank of this partition has seen."""
+        """Degrade every rank, since the source lost records before this partition read them."""
         for rank, progress in self.progress.items():
             self.parking.drop(rank)
             if progress.health in (Health.EXACT, Health.DEGRADED):
                 self._keep(replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1))
 
     def take_heard(self) -> Iterable[RankId]:
-        """Ranks that records were applied of since the last call."""
+        """Take the ranks of which records were applied since the last call."""
         heard, self._heard = self._heard, {}
         return heard
 
     def take_parked(self) -> Iterable[RankId]:
-        """Ranks that chunks arrived of since the last call."""
+        """Take the ranks of which chunks arrived since the last call."""
         parked, self._parked = self._parked, {}
         return parked
 
     def take_restated(self) -> Iterable[RankId]:
-        """Ranks that were restated since the last call."""
+        """Take the ranks that were restated since the last call."""
         done, self._restated = self._restated, {}
         return done
 
@@ -202,44 +203,44 @@ class Holdings(Generic[Events, Change]):
 
     @property
     def full(self) -> bool:
-        """Whether restatements have changed so much that it is written before more is applied."""
+        """Whether restatements have changed so much that it must be written before more is applied."""
         return self._n_restated_runs >= RESTATED_RUNS_FULL
 
     @property
-    def owes_tombstones(self) -> bool:
-        """Whether records of ended epochs still lie in the log."""
-        return self.runs.owes_tombstones
+    def has_pending_tombstones(self) -> bool:
+        """Whether rows of ended epochs still need their tombstones."""
+        return self.runs.has_pending_tombstones
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Every block held by any rank."""
         return self.runs.members()
 
-    def _known(self, rank: RankId) -> Progress:
-        """Progress of a rank; of one that never told anything, that of a life before its first."""
+    def _progress_of(self, rank: RankId) -> Progress:
+        """Return a rank's progress; for a new rank, that of an incarnation before its first."""
         return self.progress.get(rank) or Progress(rank, Epoch(Incarnation(0), 0))
 
     def _judged(self, judgement: Judgement) -> Judgement:
-        """Tell whoever asks that effects 2, fence, and 3, verdict, are behind us and 4 is not."""
+        """Report effects 2, fence, and 3, verdict, to the armed fault point; effect 4 follows."""
         if self._on_effect is not None:
             self._on_effect(2)
             self._on_effect(3)
         return judgement
 
     def _begin(self, judgement: Judgement) -> None:
-        """Make room for what a record tells: end an older epoch, or begin a rank."""
+        """Prepare for a record: end the rank's older epoch, or create the rank."""
         rank = judgement.progress.rank
         if judgement.begins_epoch or rank not in self.progress:
             self.runs.end(rank, judgement.progress.epoch)
             self.parking.drop(rank)
 
     def _keep(self, progress: Progress) -> None:
-        """Take a rank's progress, to be written if it is another one."""
+        """Set a rank's progress, to be written if it has changed."""
         if self.progress.get(progress.rank) != progress:
             self.progress[progress.rank] = progress
             self.touched[progress.rank] = None
 
     def _end(self, progress: Progress) -> None:
-        """End what a rank holds and take its new progress."""
+        """End everything that a rank holds, and set its new progress."""
         self.runs.end(progress.rank, progress.epoch)
         self.parking.drop(progress.rank)
         self.progress[progress.rank] = progress
@@ -250,5 +251,5 @@ PlainHoldings = Holdings[Iterable[KvEvent], tuple[RunKey, Run | None]]
 
 
 def plain_holdings() -> PlainHoldings:
-    """Holdings over the plain store."""
+    """Holdings over the pure-Python store."""
     return Holdings(PlainRunStore(unchanged))

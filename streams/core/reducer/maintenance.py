@@ -1,10 +1,10 @@
-"""What time alone brings to the ranks of a partition: silence, expiry, resync requests, the clearing of degraded ranks.
+"""The maintenance tick of a partition's ranks: silence, expiry, resync requests, the clearing of degraded ranks.
 
-What lives here: looking at holdings with a clock in hand, and saying what is to be written. What must not: reading that
-clock, bytes, Kafka.
+What lives here: what is due at a given time, and what must be written for it. What must not: reading a clock, bytes,
+Kafka.
 
-None of it is state: whoever opens the partition next counts from then on, later than we did, and asks anew. What was
-decided is in the progress records, like all else.
+The times kept here are not durable. The next owner of the partition counts from when it opens it, which is later, and
+requests resyncs again. Decisions are durable, since they are in the progress records.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from streams.core.reducer.leases import RankLeases
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.reducer.resync import ResyncSchedule
 
-#: Every rank of the partition is looked at this often; leases are a few seconds long.
+#: How often every rank of the partition is checked; leases are a few seconds long.
 MAINTENANCE_TICK_MS = 500
 
 #: Expiries written in one transaction.
 EXPIRED_PER_TICK_MAX = 16
 
-#: What an expiry says of itself.
+#: The reason that an expiry states.
 SILENT = "silent"
 
 
@@ -39,7 +39,7 @@ MAINTENANCE_COUNTS = ("silent", "expiry_written", "resync_requested", "resync_gi
 
 @dataclass(slots=True)
 class MaintenanceActions:
-    """What is to be written: requests to `kv-control`, expiries to `kv-events`. counts: what happened, by name."""
+    """What must be written: requests to `kv-control`, expiries to `kv-events`. counts: by MAINTENANCE_COUNTS."""
 
     requests: list[ResyncRequest] = field(default_factory=list)
     expiries: list[EngineBatch] = field(default_factory=list)
@@ -47,7 +47,7 @@ class MaintenanceActions:
 
 
 class RankMaintenance:
-    """Looks after the ranks of one partition, from when it was opened. `clear_degraded_after_ms`: 0 is never."""
+    """The maintenance of one partition's ranks, from when it is opened. `clear_degraded_after_ms`: 0 is never."""
 
     def __init__(self, holdings: Holdings[Any, Any], *, grace_ms: int, clear_degraded_after_ms: int) -> None:
         self._holdings = holdings
@@ -56,15 +56,16 @@ class RankMaintenance:
         self._leases: RankLeases | None = None
         self._resyncs = ResyncSchedule()
         self._last_tick_ms = 0
-        # How much each rank had lost when it was last looked at.
+        # How much each rank had lost at the last tick.
         self._losses: dict[RankId, tuple[int, int]] = {}
         self._degraded_since_ms: dict[RankId, int] = {}
 
     def tick(self, now_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> MaintenanceActions:
-        """Say what is due, between applying records and taking the changes.
+        """Return what is due; called between applying records and taking the changes.
 
-        now_ms: monotonic. wall_ms: told to people. applied_until: up to what time, on the monotonic clock, all that was
-        appended was applied; it may ask the broker, so it is called only when somebody would be judged by the answer.
+        now_ms: monotonic. wall_ms: written into records for people to read. applied_until: returns the time, on the
+        monotonic clock, up to which every appended record is applied. It may ask the broker, so it is called only if a
+        lease would otherwise expire.
         """
         actions = MaintenanceActions()
         if self._leases is None:
@@ -76,7 +77,7 @@ class RankMaintenance:
             self._last_tick_ms = now_ms
             self._judge_leases(self._leases, now_ms, wall_ms, applied_until, actions)
             self._clear_degraded(now_ms, actions)
-        self._ask(now_ms, wall_ms, actions)
+        self._request_resyncs(now_ms, wall_ms, actions)
         return actions
 
     def _open(self, now_ms: int) -> None:
@@ -85,13 +86,13 @@ class RankMaintenance:
         for rank, progress in self._holdings.progress.items():
             self._losses[rank] = _losses(progress)
             if progress.health is Health.DEGRADED:
-                # Whoever owned it before may have asked, but nobody knows whether it was answered.
+                # The previous owner may have requested a resync, but we do not know whether it was answered.
                 self._resyncs.lost(rank, "its partition was opened")
                 if rank in self._holdings.parking:
-                    self._resyncs.answering(rank, now_ms)  # it was, in part; a large one is not to be told twice
+                    self._resyncs.answering(rank, now_ms)  # in part; a large answer should not be sent twice
 
     def _note_losses(self, now_ms: int) -> None:
-        """See which of the ranks that changed lost something, and which have nothing left to be asked for."""
+        """Find which of the changed ranks lost blocks, and which need no resync any more."""
         for rank in self._holdings.touched:
             progress = self._holdings.progress[rank]
             before = self._losses.get(rank, (0, 0))
@@ -101,7 +102,7 @@ class RankMaintenance:
             elif before != _losses(progress):
                 self._resyncs.lost(rank, "a gap" if progress.n_gaps > before[0] else "an unknown parent")
         for rank in self._holdings.take_restated():
-            self._resyncs.settled(rank)  # also where it stays degraded: the bridge knows no more
+            self._resyncs.settled(rank)  # even if it stays degraded: the bridge has nothing more to restate
         for rank in self._holdings.take_parked():
             self._resyncs.answering(rank, now_ms)
 
@@ -126,7 +127,7 @@ class RankMaintenance:
             actions.counts["expiry_written"] += 1
 
     def _expiry(self, worker_id: WorkerId, wall_ms: int) -> EngineBatch:
-        """The removal of a silent worker, naming the progress of its newest rank."""
+        """Return the removal of a silent worker, which names the progress of its newest rank."""
         ranks = [
             progress
             for progress in self._holdings.progress.values()
@@ -159,24 +160,24 @@ class RankMaintenance:
                 self._resyncs.settled(rank)
                 actions.counts["cleared"] += 1
 
-    def _ask(self, now_ms: int, wall_ms: int, actions: MaintenanceActions) -> None:
-        if not self._resyncs.n_owed:
+    def _request_resyncs(self, now_ms: int, wall_ms: int, actions: MaintenanceActions) -> None:
+        if not self._resyncs.n_pending:
             return
-        known = self._holdings.progress
-        for ask in self._resyncs.due(now_ms, lambda rank: not known[rank].silent):
-            progress = known[ask.rank]
+        ranks = self._holdings.progress
+        for due in self._resyncs.due(now_ms, lambda rank: not ranks[rank].silent):
+            progress = ranks[due.rank]
             actions.requests.append(
                 ResyncRequest(
-                    rank=ask.rank,
+                    rank=due.rank,
                     incarnation=progress.epoch.incarnation,
                     sequence=progress.sequence,
-                    attempt=ask.attempt,
-                    reason=ask.reason,
+                    attempt=due.attempt,
+                    reason=due.reason,
                     asked_at_ms=wall_ms,
                 )
             )
             actions.counts["resync_requested"] += 1
-            actions.counts["resync_given_up"] += ask.last
+            actions.counts["resync_given_up"] += due.last
 
 
 def _losses(progress: Progress) -> tuple[int, int]:

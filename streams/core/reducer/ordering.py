@@ -1,6 +1,6 @@
-"""The order of one rank's batches: which is news, which a repeat, what is missing before it (docs/architecture.md).
+"""The order of one rank's batches: which is new, which is a duplicate, what is missing (docs/architecture.md).
 
-What lives here: a rank's progress and the verdict on each batch, as values and a pure function. What must not: blocks
+What lives here: a rank's progress, and the verdict on each record, as values and pure functions. What must not: blocks
 (run_store), bytes (tables.records), time.
 """
 
@@ -17,17 +17,17 @@ class Health(enum.IntEnum):
     """How far a rank's facts can be trusted; the numbers are on Kafka."""
 
     EXACT = 0
-    DEGRADED = 1  # a batch was lost, or a store's parent was never seen
-    APPROXIMATE = 2  # a model with groups that are not full attention
-    REMOVED = 3  # the worker is gone; kept so that its late events are refused
+    DEGRADED = 1  # a batch was lost, or the parent of a stored block is unknown
+    APPROXIMATE = 2  # the model has KV cache groups that are not full attention
+    REMOVED = 3  # the worker was removed; the row is kept so that its late events are refused
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank has been read, and what was seen on the way.
+    """How far a rank's batches are applied, and what was found in them.
 
-    sequence: last batch applied, BEFORE_FIRST for none. lease_ms: what the rank's bridge promised to be heard of
-    within, 0 where nobody promised. silent: it was not, and no request goes to the rank until it is.
+    sequence: the last applied batch, BEFORE_FIRST for none. lease_ms: the time within which the rank's bridge must be
+    heard from, 0 without a lease. silent: the lease has expired; no request goes to the rank until it is heard from.
     """
 
     rank: RankId
@@ -46,21 +46,21 @@ class Progress:
 
 
 class Verdict(enum.StrEnum):
-    """What became of a record; a value, not an error."""
+    """What a record turned out to be; a value, not an error."""
 
     APPLIED = "applied"
-    GAP = "gap"  # applied, but batches before it are missing; or a heartbeat told that some are
+    GAP = "gap"  # applied, but batches before it are missing; or a heartbeat that shows that some are
     DUPLICATE = "duplicate"
-    STALE = "stale"  # of an older life of the engine, of a removed worker, or an expiry that came too late
-    RENEWED = "renewed"  # a heartbeat: the bridge lives
-    PARKED = "parked"  # a chunk of a restatement, waiting for the rest
-    DROPPED = "dropped"  # a chunk that follows nothing, or for which there is no room
-    RESTATED = "restated"  # the last chunk: the whole was swapped in
+    STALE = "stale"  # of an older incarnation or a removed worker, or an expiry that came too late
+    RENEWED = "renewed"  # a heartbeat: the bridge is running
+    PARKED = "parked"  # a chunk of a restatement that waits for the rest
+    DROPPED = "dropped"  # a chunk that does not follow the parked ones, or is over capacity
+    RESTATED = "restated"  # the last chunk: the restatement has replaced what the rank held
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict on a record, the rank's progress with it, and whether it ends whatever the rank held."""
+    """Verdict on a record, the rank's progress after it, and whether it ends everything that the rank held."""
 
     verdict: Verdict
     progress: Progress
@@ -81,7 +81,7 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         health = Health.DEGRADED
     if batch.n_unindexed and health < Health.APPROXIMATE:
         health = Health.APPROXIMATE
-    news = Progress(
+    after = Progress(
         progress.rank,
         progress.epoch,
         batch.sequence,
@@ -95,19 +95,19 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         progress.n_unknown_removals,
         progress.lease_ms,
     )
-    return Judgement(Verdict.GAP if gap else Verdict.APPLIED, news, begins)
+    return Judgement(Verdict.GAP if gap else Verdict.APPLIED, after, begins)
 
 
 def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
-    """Judge a heartbeat: whoever feeds the rank lives, and had published up to the batch's sequence.
+    """Judge a heartbeat: the rank's bridge is running, and has published up to the batch's sequence.
 
-    It never moves the sequence on. The progress that it gives is the one that it was given where nothing changed, so
-    that a quiet fleet writes nothing.
+    A heartbeat never advances the sequence. If nothing changes, the progress returned is the object passed in, so that
+    a quiet fleet writes nothing.
     """
     returned = progress.health is Health.REMOVED and progress.silent and batch.incarnation == progress.epoch.incarnation
     if returned:
-        # Taken for dead and not dead: what it held is forgotten, what it told meanwhile was refused. Only a removal
-        # that somebody asked for needs a new beginning.
+        # The worker expired but is still running: what it held is dropped, and what it published meanwhile was refused.
+        # Only after a removal that a client requested must the worker start again.
         epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + 1)
         progress, begins = replace(progress, epoch=epoch, health=Health.EXACT, n_blocks=0), True
     elif progress.health is Health.REMOVED and batch.incarnation == progress.epoch.incarnation:
@@ -122,16 +122,16 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
     if progress.silent or progress.lease_ms != lease_ms:
         progress = replace(progress, lease_ms=lease_ms, silent=False)
     missing = batch.sequence > (BEFORE_FIRST if returned else progress.sequence)
-    if not missing or progress.health is not Health.EXACT:  # a loss known already: each heartbeat tells of it again
+    if not missing or progress.health is not Health.EXACT:  # repeated by each heartbeat
         return Judgement(Verdict.RENEWED, progress, begins)
     lossy = replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1)
     return Judgement(Verdict.GAP, lossy, begins)
 
 
 def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
-    """Judge a chunk of a restatement complete to the batch's sequence: parked where it is of use.
+    """Judge a chunk of a restatement that is complete up to the batch's sequence: parked if it is useful.
 
-    A newer life begins by it, degraded, since what came before the restatement was never seen.
+    A chunk of a newer incarnation begins that incarnation, degraded, since earlier batches of it were never read.
     """
     fenced = fence(progress, batch)
     if fenced is None:
@@ -146,16 +146,16 @@ def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
             block_size=batch.block_size,
         )
     elif batch.sequence < progress.sequence:
-        return Judgement(Verdict.DUPLICATE, progress)  # it lacks what was applied behind it
+        return Judgement(Verdict.DUPLICATE, progress)  # it lacks batches that have been applied
     if progress.silent:
         progress = replace(progress, silent=False)
     return Judgement(Verdict.PARKED, progress, begins)
 
 
 def restated(progress: Progress, batch: EngineBatch, *, exact: bool, n_unindexed: int) -> Progress:
-    """Give a rank's progress behind a restatement: complete to the batch's sequence, under a new epoch.
+    """Return a rank's progress after a restatement: complete up to the batch's sequence, under a new epoch.
 
-    exact: the ledger that was restated had no gap itself. Without that the rank stays degraded.
+    exact: whether the restated ledger itself had no gap; otherwise the rank stays degraded.
     """
     whole = Health.APPROXIMATE if n_unindexed else Health.EXACT
     return replace(
@@ -170,11 +170,11 @@ def restated(progress: Progress, batch: EngineBatch, *, exact: bool, n_unindexed
 
 
 def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | None:
-    """Give the progress of the life that a batch is of, and whether that life begins here; None for an older one."""
+    """Return the progress of a batch's incarnation, and whether it begins with this batch; None for an older one."""
     known = progress.epoch.incarnation
     if batch.incarnation == known and progress.health is not Health.REMOVED:
         return progress, False
-    # A batch numbered BEFORE_FIRST only says that a life begins; whoever is removed and begins again is back.
+    # A batch numbered BEFORE_FIRST announces that an incarnation starts, which also ends a removal.
     revived = batch.incarnation == known and batch.sequence == BEFORE_FIRST
     if batch.incarnation <= known and not revived:
         return None
@@ -185,27 +185,29 @@ def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | Non
         digest=0,
         health=Health.EXACT,
         n_blocks=0,
-        lease_ms=0,  # another bridge may feed this life, or none that promises anything
+        lease_ms=0,  # another bridge may feed this incarnation, or a publisher without a lease
         silent=False,
     ), True
 
 
 def refuses_expiry(progress: Progress, batch: EngineBatch, seen_sequence: int) -> bool:
-    """Whether a rank was heard of since its worker's expiry was written, which then comes too late for the worker.
+    """Whether a rank was heard from after its worker's expiry was written, so that the expiry is too late.
 
-    It lies in the log behind whatever the worker told before it, and that has been applied by now: a rank that is not
-    silent any more refuses it, or is of a newer life, or is the one that it names and has gone on.
+    Everything that the worker published before the expiry precedes it in the log, and is applied by now. A rank refuses
+    the expiry if it is no longer silent, if its incarnation is newer, or if it is the rank that the expiry names and
+    has a different sequence by now.
     """
     if progress.health is Health.REMOVED:
         return False
-    went_on = progress.rank == batch.rank and progress.sequence != seen_sequence
-    return not progress.silent or went_on or progress.epoch.incarnation > batch.incarnation
+    advanced = progress.rank == batch.rank and progress.sequence != seen_sequence
+    return not progress.silent or advanced or progress.epoch.incarnation > batch.incarnation
 
 
 def removed(progress: Progress, incarnation: Incarnation, *, silent: bool) -> Progress | None:
-    """Give a rank's progress behind its worker's removal; None where that changes nothing: of a newer life, or gone.
+    """Return a rank's progress after its worker's removal; None if nothing changes.
 
-    silent: nobody asked for it, so its bridge may come back with a heartbeat.
+    Nothing changes for a rank of a newer incarnation, or one that was removed before. silent: the worker expired and
+    was not removed by a client, so a heartbeat of its bridge brings it back.
     """
     epoch = progress.epoch
     if epoch.incarnation > incarnation:
@@ -213,5 +215,5 @@ def removed(progress: Progress, incarnation: Incarnation, *, silent: bool) -> Pr
     if progress.health is not Health.REMOVED or epoch.incarnation != incarnation:
         epoch = Epoch(incarnation, epoch.generation + 1)
         return replace(progress, epoch=epoch, health=Health.REMOVED, silent=silent)
-    # Expired first, and now somebody asks for it?
+    # It expired first, and now a client removes it.
     return replace(progress, silent=False) if progress.silent and not silent else None

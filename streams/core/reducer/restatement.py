@@ -1,10 +1,11 @@
-"""Restatements on their way: a rank's chunks are parked until the last one has come (docs/architecture.md).
+"""Incomplete restatements: a rank's chunks are parked until the last one has arrived (docs/architecture.md).
 
 What lives here: which chunk is next, what is parked, and how much of it. What must not: Kafka, keys and values
 (tables.records), and what a complete restatement changes (holdings).
 
-A parked chunk is a row of the table, written in the transaction that consumes it, and gone in the one that swaps the
-whole restatement in or drops it: so state is a function of the log, whoever dies between two chunks.
+A parked chunk is a row of the table. The transaction that consumes the chunk writes the row; the transaction that
+applies or drops the restatement deletes it. State is therefore a function of the log, even if an owner crashes between
+two chunks.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from streams.core.ids import RankId
 from streams.core.runs import RUN_BLOCKS_MAX
 from streams.errors import BadRecord
 
-#: Chunks of one restatement. A bridge cuts at a MiB, which is 65,536 blocks; a rank of 4 million blocks of 16 tokens
-#: has more cache than any engine today.
+#: Chunks of one restatement. A bridge cuts chunks of 1 MiB, which is 65,536 blocks; a rank with 4 million blocks of
+#: 16 tokens would have more cache than any engine today.
 CHUNKS_MAX = 64
 
-#: Run records that one restatement may become: they are written in one transaction, which takes 2 s for so many and
-#: must not take 10.
+#: Run records of one restatement. They are written in one transaction, which takes 2 s for this many and must not take
+#: 10 s.
 RESTATED_RUNS_MAX = 100_000
 
-#: With so many runs restated a transaction is committed before anything else is applied: several large restatements in
-#: one would take longer than it may be open. The largest on top of nearly so many take 2.2 s.
+#: After this many restated runs, a transaction is committed before more is applied: several large restatements in one
+#: transaction would exceed its timeout. The largest restatement, after almost this many runs, takes 2.2 s.
 RESTATED_RUNS_FULL = 10_000
 
-#: Bytes parked of all ranks of a partition: they lie in memory too.
+#: Bytes of parked chunks in one partition; they are kept in memory too.
 PARKED_BYTES_MAX = 128 * 1024 * 1024
 
 
@@ -53,7 +54,7 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A complete restatement. runs: parents before children. n_runs: records that they become. n_unindexed: of all
+    """A complete restatement. runs: parents before children. n_runs: number of run records. n_unindexed: blocks, of all
     chunks."""
 
     exact: bool
@@ -63,7 +64,7 @@ class Whole:
 
 
 class Parking:
-    """What is parked of each rank of one partition, and which rows must be written."""
+    """The parked chunks of each rank of one partition, and the rows that must be written."""
 
     def __init__(self) -> None:
         self._parked: dict[RankId, _Parked] = {}
@@ -71,13 +72,14 @@ class Parking:
         self._n_bytes = 0
 
     def __contains__(self, rank: RankId) -> bool:
-        """Whether chunks of a rank wait for the rest."""
+        """Whether chunks of a rank are parked."""
         return rank in self._parked
 
     def load(self, rows: Iterable[tuple[ChunkKey, EngineBatch, int]]) -> None:
-        """Start from the rows of the table, in any order, with each one's bytes.
+        """Start from the rows of the table, in any order, each with its bytes.
 
-        Rows that are no beginning of one restatement, which only a stranger can have written, become tombstones.
+        Rows that are not the first chunks of one restatement become tombstones; only a foreign writer can have written
+        them.
         """
         self._parked, self._changes, self._n_bytes = {}, {}, 0
         for key, batch, n_bytes in sorted(rows, key=lambda row: row[0]):
@@ -90,10 +92,11 @@ class Parking:
                 del self._parked[key.rank]
 
     def take(self, batch: EngineBatch, raw: bytes) -> Whole | bool:
-        """Take a chunk; gives the restatement that it completes, else whether it is parked.
+        """Take a chunk; returns the restatement that it completes, otherwise whether the chunk is parked.
 
-        raw: the record as it came, which is the row's value. A chunk that does not follow what is parked drops that; a
-        first one begins anew. Raises BadRecord for a restatement larger than one may be, of which nothing stays.
+        raw: the record as received, which becomes the row's value. A chunk that does not follow the parked ones drops
+        them; a first chunk starts a new restatement. Raises BadRecord for a restatement over the limits, and then
+        keeps nothing of it.
         """
         rank, chunk = batch.rank, _chunk(batch)
         held = self._parked.get(rank)
@@ -107,28 +110,28 @@ class Parking:
             self.drop(rank)
             raise BadRecord(
                 "bad_restatement",
-                f"rank {rank} is restated in {chunk.n_chunks} chunks, {held.n_runs} runs in the first "
-                f"{len(held.batches)}; at most {CHUNKS_MAX} and {RESTATED_RUNS_MAX}",
+                f"the restatement of rank {rank} has {chunk.n_chunks} chunks, with {held.n_runs} runs in the first "
+                f"{len(held.batches)}; the limits are {CHUNKS_MAX} chunks and {RESTATED_RUNS_MAX} runs",
             )
         if len(held.batches) == chunk.n_chunks:
             self.drop(rank)
-            runs = sorted(held.runs, key=lambda run: run.start)  # a parent lies before its children on every chain
+            runs = sorted(held.runs, key=lambda run: run.start)  # a parent starts before its children on every chain
             return Whole(chunk.exact, held.n_runs, runs, sum(each.n_unindexed for each in held.batches))
         if self._n_bytes > PARKED_BYTES_MAX:
-            self.drop(rank)  # it is asked for again when others are through
+            self.drop(rank)  # a later resync request repeats it, when other restatements are complete
             return False
         self._changes[ChunkKey(rank, chunk.chunk)] = raw
         return True
 
     def drop(self, rank: RankId) -> None:
-        """Forget what is parked of a rank."""
+        """Drop the parked chunks of a rank."""
         held = self._parked.pop(rank, None)
         if held is not None:
             self._n_bytes -= held.n_bytes
             self._changes.update((ChunkKey(rank, number), None) for number in range(len(held.batches)))
 
     def take_changes(self) -> list[tuple[ChunkKey, bytes | None]]:
-        """Rows written and tombstones since the last call."""
+        """Take the rows to write and to delete since the last call."""
         changes = list(self._changes.items())
         self._changes.clear()
         return changes
@@ -143,7 +146,7 @@ class Parking:
 
 
 def _follows(parked: list[EngineBatch], batch: EngineBatch) -> bool:
-    """Whether a chunk is the next one of the restatement that is parked."""
+    """Whether a chunk is the next one of the parked restatement."""
     chunk = _chunk(batch)
     if not parked:
         return chunk.chunk == 0

@@ -1,9 +1,9 @@
-"""Resync requests: which rank is asked for a restatement, and when again (docs/architecture.md).
+"""Resync requests: for which ranks a restatement is requested, and when again (docs/architecture.md).
 
 What lives here: attempts and back-off of each rank. What must not: reading a clock, Kafka.
 
-One request is outstanding for a rank, and a rank that loses something all the time, as one does whose ledger itself has
-a gap, is asked once in the longest wait and not once a batch.
+A rank has at most one outstanding request. A rank that keeps losing blocks, for example because its ledger itself has a
+gap, gets one request per longest wait, not one per batch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 from streams.core.ids import RankId
 
-#: Wait before a rank is asked again, doubled up to the second.
+#: The wait before the next request of a rank, doubled up to the second number.
 RESYNC_BACKOFF_MS = (1_000, 60_000)
 
-#: Requests for one gap: two minutes of them. A bridge that answered none of these does not answer.
+#: Requests for one gap, which take two minutes. A bridge that has answered none of them is not going to.
 ATTEMPTS_MAX = 8
 
-#: Ranks asked in one transaction: a source that lost records degrades all ranks of a partition at once, and each answer
-#: is a rewrite of a rank's whole table.
+#: Requests in one transaction: a source that lost records degrades all ranks of a partition at once, and each answer
+#: rewrites all rows of a rank.
 RESYNCS_PER_TICK_MAX = 8
 
 
 @dataclass(slots=True)
 class _Rank:
-    """earliest_ms: no request before. wait_ms: how long the next one is waited for."""
+    """earliest_ms: no request before this time. wait_ms: the wait after the next request."""
 
     reason: str
     attempt: int = 0
@@ -36,7 +36,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class DueResync:
-    """A request that is due. last: none follows for this gap."""
+    """A request that is due. last: no further request follows for this gap."""
 
     rank: RankId
     attempt: int
@@ -49,46 +49,46 @@ class ResyncSchedule:
 
     def __init__(self) -> None:
         self._ranks: dict[RankId, _Rank] = {}
-        self._owed: dict[RankId, None] = {}
+        self._pending: dict[RankId, None] = {}
 
     @property
-    def n_owed(self) -> int:
-        """Ranks that are to be asked, now or later."""
-        return len(self._owed)
+    def n_pending(self) -> int:
+        """Number of ranks that need a request, now or later."""
+        return len(self._pending)
 
     def lost(self, rank: RankId, reason: str) -> None:
-        """Something of a rank is missing. Of a rank that is being asked already nothing changes."""
-        known = self._ranks.setdefault(rank, _Rank(reason))
-        if rank not in self._owed:
-            known.attempt, known.reason = 0, reason
-            self._owed[rank] = None
+        """Take note that blocks of a rank are missing. Nothing changes for a rank with pending requests."""
+        state = self._ranks.setdefault(rank, _Rank(reason))
+        if rank not in self._pending:
+            state.attempt, state.reason = 0, reason
+            self._pending[rank] = None
 
     def settled(self, rank: RankId) -> None:
-        """It was restated, cleared, begun anew or removed: nothing is asked until it loses something again."""
-        self._owed.pop(rank, None)
+        """End the requests of a rank that was restated, cleared, restarted or removed, until it loses blocks again."""
+        self._pending.pop(rank, None)
 
     def answering(self, rank: RankId, now_ms: int) -> None:
-        """Chunks of its restatement arrive: the rest is waited for."""
-        known = self._ranks.get(rank)
-        if known is not None:
-            known.earliest_ms = max(known.earliest_ms, now_ms + known.wait_ms)
+        """Wait for the remaining chunks of a rank's restatement, since some have arrived."""
+        state = self._ranks.get(rank)
+        if state is not None:
+            state.earliest_ms = max(state.earliest_ms, now_ms + state.wait_ms)
 
-    def due(self, now_ms: int, may_ask: Callable[[RankId], bool]) -> list[DueResync]:
-        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_ask: whether anybody listens for a rank."""
-        asks: list[DueResync] = []
-        for rank in list(self._owed):
-            known = self._ranks[rank]
-            if now_ms < known.earliest_ms or not may_ask(rank):
+    def due(self, now_ms: int, may_request: Callable[[RankId], bool]) -> list[DueResync]:
+        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_request: whether a bridge reads requests."""
+        due: list[DueResync] = []
+        for rank in list(self._pending):
+            state = self._ranks[rank]
+            if now_ms < state.earliest_ms or not may_request(rank):
                 continue
-            if now_ms - known.earliest_ms > RESYNC_BACKOFF_MS[1]:
-                known.wait_ms = RESYNC_BACKOFF_MS[0]  # quiet for long: a trouble of its own
-            known.attempt += 1
-            known.earliest_ms = now_ms + known.wait_ms
-            known.wait_ms = min(known.wait_ms * 2, RESYNC_BACKOFF_MS[1])
-            last = known.attempt >= ATTEMPTS_MAX
+            if now_ms - state.earliest_ms > RESYNC_BACKOFF_MS[1]:
+                state.wait_ms = RESYNC_BACKOFF_MS[0]  # long after the previous fault: this one is unrelated
+            state.attempt += 1
+            state.earliest_ms = now_ms + state.wait_ms
+            state.wait_ms = min(state.wait_ms * 2, RESYNC_BACKOFF_MS[1])
+            last = state.attempt >= ATTEMPTS_MAX
             if last:
-                del self._owed[rank]
-            asks.append(DueResync(rank, known.attempt, known.reason, last))
-            if len(asks) >= RESYNCS_PER_TICK_MAX:
+                del self._pending[rank]
+            due.append(DueResync(rank, state.attempt, state.reason, last))
+            if len(due) >= RESYNCS_PER_TICK_MAX:
                 break
-        return asks
+        return due

@@ -1,14 +1,14 @@
 """What ranks hold, as runs: the agents' side of the index.
 
-What lives here: what a store of runs does (`RunStore`), and the plain one, which the compiled one is compared with
-(tables.run_table). What must not: Kafka, bytes (tables.records), time, and which batch is news (ordering).
+What lives here: the interface of a store of runs (`RunStore`), and a pure-Python store, with which the compiled one is
+compared (tables.run_table). What must not: Kafka, bytes (tables.records), time, and which batch is new (ordering).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, RestatedRun
 from streams.core.hashing import sequence_hashes
@@ -21,7 +21,7 @@ Change = TypeVar("Change")
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a batch's events met. parents_since_clear: unknown parents behind its last clear, or all."""
+    """What a batch's events found. parents_since_clear: unknown parents after its last clear, or all of them."""
 
     n_clears: int = 0
     n_unknown_parents: int = 0
@@ -30,59 +30,61 @@ class Applied:
 
 
 class RunStore(Protocol[Events_contra, Change]):
-    """Runs that the ranks of one partition hold. Events: those of one batch. Change: one record to write."""
+    """The runs that the ranks of one partition hold. Events: those of one batch. Change: one row to write."""
 
     def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
-        """Start from runs read back, those of older epochs only waiting for their tombstones.
+        """Start from runs that were read back; those of older epochs only need their tombstones.
 
-        Gives the number of runs whose rank has no epoch, which are left out.
+        Returns the number of runs whose rank has no epoch, which are left out.
         """
 
     def end(self, rank: RankId, epoch: Epoch) -> None:
-        """End everything that a rank holds; what comes is of this epoch. The tombstones follow later, since progress
-        alone tells readers."""
+        """End everything that a rank holds, and begin this epoch.
+
+        The tombstones may follow later, since readers drop older epochs when they read the progress.
+        """
 
     def apply(self, rank: RankId, events: Events_contra) -> Applied:
         """Apply the events of one batch in order; a clear begins the next generation of the rank's epoch."""
 
     def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
-        """Hold the blocks of restated runs, parents before children."""
+        """Add the blocks of restated runs, parents before children."""
 
     def n_blocks(self, rank: RankId) -> int:
-        """Blocks that a rank holds, each tier for itself."""
+        """Return the number of blocks that a rank holds, counting each tier separately."""
 
     def take_changes(self, tombstones_max: int) -> list[Change]:
         """Take what changed since the last call, with at most `tombstones_max` of ended epochs.
 
-        Tombstones before runs, that of a key written again too: a block that moved to another run has then left the
-        first one for every reader before it is in the second.
+        Tombstones come before runs, including the tombstone of a key that is written again: every reader then sees a
+        moved block leave its first run before it appears in the second.
         """
 
     @property
-    def owes_tombstones(self) -> bool:
-        """Whether records of ended epochs still lie in the log."""
+    def has_pending_tombstones(self) -> bool:
+        """Whether rows of ended epochs still need their tombstones."""
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Every block held by any rank."""
 
     def check(self) -> None:
-        """Raise AssertionError where something disagrees with itself; for tests."""
+        """Raise AssertionError if the store is inconsistent; for tests."""
 
 
 class Slot(NamedTuple):
-    """Where a block lies: a run and its offset in it."""
+    """Where a block is stored: a run, and the offset in it."""
 
     run: Run
     offset: int
 
 
 def unchanged(key: RunKey, run: Run | None) -> tuple[RunKey, Run | None]:
-    """A change as a key and its run."""
+    """Return a change as a key and its run."""
     return key, run
 
 
 class PlainRunStore(Generic[Change]):
-    """A RunStore of dictionaries. as_change: makes a change of a key and its run, None for a tombstone."""
+    """A RunStore of dictionaries. as_change: makes a change from a key and its run, or None for a tombstone."""
 
     def __init__(self, as_change: Callable[[RunKey, Run | None], Change]) -> None:
         self._as_change = as_change
@@ -95,20 +97,20 @@ class PlainRunStore(Generic[Change]):
         return self.adopt(runs)
 
     def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
-        """Forget everything; these are the ranks."""
+        """Drop everything, and start with these ranks."""
         self._ranks = {rank: _RankRuns(rank, epoch) for rank, epoch in epochs.items()}
         self._touched.clear()
 
     def adopt(self, runs: Iterable[Run]) -> int:
-        """Take in runs read back; gives how many were of no known rank."""
-        strays = 0
+        """Take runs that were read back; returns the number of those whose rank is unknown."""
+        n_strays = 0
         for run in runs:
             held = self._ranks.get(run.key.rank)
             if held is None:
-                strays += 1
+                n_strays += 1
             else:
                 held.adopt(run)
-        return strays
+        return n_strays
 
     def end(self, rank: RankId, epoch: Epoch) -> None:
         """See RunStore."""
@@ -126,7 +128,8 @@ class PlainRunStore(Generic[Change]):
         for event in events:
             match event:
                 case BlocksStored():
-                    # Never attached elsewhere: a guessed place could claim a prefix that nobody holds.
+                    # A store with an unknown parent is rejected. Attached anywhere else, it could claim a prefix that
+                    # the rank does not hold.
                     n_parents += not held.store(event)
                 case BlocksRemoved():
                     n_removals += held.remove(event)
@@ -134,6 +137,8 @@ class PlainRunStore(Generic[Change]):
                     held.new_epoch(Epoch(held.epoch.incarnation, held.epoch.generation + 1))
                     n_clears += 1
                     before_clear = n_parents
+                case _:
+                    assert_never(event)
         return Applied(n_clears, n_parents, n_parents - before_clear, n_removals)
 
     def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
@@ -171,7 +176,7 @@ class PlainRunStore(Generic[Change]):
         return changes
 
     @property
-    def owes_tombstones(self) -> bool:
+    def has_pending_tombstones(self) -> bool:
         """See RunStore."""
         return any(held.stale for held in self._ranks.values())
 
@@ -190,9 +195,9 @@ class _RankRuns:
     """One rank's runs.
 
     _by_engine[tier]: engine hash to the slot of a held block.
-    _by_sequence[tier]: sequence hash to the slot of any block that a run has, held or not.
+    _by_sequence[tier]: sequence hash to the slot of any block in a run, held or not.
     dirty: keys of runs changed since take_changes. emptied: keys of runs that ended since then.
-    stale: keys of an ended epoch that still lie in the log and wait for their tombstones.
+    stale: keys of ended epochs whose rows still need their tombstones.
     """
 
     def __init__(self, rank: RankId, epoch: Epoch) -> None:
@@ -207,11 +212,11 @@ class _RankRuns:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks held, each tier for itself."""
+        """Number of held blocks, counting each tier separately."""
         return sum(map(len, self._by_engine))
 
     def adopt(self, run: Run) -> None:
-        """Take in a run read back from the table; one of an older epoch only awaits its tombstone."""
+        """Take a run that was read back from the table; one of an older epoch only needs its tombstone."""
         if run.epoch < self.epoch:
             self.stale[run.key] = None
             return
@@ -222,10 +227,10 @@ class _RankRuns:
             self._by_engine[run.key.tier][run.engine[offset]] = Slot(run, offset)
 
     def new_epoch(self, epoch: Epoch) -> None:
-        """End everything held; the tombstones follow later, since progress alone tells readers."""
+        """End everything held; the tombstones may follow later, since readers drop older epochs by the progress."""
         assert epoch > self.epoch
         self.stale.update(dict.fromkeys(self.runs))
-        self.stale.update(self.emptied)  # those of this very batch still have their old record in the log
+        self.stale.update(self.emptied)  # those emptied by this same batch still have a row in the table
         self.runs.clear()
         self.dirty.clear()
         self.emptied.clear()
@@ -241,7 +246,7 @@ class _RankRuns:
                 yield run.key.rank, run.key.tier, SequenceHash(run.sequence[offset])
 
     def check(self) -> None:
-        """Raise AssertionError where the maps and the runs disagree; for tests."""
+        """Raise AssertionError if the maps and the runs disagree; for tests."""
         for tier in Tier:
             for engine, (run, offset) in self._by_engine[tier].items():
                 assert run.engine[offset] == engine
@@ -258,12 +263,11 @@ class _RankRuns:
             )
 
     def store(self, event: BlocksStored) -> bool:
-        """Hold the blocks of a store; False where its parent is not known."""
+        """Add the blocks of a store; False if its parent is unknown."""
         parent: Slot | None = None
         if event.parent is not None:
             parent = self._find(event.parent, event.tier)
             if parent is None:
-                # Never attached elsewhere: a guessed place could claim a prefix that nobody holds.
                 return False
         before = SequenceHash(parent.run.sequence[parent.offset]) if parent else None
         position = parent.run.start + parent.offset + 1 if parent else 0
@@ -271,14 +275,14 @@ class _RankRuns:
         return True
 
     def restate(self, run: RestatedRun) -> None:
-        """Hold the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
+        """Add the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
         parent = None if run.parent is None else self._by_sequence[run.tier].get(run.parent)
         self._hold_all(run, parent, run.parent, run.start)
 
     def _hold_all(
         self, event: BlocksStored | RestatedRun, last: Slot | None, before: SequenceHash | None, position: int
     ) -> None:
-        """Hold consecutive blocks behind `before`, which lies at `last` if this rank has it."""
+        """Add consecutive blocks that follow `before`, which is stored at `last` if this rank has it."""
         moe = event.moe if isinstance(event, BlocksStored) else None
         chain = sequence_hashes(event.local, before).tolist()
         for engine, local, block in zip(event.engine.tolist(), event.local.tolist(), chain, strict=True):
@@ -297,7 +301,7 @@ class _RankRuns:
         local: int,
         block: int,
     ) -> Slot:
-        """Hold one block: where a run has it already, behind `last` where that run can grow, else in a new run."""
+        """Add one block: in the run that already has it, else after `last` if that run can grow, else in a new run."""
         slot = self._by_sequence[tier].get(block)
         if slot is None:
             run = last.run if last is not None else None
@@ -311,7 +315,7 @@ class _RankRuns:
                 key = RunKey(self.rank, tier, SequenceHash(block))
                 run = Run(key, self.epoch, position, before)
                 self.runs[key] = run
-                self.stale.pop(key, None)  # the new epoch wrote this key again: its tombstone must not come
+                self.stale.pop(key, None)  # the new epoch writes this key again, so its tombstone must not follow
             slot = Slot(run, len(run.sequence))
             run.local.append(local)
             run.engine.append(engine)
@@ -320,11 +324,11 @@ class _RankRuns:
         run, offset = slot
         held = run.present >> offset & 1
         if held and run.engine[offset] == engine:
-            return slot  # stored again: a fact is not a number
+            return slot  # stored again; copies are not counted here
         if held:
             del self._by_engine[tier][run.engine[offset]]
         moved = self._by_engine[tier].get(engine)
-        if moved is not None:  # one engine name cannot lie at two places: the later store wins
+        if moved is not None:  # one engine hash names one block: the later store wins
             self._unhold(moved)
             if run.key not in self.runs:  # it was the run's only block
                 return self._hold(tier, moe, None, before, position, engine, local, block)
@@ -339,7 +343,7 @@ class _RankRuns:
         return slot
 
     def remove(self, event: BlocksRemoved) -> int:
-        """Hold blocks no more; gives how many were not held."""
+        """Remove blocks; returns the number of those that were not held."""
         unknown = 0
         for engine in event.engine.tolist():
             slot = self._by_engine[event.tier].get(engine)
@@ -363,7 +367,7 @@ class _RankRuns:
                 del self._by_sequence[tier][block]
 
     def _find(self, parent: EngineHash, tier: Tier) -> Slot | None:
-        """Find a held block by its engine's name, in the event's own tier before the faster and slower ones."""
+        """Find a held block by its engine hash, first in the event's own tier, then in the others, fastest first."""
         slot = self._by_engine[tier].get(parent)
         if slot is not None:
             return slot

@@ -1,6 +1,6 @@
-"""Avro's numbers, in kernels.
+"""Avro's integers, in kernels.
 
-What lives here: reading and writing what every schema has. What must not: any schema.
+What lives here: reading and writing the parts that every schema uses. What must not: any schema.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from streams.core.kernels.compiling import inlined
 from streams.core.kernels.memory import load_byte, shift_right
 
-#: Marker of Avro's single-object encoding and fingerprint.
+#: The marker of Avro's single-object encoding, and the fingerprint.
 HEADER_BYTES = 10
 #: A long of 64 bits takes ten groups of seven.
 _VARINT_BITS_MAX = 70
@@ -34,7 +34,7 @@ def store_byte(typingctx: Any, address: Any, value: Any) -> Any:
 
 @inlined
 def read_long(at: int, end: int) -> tuple[int, int]:
-    """A zigzag varint and the address behind it; 0 and end + 1 where there is none, from where nothing can be read."""
+    """Return a zigzag varint and the address after it; 0 and end + 1 if there is none, so that further reads fail."""
     value, shift = 0, 0
     while at < end and shift < _VARINT_BITS_MAX:
         byte = load_byte(at)
@@ -48,7 +48,7 @@ def read_long(at: int, end: int) -> tuple[int, int]:
 
 @inlined
 def write_long(at: int, value: int) -> int:
-    """Write a zigzag varint; gives the address behind it."""
+    """Write a zigzag varint; returns the address after it."""
     left = (value << 1) ^ (value >> 63)
     while shift_right(left, 7) != 0:
         store_byte(at, (left & 127) | 128)

@@ -1,11 +1,11 @@
 """Records of kv-events to rows that a store of runs applies.
 
-What lives here: the bytes of an ordinary batch, as a kernel reads them. What must not: reasons. What is no ordinary
-batch, or is none at all, is left to `codec.decode_batch`, which tells or takes it: restatements, removals, heartbeats,
-stores into CXL memory, frames of a registry.
+What lives here: the bytes of an ordinary batch, as a kernel reads them. What must not: error messages. Every other
+record is left to `codec.decode_batch`, which decodes or refuses it: restatements, removals, heartbeats, stores into CXL
+memory, frames of a schema registry, invalid bytes.
 
-Rows point into the records' bytes, which must stay where they are until the rows were applied. Nothing outside of a
-record's own bytes is read, whatever they are.
+Rows point into the records' bytes, which must stay in place until the rows are applied. Whatever the bytes contain,
+nothing outside the record is read.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from streams.core.reducer.kernels.layout import (
 )
 from streams.tables.kernels.avro import HEADER_BYTES, read_long
 
-#: Words of a head: how many rows, -1 for a record that is left to decode_batch; the first row; fields of the record,
-#: the model as where it begins in the record and its bytes.
+#: Words of a head: number of rows, -1 for a record that is left to decode_batch; the first row; fields of the record.
+#: The model is given by the offset at which it begins and its length in bytes.
 (
     HEAD_ROWS,
     HEAD_FIRST_ROW,
@@ -57,7 +57,7 @@ _I32_MAX = (1 << 31) - 1
 
 @inlined
 def _read_hashes(at: int, end: int) -> tuple[int, int, int]:
-    """Where packed hashes begin, how many they are, and the address behind them, end + 1 where they are none."""
+    """Return the address and number of packed hashes, and the address after them; end + 1 if they are invalid."""
     n_bytes, at = read_long(at, end)
     if n_bytes < 0 or n_bytes & 7 or n_bytes > end - at:
         return 0, 0, end + 1
@@ -66,7 +66,7 @@ def _read_hashes(at: int, end: int) -> tuple[int, int, int]:
 
 @inlined
 def _read_event(at: int, end: int, row: int) -> int:
-    """One event to its row; gives the address behind it, end + 1 where the record is left to decode_batch."""
+    """Read one event into its row; returns the address after it, end + 1 if the record is left to decode_batch."""
     kind, at = read_long(at, end)
     if at > end or kind < STORED or kind > CLEARED:
         return end + 1
@@ -116,7 +116,7 @@ def _read_event(at: int, end: int, row: int) -> int:
 
 @inlined
 def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> int:
-    """One datum; gives its rows, -1 where it is left to decode_batch."""
+    """Read one datum; returns its number of rows, -1 if it is left to decode_batch."""
     worker, at = read_long(begin, end)
     dp_rank, at = read_long(at, end)
     n_model, at = read_long(at, end)
@@ -175,11 +175,11 @@ def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> i
 def decode_batches(
     data: int, lengths: int, n_records: int, header: int, header_end: int, heads: int, rows: int, rows_max: int
 ) -> int:
-    """Decode records; gives the number of those that are left to decode_batch.
+    """Decode records; returns the number of those that are left to decode_batch.
 
-    data: address of the records' bytes, one behind the other. lengths: address of an int64 each. header, header_end:
-    the first eight bytes of every record and the next two. heads: address of HEAD_WORDS int64 a record, the model given
-    as an offset from `data`. rows: address of room for rows_max rows; a record for which there is none is left.
+    data: address of the records' bytes, one record after the other. lengths: address of one int64 per record. header,
+    header_end: the first eight bytes of every record, and the next two. heads: address of HEAD_WORDS int64 per record,
+    the model as an offset from `data`. rows: address of rows_max rows; a record that needs more rows is left.
     """
     begin, n_rows, others = data, 0, 0
     for record in range(n_records):

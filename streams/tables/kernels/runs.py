@@ -1,10 +1,11 @@
 """Run records: bytes to columns or into a store of runs, and a store's changes to bytes.
 
-What lives here: the bytes of a run record as kernels read and write them. What must not: reasons. Of a record that a
-kernel does not take, `records.decode_run` tells what is wrong, or takes it: the two agree on every byte, but for
-varints of more than ten bytes and array counts of -2^63, which no writer makes and which are left to it.
+What lives here: the bytes of a run record as kernels read and write them. What must not: error messages. A record that
+a kernel does not take is left to `records.decode_run`, which decodes it or raises the error. The two agree on every
+byte, except for varints of more than ten bytes and array counts of -2^63: no writer produces these, and they are left
+to decode_run.
 
-Nothing outside of a record's own bytes is read, whatever they are.
+Whatever the bytes contain, nothing outside the record is read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import copy_words, load, load_byte, shift_right, signed, store, trailing_zeros
 from streams.core.kernels.words import get, put
 from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, store_u64, swap_bytes
-from streams.core.reducer.kernels.changes import adopt_run, next_stale, owe_tombstone, set_labels
+from streams.core.reducer.kernels.changes import add_stale, adopt_run, next_stale, set_labels
 from streams.core.reducer.kernels.layout import (
     DIRTY,
     EMPTIED,
@@ -66,7 +67,7 @@ _PREFIX = RUN_PREFIX[0]
 KEY_BYTES = 22
 _TIER_MAX = max(Tier)
 _HASHES_BYTES_MAX = RUN_BLOCKS_MAX * 8
-#: Presence bits of a record that is none, or that is left to decode_run.
+#: Presence bits of a record that is not a run record, or is left to decode_run.
 OTHER = -1
 #: Bytes of the longest key and value: the numbers, the hashes, and 32 blocks with all their labels.
 RECORD_BYTES_MAX = 2048
@@ -81,9 +82,9 @@ _SIGN = -(1 << 63)
 
 @inlined
 def _skip_labels(at: int, end: int, n_blocks: int) -> int:
-    """Address behind the labels; beyond `end` where they are none, or of blocks that the run has not.
+    """Return the address after the labels; beyond `end` if they are invalid, or of a block that the run does not have.
 
-    fastavro takes an index of a union from the end, -1 for the last of its branches, as Python does; so it is here.
+    As in fastavro, the index of a union's branch may count from the end, with -1 for the last branch.
     """
     count, at = read_long(at, end)
     while count != 0:
@@ -98,7 +99,7 @@ def _skip_labels(at: int, end: int, n_blocks: int) -> int:
                 return end + 1
             for _ in range(3):
                 branch, at = read_long(at, end)
-                if branch == 1 or branch == -1:  # numba makes a tuple of the other
+                if branch == 1 or branch == -1:  # not `in`, for which numba builds a tuple
                     _, at = read_long(at, end)
                 elif branch != 0 and branch != -2:
                     return end + 1
@@ -109,8 +110,11 @@ def _skip_labels(at: int, end: int, n_blocks: int) -> int:
 
 @inlined
 def _parse_run(at: int, end: int, first: int) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """Fields of one datum: blocks, incarnation, generation, start, parent, whether there is one, presence bits, and the
-    addresses of the local hashes and of the labels; no blocks where decode_run is to look at it."""
+    """Read one datum; returns its fields, with 0 blocks if the record is left to decode_run.
+
+    The fields: number of blocks, incarnation, generation, start, parent, whether it has one, presence bits, and the
+    addresses of the local hashes and of the labels.
+    """
     incarnation, at = read_long(at, end)
     generation, at = read_long(at, end)
     start, at = read_long(at, end)
@@ -171,11 +175,11 @@ def _begins_with(value: int, n_bytes: int, header: int, header_end: int) -> bool
 def decode_records(
     data: int, n_bytes: int, lengths: int, n_records: int, header: int, header_end: int, table: int
 ) -> int:
-    """Decode records into the columns of a table; gives the number of those that are left to decode_run.
+    """Decode records into the columns of a table; returns the number of those that are left to decode_run.
 
-    data: address of keys and values, one behind the other, n_bytes together. lengths: address of two int64 a record,
-    its key's and its value's bytes, -1 for a tombstone's. header, header_end: the first eight bytes and the next two
-    of every value. table: of RunColumns; the holder is not set, and records that are left are not labelled.
+    data: address of keys and values, one after the other, n_bytes in all. lengths: address of two int64 per record, the
+    bytes of its key and of its value, -1 for a tombstone. header, header_end: the first eight bytes of every value, and
+    the next two. table: that of RunColumns; the holder is not set, and records that are left have no labels.
     """
     presents, offsets = load(table + FOLD_PRESENT * 8), load(table + FOLD_OFFSET * 8)
     locals_, labelled = load(table + FOLD_LOCAL * 8), load(table + FOLD_LABELLED * 8)
@@ -206,7 +210,7 @@ def decode_records(
                         value + HEADER_BYTES, end, first
                     )
                     if found > 0:
-                        # Labels come last: where there are none, all that is left is the end of an empty array.
+                        # Labels come last: without any, only the end marker of an empty array is left.
                         store(labelled + row, labels - data if labels + 1 != end else 0)
                         copy_words(locals_ + (n_blocks << 3), local, found)
                         store(load(table + FOLD_PARENT * 8) + row, parent)
@@ -224,11 +228,11 @@ def decode_records(
 
 @kernel()
 def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, out: int) -> int:
-    """Labels of the held blocks of records first to last, of those that decode_records took; gives the rows written.
+    """Write the labels of held blocks, of records first to last that decode_records took; returns the number of rows.
 
-    data, table: as of decode_records. out: address of int64 rows, of LABEL_ROW_WORDS each: record, sequence hash,
-    layer, expert and group, NO_LABEL for none; in order of records, and of blocks in each. Of labels that a block has
-    twice the later ones are its.
+    data, table: as in decode_records. out: address of rows of LABEL_ROW_WORDS int64: record, sequence hash, layer,
+    expert and group, NO_LABEL for none. The rows are in order of records, and of blocks within each. If a block has
+    labels twice, the later ones apply.
     """
     presents, offsets = load(table + FOLD_PRESENT * 8), load(table + FOLD_OFFSET * 8)
     locals_, labelled = load(table + FOLD_LOCAL * 8), load(table + FOLD_LABELLED * 8)
@@ -239,12 +243,12 @@ def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, ou
         begin = load(labelled + row)
         if begin == 0:
             continue
-        block, behind = load(offsets + row), load(offsets + row + 8)
-        # A line for each block, with labels or without, then the lines of those that have some move together.
+        block, block_end = load(offsets + row), load(offsets + row + 8)
+        # First a line for each block, with or without labels; then the lines with labels are moved together.
         lines = out + n_rows * _LABEL_ROW_BYTES
         sequence = load(load(table + FOLD_PARENT * 8) + row)
         has_sequence = load(load(table + FOLD_HAS_PARENT * 8) + row)
-        for offset in range(behind - block):
+        for offset in range(block_end - block):
             local = load(locals_ + ((block + offset) << 3))
             sequence = signed(chain_step(sequence, local)) if has_sequence else local
             has_sequence = 1
@@ -268,7 +272,7 @@ def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, ou
                 count -= 1
             count, at = read_long(at, end)
         present = load(presents + row)
-        for offset in range(behind - block):
+        for offset in range(block_end - block):
             line = lines + offset * _LABEL_ROW_BYTES
             if load(line) and present >> offset & 1:
                 into = out + n_rows * _LABEL_ROW_BYTES
@@ -282,10 +286,10 @@ def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, ou
 def load_records(
     context: int, data: int, lengths: int, n_records: int, n_ranks: int, header: int, header_end: int, scratch: int
 ) -> int:
-    """Take run records into a store, which has room for them; gives the number that was not taken.
+    """Load run records into a store, which has capacity for them; returns the number of records that were not taken.
 
-    data, lengths: as of decode_records; no tombstones. Each record's length of key becomes 0 where it was taken, 1
-    where its rank is not known, 2 where decode_run is to look at it. scratch: address of LABEL_WORDS int64.
+    data, lengths: as in decode_records, without tombstones. The key length of each record is overwritten: 0 if it was
+    taken, 1 if its rank is unknown, 2 if it is left to decode_run. scratch: address of LABEL_WORDS int64.
     """
     key, rank, others = data, -1, 0
     ranks = get(context, RANKS)
@@ -299,7 +303,7 @@ def load_records(
             worker = signed(swap_bytes(load_u64(key + 1)))
             dp_rank = shift_right(signed(swap_bytes(load_u32(key + 9))), 32)
             first = signed(swap_bytes(load_u64(key + 14)))
-            # Records come in order of their keys, so of one rank together.
+            # Records are in order of their keys, so those of one rank are adjacent.
             words = ranks + rank * (RANK_WORDS * 8)
             if rank < 0 or load(words + RANK_WORKER * 8) != worker or load(words + RANK_DP * 8) != dp_rank:
                 rank = -1
@@ -318,12 +322,12 @@ def load_records(
                     fate = 0
                     words = ranks + rank * (RANK_WORDS * 8)
                     column = (rank << 2) | load_byte(key + 13)
-                    known = load(words + RANK_INCARNATION * 8)
+                    current = load(words + RANK_INCARNATION * 8)
                     # Incarnations are unsigned.
-                    if (incarnation ^ _SIGN) < (known ^ _SIGN) or (
-                        incarnation == known and generation < load(words + RANK_GENERATION * 8)
+                    if (incarnation ^ _SIGN) < (current ^ _SIGN) or (
+                        incarnation == current and generation < load(words + RANK_GENERATION * 8)
                     ):
-                        owe_tombstone(context, column, first)
+                        add_stale(context, column, first)
                     else:
                         engines = local + (n_blocks << 3)
                         _, engines = read_long(engines, end)
@@ -358,7 +362,7 @@ def load_records(
 
 @inlined
 def _write_key(context: int, at: int, column: int, first: int) -> int:
-    """Write a key; gives the address behind it."""
+    """Write a key; returns the address after it."""
     words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
     store_byte(at, _PREFIX)
     store_u64(at + 1, swap_bytes(load(words + RANK_WORKER * 8)))
@@ -399,9 +403,9 @@ def _write_labels(context: int, at: int, line: int) -> int:
 def encode_dirty(
     context: int, begin: int, out: int, n_bytes: int, ends: int, n_records: int, header: int, header_end: int
 ) -> int:
-    """Write records of changed runs, from entry `begin` of DIRTY on; gives the entry to go on from.
+    """Write records of changed runs, from entry `begin` of DIRTY on; returns the entry to continue from.
 
-    out: address of room for n_bytes. ends: address of n_records + 1 int64: how many were written, then where each ends,
+    out: address of n_bytes. ends: address of n_records + 1 int64: the number of records written, then the end of each,
     in bytes from `out`.
     """
     at, written = out, 0
@@ -447,7 +451,7 @@ def encode_dirty(
 
 @kernel()
 def encode_emptied(context: int, begin: int, out: int, n_keys: int) -> int:
-    """Write keys of runs that ended, from entry `begin` of EMPTIED on; gives how many."""
+    """Write keys of runs that ended, from entry `begin` of EMPTIED on; returns how many."""
     n_keys = min(n_keys, get(context, N_EMPTIED) - begin)
     for index in range(n_keys):
         entry = get(context, EMPTIED) + ((begin + index) << 4)
@@ -457,7 +461,7 @@ def encode_emptied(context: int, begin: int, out: int, n_keys: int) -> int:
 
 @kernel()
 def encode_stale(context: int, out: int, n_keys: int) -> int:
-    """Write keys of ended epochs, whose tombstones are owed no more then; gives how many."""
+    """Write keys of ended epochs, whose tombstones are then no longer pending; returns how many."""
     written = 0
     while written < n_keys:
         entry = next_stale(context)

@@ -1,4 +1,4 @@
-//! The peer that is timed: the system's allocator, as the crates are used.
+//! The peer that is timed, with the system's allocator, as in normal use of the crates.
 fn main() {
     peers::run();
 }

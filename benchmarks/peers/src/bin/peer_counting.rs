@@ -1,4 +1,4 @@
-//! The peer whose memory is counted: each allocation adds to a counter, so nothing here is timed.
+//! The peer whose memory is measured. Each allocation adds to a counter, so it must not be timed.
 #[global_allocator]
 static COUNTING: peers::count::Counting = peers::count::Counting;
 

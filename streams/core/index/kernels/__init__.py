@@ -1,8 +1,8 @@
 """Compiled kernels of the run tree; `layout` is the format of its memory."""
 
-# What Python calls, as module and kernel, the slowest to compile first.
+# The kernels that Python calls, by module and name, the slowest to compile first.
 
-#: Run records folded into a tree: what a router does.
+#: Folding run records into a tree, as a router does.
 FOLDING = (
     "run_records.fold_known",
     "trace.trace",
@@ -10,9 +10,9 @@ FOLDING = (
     "fold.digest_columns",
     "run_records.find_known",
 )
-#: Engine events applied to a tree: what the index does as a library.
+#: Applying engine events to a tree, as the index does when it is used as a library.
 EVENTS = ("events.apply_events",)
-#: Queries, and the columns of ranks: both.
+#: Queries and the columns of ranks, which both need.
 TREE = (
     "match.match",
     "match.match_tiers",

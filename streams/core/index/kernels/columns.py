@@ -1,6 +1,6 @@
-"""Columns of coverage: giving them out, ending all that one holds at once, sweeping up behind that.
+"""Columns of coverage: assigning them, clearing one at once whatever it holds, and sweeping it out of the runs later.
 
-What lives here: a rank's coming, clearing and going. What must not: single blocks.
+What lives here: what happens when a rank is added, cleared or removed. What must not: single blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from streams.core.index.kernels.layout import (
 )
 from streams.core.index.kernels.names import remove_alias, remove_claim
 from streams.core.index.kernels.runs import has_ended_column, has_no_holder
-from streams.core.index.kernels.shape import merge_down, merge_up, remove_ghosts, settle
+from streams.core.index.kernels.shape import finish_change, merge_down, merge_up, remove_unheld
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, load32, store, store32, trailing_zeros
 from streams.core.kernels.words import add, get, put
@@ -54,7 +54,7 @@ from streams.core.kernels.words import add, get, put
 
 @kernel()
 def take_column(context: int) -> int:
-    """A column that nobody uses, -1 where all are in use."""
+    """Take an unused column; returns -1 if all are in use."""
     left = get(context, N_FREE_COLUMNS)
     if left:
         put(context, N_FREE_COLUMNS, left - 1)
@@ -68,7 +68,7 @@ def take_column(context: int) -> int:
 
 @kernel()
 def assign_column(context: int, holder: int, column: int) -> None:
-    """A holder's blocks are this column's from now on."""
+    """Assign a column to a holder."""
     rank = load32(get(context, HOLDER_RANK) + (holder << 2))
     store32(get(context, COLUMN_OF) + (holder << 2), column)
     store32(get(context, RANK_OF) + (column << 2), rank)
@@ -83,11 +83,11 @@ def assign_column(context: int, holder: int, column: int) -> None:
 
 @kernel()
 def end_column(context: int, holder: int) -> None:
-    """What a holder holds, it holds no more; the sweep takes it out of the runs later."""
+    """Clear a holder: end its column, which the sweep later removes from the runs, and assign it a new one."""
     column = load32(get(context, COLUMN_OF) + (holder << 2))
     facts = load(column_word(context, COLUMN_FACTS, column))
-    life = get(context, HOLDER_GENERATION) + (holder << 3)
-    store(life, load(life) + 1)
+    generation = get(context, HOLDER_GENERATION) + (holder << 3)
+    store(generation, load(generation) + 1)
     if facts == 0:
         return
     add(context, N_FACTS, -facts)
@@ -113,7 +113,7 @@ def end_column(context: int, holder: int) -> None:
 
 @kernel()
 def clear_rank(context: int, rank: int) -> None:
-    """A rank holds nothing in any tier: one bit a tier, whatever it held."""
+    """Clear a rank in all tiers. This changes one bit per tier, however many blocks the rank held."""
     if get(context, N_FREE_COLUMNS) + get(context, COLUMNS_MAX) - get(context, N_COLUMNS) < N_TIERS:
         while get(context, N_ENDED):
             sweep(context, get(context, RUNS_MAX))
@@ -127,11 +127,11 @@ def clear_rank(context: int, rank: int) -> None:
 
 @kernel()
 def sweep_run(context: int, run: int) -> int:
-    """Take cleared columns out of one run; gives how much work it was, in blocks."""
+    """Remove ended columns from one run; returns the amount of work, in blocks."""
     ended = get(context, ENDED)
     work = 0
     length = field(context, run, RUN_LENGTH)
-    # Names and claims first, while queries go on.
+    # Aliases and claims go first, outside the change, since queries do not read them.
     for word in range(get(context, N_WORDS)):
         gone = load(coverage_address(context, run, word)) & load(ended + (word << 3))
         while gone:
@@ -151,19 +151,21 @@ def sweep_run(context: int, run: int) -> int:
         address = coverage_address(context, run, word)
         store(address, load(address) & ~load(ended + (word << 3)))
     if field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
-        remove_ghosts(context, run)
+        remove_unheld(context, run)
         work += length
     else:
         run, _ = merge_up(context, run)
         merge_down(context, run)
-    settle(context)
+    finish_change(context)
     return work
 
 
 @kernel()
 def sweep(context: int, budget: int) -> None:
-    """Go on with taking cleared columns out of the runs, for so many runs or blocks; columns that no run has any more
-    are free again."""
+    """Continue to remove ended columns from the runs; when no run has one any more, the columns are free again.
+
+    budget: runs and blocks after which to stop.
+    """
     if get(context, N_ENDED) == 0:
         return
     run = get(context, SWEEP_AT)

@@ -1,7 +1,7 @@
-"""Entries of aliases, claims and records: finding one by its key, taking a free one, giving it back.
+"""Entries of aliases, claims and records: finding one by its key, taking a free one, freeing it.
 
-What lives here: what these three tables share. What must not: what their words mean. An entry that is free holds, in
-its first word, the next free one.
+What lives here: what these three tables share. What must not: the meaning of their words. The first word of a free
+entry links to the next free one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from streams.core.kernels.words import SYNTHETIC_STEP, get, put
 
 @njit(inline="always")
 def owned_tag(context: int, owner: int, key: int) -> int:
-    """Tag of a key within a column or a holder."""
+    """Tag of a key that is unique within a column or a holder."""
     return tag_of(context, key ^ ((owner + 1) * SYNTHETIC_STEP))
 
 
 @kernel()
 def find_owned(context: int, which: int, entries: int, shift: int, owner: int, key: int) -> int:
-    """Entry whose words are a key and owner << 32 | anything, -1 for none. Entries are 1 << `shift` bytes."""
+    """Find the entry whose words are a key and owner << 32 | anything; returns -1 if there is none.
+
+    Entries have 1 << `shift` bytes.
+    """
     tag = owned_tag(context, owner, key)
     segment = segment_of(context, which, tag)
     position = tag & SLOT_MASK
@@ -41,7 +44,7 @@ def find_owned(context: int, which: int, entries: int, shift: int, owner: int, k
 
 @kernel()
 def find_keyed(context: int, which: int, entries: int, offset: int, key: int) -> int:
-    """Entry of 16 bytes whose word at `offset` is this key, -1 for none."""
+    """Find the 16-byte entry whose word at `offset` is this key; returns -1 if there is none."""
     tag = tag_of(context, key)
     segment = segment_of(context, which, tag)
     position = tag & SLOT_MASK
@@ -58,7 +61,7 @@ def find_keyed(context: int, which: int, entries: int, offset: int, key: int) ->
 
 @njit(inline="always")
 def take_entry(context: int, entries: int, shift: int, free: int, count: int) -> int:
-    """A free entry, or one more. `free` and `count`: words of the context."""
+    """Take a free entry, or the next unused one. `free` and `count` are words of the context."""
     entry = get(context, free) - 1
     if entry >= 0:
         put(context, free, load(entries + (entry << shift)))
@@ -69,7 +72,7 @@ def take_entry(context: int, entries: int, shift: int, free: int, count: int) ->
 
 
 @njit(inline="always")
-def give_back(context: int, entries: int, shift: int, free: int, entry: int) -> None:
-    """An entry is free."""
+def free_entry(context: int, entries: int, shift: int, free: int, entry: int) -> None:
+    """Put an entry on the free list."""
     store(entries + (entry << shift), get(context, free))
     put(context, free, entry + 1)

@@ -1,6 +1,6 @@
-"""Engine events, whole or not at all.
+"""Engine events: each is applied completely or not at all.
 
-What lives here: stores, removals and clears as engines tell them, in columns. What must not: run records (fold).
+What lives here: stores, removals and clears as engines report them, in columns. What must not: run records (fold).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from streams.core.index.kernels.layout import (
     FULL,
     FULL_BLOCKS,
     FULL_NEED,
+    HOLDER_INDEX_MASK,
     HOLDER_NUMBERS,
-    HOLDER_PLACE_MASK,
     HOLDER_RANK,
     HOLDERS_OF,
     N_ENDED,
@@ -39,8 +39,8 @@ from streams.core.index.kernels.layout import (
 from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK
 from streams.core.index.kernels.names import find_held
 from streams.core.index.kernels.runs import run_of, start_before
-from streams.core.index.kernels.shape import ask_for_block, look_ahead, settle, wait_for_queries
-from streams.core.index.kernels.tree import end_of, forget_aliases, store_blocks, uncover
+from streams.core.index.kernels.shape import finish_change, prefetch_block, prefetch_names, wait_for_queries
+from streams.core.index.kernels.tree import end_of, remove_aliases, store_blocks, uncover
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import (
     load,
@@ -57,7 +57,7 @@ from streams.core.kernels.words import add, get, put
 
 @kernel()
 def find_parent(context: int, holder: int, column: int, name: int) -> int:
-    """Block that a rank holds under a name, in this holder's tier before the others; -1 for none."""
+    """Find the block that a rank holds under a name, in this holder's tier before the others; returns -1 for none."""
     block = find_held(context, column, name)
     if block < 0:
         rank = load32(get(context, HOLDER_RANK) + (holder << 2))
@@ -72,7 +72,7 @@ def find_parent(context: int, holder: int, column: int, name: int) -> int:
 
 @kernel()
 def held_run(context: int, block: int, column: int) -> int:
-    """Run in which a column holds a block, -1 where it does not, or where the block was removed a moment ago."""
+    """Find the run in which a column holds a block; returns -1 if it does not hold it or the block is in no run."""
     start = start_before(context, block)
     if start < 0:
         return -1
@@ -84,8 +84,9 @@ def held_run(context: int, block: int, column: int) -> int:
 
 @kernel()
 def remove_blocks(context: int, column: int, names: int, n_blocks: int) -> int:
-    """A column holds the blocks of these names no more; gives how many it did not hold."""
-    # First who they are, as stretches, while queries go on; then the change, as short as can be.
+    """Remove the blocks with these names from a column; returns how many of them it did not hold."""
+    # First find the blocks and list them as stretches, while queries continue. Then change the tree, as briefly as
+    # possible.
     table = get(context, NAME)
     scratch = get(context, SCRATCH)
     aliases = load(column_word(context, COLUMN_ALIASES, column))
@@ -97,7 +98,7 @@ def remove_blocks(context: int, column: int, names: int, n_blocks: int) -> int:
     done = 0
     while done < n_blocks:
         todo = min(AHEAD_MAX, n_blocks - done)
-        look_ahead(context, names + (done << 3), todo)
+        prefetch_names(context, names + (done << 3), todo)
         for index in range(todo):
             name = load(names + ((done + index) << 3))
             block = -1
@@ -145,26 +146,26 @@ def remove_blocks(context: int, column: int, names: int, n_blocks: int) -> int:
     if aliases:
         for index in range(n_stretches):
             low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
-            forget_aliases(context, column, low, high - low + 1)
+            remove_aliases(context, column, low, high - low + 1)
     for index in range(n_stretches):
         low, high = load(scratch + (index << 4)), load(scratch + (index << 4) + 8)
         run = held_run(context, low, column)
         if run >= 0 and high < field(context, run, RUN_START) + field(context, run, RUN_LENGTH):
             uncover(context, run, low - field(context, run, RUN_START), high - low + 1, column)
             continue
-        for block in range(low, high + 1):  # a name that came twice
+        for block in range(low, high + 1):  # a name occurred twice
             run = held_run(context, block, column)
             if run >= 0:
                 uncover(context, run, block - field(context, run, RUN_START), 1, column)
             else:
                 unknown += 1
-    settle(context)
+    finish_change(context)
     return unknown
 
 
 @kernel()
 def apply_event(context: int, holder: int, kind: int, parent: int, names: int, locals_: int, n_blocks: int) -> None:
-    """Apply one event, or refuse it as a whole: an unknown parent is counted, no room sets FULL."""
+    """Apply one event, or refuse all of it: an unknown parent is counted, and an event that does not fit sets FULL."""
     column = load32(get(context, COLUMN_OF) + (holder << 2))
     if kind <= STORED:
         run, offset = 0, 0
@@ -179,7 +180,7 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
             put(context, FULL, lacking)
             put(context, FULL_NEED, n_blocks)
             return
-        settle(context)
+        finish_change(context)
     elif kind == REMOVED:
         if n_blocks > get(context, SCRATCH_MAX):
             put(context, FULL, FULL_BLOCKS)
@@ -192,27 +193,27 @@ def apply_event(context: int, holder: int, kind: int, parent: int, names: int, l
 
 @kernel()
 def find_stale(context: int, holders: int, first: int, last: int) -> int:
-    """The first of these events whose holder is no number given out, or that of a rank that is gone; -1 for none."""
+    """Find the first event whose holder number was never assigned, or whose rank was removed; returns -1 for none."""
     numbers = get(context, HOLDER_NUMBERS)
     for event in range(first, last):
         holder = load(holders + (event << 3))
-        if holder < 0 or load(numbers + ((holder & HOLDER_PLACE_MASK) << 3)) != holder + 1:
+        if holder < 0 or load(numbers + ((holder & HOLDER_INDEX_MASK) << 3)) != holder + 1:
             return event
     return -1
 
 
-#: Runs or blocks that one call sweeps at most behind a clear: some 50 us.
+#: Runs and blocks that one call sweeps at most: about 50 us.
 SWEEP_BUDGET = 4096
 
-#: Events ahead of which slots of names are asked for, and the blocks that they tell.
+#: How many events ahead the slots of names are prefetched, and then the blocks that these slots point to.
 _FAR, _NEAR = 6, 3
-#: Events of more blocks than this look ahead for themselves.
+#: Events with more blocks than this prefetch for themselves.
 _SMALL_BLOCKS = 4
 
 
 @njit(inline="always")
-def ask_for_slots(context: int, kinds: int, parents: int, offsets: int, names: int, event: int) -> None:
-    """Ask for the slots that a coming event will look at."""
+def prefetch_slots(context: int, kinds: int, parents: int, offsets: int, names: int, event: int) -> None:
+    """Prefetch the slots that an upcoming event will read."""
     at = event << 3
     kind = load(kinds + at)
     if kind == STORED:
@@ -224,8 +225,8 @@ def ask_for_slots(context: int, kinds: int, parents: int, offsets: int, names: i
 
 
 @njit(inline="always")
-def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: int, event: int) -> None:
-    """Ask for what a coming event's name tells, its slot being here: the block's name, and where its run begins."""
+def prefetch_blocks(context: int, kinds: int, parents: int, offsets: int, names: int, event: int) -> None:
+    """Prefetch what the name in an upcoming event leads to, once its slot is in the cache; see `prefetch_block`."""
     at = event << 3
     kind = load(kinds + at)
     begin = load(offsets + at)
@@ -236,16 +237,16 @@ def ask_for_blocks(context: int, kinds: int, parents: int, offsets: int, names: 
         name = load(names + (begin << 3))
     else:
         return
-    ask_for_block(context, name)
+    prefetch_block(context, name)
 
 
 @kernel()
 def apply_events(context: int, table: int, first: int, last: int) -> int:
-    """Apply events `first` to `last` - 1 of columns; gives how many were applied; as -1 - number where some blocks were
-    not known, where there is no room for the next event, or, none being applied, where one's holder is stale.
+    """Apply events `first` to `last` - 1 of columns; returns the number of applied events.
 
-    table: address of the six columns' addresses: holder, kind, parent's name, offsets, names, local hashes. Counters of
-    the call are in the context.
+    Returns -1 - number instead if parents or removed blocks were unknown, if the next event does not fit, or if the
+    holder of an event is stale; in the last case no event is applied. The counters of the call are in the context.
+    table: address of the six columns' addresses: holder, kind, parent's name, offsets, names, local hashes.
     """
     holders, kinds = load(table), load(table + 8)
     parents, offsets = load(table + 16), load(table + 24)
@@ -253,23 +254,24 @@ def apply_events(context: int, table: int, first: int, last: int) -> int:
     put(context, UNKNOWN_PARENTS, 0)
     put(context, UNKNOWN_REMOVALS, 0)
     put(context, FULL, 0)
-    # All before any: a number that outlived its rank would say of the next rank what was meant of that one.
+    # Check all holders before applying anything: a number that outlived its rank would apply the event to the rank that
+    # has its index now.
     stale = find_stale(context, holders, first, last)
     put(context, STALE, stale + 1)
     if stale >= 0:
         return -1
     for event in range(first, last):
         if event + _FAR < last:
-            ask_for_slots(context, kinds, parents, offsets, names, event + _FAR)
+            prefetch_slots(context, kinds, parents, offsets, names, event + _FAR)
         if event + _NEAR < last:
-            ask_for_blocks(context, kinds, parents, offsets, names, event + _NEAR)
+            prefetch_blocks(context, kinds, parents, offsets, names, event + _NEAR)
         if get(context, WAITING):
             wait_for_queries(context)
         at = event << 3
         begin = load(offsets + at)
         apply_event(
             context,
-            load(holders + at) & HOLDER_PLACE_MASK,
+            load(holders + at) & HOLDER_INDEX_MASK,
             load(kinds + at),
             load(parents + at),
             names + (begin << 3),

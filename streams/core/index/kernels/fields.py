@@ -1,7 +1,7 @@
 """Words of the context and fields of a run, as instructions.
 
-What lives here: addressing by the format of layout. What must not: anything that decides. Each is an intrinsic and no
-inlined function: to inline one hundreds of times took half of the time that all kernels take to compile.
+What lives here: addressing by the format in layout. What must not: decisions. Each is an intrinsic instead of an
+inlined function, since inlining small functions hundreds of times took half of the compile time of all kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _field_pointer(builder: Any, args: Any) -> Any:
 
 @intrinsic
 def field(typingctx: Any, context: Any, run: Any, offset: Any) -> Any:
-    """A field of a run."""
+    """Read a field of a run."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sext(builder.load(_field_pointer(builder, args)), _I64)
@@ -82,7 +82,7 @@ def local_at(typingctx: Any, context: Any, block: Any) -> Any:
 
 @intrinsic
 def name_at(typingctx: Any, context: Any, block: Any) -> Any:
-    """The name under which NAMES knows a block."""
+    """Shared name of a block, by which the map NAMES finds it."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(word_pointer(builder, element(builder, context_word(builder, args[0], NAME), args[1], 8)))
@@ -92,7 +92,7 @@ def name_at(typingctx: Any, context: Any, block: Any) -> Any:
 
 @intrinsic
 def column_word(typingctx: Any, context: Any, which: Any, column: Any) -> Any:
-    """Address of a column's word in one of the arrays that have a word a column."""
+    """Address of a column's word in one of the arrays with one word per column."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         base = builder.load(word_pointer(builder, element(builder, args[0], args[1], 8)))
@@ -106,7 +106,7 @@ def column_word(typingctx: Any, context: Any, which: Any, column: Any) -> Any:
 
 @intrinsic
 def begin_change(typingctx: Any, context: Any) -> Any:
-    """The tree is about to change: a query that reads on will notice and start again."""
+    """Mark the tree as changing: a query that reads it from now on will notice and start again."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = word_pointer(builder, builder.add(args[0], _I64(VERSION * 8)))
@@ -119,7 +119,7 @@ def begin_change(typingctx: Any, context: Any) -> Any:
 
 @intrinsic
 def end_change(typingctx: Any, context: Any) -> Any:
-    """The tree is whole again."""
+    """Mark the tree as consistent again."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = word_pointer(builder, builder.add(args[0], _I64(VERSION * 8)))
@@ -214,7 +214,7 @@ def covers(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
 
 @intrinsic
 def set_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
-    """A column holds this run."""
+    """Add a column to the holders of a run."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, bit = _column(builder, args)
@@ -226,7 +226,7 @@ def set_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
 
 @intrinsic
 def unset_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
-    """A column holds this run no more."""
+    """Remove a column from the holders of a run."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, bit = _column(builder, args)
@@ -241,9 +241,9 @@ def unset_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
 
 @intrinsic
 def tag_of(typingctx: Any, context: Any, key: Any) -> Any:
-    """32 bits of hash of a 64-bit key: names may be any numbers, small ones too.
+    """Hash a 64-bit key to 32 bits. Keys may be any numbers, including consecutive small ones.
 
-    Each tree has a salt of its own, so that nobody can choose prompts whose blocks meet in one segment.
+    Each tree has its own salt, so that a client cannot choose prompts whose blocks all fall into one segment.
     """
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -264,7 +264,7 @@ def _segment(builder: Any, context: Any, which: Any, tag: Any) -> Any:
 
 @intrinsic
 def segment_of(typingctx: Any, context: Any, which: Any, tag: Any) -> Any:
-    """Address of the segment in which a tag lies, if anywhere."""
+    """Address of the segment to which a tag belongs."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _segment(builder, *args)
@@ -274,7 +274,7 @@ def segment_of(typingctx: Any, context: Any, which: Any, tag: Any) -> Any:
 
 @intrinsic
 def home_address(typingctx: Any, context: Any, which: Any, tag: Any) -> Any:
-    """Address of the slot where a tag's probes begin: what to prefetch."""
+    """Address of the slot at which probing for a tag begins, for prefetching."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
         return element(builder, _segment(builder, *args), builder.and_(args[2], _I64(SEGMENT_SLOTS - 1)), 8)

@@ -1,22 +1,23 @@
 """Run records folded into the tree, in any order.
 
-What lives here: what a record of a run means for the tree, given what it meant before. What must not: bytes
-(streams/tables) and epochs' comparison with progress records (run_fold).
+What lives here: what a record of a run changes in the tree, given the record's previous value. What must not: bytes
+(streams/tables) and the comparison of epochs with progress records (run_fold).
 
-A record names its blocks by sequence hash, so its parent is found whoever holds it. A parent that is not known yet is a
-phantom, from which the record's blocks hang until the parent comes; queries do not reach them. Blocks of a record that
-nobody holds lie in the tree too, as far as held ones hang from them. A block that two records of a rank claim, since
-compaction leaves no order between a block's old record and its new one, goes when the last of them lets go.
+A record names its blocks by sequence hash, so a parent is found whichever rank holds it. If the parent has not been
+read yet, a phantom stands in for it: the record's blocks hang from the phantom until the parent arrives, and queries do
+not reach them. Blocks of a record that are not held are in the tree too, as far as held blocks hang from them. Since
+compaction leaves no order between keys, two records of a rank can claim the same block for a while: the block's old
+record and its new one. The block is removed when the last claim ends.
 
-Entry of RECORDS: first sequence hash; holder << 32 | the last block held; presence bits, 0 for a free entry; the
-holder's life when it was written.
+An entry of RECORDS: first sequence hash; holder << 32 | the last held block; presence bits, 0 for a free entry; the
+holder's generation when the entry was written.
 """
 
 from __future__ import annotations
 
 from numba import njit
 
-from streams.core.index.kernels.entries import find_owned, give_back, owned_tag, take_entry
+from streams.core.index.kernels.entries import find_owned, free_entry, owned_tag, take_entry
 from streams.core.index.kernels.fields import (
     column_word,
     coverage_address,
@@ -53,13 +54,13 @@ from streams.core.index.kernels.layout import (
 from streams.core.index.kernels.maps import ID_MASK, delete_id, insert_id
 from streams.core.index.kernels.names import find_name, remove_claim
 from streams.core.index.kernels.runs import run_of
-from streams.core.index.kernels.shape import ask_for_block, settle, wait_for_queries
+from streams.core.index.kernels.shape import finish_change, prefetch_block, wait_for_queries
 from streams.core.index.kernels.tree import (
     common_length,
     end_of,
-    forget_aliases,
-    has_room,
+    has_capacity,
     new_phantom,
+    remove_aliases,
     store_blocks,
     uncover,
 )
@@ -82,23 +83,23 @@ from streams.core.kernels.xxh3 import chain_step, digest_9
 
 @njit(inline="always")
 def find_record(context: int, holder: int, first: int) -> int:
-    """Entry of a record, -1 for none."""
+    """Find the entry of a record; returns -1 if there is none."""
     return find_owned(context, RECORD_KEYS, get(context, RECORDS), 5, holder, first)
 
 
 @kernel()
 def free_record(context: int, entry: int) -> None:
-    """A record is no more."""
+    """Free the entry of a record."""
     entries = get(context, RECORDS)
     address = entries + (entry << 5)
     delete_id(context, RECORD_KEYS, owned_tag(context, load(address + 8) >> 32, load(address)), entry)
-    give_back(context, entries, 5, FREE_RECORD, entry)
+    free_entry(context, entries, 5, FREE_RECORD, entry)
     store(address + 16, 0)
 
 
 @kernel()
 def write_record(context: int, entry: int, holder: int, first: int, last_block: int, present: int) -> None:
-    """Set a record, a new one where `entry` is -1."""
+    """Write an entry, or add one if `entry` is -1."""
     entries = get(context, RECORDS)
     if entry < 0:
         entry = take_entry(context, entries, 5, FREE_RECORD, N_RECORDS)
@@ -111,10 +112,10 @@ def write_record(context: int, entry: int, holder: int, first: int, last_block: 
 
 
 @kernel()
-def let_go(context: int, column: int, last_block: int, present: int, gone: int) -> None:
-    """A column's record holds these of its blocks no more.
+def release_blocks(context: int, column: int, last_block: int, present: int, gone: int) -> None:
+    """Release the blocks that a record of a column no longer holds.
 
-    last_block: block of the highest of the `present` bits; gone: bits among them.
+    last_block: block of the highest of the `present` bits; gone: the bits among them to release.
     """
     blocks = get(context, SCRATCH)
     block = last_block
@@ -133,7 +134,7 @@ def let_go(context: int, column: int, last_block: int, present: int, gone: int) 
             run = field(context, run, RUN_PARENT)
             start = field(context, run, RUN_START)
             block = start + field(context, run, RUN_LENGTH) - 1
-    # Only now that all are known: what is let go may be freed.
+    # Find all blocks before releasing any, since a released block may be freed.
     claims = load(column_word(context, COLUMN_CLAIMS, column)) != 0
     while gone:
         offset = 63 - leading_zeros(gone)
@@ -151,47 +152,50 @@ def let_go(context: int, column: int, last_block: int, present: int, gone: int) 
             n_blocks += 1
         first = block
         while n_blocks > 0:
-            # They lie side by side, in one run or in several that follow each other.
+            # These blocks are adjacent, in one run or in several consecutive ones.
             run = run_of(context, first + n_blocks - 1)
             start = max(field(context, run, RUN_START), first)
             todo = first + n_blocks - start
-            forget_aliases(context, column, start, todo)
+            remove_aliases(context, column, start, todo)
             uncover(context, run, start - field(context, run, RUN_START), todo, column)
             n_blocks -= todo
-    settle(context)
+    finish_change(context)
 
 
 @kernel()
-def place(
+def attach_point(
     context: int, sequence: int, locals_: int, offset: int, connected: int, parent: int, has_parent: bool
 ) -> tuple[int, int]:
-    """Where block `offset` of a record hangs: run and offset behind the block before it. What is not there of the
-    record before it is put there.
+    """Find where block `offset` of a record attaches, and add any of the record's earlier blocks that are missing.
 
-    connected: of so many leading blocks it is known that they are there and hang from each other. Of others that is
-    not so, though their names be known: they may hang from a phantom.
+    connected: number of the record's leading blocks that are in the tree and hang from each other. A later block may
+    be in the tree too, but hang from a phantom.
+    Returns the run of the block before it, and the offset after that block.
     """
     if connected > 0:
-        run, behind = end_of(context, find_name(context, load(sequence + ((connected - 1) << 3))))
+        run, after = end_of(context, find_name(context, load(sequence + ((connected - 1) << 3))))
     elif has_parent:
         before = find_name(context, parent)
         if before < 0:
-            run, behind = new_phantom(context, parent), 1
+            run, after = new_phantom(context, parent), 1
         else:
-            run, behind = end_of(context, before)
+            run, after = end_of(context, before)
     else:
-        run, behind = 0, 0
+        run, after = 0, 0
     if connected < offset:
         at = connected << 3
-        store_blocks(context, -1, run, behind, sequence + at, locals_ + at, offset - connected, True)
-        run, behind = end_of(context, find_name(context, load(sequence + ((offset - 1) << 3))))
-    return run, behind
+        store_blocks(context, -1, run, after, sequence + at, locals_ + at, offset - connected, True)
+        run, after = end_of(context, find_name(context, load(sequence + ((offset - 1) << 3))))
+    return run, after
 
 
 @kernel()
-def known_blocks(context: int, last_block: int, n_old: int, locals_: int, n_blocks: int) -> int:
-    """How many leading blocks of a record are those that it had before, side by side up to `last_block`; 0 where they
-    are others, or lie elsewhere: equal local hashes in one run behind the same first block are the same chain."""
+def kept_blocks(context: int, last_block: int, n_old: int, locals_: int, n_blocks: int) -> int:
+    """How many leading blocks of a record are the ones that it had before, adjacent and ending at `last_block`.
+
+    Equal local hashes in one run after the same first block are the same chain. Returns 0 if the blocks differ or are
+    not adjacent in one run.
+    """
     if n_old > n_blocks:
         return 0
     first = last_block - n_old + 1
@@ -205,9 +209,9 @@ def known_blocks(context: int, last_block: int, n_old: int, locals_: int, n_bloc
 def fold_run(
     context: int, holder: int, first: int, parent: int, has_parent: bool, locals_: int, n_blocks: int, present: int
 ) -> bool:
-    """Fold one run record, or its tombstone where `present` is 0; False where there is no room.
+    """Fold one run record, or its tombstone if `present` is 0; returns False if it does not fit.
 
-    sequence hashes follow from the first one, which is the record's key and was proved by the caller.
+    The sequence hashes are derived from the first one, which is the record's key and was verified by the caller.
     """
     column = load32(get(context, COLUMN_OF) + (holder << 2))
     entry = find_record(context, holder, first)
@@ -221,19 +225,19 @@ def fold_run(
         if entry >= 0:
             free_record(context, entry)
         if old:
-            let_go(context, column, last_block, old, old)
+            release_blocks(context, column, last_block, old, old)
         return True
     small = get(context, SMALL_MAX)
     records, claims = get(context, N_RECORDS) + 1, get(context, N_CLAIMS) + n_blocks
-    if not has_room(context, 2 * n_blocks) or records > small or claims > small:
+    if not has_capacity(context, 2 * n_blocks) or records > small or claims > small:
         put(context, FULL, 1)
         return False
-    # Behind the words that let_go uses.
+    # After the words that release_blocks uses.
     sequence = get(context, SCRATCH) + (64 << 3)
     gone, new, connected = old, present, 0
     known = 0
     if old:
-        known = known_blocks(context, last_block, 64 - leading_zeros(old), locals_, n_blocks)
+        known = kept_blocks(context, last_block, 64 - leading_zeros(old), locals_, n_blocks)
         if known:
             gone, new, connected = old & ~present, present & ~old, known
             copy_words(sequence, get(context, NAME) + ((last_block - known + 1) << 3), known)
@@ -248,17 +252,17 @@ def fold_run(
         top = 63 - leading_zeros(old)
         if top < n_blocks and name_at(context, last_block) == load(sequence + (top << 3)):
             gone, new, connected = old & ~present, present & ~old, top + 1
-    # What is new first: a block that goes on being held by other bits is then never gone in between.
+    # Add before removing, so that a block that stays held under another bit is never missing in between.
     while new:
         begin = trailing_zeros(new)
         length = trailing_zeros(~shift_right(new, begin))
         new &= ~(((1 << length) - 1) << begin)
-        run, behind = place(context, sequence, locals_, begin, min(connected, begin), parent, has_parent)
+        run, after = attach_point(context, sequence, locals_, begin, min(connected, begin), parent, has_parent)
         at = begin << 3
-        store_blocks(context, column, run, behind, sequence + at, locals_ + at, length, True)
+        store_blocks(context, column, run, after, sequence + at, locals_ + at, length, True)
         connected = max(connected, begin + length)
     if gone:
-        let_go(context, column, last_block, old, gone)
+        release_blocks(context, column, last_block, old, gone)
     else:
         end_change(context)
     top = 63 - leading_zeros(present)
@@ -278,13 +282,13 @@ def fold_run(
 ) = range(7)
 
 
-#: Records ahead of which slots are asked for, and the blocks that they tell.
+#: How many records ahead slots are prefetched, and then the blocks that these slots point to.
 _FAR, _NEAR = 6, 3
 
 
 @njit(inline="always")
-def ask_for_record(context: int, holders: int, firsts: int, parents: int, record: int) -> None:
-    """Ask for the slots that a coming record will look at."""
+def prefetch_record(context: int, holders: int, firsts: int, parents: int, record: int) -> None:
+    """Prefetch the slots that an upcoming record will read."""
     at = record << 3
     first = load(firsts + at)
     prefetch_write(home_address(context, RECORD_KEYS, owned_tag(context, load(holders + at), first)))
@@ -293,14 +297,14 @@ def ask_for_record(context: int, holders: int, firsts: int, parents: int, record
 
 
 @njit(inline="always")
-def ask_for_parent(context: int, parents: int, record: int) -> None:
-    """Ask for where a coming record's parent lies, its slot being here."""
-    ask_for_block(context, load(parents + (record << 3)))
+def prefetch_parent(context: int, parents: int, record: int) -> None:
+    """Prefetch what the parent of an upcoming record leads to, once its slot is in the cache."""
+    prefetch_block(context, load(parents + (record << 3)))
 
 
 @kernel()
 def fold_runs(context: int, table: int, first: int, last: int) -> int:
-    """Fold records `first` to `last` - 1 of columns; gives how many were folded, fewer where there is no room.
+    """Fold records `first` to `last` - 1 of columns; returns how many were folded, fewer if one does not fit.
 
     table: address of the seven columns' addresses: holder, first sequence hash, parent's, whether there is a parent,
     presence bits (0 a tombstone), offsets into the local hashes, local hashes; int64 each.
@@ -311,9 +315,9 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
     put(context, FULL, 0)
     for record in range(first, last):
         if record + _FAR < last:
-            ask_for_record(context, holders, firsts, parents, record + _FAR)
+            prefetch_record(context, holders, firsts, parents, record + _FAR)
         if record + _NEAR < last:
-            ask_for_parent(context, parents, record + _NEAR)
+            prefetch_parent(context, parents, record + _NEAR)
         if get(context, WAITING):
             wait_for_queries(context)
         at = record << 3
@@ -334,15 +338,18 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
 
 @kernel()
 def drop_old_records(context: int, first: int, budget: int) -> int:
-    """Free records of lives that ended, from one entry on; gives the entry to go on from, 0 behind the last."""
+    """Free entries of generations that have ended, from entry `first` on.
+
+    Returns the entry to continue from, or 0 after the last one.
+    """
     n_records = get(context, N_RECORDS)
     last = min(n_records, first + budget)
-    entries, lives = get(context, RECORDS), get(context, HOLDER_GENERATION)
+    entries, generations = get(context, RECORDS), get(context, HOLDER_GENERATION)
     for entry in range(first, last):
         address = entries + (entry << 5)
         if load(address + 16) != 0:
             holder = load(address + 8) >> 32
-            if load(address + 24) != load(lives + (holder << 3)):
+            if load(address + 24) != load(generations + (holder << 3)):
                 free_record(context, entry)
     if last >= n_records:
         return 0
@@ -351,9 +358,9 @@ def drop_old_records(context: int, first: int, budget: int) -> int:
 
 @kernel()
 def digest_columns(context: int, digests: int) -> None:
-    """Digest of what each column holds: the exclusive or over its blocks of xxh3_64 of tier and name.
+    """Compute the digest of what each column holds: xxh3_64 of tier and name, combined over its blocks by exclusive or.
 
-    digests: address of an int64 a column, zeros at first. Ended columns get some of their own, for nobody to read.
+    digests: address of one int64 per column, zeros at first. The digests of ended columns have no meaning.
     """
     words = get(context, N_WORDS)
     tiers = get(context, TIER_OF)

@@ -1,51 +1,52 @@
-"""Where everything of a run tree lies: the words of its context, the fields of a run, the limits.
+"""The memory format of a run tree: the words of its context, the fields of a run, and the limits.
 
-What lives here: numbers. What must not: code that uses them. A kernel gets one integer, the address of the context:
-int64 words that hold the addresses of the arenas and all counters. The comments below are the reference of the format;
-`streams/core/index/run_tree.py` allocates it.
+What lives here: numbers. What must not: code that uses them. Kernels receive one integer, the address of the context.
+The context is an array of int64 words: the addresses of the arenas, and all counters. The comments below define the
+format; `streams/core/index/arenas.py` allocates it.
 
-Block id = position in the arenas LOCAL and NAME, int64 words each. A run is consecutive blocks of one chain with one
-set of holders; it is found from a block by scanning the bitmap STARTS backwards and taking, from the chain of runs that
-start in that granule of 16 blocks, the one that starts there: so no block stores its owner (4 bytes each), and a split
-rewrites no owners. Two bitmaps above STARTS tell which of its words are not zero, so that the scan of a long run is as
-short as any: without them a store that looks up each block of a run of 131,072 took 1.4 s, most of it scanning.
+A block id is a position in the arenas LOCAL and NAME, which have one int64 word per block. A run is consecutive blocks
+of one chain with one set of holders. Blocks do not store their run, which saves 4 bytes per block, and a split rewrites
+no blocks. To find the run of a block, a kernel scans the bitmap STARTS backwards to the block at which the run starts.
+A granule is 16 blocks; GRANULES heads a list of the runs that start in each granule, and the kernel takes the one with
+that start. Two more bitmaps above STARTS mark which of its words are not zero, so that the scan is short even in long
+runs. Without them, a store that looked up each block of a run of 131,072 blocks took 1.4 s, mostly for scanning.
 """
 
 from __future__ import annotations
 
 # -- arenas: addresses --------------------------------------------------------
 VERSION = 0  # odd while the tree changes
-LOCAL = 1  # int64 a block: local hash
-NAME = 2  # int64 a block: the name under which NAMES knows it
-STARTS = 3  # bit a block: a run starts here
-GRANULES = 4  # int32 a granule of 16 blocks: 1 + a run that starts in it, 0 for none
-RUNS = 5  # 64 bytes a run
-WIDE = 6  # coverage words beyond the first four, WIDE_STRIDE words a run
+LOCAL = 1  # int64 per block: local hash
+NAME = 2  # int64 per block: its shared name, by which the map NAMES finds it
+STARTS = 3  # bit per block: a run starts here
+GRANULES = 4  # int32 per granule of 16 blocks: 1 + a run that starts in it, 0 for none
+RUNS = 5  # 64 bytes per run
+WIDE = 6  # coverage words beyond the first four, WIDE_STRIDE words per run
 WIDE_STRIDE = 7
 N_WORDS = 8  # coverage words in use
-LIVE = 9  # coverage columns that count
-ENDED = 10  # coverage columns of cleared ranks, not swept yet
-COLUMN_OF = 11  # int32 a holder: its coverage column
-RANK_OF = 12  # int32 a column: rank number
-TIER_OF = 13  # int32 a column
-COLUMN_FACTS = 14  # int64 a column: blocks held
-COLUMN_ALIASES = 15  # int64 a column: blocks held under a name of its own
-COLUMN_CLAIMS = 16  # int64 a column: blocks that more than one record claims
-HOLDERS_OF = 17  # int32 * 4 a rank: 1 + its holder in each tier, 0 for none
-HOLDER_RANK = 18  # int32 a holder: rank number
-HOLDER_TIER = 19  # int32 a holder
+LIVE = 9  # bit per column: assigned to a holder
+ENDED = 10  # bit per column: its holder was cleared, and the sweep has not finished
+COLUMN_OF = 11  # int32 per holder: its coverage column
+RANK_OF = 12  # int32 per column: rank number
+TIER_OF = 13  # int32 per column
+COLUMN_FACTS = 14  # int64 per column: blocks held
+COLUMN_ALIASES = 15  # int64 per column: blocks held under a name of its own
+COLUMN_CLAIMS = 16  # int64 per column: blocks that more than one record claims
+HOLDERS_OF = 17  # four int32 per rank: 1 + its holder in each tier, 0 for none
+HOLDER_RANK = 18  # int32 per holder: rank number
+HOLDER_TIER = 19  # int32 per holder
 SCRATCH = 20  # int64 words for one event
-SEGMENTS = 21  # 64 KiB a segment of a map
-SEGMENT_META = 22  # two int32 a segment: entries, depth
-ALIASES = 23  # two int64 an entry of ALIAS_NAMES and ALIAS_BLOCKS: name; column << 32 | block
-CLAIMS = 24  # two int64 an entry of CLAIM_BLOCKS: column << 32 | block; how many more records claim it
-RECORDS = 25  # 32 bytes an entry of RECORD_KEYS, see fold
-FREE_STARTS = 26  # bit a block: a free span starts here
-FREE_ENDS = 27  # bit a block: a free span ends here
-FREE_COLUMNS = 28  # int32 stack of columns that nobody uses
-DEFERRED = 30  # four int64 an entry: first block and number of names to forget, first block and length of a span
-PHANTOM_BITS = 31  # bit a hash: a phantom may have it; see tree.may_be_phantom
-HOLDER_GENERATION = 29  # int64 a holder: number of clears, so that records of older ones are known
+SEGMENTS = 21  # 64 KiB per segment of a map
+SEGMENT_META = 22  # two int32 per segment: entries, depth
+ALIASES = 23  # two int64 per entry of ALIAS_NAMES and ALIAS_BLOCKS: name; column << 32 | block
+CLAIMS = 24  # two int64 per entry of CLAIM_BLOCKS: column << 32 | block; number of additional records that claim it
+RECORDS = 25  # 32 bytes per entry of RECORD_KEYS, see fold
+FREE_STARTS = 26  # bit per block: a free span starts here
+FREE_ENDS = 27  # bit per block: a free span ends here
+FREE_COLUMNS = 28  # int32 stack of unused columns
+DEFERRED = 30  # four int64 per entry: first block and number of names to remove, first block and length of a span
+PHANTOM_BITS = 31  # Bloom filter with one hash, a bit per tag: a phantom may have this tag; see tree.first_phantom
+HOLDER_GENERATION = 29  # int64 per holder: number of clears, which marks records from before a clear
 
 # -- counters -----------------------------------------------------------------
 N_RUNS = 32  # high water of run ids
@@ -65,20 +66,20 @@ FREE_RECORD = 45
 N_FREE_COLUMNS = 46
 N_COLUMNS = 47
 N_ENDED = 48
-SWEEP_AT = 49  # next run that the sweep looks at
-SWEEP_AGAIN = 50  # a run behind the sweep took over an ended column
-SYNTHETIC = 51  # counter of made-up names
+SWEEP_AT = 49  # next run that the sweep examines
+SWEEP_AGAIN = 50  # a run that the sweep had passed took over an ended column, so that another pass is needed
+SYNTHETIC = 51  # counter of synthetic names
 N_PHANTOMS = 52
 N_LIVE_RUNS = 53
 UNKNOWN_PARENTS = 54  # of the last call
 UNKNOWN_REMOVALS = 55
-FULL = 56  # the event was refused, for want of: FULL_BLOCKS, FULL_SEGMENTS or FULL_ALIASES; 0 where there was room
+FULL = 56  # what the refused event lacked: FULL_BLOCKS, FULL_SEGMENTS or FULL_ALIASES; 0 if none was refused
 FULL_NEED = 68  # blocks of the event that was refused
-STALE = 67  # 1 + an event of the last call whose holder is nobody's, 0 for none
+STALE = 67  # 1 + an event of the last call whose holder number is not valid, 0 for none
 N_DEFERRED = 57
-WAITING = 70  # queries that were disturbed and ask the writer for a moment
+WAITING = 70  # queries that were interrupted by changes and ask the writer to pause
 SALT = 59  # of all hashes of this tree's maps
-N_TAKEN = 58  # names of new blocks that are another's
+N_TAKEN = 58  # names of new blocks that another block already has
 
 # -- limits -------------------------------------------------------------------
 BLOCKS_MAX = 60
@@ -87,7 +88,7 @@ SEGMENTS_MAX = 62
 COLUMNS_MAX = 63
 SCRATCH_MAX = 64
 SMALL_MAX = 65  # entries of CLAIMS and RECORDS, each
-ALIASES_MAX = 66  # entries of ALIASES; within one event there is room for as many more
+ALIASES_MAX = 66  # entries of ALIASES; the arena has space for as many again, which one event may use temporarily
 
 # -- maps: directory address, depth, entries ----------------------------------
 NAMES = 72
@@ -103,20 +104,20 @@ MAP_DIRECTORY, MAP_DEPTH, MAP_ENTRIES = 0, 1, 2
 SPAN_CLASSES = 96
 N_SPAN_CLASSES = 32
 
-STARTS_ABOVE = 90  # bit a word of STARTS: it is not zero
-STARTS_TOP = 91  # bit a word of STARTS_ABOVE: it is not zero
-HOLDER_NUMBERS = 92  # int64 a holder: 1 + the number that callers have of it, 0 where its rank is gone; see tagged
+STARTS_ABOVE = 90  # bit per word of STARTS: it is not zero
+STARTS_TOP = 91  # bit per word of STARTS_ABOVE: it is not zero
+HOLDER_NUMBERS = 92  # int64 per holder: 1 + the number that callers use for it, 0 if its rank was removed
 
-#: Tags and segments of the names worked on in one go, two words each.
+#: Tags and segments of the names that are processed together, two words each.
 AHEAD = 128
 AHEAD_MAX = 32
 
 CONTEXT_WORDS = 192
 
-#: What a store lists of each of its blocks at most: a stretch of three words or a name that is another's, and twice a
-#: block that lost its name, two words each.
+#: The most that a store lists for each of its blocks: a stretch of three words or a name that another block has, and
+#: twice a block that loses its name, two words each.
 SCRATCH_BYTES_PER_BLOCK = 64
-#: Words of SCRATCH that the fold of records uses; stores list what they will change behind them.
+#: Words of SCRATCH that the fold of records uses; stores list what they will change after these words.
 SCRATCH_OF_FOLD = 128
 
 # -- a run: int32 fields at these bytes, then four coverage words ---------------
@@ -138,54 +139,56 @@ FULL_BLOCKS, FULL_SEGMENTS, FULL_ALIASES = 1, 2, 3
 # -- events in columns ----------------------------------------------------------
 STORED_AT_ROOT, STORED, REMOVED, CLEARED = 0, 1, 2, 3
 
-#: Slots of a segment: 64 KiB. A map grows by splitting one segment (some 25 us), never as a whole: a rehash of
-#: 500,000 entries at once held up the writer for 8.5 ms.
+#: Slots per segment: 64 KiB. A map grows by splitting one segment (about 25 us) and is never rehashed as a whole:
+#: rehashing 500,000 entries at once blocked the writer for 8.5 ms.
 SEGMENT_SLOTS = 8192
 SEGMENT_SHIFT = 16
-#: A segment is split at half: at 0.8 a miss probes 13 slots and a deletion moves several, both beyond what a
-#: processor predicts (35 ns an insertion against 44), and a split of a fuller one moves more of what it keeps: growing
-#: costs 7 ns a block here, 9 at 0.6, 17 at 0.7. Slots of 8 bytes a third full are still few bytes a name.
+#: A segment is split when it is half full. At a load of 0.8, a miss probes 13 slots and a deletion moves several, which
+#: processors do not predict (35 ns per insertion at half load, 44 ns at 0.8), and the split of a fuller segment moves
+#: more of the entries that it keeps. Growth costs 7 ns per block at half load, 9 at 0.6 and 17 at 0.7. Since a slot has
+#: 8 bytes, even a load of one third costs few bytes per name.
 SEGMENT_ENTRIES_MAX = 4096
-#: Two halves are joined where both together fill a segment to a quarter: far from being split again.
+#: Two halves are joined when together they fill a quarter of a segment, so that they are not soon split again.
 SEGMENT_ENTRIES_JOINED_MAX = 2048
-#: 2^19 segments of 8,192 slots use up the 32 bits of a tag.
+#: A tag has 32 bits: 19 choose one of 2^19 segments, and 13 one of 8,192 slots.
 DEPTH_MAX = 19
 
-#: Spare room behind a new run, in blocks, so that decode extends it in place: the run's own length between these.
-#: With 12 % of it a decode workload made 38,000 runs of what are 5,000 now.
+#: Spare space after a new run, in blocks, so that decode extends the run in place: the run's own length, within these
+#: bounds. With 12 % of the run's length instead, a decode workload made 38,000 runs where it now makes 5,000.
 SLACK_MIN = 16
 SLACK_MAX = 128
-#: A run gets no spare room where less than this share of all blocks is left, 1 in 1 << 2: a single block takes 17 with
-#: it, so that an index of single blocks was full at a seventeenth of its limit.
+#: A run gets no spare space once less than this share of all blocks is left, 1 in 1 << 2. Spare space turns one block
+#: into 17, so an index of single blocks was full at a seventeenth of its limit.
 SLACK_LEFT_SHIFT = 2
-#: A run that shrank keeps at most this much spare room.
+#: A run that shrank keeps at most this much spare space.
 SLACK_KEPT_MAX = 256
 
-#: Looks at WAITING before the writer goes on all the same: some 20 us, in which the queries of many threads end.
-PATIENCE = 320
-#: Disturbed tries after which a query asks for a moment. A writer of small events changes the tree every 2 us, which is
-#: what a long query takes: without asking, every hundredth waited 190 us.
+#: Checks of WAITING after which the writer continues regardless: about 20 us, in which the queries of many threads end.
+PAUSE_CHECKS_MAX = 320
+#: Interrupted tries after which a query asks the writer to pause. A writer of small events changes the tree every 2 us,
+#: about as long as a long query takes. Without this request, one query in a hundred waited 190 us.
 TRIES_BEFORE_WAITING = 2
 
-#: Tries after which a query, or a writer that waits for queries, lets go of the processor between two: the other may
-#: be waiting for this very processor.
+#: Tries after which a query, or a writer that waits for queries, yields the processor between tries, since the thread
+#: that it waits for may need the same processor.
 TRIES_BEFORE_YIELDING = 256
 
-#: Runs removed by one event whose names wait for its end; with more of them queries wait a little.
+#: Runs removed by one event whose names are removed after the change. Beyond this, names are removed within the change,
+#: and queries wait for that.
 DEFERRED_MAX = 65_536
 
-#: Bits by which most names are known to be no phantom's: 512 KiB, which a recovery of many keeps in the cache.
+#: Bits of the filter that rules out phantoms for most names: 512 KiB, which stays in the cache during a recovery.
 PHANTOM_FILTER_BITS = 1 << 22
 
-#: Free spans shorter than a class looked at before a bigger class is broken up.
+#: Free spans of the needed length's own class that are tried before a span of a greater class is cut.
 SPAN_TRIES_MAX = 4
 
 N_TIERS = 4
 
-#: A caller's number of a holder: its place in the arrays of holders in these bits, and above them how many ranks had
-#: that place before.
-HOLDER_PLACE_BITS = 32
-HOLDER_PLACE_MASK = (1 << 16) - 1
+#: The number that callers use for a holder: these low bits are its index in the arrays of holders, and the bits above
+#: are the number of ranks that had this index before.
+HOLDER_INDEX_BITS = 32
+HOLDER_INDEX_MASK = (1 << 16) - 1
 
 #: 16,384 ranks in four tiers.
 COLUMNS_MAX_EVER = 65_536

@@ -1,11 +1,11 @@
-"""Hash maps of 8-byte slots in segments: 32 bits of hash, 32 bits of id; the key lies where the id points.
+"""Hash maps of 8-byte slots in segments: a slot has 32 bits of hash (the tag) and 32 bits of id.
 
-What lives here: finding, inserting, deleting and splitting by (tag, id); who owns the ids verifies the keys. What must
-not: runs and names.
+What lives here: finding, inserting, deleting and splitting by (tag, id). The key itself is stored where the id points,
+and the caller compares it. What must not: runs and names.
 
-A directory indexed by the tag's upper bits names the segment; the lower 13 bits are the home slot in it, so that a
-split moves entries without hashing them again. Linear probing within the segment, backward-shift deletion, no
-tombstones.
+A directory indexed by the tag's upper bits gives the segment. The lower 13 bits are the home slot in it, so a split
+moves entries without hashing them again. Maps use linear probing within the segment and backward-shift deletion,
+without tombstones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ID_MASK = (1 << 32) - 1
 
 @kernel()
 def find_id(context: int, which: int, tag: int, number: int) -> int:
-    """Address of the slot with this tag and id, 0 for none."""
+    """Address of the slot with this tag and id; 0 if there is none."""
     segment = segment_of(context, which, tag)
     wanted = (tag << 32) | (number + 1)
     position = tag & SLOT_MASK
@@ -52,7 +52,7 @@ def find_id(context: int, which: int, tag: int, number: int) -> int:
 
 @kernel()
 def delete_slot(context: int, which: int, address: int) -> None:
-    """Delete the entry at an address; entries behind it move up."""
+    """Delete the entry at an address, and move later entries of its cluster up."""
     segments = load(context + (SEGMENTS << 3))
     number = (address - segments) >> SEGMENT_SHIFT
     segment = segments + (number << SEGMENT_SHIFT)
@@ -76,7 +76,7 @@ def delete_slot(context: int, which: int, address: int) -> None:
 
 @kernel()
 def delete_id(context: int, which: int, tag: int, number: int) -> bool:
-    """Delete the entry with this tag and id; gives whether there was one."""
+    """Delete the entry with this tag and id; returns whether there was one."""
     address = find_id(context, which, tag, number)
     if address == 0:
         return False
@@ -86,7 +86,7 @@ def delete_id(context: int, which: int, tag: int, number: int) -> bool:
 
 @kernel()
 def new_segment(context: int, depth: int) -> int:
-    """Number of an empty segment, -1 where the arena is full."""
+    """Take an empty segment; returns its number, or -1 if the arena is full."""
     segments = load(context + (SEGMENTS << 3))
     meta = load(context + (SEGMENT_META << 3))
     number = load(context + (FREE_SEGMENT << 3)) - 1
@@ -107,7 +107,7 @@ def new_segment(context: int, depth: int) -> int:
 
 @kernel()
 def free_segment(context: int, number: int) -> None:
-    """Give a segment back; what is in it is lost."""
+    """Put a segment on the free list; its content is lost."""
     store(load(context + (SEGMENTS << 3)) + (number << SEGMENT_SHIFT), load(context + (FREE_SEGMENT << 3)))
     store32(load(context + (SEGMENT_META << 3)) + (number << 3) + 4, -1)
     store(context + (FREE_SEGMENT << 3), number + 1)
@@ -115,7 +115,10 @@ def free_segment(context: int, number: int) -> None:
 
 @kernel()
 def split_segment(context: int, which: int, tag: int) -> bool:
-    """Split the segment of a tag in two; False where a map can grow no more, and the segment fills up."""
+    """Split the segment of a tag in two.
+
+    Returns False if the map cannot grow any further; the segment then fills up beyond SEGMENT_ENTRIES_MAX.
+    """
     directory = load(context + ((which + MAP_DIRECTORY) << 3))
     depth = load(context + ((which + MAP_DEPTH) << 3))
     segments = load(context + (SEGMENTS << 3))
@@ -140,7 +143,7 @@ def split_segment(context: int, which: int, tag: int) -> bool:
         store32(directory + (index << 2), new)
     shift = 63 - own_depth
     left, right = segments + (old << SEGMENT_SHIFT), segments + (new << SEGMENT_SHIFT)
-    # From behind an empty slot on, every entry comes after those that its own probes would meet.
+    # Start after an empty slot, so that each entry is visited after all entries that its own probing would pass.
     begin = 0
     while load(left + (begin << 3)) != 0:
         begin += 1
@@ -152,7 +155,7 @@ def split_segment(context: int, which: int, tag: int) -> bool:
             continue
         position = shift_right(slot, 32) & SLOT_MASK
         store(address, 0)
-        # Arithmetic and no branch: which half it is, nobody can predict, and a wrong guess costs 5 ns.
+        # Arithmetic instead of a branch: the half is random, and a mispredicted branch costs 5 ns.
         moves = shift_right(slot, shift) & 1
         moved += moves
         target = left + moves * (right - left)
@@ -167,7 +170,7 @@ def split_segment(context: int, which: int, tag: int) -> bool:
 
 @kernel()
 def insert_id(context: int, which: int, tag: int, number: int) -> None:
-    """Insert an entry whose key is not there."""
+    """Insert an entry whose key is not in the map yet."""
     while True:
         segment = segment_of(context, which, tag)
         index = (segment - load(context + (SEGMENTS << 3))) >> SEGMENT_SHIFT
@@ -186,7 +189,7 @@ def insert_id(context: int, which: int, tag: int, number: int) -> None:
 
 @kernel()
 def split_segments_to(context: int, which: int, depth: int) -> None:
-    """Split an empty map into 2^depth segments: room for what is expected, so that none is split later."""
+    """Split an empty map into 2^depth segments, so that none of them has to be split later."""
     for level in range(depth):
         for index in range(1 << level):
             split_segment(context, which, index << (32 - level))
@@ -194,9 +197,9 @@ def split_segments_to(context: int, which: int, depth: int) -> None:
 
 @kernel()
 def join_segments(context: int, which: int, budget: int) -> int:
-    """Join halves that fit one segment with room to spare, so many at most; gives how many segments came free.
+    """Join up to `budget` pairs of halves that fit one segment with space to spare; returns how many were joined.
 
-    Some 40 us each, during which queries wait if it is the children's map, the only one that they read.
+    Each takes about 40 us. Queries wait meanwhile if it is the map CHILDREN, the only one that they read.
     """
     directory = load(context + ((which + MAP_DIRECTORY) << 3))
     depth = load(context + ((which + MAP_DEPTH) << 3))

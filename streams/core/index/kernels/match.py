@@ -1,7 +1,7 @@
 """Queries: how many leading blocks of a request each rank holds.
 
 What lives here: reading the tree. What must not: changing anything. A query may run while another thread applies
-events: it reads the version before and after, bounds every step, and says BUSY where the two differ.
+events: it reads the version before and after, checks the bounds of every step, and tries again if the version changed.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from streams.core.kernels.memory import (
 from streams.core.kernels.words import get
 from streams.errors import InvalidRequest
 
-#: The tree changed meanwhile: ask again.
+#: The tree changed during the query: call again.
 BUSY = -1
-#: Some ranks hold blocks below the device: ask match_tiers.
+#: Some ranks hold blocks below the device tier: call match_tiers.
 TIERED = -2
-#: There are more ranks by now than the caller has room for: ask with more.
+#: There are now more ranks than the caller's arrays can hold: call again with larger arrays.
 GROW = -3
-#: Tries within one call before the caller hears BUSY: tens of milliseconds, in which a writer that the system put to
-#: sleep in the middle of a change has come back.
+#: Tries within one call before it returns BUSY: tens of milliseconds, enough for a writer to run again after the system
+#: suspended it in the middle of a change.
 TRIES_MAX = 1 << 16
 
 #: Words of an answer of match_tiers: rank << 32 | blocks, and blocks whose fastest copy is in each tier.
@@ -68,7 +68,7 @@ TIERED_WORDS = 5
 
 @njit(inline="always")
 def _emit(context: int, word: int, gone: int, blocks: int, out: int, found: int) -> int:
-    """These columns' match ends here."""
+    """Write the results of columns whose match ends here; returns the new number of results."""
     ranks = load(context + (RANK_OF << 3))
     while gone:
         column = (word << 6) + trailing_zeros(gone)
@@ -148,7 +148,10 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int, w
 
 @njit(inline="always")
 def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: int) -> int:
-    """`state`: per rank a stamp, the tiers of this run, and four counts; then the list of ranks still matching."""
+    """Match once.
+
+    state: for each rank a stamp, the tiers in which it holds this run, and four counts; then the ranks still matching.
+    """
     version = load_acquire(context + (VERSION << 3))
     if version & 1:
         return BUSY
@@ -157,7 +160,7 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
     words = load(context + (N_WORDS << 3))
     runs_max, blocks_max = load(context + (RUNS_MAX << 3)), load(context + (BLOCKS_MAX << 3))
     ranks, tiers, live = get(context, RANK_OF), get(context, TIER_OF), get(context, LIVE)
-    # The stamp goes on from call to call, so that nothing needs clearing.
+    # The stamp keeps growing from call to call, so that nothing needs clearing.
     stamp = load(state)
     n_ranks = load(state + 8)
     rows = state + 16
@@ -233,7 +236,7 @@ def _emit_tiers(row: int, rank: int, blocks: int, out: int, found: int) -> int:
 
 @njit(inline="always")
 def _before_next_try(context: int, tries: int) -> None:
-    """The tree changed meanwhile: after some tries the writer is asked for a moment, and is let run."""
+    """After an interrupted try: after some tries, ask the writer to pause, and later also yield the processor to it."""
     if tries == TRIES_BEFORE_WAITING:
         atomic_add(context + (WAITING << 3), 1)
     if tries >= TRIES_BEFORE_YIELDING:
@@ -242,17 +245,17 @@ def _before_next_try(context: int, tries: int) -> None:
 
 @njit(inline="always")
 def _after_tries(context: int, tries: int) -> None:
-    """Ask no more. `tries`: number of the last one."""
+    """Withdraw the request to pause. `tries` is the number of the last try."""
     if tries > TRIES_BEFORE_WAITING:
         atomic_add(context + (WAITING << 3), -1)
 
 
 @kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C")), nogil=False)
 def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Array) -> int:
-    """Match a request where ranks hold blocks in several tiers: gives the number of ranks found, or BUSY.
+    """Match a request when ranks hold blocks in several tiers; returns the number of ranks found, BUSY or GROW.
 
-    out: int64[n_ranks * TIERED_WORDS]. state: int64[2 + n_ranks * 7], zeros at first but for state[1] = n_ranks. GROW
-    where there are more ranks than that.
+    out: int64[n_ranks * TIERED_WORDS]. state: int64[2 + n_ranks * 7], zeros at first except state[1] = n_ranks. Returns
+    GROW if there are more ranks than n_ranks.
     """
     found, tries = BUSY, 0
     for tries in range(TRIES_MAX):
@@ -266,9 +269,10 @@ def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Arr
 
 @kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C")), nogil=False)
 def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
-    """As `match`, with the caller's own array, for an answer that is kept: BUSY, TIERED or GROW instead of a number.
+    """Like `match`, but into an array of the caller's, which can keep it; may also return TIERED or GROW.
 
-    work: int64[words * 65], words the number of coverage words: an answer for each column, and a word for each 64.
+    work: int64[words * 65], where `words` is the number of coverage words: one word per column for the answer, and one
+    per 64 columns for the columns that still match.
     """
     words = work.size // 65
     out = address_of(work)
@@ -285,11 +289,12 @@ def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
 
 @kernel(int64(int64, HASHES), nogil=False)
 def match(matcher: int, query: HashArray) -> int:
-    """Match a request: gives the number of ranks found, or BUSY.
+    """Match a request; returns the number of ranks found, or BUSY.
 
-    matcher: address of five words: context; where answers go, int64 a rank: rank << 32 | blocks; a word for each 64
-    columns; and `out` and `state` of match_tiers; all with room for as many ranks as there can be. query:
-    uint64[n_blocks]. It keeps the GIL: it ends within microseconds, and to get the GIL back from a thread that applies
+    matcher: address of five words, four of which are addresses of arrays that are large enough for every rank that an
+    index can have. The words are the context; the answers, one int64 per rank, rank << 32 | blocks; one int64 per 64
+    columns; and `out` and `state` of match_tiers. query: uint64[n_blocks].
+    The GIL is kept, since the call takes microseconds, and waiting for the GIL while another thread applies events
     would take longer.
     """
     context, out = load(matcher), load(matcher + 8)
@@ -309,15 +314,16 @@ def match(matcher: int, query: HashArray) -> int:
 
 
 def _refuse(*given: Any, **named: Any) -> NoReturn:
-    """Say what is wrong with a query that is no HASHES."""
+    """Raise InvalidRequest, with what is wrong with a query that does not have the type HASHES."""
     query = given[-1] if given else None
     shown = f"a {type(query).__name__}"
     if isinstance(query, np.ndarray):
         layout = "contiguous" if query.flags.c_contiguous else "not contiguous"
         shown = f"{query.dtype} with {query.ndim} dimensions, {layout}"
-    raise InvalidRequest(f"a query is one contiguous uint64[n_blocks], and not {shown}")
+    raise InvalidRequest(f"a query is one contiguous uint64[n_blocks], not {shown}")
 
 
-# What numba calls where no signature fits, to raise its own TypeError: so that the check costs a good query nothing.
+# Numba calls this when no signature fits, to raise its own TypeError. Replacing it checks queries at no cost to valid
+# ones.
 _dispatcher: Any = match
 _dispatcher._explain_matching_error = _refuse

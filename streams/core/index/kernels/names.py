@@ -1,14 +1,14 @@
-"""Names of blocks: the one that all share, and those of a rank's own.
+"""Names of blocks: the shared one, and a rank's own ones.
 
-What lives here: looking up by name; aliases, a rank's own name for a block; claims, a block that more than one record
-of a rank holds. What must not: what follows for the tree.
+What lives here: lookups by name; aliases (a rank's own name for a block); claims (a block in more than one record of a
+rank). What must not: changes of the tree that follow from them.
 """
 
 from __future__ import annotations
 
 from numba import njit
 
-from streams.core.index.kernels.entries import find_keyed, find_owned, give_back, owned_tag, take_entry
+from streams.core.index.kernels.entries import find_keyed, find_owned, free_entry, owned_tag, take_entry
 from streams.core.index.kernels.fields import column_word, covers, segment_of, tag_of
 from streams.core.index.kernels.layout import (
     ALIAS_BLOCKS,
@@ -37,25 +37,25 @@ from streams.core.kernels.words import SYNTHETIC_STEP, add, get
 
 @njit(inline="always")
 def column_block(column: int, block: int) -> int:
-    """A block within a column, as a key."""
+    """Key of a block within a column."""
     return (column << 32) | block
 
 
 @njit(inline="always")
 def find_alias_of_name(context: int, column: int, name: int) -> int:
-    """Alias entry of a column's name, -1 for none."""
+    """Find the alias entry of a column's name; returns -1 if there is none."""
     return find_owned(context, ALIAS_NAMES, get(context, ALIASES), 4, column, name)
 
 
 @njit(inline="always")
 def find_alias_of_block(context: int, column: int, block: int) -> int:
-    """Alias entry of a column's block, -1 for none."""
+    """Find the alias entry of a column's block; returns -1 if there is none."""
     return find_keyed(context, ALIAS_BLOCKS, get(context, ALIASES), 8, column_block(column, block))
 
 
 @kernel()
 def add_alias(context: int, column: int, name: int, block: int) -> None:
-    """A column calls a block by a name of its own."""
+    """Give a block an alias in a column."""
     entries = get(context, ALIASES)
     entry = take_entry(context, entries, 4, FREE_ALIAS, N_ALIASES)
     store(entries + (entry << 4), name)
@@ -68,7 +68,7 @@ def add_alias(context: int, column: int, name: int, block: int) -> None:
 
 @kernel()
 def remove_alias(context: int, column: int, block: int) -> None:
-    """A column has no name of its own for a block, if it had one."""
+    """Remove a column's alias of a block, if there is one."""
     entry = find_alias_of_block(context, column, block)
     if entry < 0:
         return
@@ -76,7 +76,7 @@ def remove_alias(context: int, column: int, block: int) -> None:
     name = load(entries + (entry << 4))
     delete_id(context, ALIAS_NAMES, owned_tag(context, column, name), entry)
     delete_id(context, ALIAS_BLOCKS, tag_of(context, column_block(column, block)), entry)
-    give_back(context, entries, 4, FREE_ALIAS, entry)
+    free_entry(context, entries, 4, FREE_ALIAS, entry)
     store(entries + (entry << 4) + 8, -1)
     address = column_word(context, COLUMN_ALIASES, column)
     store(address, load(address) - 1)
@@ -84,7 +84,7 @@ def remove_alias(context: int, column: int, block: int) -> None:
 
 @kernel()
 def add_claim(context: int, column: int, block: int) -> None:
-    """One more record claims a block."""
+    """Count one more claim of a block in a column."""
     entries = get(context, CLAIMS)
     key = column_block(column, block)
     entry = find_keyed(context, CLAIM_BLOCKS, entries, 0, key)
@@ -101,7 +101,7 @@ def add_claim(context: int, column: int, block: int) -> None:
 
 @kernel()
 def remove_claim(context: int, column: int, block: int, all_of_them: bool) -> bool:
-    """One record claims a block no more; gives whether another one still does."""
+    """End one claim of a block, or all of them; returns whether another claim remains."""
     entries = get(context, CLAIMS)
     key = column_block(column, block)
     entry = find_keyed(context, CLAIM_BLOCKS, entries, 0, key)
@@ -112,7 +112,7 @@ def remove_claim(context: int, column: int, block: int, all_of_them: bool) -> bo
         store(entries + (entry << 4) + 8, left)
         return True
     delete_id(context, CLAIM_BLOCKS, tag_of(context, key), entry)
-    give_back(context, entries, 4, FREE_CLAIM, entry)
+    free_entry(context, entries, 4, FREE_CLAIM, entry)
     store(entries + (entry << 4) + 8, -1)
     address = column_word(context, COLUMN_CLAIMS, column)
     store(address, load(address) - 1)
@@ -124,7 +124,7 @@ def remove_claim(context: int, column: int, block: int, all_of_them: bool) -> bo
 
 @kernel()
 def find_name(context: int, name: int) -> int:
-    """Block that NAMES knows under a name, -1 for none; whoever holds it."""
+    """Find the block that has a shared name, whichever ranks hold it; returns -1 if there is none."""
     tag = tag_of(context, name)
     segment = segment_of(context, NAMES, tag)
     names = get(context, NAME)
@@ -142,7 +142,7 @@ def find_name(context: int, name: int) -> int:
 
 @kernel()
 def find_held(context: int, column: int, name: int) -> int:
-    """Block that a column holds under a name, -1 for none."""
+    """Find the block that a column holds under a name; returns -1 if there is none."""
     aliases = load(column_word(context, COLUMN_ALIASES, column))
     if aliases:
         entry = find_alias_of_name(context, column, name)
@@ -158,7 +158,7 @@ def find_held(context: int, column: int, name: int) -> int:
 
 @kernel()
 def synthetic_name(context: int) -> int:
-    """A name that NAMES does not know, for a block whose own is taken."""
+    """Make up an unused shared name, for a block whose own name is taken."""
     while True:
         add(context, SYNTHETIC, 1)
         name = tag_of(context, get(context, SYNTHETIC)) | (get(context, SYNTHETIC) * SYNTHETIC_STEP) << 32

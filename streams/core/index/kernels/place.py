@@ -1,7 +1,7 @@
-"""An answer of the index as columns over the candidates of one request.
+"""An answer of the index as arrays over the candidates of one request.
 
-What lives here: putting what a match found where its candidates are. What must not: matching (match), and what a block
-is worth (routing).
+What lives here: writing the scores of a match to the positions of the candidates. What must not: matching (match) and
+the weights of blocks (routing).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _FLOATS = types.Array(float64, 1, "C")
 _COUNT_MASK = (1 << 32) - 1
 
 
-# Keeps the GIL: it ends within a microsecond, and to get it back from a thread that folds would take longer.
+# The GIL is kept: the call takes less than a microsecond, and waiting for the GIL while a thread folds takes longer.
 @kernel(void(_INTS, _INTS, float64, _INTS, _FLOATS), nogil=False)
 def place_scores(
     found: Int64Array, positions: Int64Array, weight: float, overlap: Int64Array, effective: Float64Array
 ) -> None:
-    """Put what a match found where its candidates are.
+    """Write the scores of a match to the positions of the candidates.
 
-    found: int64[k], rank number << 32 | blocks; positions: int64[m], of each rank number, n for no candidate; weight:
-    what a block counts. overlap: int64[n] and effective: float64[n], to be written.
+    found: int64[k], rank number << 32 | blocks. positions: int64[m], the candidate position of each rank number, n for
+    ranks that are not candidates. weight: weight of one block. Output: overlap: int64[n] and effective: float64[n].
     """
     overlap[:] = 0
     effective[:] = 0.0

@@ -1,11 +1,11 @@
-"""Of which holder a run record is, and whether it is of its rank's epoch, for many records in one call.
+"""Holders of run records: which holder a record belongs to, and whether it has its rank's epoch, for many records.
 
-What lives here: the table of known holders and the columns of records behind those that fold_runs reads. What must
-not: bytes (streams/tables), and what a record does to the tree (fold).
+What lives here: the table of known holders, and the columns of records that follow those of fold_runs. What must not:
+bytes (streams/tables), and what a record does to the tree (fold).
 
-Known holders: a power of two of entries of 64 bytes, found by probing from a hash of worker id and place. Words of an
-entry: worker id; place + 1, 0 for an entry that is free; holder + 1, 0 where the rank was forgotten; incarnation;
-generation. Place is data-parallel rank << 2 | tier.
+The table of known holders has a power of two of 64-byte entries, found by probing from a hash of worker id and place,
+where place is data-parallel rank << 2 | tier. The words of an entry: worker id; place + 1, or 0 for a free entry;
+holder + 1, or 0 if the rank was removed; incarnation; generation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, store
 from streams.core.kernels.words import SYNTHETIC_STEP, mix
 
-#: Columns of a table of records behind those of fold_runs: worker id, place, and the epoch, u64 and int64; and where
-#: its labels are, 0 for none, which the fold does not look at.
+#: Columns of a table of records after those of fold_runs: worker id, place, the epoch (u64 and int64), and the position
+#: of the record's labels, 0 for none, which the fold does not read.
 FOLD_WORKER, FOLD_PLACE, FOLD_INCARNATION, FOLD_GENERATION, FOLD_LABELLED = range(FOLD_LOCAL + 1, FOLD_LOCAL + 6)
 N_FOLD_COLUMNS = FOLD_LABELLED + 1
 
@@ -29,9 +29,9 @@ _KNOWN_SHIFT = 6
 
 @kernel()
 def find_known(known: int, mask: int, worker: int, place: int) -> int:
-    """Entry of a holder, or the free one where it would be.
+    """Find the entry of a holder, or the free entry in which it belongs.
 
-    known: address of mask + 1 entries, of which one at least is free.
+    known: address of mask + 1 entries, of which at least one is free.
     """
     entry = mix(worker ^ ((place + 1) * SYNTHETIC_STEP)) & mask
     while True:
@@ -44,9 +44,9 @@ def find_known(known: int, mask: int, worker: int, place: int) -> int:
 
 @njit(inline="always")
 def is_current(known: int, mask: int, table: int, record: int) -> bool:
-    """Set the holder of a record if it is known and the record is of its rank's own epoch; False where that is not so.
+    """Set the holder of a record if it is known and the record has its rank's epoch; returns whether that is so.
 
-    A tombstone is of any epoch.
+    A tombstone has no epoch and fits any.
     """
     at = record << 3
     entry = find_known(known, mask, load(load(table + FOLD_WORKER * 8) + at), load(load(table + FOLD_PLACE * 8) + at))
@@ -65,8 +65,9 @@ def is_current(known: int, mask: int, table: int, record: int) -> bool:
 
 @kernel()
 def fold_known(context: int, known: int, mask: int, table: int, first: int, last: int) -> int:
-    """Fold records from `first` on, as `fold_runs` does, as far as they are of known holders and of their ranks' own
-    epochs; gives the first that is not, that finds no room (FULL is set), or `last`.
+    """Fold records from `first` on, as `fold_runs` does, as long as their holders are known and their epochs current.
+
+    Returns the first record that is not like that or does not fit (FULL is set), or `last`.
     """
     end = first
     while end < last and is_current(known, mask, table, end):

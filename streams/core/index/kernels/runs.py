@@ -1,4 +1,4 @@
-"""Runs: their fields, who holds them, how a block finds its run, what hangs from them.
+"""Runs: their fields, their holders and children, and the way from a block to its run.
 
 What lives here: reading and writing one run. What must not: cutting and joining runs (shape), spans of blocks (spans).
 """
@@ -59,14 +59,14 @@ def same_coverage(context: int, left: int, right: int) -> bool:
 
 @njit(inline="always")
 def copy_coverage(context: int, target: int, source: int) -> None:
-    """Give one run another's holders."""
+    """Copy the holders of one run to another."""
     for word in range(get(context, N_WORDS)):
         store(coverage_address(context, target, word), load(coverage_address(context, source, word)))
 
 
 @njit(inline="always")
 def clear_coverage(context: int, run: int) -> None:
-    """Nobody holds this run."""
+    """Remove all holders of a run."""
     for word in range(get(context, N_WORDS)):
         store(coverage_address(context, run, word), 0)
 
@@ -82,7 +82,7 @@ def has_no_holder(context: int, run: int) -> bool:
 
 @njit(inline="always")
 def only_holder(context: int, run: int, column: int) -> bool:
-    """Whether a column is a run's one and only holder."""
+    """Whether a column is the only holder of a run."""
     for word in range(get(context, N_WORDS)):
         wanted = 0
         if word == column >> 6:
@@ -105,13 +105,13 @@ def has_ended_column(context: int, run: int) -> bool:
 # -- bitmaps and granules: from a block to its run -------------------------------------------------------
 
 
-#: Words of STARTS in a line of memory: so many are scanned before the bitmaps above are asked.
+#: Words of STARTS in a cache line. This many are scanned before the bitmaps above are used.
 _WORDS_PER_LINE = 8
 
 
 @njit(inline="always")
 def start_before(context: int, block: int) -> int:
-    """The nearest block at which a run starts, from this one backwards; -1 for none."""
+    """Find the nearest block at or before this one at which a run starts; returns -1 if there is none."""
     starts = get(context, STARTS)
     word = block >> 6
     bits = load(starts + (word << 3)) & shift_right(-1, 63 - (block & 63))
@@ -128,7 +128,7 @@ def start_before(context: int, block: int) -> int:
 
 @kernel()
 def last_word_with_starts(context: int, word: int) -> int:
-    """The nearest word of STARTS before this one that is not zero, -1 for none."""
+    """Find the nearest word of STARTS before this one that is not zero; returns -1 if there is none."""
     above, top = get(context, STARTS_ABOVE), get(context, STARTS_TOP)
     line = word >> 6
     bits = load(above + (line << 3)) & ((1 << (word & 63)) - 1)
@@ -147,7 +147,7 @@ def last_word_with_starts(context: int, word: int) -> int:
 
 @kernel()
 def run_of(context: int, block: int) -> int:
-    """Run in which a block lies."""
+    """Find the run of a block."""
     start = start_before(context, block)
     run = load32(get(context, GRANULES) + ((start >> 4) << 2)) - 1
     while field(context, run, RUN_START) != start:
@@ -156,8 +156,8 @@ def run_of(context: int, block: int) -> int:
 
 
 @kernel()
-def place_start(context: int, run: int) -> None:
-    """Make a run findable from its blocks."""
+def mark_start(context: int, run: int) -> None:
+    """Mark the start of a run, so that its blocks lead to it."""
     start = field(context, run, RUN_START)
     word = get(context, STARTS) + ((start >> 6) << 3)
     if load(word) == 0:
@@ -171,7 +171,7 @@ def place_start(context: int, run: int) -> None:
 
 @kernel()
 def replace_start(context: int, old: int, new: int) -> None:
-    """Another run starts where this one did; `new` is to 0 for none. The bit of the start is the caller's."""
+    """Replace a run by another with the same start, or remove it if `new` is 0. The caller updates the start's bit."""
     granule = get(context, GRANULES) + ((field(context, old, RUN_START) >> 4) << 2)
     follower = field(context, old, RUN_NEXT)
     if new > 0:
@@ -187,8 +187,8 @@ def replace_start(context: int, old: int, new: int) -> None:
 
 
 @kernel()
-def unplace_start(context: int, run: int) -> None:
-    """No run starts here any more."""
+def unmark_start(context: int, run: int) -> None:
+    """Remove the mark of a run's start."""
     start = field(context, run, RUN_START)
     word = get(context, STARTS) + ((start >> 6) << 3)
     store(word, load(word) & ~(1 << (start & 63)))
@@ -205,7 +205,7 @@ def unplace_start(context: int, run: int) -> None:
 
 @kernel()
 def new_run(context: int) -> int:
-    """Id of a run whose fields are the caller's to set."""
+    """Take a free run id; the caller sets all fields of the run."""
     run = get(context, FREE_RUN)
     if run:
         put(context, FREE_RUN, field(context, run, RUN_NEXT))
@@ -218,7 +218,7 @@ def new_run(context: int) -> int:
 
 @kernel()
 def free_run(context: int, run: int) -> None:
-    """Give an id back. A length of 0 marks it for whoever looks at all runs."""
+    """Free a run id. A length of 0 marks it as free for code that visits all runs."""
     set_field(context, run, RUN_LENGTH, 0)
     clear_coverage(context, run)
     set_field(context, run, RUN_NEXT, get(context, FREE_RUN))
@@ -237,7 +237,7 @@ def child_tag(context: int, parent: int, local: int) -> int:
 
 @kernel()
 def find_child(context: int, parent: int, local: int) -> int:
-    """Child of a run that begins with this local hash, -1 for none."""
+    """Find the child of a run that begins with this local hash; returns -1 if there is none."""
     line = run_address(context, parent)
     hashes = get(context, LOCAL)
     direct = load32(line + RUN_DIRECT)
@@ -266,7 +266,7 @@ def find_child(context: int, parent: int, local: int) -> int:
 
 @kernel()
 def add_child(context: int, parent: int, child: int) -> None:
-    """Put a run below another."""
+    """Make a run the child of another."""
     set_field(context, child, RUN_PARENT, parent)
     line = run_address(context, parent)
     store32(line + RUN_CHILDREN, load32(line + RUN_CHILDREN) + 1)
@@ -282,8 +282,8 @@ def add_child(context: int, parent: int, child: int) -> None:
 
 
 @kernel()
-def unlink_sibling(context: int, parent: int, child: int, instead: int) -> None:
-    """Replace a phantom's child in its list, or take it out where `instead` is 0."""
+def replace_sibling(context: int, parent: int, child: int, instead: int) -> None:
+    """Replace a child in the list of a phantom, or remove it if `instead` is 0."""
     follower = field(context, child, RUN_SIBLING)
     if instead:
         set_field(context, instead, RUN_SIBLING, follower)
@@ -299,7 +299,7 @@ def unlink_sibling(context: int, parent: int, child: int, instead: int) -> None:
 
 @kernel()
 def remove_child(context: int, parent: int, child: int) -> None:
-    """Take a run from below another."""
+    """Remove a run from the children of another."""
     line = run_address(context, parent)
     if load32(line + RUN_DIRECT) == child:
         store32(line + RUN_DIRECT, -1)
@@ -309,12 +309,12 @@ def remove_child(context: int, parent: int, child: int) -> None:
         )
     store32(line + RUN_CHILDREN, load32(line + RUN_CHILDREN) - 1)
     if parent != 0 and load32(line + RUN_CAPACITY) == PHANTOM:
-        unlink_sibling(context, parent, child, 0)
+        replace_sibling(context, parent, child, 0)
 
 
 @kernel()
 def replace_child(context: int, parent: int, old: int, new: int) -> None:
-    """Another run with the same first block takes a child's place."""
+    """Replace a child by another run with the same first block."""
     set_field(context, new, RUN_PARENT, parent)
     line = run_address(context, parent)
     if load32(line + RUN_DIRECT) == old:
@@ -324,4 +324,4 @@ def replace_child(context: int, parent: int, old: int, new: int) -> None:
         address = find_id(context, CHILDREN, tag, old)
         store(address, (tag << 32) | (new + 1))
     if parent != 0 and load32(line + RUN_CAPACITY) == PHANTOM:
-        unlink_sibling(context, parent, old, new)
+        replace_sibling(context, parent, old, new)

@@ -1,7 +1,7 @@
 """Cutting, joining and removing runs.
 
-What lives here: changes of the tree's shape that change no fact; and what is left to tidy up behind a change. What must
-not: holding and naming (tree).
+What lives here: changes of the tree's shape that change no fact, and the cleanup after a change. What must not: holding
+and naming blocks (tree).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from streams.core.index.kernels.layout import (
     N_PHANTOMS,
     NAME,
     NAMES,
-    PATIENCE,
+    PAUSE_CHECKS_MAX,
     PHANTOM,
     RUN_CAPACITY,
     RUN_CHILDREN,
@@ -57,13 +57,13 @@ from streams.core.index.kernels.runs import (
     free_run,
     has_ended_column,
     has_no_holder,
+    mark_start,
     new_run,
-    place_start,
     remove_child,
     replace_child,
     replace_start,
     same_coverage,
-    unplace_start,
+    unmark_start,
 )
 from streams.core.index.kernels.spans import free_span
 from streams.core.kernels.compiling import kernel
@@ -85,10 +85,10 @@ from streams.core.kernels.words import add, get, put
 
 @kernel()
 def split_run(context: int, run: int, offset: int) -> tuple[int, int]:
-    """Cut a run before `offset`; gives the ids of head and rest, one of which is the run's.
+    """Cut a run before `offset`; returns the ids of head and rest, one of which is the run's own id.
 
-    The rest keeps the id where children in the map hang from it: they are known by it. Elsewhere the head does, so that
-    the parent need not be told: that is two lines of memory that nobody touched for long.
+    The rest keeps the id if it has children in the map, since their keys contain it. Otherwise the head keeps it, so
+    that the parent need not change, which saves two cache misses.
     """
     other = new_run(context)
     line, fresh = run_address(context, run), run_address(context, other)
@@ -110,7 +110,7 @@ def split_run(context: int, run: int, offset: int) -> tuple[int, int]:
         store32(line + RUN_CAPACITY, offset)
         store32(line + RUN_DIRECT, other)
         store32(line + RUN_CHILDREN, 1)
-        place_start(context, other)
+        mark_start(context, other)
         head, rest = run, other
     else:
         store32(fresh + RUN_START, start)
@@ -125,7 +125,7 @@ def split_run(context: int, run: int, offset: int) -> tuple[int, int]:
         store32(line + RUN_CAPACITY, capacity - offset)
         store32(line + RUN_PARENT, other)
         store32(line + RUN_SIBLING, 0)
-        place_start(context, run)
+        mark_start(context, run)
         head, rest = other, run
     if get(context, N_ENDED) and other < get(context, SWEEP_AT) and has_ended_column(context, other):
         put(context, SWEEP_AGAIN, 1)
@@ -140,9 +140,9 @@ def only_direct(children: int, direct: int) -> bool:
 
 @kernel()
 def merge_up(context: int, run: int) -> tuple[int, int]:
-    """Join a run to its parent where they are one: beside each other, alone, held by the same.
+    """Join a run with its parent if the run is its only child, directly follows it, and has the same holders.
 
-    Gives the id of the run that has its blocks now, and the offset in it of what was its first one.
+    Returns the id of the run that now contains the blocks, and the offset in it of the run's first block.
     """
     line = run_address(context, run)
     parent = load32(line + RUN_PARENT)
@@ -159,7 +159,7 @@ def merge_up(context: int, run: int) -> tuple[int, int]:
         return run, 0
     if load32(above + RUN_DIRECT) != run:
         delete_id(context, CHILDREN, child_tag(context, parent, local_at(context, load32(line + RUN_START))), run)
-    unplace_start(context, run)
+    unmark_start(context, run)
     children, direct = load32(line + RUN_CHILDREN), load32(line + RUN_DIRECT)
     if only_direct(children, direct):
         store32(above + RUN_LENGTH, length + load32(line + RUN_LENGTH))
@@ -184,7 +184,7 @@ def merge_up(context: int, run: int) -> tuple[int, int]:
 
 @kernel()
 def merge_down(context: int, run: int) -> int:
-    """Join a run's only child to it; gives the id of the run that has its blocks now."""
+    """Join a run with its only child, as `merge_up` does; returns the id of the run that now contains its blocks."""
     line = run_address(context, run)
     if load32(line + RUN_CHILDREN) == 1:
         child = load32(line + RUN_DIRECT)
@@ -196,8 +196,8 @@ def merge_down(context: int, run: int) -> int:
 
 
 @njit(inline="always")
-def look_ahead(context: int, names: int, n_names: int) -> None:
-    """Tags and segments of a few names, in the context's AHEAD, their slots asked for: so that the misses overlap."""
+def prefetch_names(context: int, names: int, n_names: int) -> None:
+    """Write the tags and segments of some names to AHEAD, and prefetch their slots so that the cache misses overlap."""
     ahead = context + (AHEAD << 3)
     directory = get(context, NAMES + MAP_DIRECTORY)
     shift = 32 - get(context, NAMES + MAP_DEPTH)
@@ -211,8 +211,8 @@ def look_ahead(context: int, names: int, n_names: int) -> None:
 
 
 @njit(inline="always")
-def ask_for_block(context: int, name: int) -> None:
-    """Ask for what a coming name tells, its slot being here: the block's name, and where its run begins."""
+def prefetch_block(context: int, name: int) -> None:
+    """Prefetch what a name leads to, once its slot is in the cache: its block's name, and the start of its run."""
     tag = tag_of(context, name)
     slot = load(home_address(context, NAMES, tag))
     if slot != 0 and shift_right(slot, 32) == tag:
@@ -223,22 +223,22 @@ def ask_for_block(context: int, name: int) -> None:
 
 
 @kernel()
-def forget_names(context: int, first: int, n_blocks: int) -> None:
-    """NAMES knows these blocks no more."""
+def remove_names(context: int, first: int, n_blocks: int) -> None:
+    """Remove the shared names of blocks from NAMES."""
     names = get(context, NAME) + (first << 3)
     ahead = context + (AHEAD << 3)
     metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
     done = 0
     while done < n_blocks:
         todo = min(AHEAD_MAX, n_blocks - done)
-        look_ahead(context, names + (done << 3), todo)
+        prefetch_names(context, names + (done << 3), todo)
         for index in range(todo):
             tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
             wanted = (tag << 32) | (first + done + index + 1)
             gap = tag & SLOT_MASK
             while load(segment + (gap << 3)) != wanted:
                 gap = (gap + 1) & SLOT_MASK
-            # What follows in the cluster moves up, unless the gap lies before its home.
+            # Later entries of the cluster move up, unless the gap is before their home slot.
             position = (gap + 1) & SLOT_MASK
             slot = load(segment + (position << 3))
             while slot != 0:
@@ -257,30 +257,29 @@ def forget_names(context: int, first: int, n_blocks: int) -> None:
 
 @kernel()
 def wait_for_queries(context: int) -> None:
-    """Leave the tree alone until the queries that asked for it have ended, or for a named while."""
-    for looks in range(PATIENCE):
+    """Leave the tree unchanged until the queries that asked for this have ended, or PAUSE_CHECKS_MAX is over."""
+    for checks in range(PAUSE_CHECKS_MAX):
         if load_acquire(context + (WAITING << 3)) == 0:
             return
-        if looks >= TRIES_BEFORE_YIELDING:
+        if checks >= TRIES_BEFORE_YIELDING:
             yield_processor()
 
 
 @kernel()
-def settle(context: int) -> None:
-    """The change is over; tidy up behind it."""
+def finish_change(context: int) -> None:
+    """End the change, then clean up."""
     end_change(context)
     tidy(context)
 
 
 @kernel()
 def tidy(context: int) -> None:
-    """Forget the names and free the spans of what was removed: behind a change if that can be, since no query reads
-    them."""
+    """Remove the names and free the spans of removed blocks, usually after the change, since no query reads them."""
     entries = get(context, DEFERRED)
-    # All names before any span: a freed span writes its length over the name of its last block.
+    # All names before any span, since a freed span writes its length over the name of its last block.
     for index in range(get(context, N_DEFERRED)):
         entry = entries + (index << 5)
-        forget_names(context, load(entry), load(entry + 8))
+        remove_names(context, load(entry), load(entry + 8))
     for index in range(get(context, N_DEFERRED)):
         entry = entries + (index << 5)
         free_span(context, load(entry + 16), load(entry + 24))
@@ -289,7 +288,7 @@ def tidy(context: int) -> None:
 
 @kernel()
 def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> None:
-    """These blocks' names and this span are to go once the change is over, or now where many wait already."""
+    """Schedule the removal of blocks' names and of a span for the end of the change; if too many wait, do it now."""
     if get(context, N_DEFERRED) >= DEFERRED_MAX:
         tidy(context)
     index = get(context, N_DEFERRED)
@@ -303,7 +302,7 @@ def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> No
 
 @kernel()
 def trim_spare(context: int, run: int) -> None:
-    """Give back the spare room of a run: one that something hangs from never grows in place."""
+    """Free the spare space of a run, since a run with children never grows in place."""
     line = run_address(context, run)
     length = load32(line + RUN_LENGTH)
     spare = load32(line + RUN_CAPACITY) - length
@@ -313,8 +312,8 @@ def trim_spare(context: int, run: int) -> None:
 
 
 @kernel()
-def remove_ghosts(context: int, run: int) -> None:
-    """Remove a run that nobody holds and nothing hangs from, and then its parents as far as that holds for them."""
+def remove_unheld(context: int, run: int) -> None:
+    """Remove a run without holders and children, and then each parent that this leaves without them."""
     while run > 0 and field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
         line = run_address(context, run)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
@@ -324,7 +323,7 @@ def remove_ghosts(context: int, run: int) -> None:
             add(context, N_PHANTOMS, -1)
         if parent >= 0:
             remove_child(context, parent, run)
-        unplace_start(context, run)
+        unmark_start(context, run)
         free_run(context, run)
         defer(context, start, length, start, capacity)
         run = parent

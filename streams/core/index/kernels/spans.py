@@ -1,6 +1,6 @@
-"""Spans of blocks in the arenas: taking, and giving back, joined to the free ones beside them.
+"""Spans of blocks in the arenas: allocating them, and freeing them joined with adjacent free spans.
 
-What lives here: the allocator. What must not: what the blocks are.
+What lives here: the allocator. What must not: the meaning of blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from streams.core.kernels.memory import leading_zeros, load, store
 from streams.core.kernels.words import add, get, put
 
 # -- spans of blocks -------------------------------------------------------------------------------------
-# A free span keeps its length in NAME of its first and its last block, and its neighbours in its class's list in LOCAL
-# of its first; two bitmaps say where free spans begin and end, so that a freed span joins those beside it.
+# A free span stores its length in NAME of its first and its last block, and the links of its class's list in LOCAL of
+# its first. Two bitmaps mark where free spans begin and end, so that a freed span can be joined with adjacent ones.
 
 
 @njit(inline="always")
@@ -38,7 +38,7 @@ def span_class(length: int) -> int:
 
 @kernel()
 def unlink_span(context: int, start: int) -> int:
-    """Take a free span out of its list; gives its length."""
+    """Remove a free span from its list; returns its length."""
     local = get(context, LOCAL)
     length = name_at(context, start)
     links = load(local + (start << 3))
@@ -59,7 +59,7 @@ def unlink_span(context: int, start: int) -> int:
 
 @kernel()
 def free_span(context: int, start: int, length: int) -> None:
-    """Give blocks back; they join the free spans beside them."""
+    """Free blocks, joined with adjacent free spans."""
     if length <= 0:
         return
     end = start + length
@@ -91,7 +91,7 @@ def free_span(context: int, start: int, length: int) -> None:
 
 @kernel()
 def new_span(context: int, needed: int, wanted: int) -> tuple[int, int]:
-    """Blocks for a run: at least `needed`, `wanted` if they are to be had; gives start and length."""
+    """Allocate blocks for a run: at least `needed`, and `wanted` if available; returns start and length."""
     if get(context, N_FREE_BLOCKS) >= needed:
         found = 0
         which = span_class(needed)

@@ -1,7 +1,7 @@
-"""Who holds the blocks of a request behind a hole of its own: the tree read by sequence hash, not from the root.
+"""Which candidates hold the blocks of a request after the end of their own prefix: the tree read by sequence hash.
 
-What lives here: one kernel. What must not: changing anything. The tree must not change meanwhile: its owner's lock is
-held.
+What lives here: one kernel. What must not: changing anything. The tree must not change during a call, so its owner
+holds a lock.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def trace(
     held_rows: Int64Array,
     held_bits: Int64Array,
 ) -> int:
-    """Find who holds the blocks from `first` on, up to one that nobody holds and that has no row; gives the rows used.
+    """Find the holders of blocks from `first` on, up to a block that no rank holds and whose entry in `rows` is 0.
 
-    query: uint64[n] of sequence hashes, which are the tree's names. rows: int64[>= n], as of block_sets.find_rows.
-    positions: int64 for each number of a rank: its bit, n_candidates where it is no candidate. held_rows: int64[n],
-    zeros; held_bits: zeros, (n - first + 1) rows of n_candidates bits, in whole int64 and one at least; row 0 is
-    nobody's.
+    query: uint64[n], sequence hashes, which are the names in this tree. rows: int64[>= n], as written by
+    block_facts.kernels.fact_sets.find_rows. positions: int64, the bit of each rank number, or n_candidates if the rank
+    is not a candidate.
+    Output, zeros at first: held_rows: int64[n], the row of each block; held_bits: (n - first + 1) rows of n_candidates
+    bits, each rounded up to whole int64 and at least one. Row 0 stays empty.
+    Returns the number of rows written.
     """
     sequence, n_blocks = address_of(query), query.size
     live, ranks, n_words = get(context, LIVE), get(context, RANK_OF), get(context, N_WORDS)

@@ -1,12 +1,12 @@
 """The run tree: holding and naming blocks.
 
 What lives here: what storing and removing blocks does to runs, names and counts. What must not: queries (match), events
-(events), run records (fold). One writer at a time; queries may run beside it (see `begin_change`).
+(events), run records (fold). There is one writer at a time; queries may run alongside it (see `begin_change`).
 
-Shape, from `kv-index`'s idea of runs with coverage: a run is consecutive blocks of one chain held by one set of ranks.
-A column is one rank in one tier, a bit in every run's coverage. Names are opaque and a rank's own, but engines of one
-fleet mostly agree on them, and of sequence hashes they do so by definition: so one map knows the first name of each
-block, and only a rank that calls a block otherwise has entries of its own (aliases).
+The shape follows the idea of `kv-index`, runs with coverage: a run is consecutive blocks of one chain held by one set
+of ranks, and a column is one rank in one tier, a bit in the coverage of each run. Names are opaque and each rank has
+its own, but the engines of one fleet mostly agree on them, and sequence hashes agree by definition. So one map holds
+the first name of each block, and only ranks that use another name need entries of their own (aliases).
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ from streams.core.index.kernels.runs import (
     find_child,
     free_run,
     has_no_holder,
+    mark_start,
     new_run,
     only_holder,
-    place_start,
     run_of,
-    unplace_start,
+    unmark_start,
 )
 from streams.core.index.kernels.shape import (
     defer,
-    look_ahead,
     merge_down,
     merge_up,
-    remove_ghosts,
+    prefetch_names,
+    remove_unheld,
     split_run,
     tidy,
     trim_spare,
@@ -130,7 +130,7 @@ from streams.core.kernels.memory import (
 )
 from streams.core.kernels.words import add, get, put
 
-#: Blocks whose own names are looked up ahead at a time.
+#: Blocks whose alias slots are prefetched together.
 _NAMES_AHEAD = 16
 
 # -- holding and not holding -----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ _NAMES_AHEAD = 16
 
 @kernel()
 def count_facts(context: int, column: int, n_blocks: int) -> None:
-    """A column holds this many more blocks, or fewer."""
+    """Count `n_blocks` more facts of a column, or fewer if negative."""
     address = column_word(context, COLUMN_FACTS, column)
     store(address, load(address) + n_blocks)
     add(context, N_FACTS, n_blocks)
@@ -148,8 +148,10 @@ def count_facts(context: int, column: int, n_blocks: int) -> None:
 
 @kernel()
 def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tuple[int, int]:
-    """A column that does not hold a run holds `n_blocks` of it from `offset` on; gives the run in which they are now,
-    and the offset behind them."""
+    """Add a column to the holders of `n_blocks` blocks of a run, from `offset` on; it holds none of the run so far.
+
+    Returns the run that the blocks are in now, and the offset after them.
+    """
     begin_change(context)
     count_facts(context, column, n_blocks)
     if offset > 0:
@@ -163,8 +165,11 @@ def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tu
 
 @kernel()
 def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> None:
-    """A column that holds a run holds `n_blocks` of it, from `offset` on, no more. What nobody holds and nothing hangs
-    from goes. It has no names of its own for them any more: see `forget_aliases`."""
+    """Remove a column from the holders of `n_blocks` blocks of a run, from `offset` on; it holds the whole run so far.
+
+    Runs that are left without holders and children are removed. The caller has removed the column's aliases of these
+    blocks (see `remove_aliases`).
+    """
     first = field(context, run, RUN_START) + offset
     begin_change(context)
     count_facts(context, column, -n_blocks)
@@ -172,7 +177,7 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
     length = load32(line + RUN_LENGTH)
     at_end = offset > 0 and offset + n_blocks == length and load32(line + RUN_CHILDREN) == 0
     if at_end and only_holder(context, run, column):
-        # The end of a run that nothing hangs from: it gets shorter, and keeps the room for a while.
+        # The end of a run without children: the run gets shorter, and keeps some of the space for later blocks.
         store32(line + RUN_LENGTH, offset)
         spare = load32(line + RUN_CAPACITY) - offset
         if spare > SLACK_KEPT_MAX:
@@ -187,15 +192,15 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
         run = split_run(context, run, n_blocks)[0]
     unset_cover(context, run, column)
     if field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
-        remove_ghosts(context, run)
+        remove_unheld(context, run)
         return
     run, _ = merge_up(context, run)
     merge_down(context, run)
 
 
 @kernel()
-def forget_aliases(context: int, column: int, first: int, n_blocks: int) -> None:
-    """A column has no names of its own for these blocks any more: before the change in which it lets go of them."""
+def remove_aliases(context: int, column: int, first: int, n_blocks: int) -> None:
+    """Remove a column's aliases of blocks, before the change in which it stops holding them."""
     if load(column_word(context, COLUMN_ALIASES, column)):
         for index in range(n_blocks):
             if index % _NAMES_AHEAD == 0:
@@ -206,16 +211,16 @@ def forget_aliases(context: int, column: int, first: int, n_blocks: int) -> None
 
 @kernel()
 def uncover_block(context: int, block: int, column: int) -> None:
-    """A column holds a block no more, which it held."""
+    """Remove a column from the holders of one block, with its alias."""
     run = run_of(context, block)
-    forget_aliases(context, column, block, 1)
+    remove_aliases(context, column, block, 1)
     uncover(context, run, block - field(context, run, RUN_START), 1, column)
     tidy(context)
 
 
 @kernel()
 def give_name(context: int, column: int, block: int, name: int, held_before: bool) -> None:
-    """A column that holds a block calls it by this name now; what it called so before, it holds no more."""
+    """Name a block in a column that holds it. A block that had this name in the column before is no longer held."""
     if held_before:
         entry = -1
         if load(column_word(context, COLUMN_ALIASES, column)):
@@ -233,7 +238,7 @@ def give_name(context: int, column: int, block: int, name: int, held_before: boo
             uncover_block(context, moved, column)
         add_alias(context, column, name, block)
     else:
-        # The block's first name: another block of this column may still go by it as an alias.
+        # This is the block's shared name. Another block of this column may still have it as an alias.
         if load(column_word(context, COLUMN_ALIASES, column)):
             entry = find_alias_of_name(context, column, name)
             if entry >= 0:
@@ -242,11 +247,12 @@ def give_name(context: int, column: int, block: int, name: int, held_before: boo
 
 @kernel()
 def name_new_blocks(context: int, first: int, names: int, n_blocks: int, before: int, taken: int, n_taken: int) -> int:
-    """Make new blocks known by their names; NAME has them already. Gives the number of names that are another's.
+    """Add the names of new blocks to NAMES; the arena NAME has them already.
 
-    Whose those are is settled when the blocks are in the tree: until then such a block has a made-up name, or none
-    where a phantom waits for it. taken: address of a list, of which `n_taken` words are in use, of positions in the
-    event; before: position of the first of these blocks.
+    A name may be taken by another block. That is resolved once the blocks are in the tree (`link`); until then, such a
+    block has a synthetic name, or none if the other one is a phantom. taken: address of a list of positions in the
+    event, `n_taken` words of which are in use; before: position of the first of these blocks.
+    Returns the new length of the list.
     """
     table = get(context, NAME)
     metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
@@ -254,14 +260,14 @@ def name_new_blocks(context: int, first: int, names: int, n_blocks: int, before:
     done = 0
     while done < n_blocks:
         todo = min(AHEAD_MAX, n_blocks - done)
-        look_ahead(context, names + (done << 3), todo)
+        prefetch_names(context, names + (done << 3), todo)
         index = 0
         while index < todo:
             tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
             meta = metas + (((segment - segments) >> SEGMENT_SHIFT) << 3)
             entries = load32(meta)
             if entries >= SEGMENT_ENTRIES_MAX and split_segment(context, NAMES, tag):
-                break  # what was looked up ahead may lie elsewhere now
+                break  # the split may have moved the segments that were looked up ahead
             name = load(names + ((done + index) << 3))
             block = first + done + index
             position = tag & SLOT_MASK
@@ -292,13 +298,13 @@ def name_new_blocks(context: int, first: int, names: int, n_blocks: int, before:
 # -- storing ---------------------------------------------------------------------------------------------
 
 
-#: How far ahead a long compare asks for its lines: a processor's own prefetcher stops at the end of each page.
+#: How far ahead a long comparison prefetches: a processor's own prefetcher stops at the end of each page.
 _COMPARE_AHEAD_BYTES = 1024
 
 
 @njit(inline="always")
 def common_length(left: int, right: int, limit: int) -> int:
-    """How many int64 at two addresses are equal, up to a limit."""
+    """Number of leading int64 that are equal at two addresses, up to a limit."""
     n = 0
     while n + 8 <= limit:
         prefetch(left + (n << 3) + _COMPARE_AHEAD_BYTES)
@@ -314,7 +320,7 @@ def common_length(left: int, right: int, limit: int) -> int:
 
 @kernel()
 def end_of(context: int, block: int) -> tuple[int, int]:
-    """Run in which a block lies, and the offset behind it."""
+    """Run of a block, and the offset after the block."""
     run = run_of(context, block)
     return run, block - field(context, run, RUN_START) + 1
 
@@ -323,11 +329,12 @@ def end_of(context: int, block: int) -> tuple[int, int]:
 def prepare(
     context: int, run: int, at_end: bool, names: int, locals_: int, n_blocks: int, column: int, taken: int
 ) -> tuple[int, int, int, int]:
-    """Write new blocks where no query looks yet, and make their names known.
+    """Write new blocks where no query reads yet, and add their names to NAMES.
 
-    They go behind `run`: into its spare room where it is all the column's own and they begin at its end (`at_end`),
-    into a run of their own else. Gives how many go into the run itself, the run of the others (0 for none), whether
-    that lies in the spare room, and how many names are another's.
+    The blocks follow `run`. They go into its spare space if the column is its only holder and they begin at its end
+    (`at_end`), and otherwise into a run of their own.
+    Returns how many go into the run itself, the run of the others (0 for none), whether that is in the spare space, and
+    how many names are taken by other blocks.
     """
     table, hashes = get(context, NAME), get(context, LOCAL)
     line = run_address(context, run)
@@ -349,28 +356,28 @@ def prepare(
         return own, 0, 0, n_taken
     in_spare = 0
     if more <= spare:
-        # It fits behind the run itself: they are one again once the same ranks hold both.
-        in_spare, start, room = 1, first, spare
+        # The new run fits into the spare space, so the two can be joined once they have the same holders.
+        in_spare, start, size = 1, first, spare
     else:
         left = get(context, BLOCKS_MAX) - get(context, N_BLOCKS)
         slack = min(max(more, SLACK_MIN), SLACK_MAX)
         if left < get(context, BLOCKS_MAX) >> SLACK_LEFT_SHIFT:
             slack = 0
-        start, room = new_span(context, more, more + slack)
+        start, size = new_span(context, more, more + slack)
     copy_words(hashes + (start << 3), locals_ + (own << 3), more)
     copy_words(table + (start << 3), names + (own << 3), more)
     child = new_run(context)
     line = run_address(context, child)
     store32(line + RUN_START, start)
     store32(line + RUN_LENGTH, more)
-    store32(line + RUN_CAPACITY, room)
+    store32(line + RUN_CAPACITY, size)
     store32(line + RUN_DIRECT, -1)
     store32(line + RUN_CHILDREN, 0)
     store32(line + RUN_SIBLING, 0)
     clear_coverage(context, child)
     if column >= 0:
         set_cover(context, child, column)
-    place_start(context, child)
+    mark_start(context, child)
     n_taken = name_new_blocks(context, start, names + (own << 3), more, own, taken, n_taken)
     return own, child, in_spare, n_taken
 
@@ -379,10 +386,10 @@ def prepare(
 def link(
     context: int, run: int, offset: int, own: int, child: int, in_spare: int, names: int, column: int, taken: int
 ) -> int:
-    """Put what was prepared behind `offset` blocks of a run, within a change; gives the last new block's id.
+    """Attach prepared blocks after `offset` blocks of a run, within a change; returns the id of the last new block.
 
-    N_TAKEN of the names, listed in `taken`, are another's: a phantom's, whose place the block takes, or a block's that
-    has the same hash by accident.
+    N_TAKEN of the names, listed in `taken`, belong to other blocks: to a phantom, which the new block replaces, or to a
+    block that has the same name by coincidence.
     """
     length = field(context, run, RUN_LENGTH)
     if offset < length:
@@ -421,10 +428,10 @@ def link(
 
 
 @kernel()
-def lacks(context: int, n_blocks: int, n_names: int) -> int:
-    """What an event of so many new blocks, one span of them at most, and names finds no room for; 0 where it fits.
+def exceeded_limit(context: int, n_blocks: int, n_names: int) -> int:
+    """Which limit an event with this many new blocks, in at most one span, and this many names exceeds; 0 if it fits.
 
-    The span lies behind all others, or in a free one of a greater class, which is long enough whatever its length.
+    The span is put after all others, or in a free one of a greater class, all of which are long enough.
     """
     if n_blocks and get(context, N_BLOCKS) + n_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
         which = SPAN_CLASSES + span_class(n_blocks) + 1
@@ -440,23 +447,23 @@ def lacks(context: int, n_blocks: int, n_names: int) -> int:
 
 
 @kernel()
-def has_room(context: int, n_blocks: int) -> bool:
-    """Whether so many blocks fit, in several spans."""
-    return lacks(context, 2 * n_blocks + SLACK_MAX, n_blocks) == 0
+def has_capacity(context: int, n_blocks: int) -> bool:
+    """Whether this many blocks fit, in several spans."""
+    return exceeded_limit(context, 2 * n_blocks + SLACK_MAX, n_blocks) == 0
 
 
 @kernel()
 def store_blocks(
     context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
 ) -> int:
-    """A column holds consecutive blocks, the first behind `offset` blocks of a run; the root is run 0. The change that
-    this begins is the caller's to end. Gives what there is no room for, as `lacks` does, where nothing was done.
+    """Store consecutive blocks for a column, the first after `offset` blocks of a run; run 0 is the root.
 
-    First a walk that changes nothing, then the new blocks where no query looks, and then all of the change at once, as
-    short as it can be. What a rank calls the blocks, if not as others do, no query looks at either: a store of 131,072
-    blocks under other names, named within the change, held queries up for 395 ms. column: -1 to have the blocks there
-    and held by nobody. claiming: a record says so, and one that says it of a block that another record holds already is
-    counted.
+    First a walk that changes nothing, then the new blocks where no query reads yet, and then the whole change at once,
+    as briefly as possible. Aliases are written before the change, since queries do not read them: with aliases written
+    within the change, a store of 131,072 blocks under other names blocked queries for 395 ms.
+    column: -1 to add the blocks without a holder. claiming: the blocks come from a run record, and those that the
+    column holds already get a claim.
+    Begins a change, which the caller ends. Returns 0, or the result of `exceeded_limit`, and has then changed nothing.
     """
     hashes, table = get(context, LOCAL), get(context, NAME)
     stretches = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
@@ -464,22 +471,22 @@ def store_blocks(
     naming = column >= 0 and not claiming
     agreed = not naming or load(column_word(context, COLUMN_ALIASES, column)) == 0
     at_end = False
-    here, behind, done = run, offset, 0
+    here, after, done = run, offset, 0
     before = -1
     if run != 0:
         before = field(context, run, RUN_START) + offset - 1
     while done < n_blocks:
         line = run_address(context, here)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
-        if behind >= length:
+        if after >= length:
             child = find_child(context, here, load(locals_ + (done << 3)))
             if child < 0:
                 at_end = True
                 break
-            here, behind = child, 0
+            here, after = child, 0
             continue
-        first = start + behind
-        limit = min(length - behind, n_blocks - done)
+        first = start + after
+        limit = min(length - after, n_blocks - done)
         same = common_length(hashes + (first << 3), locals_ + (done << 3), limit)
         if same == 0:
             break
@@ -492,14 +499,14 @@ def store_blocks(
             store(entry + 16, int(covers(context, here, column)))
             n_stretches += 1
         before = first + same - 1
-        behind += same
+        after += same
         done += same
     if get(context, N_PHANTOMS) and first_phantom(context, names + (done << 3), n_blocks - done) < n_blocks - done:
         store_in_steps(context, column, run, offset, names, locals_, n_blocks)
         return 0
     new = n_blocks - done
-    if naming:  # for a record somebody looked already
-        lacking = lacks(context, new, n_blocks)
+    if naming:  # for records, the caller has checked
+        lacking = exceeded_limit(context, new, n_blocks)
         if lacking:
             return lacking
     taken = stretches + n_stretches * 24
@@ -524,11 +531,11 @@ def store_blocks(
             for block in range(first, first + same):
                 add_claim(context, column, block)
     if new:
-        here, behind = 0, 0
+        here, after = 0, 0
         if before >= 0:
-            here, behind = end_of(context, before)
+            here, after = end_of(context, before)
         put(context, N_TAKEN, n_taken)
-        link(context, here, behind, own, child, in_spare, names + (done << 3), column, taken)
+        link(context, here, after, own, child, in_spare, names + (done << 3), column, taken)
     if n_lost:
         uncover_listed(context, column, lost, n_lost)
     return 0
@@ -536,8 +543,10 @@ def store_blocks(
 
 @kernel()
 def store_in_steps(context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int) -> None:
-    """As `store_blocks` for a record, one stretch after the other within the change: where phantoms wait for new
-    blocks."""
+    """Store the blocks of a record like `store_blocks`, but stretch by stretch within the change.
+
+    This is needed if new blocks replace phantoms.
+    """
     begin_change(context)
     hashes = get(context, LOCAL)
     taken = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
@@ -579,13 +588,16 @@ def store_in_steps(context: int, column: int, run: int, offset: int, names: int,
         done += same
 
 
-# -- names of a rank's own -------------------------------------------------------------------------------
+# -- a rank's own names ----------------------------------------------------------------------------------
 
 
 @kernel()
-def lose(context: int, column: int, block: int, lost: int, n_lost: int) -> int:
-    """A block's name goes to another block of its column. What it is called then, if a later block of the event is not
-    this very one, is a name that nobody gave; by that it is known at the end. Gives the length of the list."""
+def mark_nameless(context: int, column: int, block: int, lost: int, n_lost: int) -> int:
+    """Mark a block of a column whose name goes to another block, by a synthetic alias, and add it to the list `lost`.
+
+    If a later name of the same event is for this block, it replaces the mark. The blocks that still have their mark at
+    the end of the event are no longer held. Returns the length of the list.
+    """
     mark = synthetic_name(context)
     while find_alias_of_name(context, column, mark) >= 0:
         mark = synthetic_name(context)
@@ -600,10 +612,10 @@ def lose(context: int, column: int, block: int, lost: int, n_lost: int) -> int:
 def name_stretch(
     context: int, column: int, first: int, names: int, n_blocks: int, held: bool, lost: int, n_lost: int
 ) -> tuple[int, int]:
-    """A column that holds these blocks, or is about to, calls them by these names; no query sees anything of it.
+    """Name blocks in a column that holds them or is about to; queries do not read any of this.
 
-    held: whether one of them may have an alias. lost: address of a list, two words an entry: blocks that another one
-    took the name from, and what marks them since. Gives its length and how many of the names are aliases.
+    held: whether the column may have aliases for them. lost: address of a list with two words per entry: blocks that
+    lost their name to another block, and their marks. Returns the length of the list and the number of new aliases.
     """
     table = get(context, NAME) + (first << 3)
     entries = get(context, ALIASES)
@@ -628,7 +640,7 @@ def name_stretch(
             other = load(entries + (entry << 4) + 8) & ID_MASK
             if other == block:
                 continue
-            n_lost = lose(context, column, other, lost, n_lost)
+            n_lost = mark_nameless(context, column, other, lost, n_lost)
         elif not is_first:
             other = find_name(context, name)
             if (
@@ -636,7 +648,7 @@ def name_stretch(
                 and covers(context, run_of(context, other), column)
                 and (aliases == 0 or find_alias_of_block(context, column, other) < 0)
             ):
-                n_lost = lose(context, column, other, lost, n_lost)
+                n_lost = mark_nameless(context, column, other, lost, n_lost)
         if held and load(count):
             remove_alias(context, column, block)
         if not is_first:
@@ -646,9 +658,13 @@ def name_stretch(
 
 
 @kernel()
-def lose_firsts(context: int, column: int, first: int, names: int, n_blocks: int, lost: int, n_lost: int) -> int:
-    """Of these blocks, those lose their name that NAMES knows by it and of which a later block of the event was called
-    so: while that happened, nothing told yet that the column is to hold them."""
+def mark_nameless_firsts(
+    context: int, column: int, first: int, names: int, n_blocks: int, lost: int, n_lost: int
+) -> int:
+    """Mark those of these blocks whose shared name a later block of the same event took as its alias.
+
+    `name_stretch` could not detect this, because the column did not hold these blocks yet.
+    """
     table = get(context, NAME) + (first << 3)
     for index in range(n_blocks):
         name = load(names + (index << 3))
@@ -657,7 +673,7 @@ def lose_firsts(context: int, column: int, first: int, names: int, n_blocks: int
             and find_alias_of_name(context, column, name) >= 0
             and find_alias_of_block(context, column, first + index) < 0
         ):
-            n_lost = lose(context, column, first + index, lost, n_lost)
+            n_lost = mark_nameless(context, column, first + index, lost, n_lost)
     return n_lost
 
 
@@ -665,11 +681,11 @@ def lose_firsts(context: int, column: int, first: int, names: int, n_blocks: int
 def give_names(
     context: int, column: int, names: int, stretches: int, n_stretches: int, here: int, own: int, child: int, lost: int
 ) -> int:
-    """A column calls the blocks of an event by its names: those that are there, as stretches, then the new ones, `own`
-    of them behind the end of run `here` and the others in the run `child`.
+    """Name the blocks of an event in a column: existing ones, listed as stretches, then the new ones.
 
-    All of it is names, so queries go on. Gives the number of blocks, listed from `lost` on a word each, that lost
-    their name to another block: they are the caller's to uncover.
+    Of the new ones, `own` are after the end of run `here`, and the others in the run `child`. This changes only names,
+    so queries continue. Returns the number of blocks that lost their name to another block; they are listed from `lost`
+    on, one word each, and the caller uncovers them.
     """
     n_lost, n_aliased = 0, 0
     for again in range(2):
@@ -688,14 +704,14 @@ def give_names(
                 if child:
                     first, n_blocks = field(context, child, RUN_START), field(context, child, RUN_LENGTH)
             if again:
-                n_lost = lose_firsts(context, column, first, at, n_blocks, lost, n_lost)
+                n_lost = mark_nameless_firsts(context, column, first, at, n_blocks, lost, n_lost)
             else:
                 n_lost, n_more = name_stretch(context, column, first, at, n_blocks, held, lost, n_lost)
                 n_aliased += n_more
             at += n_blocks << 3
         if n_aliased == 0:
             break
-    # Who lost its name and got no other one in this event is called by what marked it.
+    # A block that lost its name and got no other one in this event still has its mark.
     entries = get(context, ALIASES)
     n_left = 0
     for index in range(n_lost):
@@ -710,7 +726,7 @@ def give_names(
 
 @kernel()
 def uncover_listed(context: int, column: int, blocks: int, n_blocks: int) -> None:
-    """A column holds these blocks no more, within a change; their names are forgotten behind it."""
+    """Remove a column from the holders of the listed blocks, within a change; unused names are removed after it."""
     index = 0
     while index < n_blocks:
         first = load(blocks + (index << 3))
@@ -724,12 +740,12 @@ def uncover_listed(context: int, column: int, blocks: int, n_blocks: int) -> Non
         index += same
 
 
-# -- phantoms: placeholders of parents that records name before they are known ---------------------------
+# -- phantoms: placeholders for parents whose records have not been read yet -----------------------------
 
 
 @kernel()
 def first_phantom(context: int, names: int, n_blocks: int) -> int:
-    """Which of these new blocks is the first to take a phantom's place; `n_blocks` for none."""
+    """Index of the first of these new blocks that replaces a phantom; `n_blocks` if none does."""
     filter_bits = get(context, PHANTOM_BITS)
     for index in range(n_blocks):
         name = load(names + (index << 3))
@@ -742,9 +758,9 @@ def first_phantom(context: int, names: int, n_blocks: int) -> int:
 
 @kernel()
 def new_phantom(context: int, name: int) -> int:
-    """Placeholder for a block of which only the name is known; gives its run."""
-    start, room = new_span(context, 1, 1)
-    free_span(context, start + 1, room - 1)
+    """Add a placeholder for a block of which only the name is known; returns its run."""
+    start, size = new_span(context, 1, 1)
+    free_span(context, start + 1, size - 1)
     store(get(context, LOCAL) + (start << 3), 0)
     store(get(context, NAME) + (start << 3), name)
     run = new_run(context)
@@ -757,7 +773,7 @@ def new_phantom(context: int, name: int) -> int:
     store32(line + RUN_CHILDREN, 0)
     store32(line + RUN_SIBLING, 0)
     clear_coverage(context, run)
-    place_start(context, run)
+    mark_start(context, run)
     insert_id(context, NAMES, tag_of(context, name), start)
     filter_bits = get(context, PHANTOM_BITS)
     if get(context, N_PHANTOMS) == 0:
@@ -770,8 +786,7 @@ def new_phantom(context: int, name: int) -> int:
 
 @kernel()
 def replace_phantom(context: int, phantom: int, block: int) -> None:
-    """A new block, the last of its run, takes a phantom's place, within a change: what waited below that hangs from
-    it."""
+    """Replace a phantom by a new block, the last of its run, within a change: the phantom's children move to it."""
     start = field(context, phantom, RUN_START)
     tag = tag_of(context, name_at(context, start))
     store(find_id(context, NAMES, tag, start), (tag << 32) | (block + 1))
@@ -791,7 +806,7 @@ def replace_phantom(context: int, phantom: int, block: int) -> None:
                 child,
             )
         add_child(context, run, child)
-    unplace_start(context, phantom)
+    unmark_start(context, phantom)
     free_run(context, phantom)
     free_span(context, start, 1)
     add(context, N_PHANTOMS, -1)

@@ -1,4 +1,4 @@
-"""Compiled kernels of the agents' store of runs; `layout` is the format, tables.run_table the interface."""
+"""Compiled kernels of the agents' store of runs: `layout` is the format, tables.run_table the interface."""
 
 #: What Python calls, as module and kernel, the slowest to compile first.
 ENTRY_POINTS = (

@@ -1,7 +1,7 @@
-"""What events do to a store of runs; core.run_store says it in Python.
+"""What events do to a store of runs, as in the pure-Python core.reducer.run_store.
 
-What lives here: holding and letting go of blocks, ending ranks, reading runs back in. What must not: bytes
-(streams/tables), and which batch is news (core.ordering).
+What lives here: adding and removing blocks, ending ranks, taking runs that were read back. What must not: the bytes of
+records (streams/tables), and which batch is new (core.reducer.ordering).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _ID_MASK = (1 << 32) - 1
 
 @njit(inline="always")
 def find_slot(context: int, which: int, column: int, key: int) -> int:
-    """Slot of a column's block that a map finds by one of its hashes; -1 for none."""
+    """Return the slot of a column's block by one of its hashes, engine or sequence as `which` says; -1 for none."""
     table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
     tag = tag_in(context, column, key)
     position = tag & mask
@@ -120,19 +120,19 @@ def find_slot(context: int, which: int, column: int, key: int) -> int:
 
 @kernel()
 def find_engine(context: int, column: int, name: int) -> int:
-    """Slot of the block that a column holds under an engine hash, -1 for none."""
+    """Return the slot of a column's held block by its engine hash; -1 for none."""
     return find_slot(context, BY_ENGINE, column, name)
 
 
 @kernel()
 def find_sequence(context: int, column: int, block: int) -> int:
-    """Slot of a column's block by its sequence hash, held or not; -1 for none."""
+    """Return the slot of a column's block by its sequence hash, held or not; -1 for none."""
     return find_slot(context, BY_SEQUENCE, column, block)
 
 
 @kernel()
 def find_parent(context: int, column: int, name: int) -> int:
-    """Slot of a rank's block by its engine hash, in the event's own tier before the others; -1 for none."""
+    """Return the slot of a rank's block by its engine hash, first in the event's own tier; -1 for none."""
     slot = find_engine(context, column, name)
     if slot < 0:
         first = column & ~(N_TIERS - 1)
@@ -149,13 +149,13 @@ def find_parent(context: int, column: int, name: int) -> int:
 
 @njit(inline="always")
 def column_at(context: int, column: int) -> int:
-    """Address of a column's words."""
+    """Return the address of a column's words."""
     return get(context, COLUMNS) + column * (COLUMN_WORDS * 8)
 
 
 @kernel()
 def mark(context: int, run: int) -> None:
-    """A run's record is to be written."""
+    """Note that a run's record must be written."""
     line = run_at(context, run)
     shape = load(line + RUN_SHAPE * 8)
     if shape & IS_DIRTY == 0:
@@ -166,7 +166,7 @@ def mark(context: int, run: int) -> None:
 
 @kernel()
 def new_run(context: int, column: int, first: int, parent: int, has_parent: int, start: int, size: int) -> int:
-    """A run without blocks, with a span of a class."""
+    """Create a run without blocks, whose span has the class `size`; returns its id."""
     run = new_run_id(context)
     line = run_at(context, run)
     store(line + RUN_FIRST * 8, first)
@@ -193,7 +193,7 @@ def new_run(context: int, column: int, first: int, parent: int, has_parent: int,
 
 @kernel()
 def append(context: int, run: int, local: int, engine: int, block: int) -> int:
-    """One more block of a run, which is not held yet; gives its slot."""
+    """Append a block, not held yet, to a run; returns its slot."""
     line = run_at(context, run)
     offset = load(line + RUN_SHAPE * 8) & LENGTH_MASK
     if offset == capacity_of(line):
@@ -209,7 +209,7 @@ def append(context: int, run: int, local: int, engine: int, block: int) -> int:
 
 @kernel()
 def free_run(context: int, run: int) -> None:
-    """A run of which no block is held is no more."""
+    """Free a run of which no block is held."""
     line = run_at(context, run)
     column, shape = load(line + RUN_COLUMN * 8), load(line + RUN_SHAPE * 8)
     for offset in range(shape & LENGTH_MASK):
@@ -234,10 +234,10 @@ def free_run(context: int, run: int) -> None:
 
 @kernel()
 def set_labels(context: int, line: int, offset: int, labelled: int, labels: int) -> None:
-    """Give a block the three labels at an address, or none."""
-    known = load(line + RUN_LABELLED * 8)
+    """Set the three labels of a block from an address, or remove them."""
+    labelled_bits = load(line + RUN_LABELLED * 8)
     if labelled == 0:
-        store(line + RUN_LABELLED * 8, known & ~(1 << offset))
+        store(line + RUN_LABELLED * 8, labelled_bits & ~(1 << offset))
         return
     span = load(line + RUN_LABELS * 8)
     if span == 0:
@@ -246,12 +246,12 @@ def set_labels(context: int, line: int, offset: int, labelled: int, labels: int)
     address = get(context, SPANS) + ((span - 1 + offset * LABEL_WORDS) << 3)
     for word in range(LABEL_WORDS):
         store(address + (word << 3), load(labels + (word << 3)))
-    store(line + RUN_LABELLED * 8, known | (1 << offset))
+    store(line + RUN_LABELLED * 8, labelled_bits | (1 << offset))
 
 
 @kernel()
-def let_go(context: int, slot: int) -> None:
-    """A held block is held no more; a run without held blocks ends."""
+def unhold(context: int, slot: int) -> None:
+    """Remove a held block; a run without held blocks ends."""
     run, offset = slot >> SLOT_SHIFT, slot & OFFSET_MASK
     line = run_at(context, run)
     column = load(line + RUN_COLUMN * 8)
@@ -288,8 +288,10 @@ def hold(
     labelled: int,
     labels: int,
 ) -> int:
-    """Hold one block: where a run has it already, behind slot `last` where that run can grow, else in a new run; gives
-    its slot. last: -1 where there is none."""
+    """Add one block: in the run that already has it, else after slot `last` if that run can grow, else in a new run.
+
+    Returns its slot. last: -1 for none.
+    """
     while True:
         slot = find_sequence(context, column, block)
         if slot < 0:
@@ -311,14 +313,14 @@ def hold(
         name = engine_at(context, line, offset)
         held = (load(line + RUN_PRESENT * 8) >> offset) & 1
         if held and load(name) == engine:
-            return slot  # stored again: a fact is not a number
+            return slot  # stored again; copies are not counted here
         if held:
             delete_slot(context, BY_ENGINE, tag_in(context, column, load(name)), slot)
             counter = column_at(context, column) + COLUMN_HELD * 8
             store(counter, load(counter) - 1)
         moved = find_engine(context, column, engine)
-        if moved >= 0:  # one engine name cannot lie at two places: the later store wins
-            let_go(context, moved)
+        if moved >= 0:  # one engine hash names one block: the later store wins
+            unhold(context, moved)
             if load(line + RUN_COLUMN * 8) < 0:  # it was the run's only block
                 last = -1
                 continue
@@ -347,7 +349,7 @@ def hold_all(
     labelled: int,
     labels: int,
 ) -> None:
-    """Hold consecutive blocks behind the one with sequence hash `before`, which is at slot `last` if the rank has it.
+    """Add consecutive blocks that follow the one with sequence hash `before`, at slot `last` if the rank has it.
 
     engines, locals_: addresses of `n_blocks` hashes each, aligned or not.
     """
@@ -364,14 +366,14 @@ def hold_all(
 
 @kernel()
 def store_blocks(context: int, rank: int, row: int) -> bool:
-    """Apply a store; False where its parent is not known."""
+    """Apply a store; False if its parent is unknown."""
     column = (rank << 2) | load(row + EVENT_TIER * 8)
     last, before, position = -1, 0, 0
     has_parent = load(row + EVENT_HAS_PARENT * 8)
     if has_parent:
         last = find_parent(context, column, load(row + EVENT_PARENT * 8))
         if last < 0:
-            return False  # never attached elsewhere: a guessed place could claim a prefix that nobody holds
+            return False  # attached anywhere else, it could claim a prefix that the rank does not hold
         line = run_at(context, last >> SLOT_SHIFT)
         before = load(sequence_at(context, line, last & OFFSET_MASK))
         position = load(line + RUN_START * 8) + (last & OFFSET_MASK) + 1
@@ -393,20 +395,20 @@ def store_blocks(context: int, rank: int, row: int) -> bool:
 
 @kernel()
 def remove_blocks(context: int, column: int, n_blocks: int, engines: int) -> int:
-    """Hold blocks no more; gives how many were not held."""
+    """Remove blocks; returns the number of those that were not held."""
     unknown = 0
     for index in range(n_blocks):
         slot = find_engine(context, column, signed(load_u64(engines + (index << 3))))
         if slot < 0:
             unknown += 1
         else:
-            let_go(context, slot)
+            unhold(context, slot)
     return unknown
 
 
 @kernel()
 def end_rank(context: int, rank: int) -> None:
-    """End everything that a rank holds: its records are owed their tombstones."""
+    """End everything that a rank holds, and note that its records need tombstones."""
     for tier in range(N_TIERS):
         column = (rank << 2) | tier
         head = load(column_at(context, column) + COLUMN_HEAD * 8)
@@ -429,9 +431,9 @@ def end_rank(context: int, rank: int) -> None:
 
 @kernel()
 def reserve_blocks(context: int, n_blocks: int) -> int:
-    """0 where changes of so many blocks fit, whatever they do; GROW or FULL where they do not.
+    """Return 0 if any changes of this many blocks fit, otherwise GROW or FULL.
 
-    A block takes at most a run, a span of the smallest class, one of labels and, as its run grows, one of each class.
+    A block needs at most a run, a span of the smallest class, one of labels and, as its run grows, one of each class.
     """
     for which in (BY_ENGINE, BY_SEQUENCE):
         if (get(context, which + MAP_ENTRIES) + n_blocks) * 5 > (get(context, which + MAP_MASK) + 1) * 3:
@@ -450,13 +452,13 @@ def reserve_blocks(context: int, n_blocks: int) -> int:
 
 @kernel()
 def apply_rows(context: int, rank: int, rows: int, n_rows: int) -> int:
-    """Apply the events of one batch; what they met is counted in the context. GROW, FULL: nothing was done."""
+    """Apply the events of one batch, and count in the context what they found. GROW, FULL: nothing was done."""
     n_blocks = 0
     for index in range(n_rows):
         n_blocks += load(rows + index * (EVENT_WORDS * 8) + EVENT_BLOCKS * 8)
-    room = reserve_blocks(context, n_blocks)
-    if room != 0:
-        return room
+    failure = reserve_blocks(context, n_blocks)
+    if failure != 0:
+        return failure
     clears, parents, before_clear, removals = 0, 0, 0, 0
     for index in range(n_rows):
         row = rows + index * (EVENT_WORDS * 8)
@@ -492,10 +494,13 @@ def restate_run(
     engines: int,
     locals_: int,
 ) -> int:
-    """Hold the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
-    room = reserve_blocks(context, n_blocks)
-    if room != 0:
-        return room
+    """Add the blocks of a restated run, whose parent is named by its sequence hash and need not be held.
+
+    Returns 0, or GROW or FULL if nothing was done.
+    """
+    failure = reserve_blocks(context, n_blocks)
+    if failure != 0:
+        return failure
     column = (rank << 2) | tier
     last = -1
     if has_parent:
@@ -517,7 +522,7 @@ def adopt_run(
     locals_: int,
     engines: int,
 ) -> int:
-    """Take in a run read back, for which there is room; gives its id. Its record lies in the log as it is."""
+    """Take a run that was read back, for which capacity is reserved; returns its id. Its record need not be written."""
     size = 0
     while SPAN_BLOCKS_MIN << size < n_blocks:
         size += 1
@@ -542,8 +547,8 @@ def adopt_run(
 
 
 @kernel()
-def owe_tombstone(context: int, column: int, first: int) -> None:
-    """A record of an ended epoch lies in the log."""
+def add_stale(context: int, column: int, first: int) -> None:
+    """Note that a record of an ended epoch needs a tombstone."""
     entry = get(context, STALE) + (get(context, STALE_END) << 4)
     store(entry, column)
     store(entry + 8, first)
@@ -552,7 +557,7 @@ def owe_tombstone(context: int, column: int, first: int) -> None:
 
 @kernel()
 def next_stale(context: int) -> int:
-    """Address of the next tombstone owed, 0 for none. A key that the new epoch wrote again is owed none."""
+    """Return the address of the next pending tombstone, 0 for none. A key that the new epoch wrote again has none."""
     while get(context, STALE_BEGIN) < get(context, STALE_END):
         entry = get(context, STALE) + (get(context, STALE_BEGIN) << 4)
         slot = find_sequence(context, load(entry), load(entry + 8))

@@ -1,11 +1,12 @@
-"""Where everything of a store of runs lies: words of its context, of a run, of a rank, of an event row.
+"""The memory format of a store of runs: words of its context, of a run, of a rank, of an event row.
 
-What lives here: numbers. What must not: code that uses them. A kernel gets one integer, the address of the context:
-int64 words that hold the addresses of the arenas and all counters. One thread works a store, and nobody reads
-meanwhile, so there is no version and no fence.
+What lives here: numbers. What must not: code that uses them. A kernel takes one integer, the address of the context:
+int64 words with the addresses of the arenas and all counters. One thread uses a store, without concurrent readers, so
+there is no version and no memory fence.
 
-A block's slot is run << 5 | offset. BY_ENGINE finds a held block's slot by its column and engine hash, BY_SEQUENCE that
-of any block that a run has, by its column and sequence hash. A column is a rank in one tier: rank number << 2 | tier.
+A block's slot is run << 5 | offset. BY_ENGINE maps a column and an engine hash to the slot of a held block. BY_SEQUENCE
+maps a column and a sequence hash to the slot of any block in a run. A column is a rank in one tier: rank number << 2 |
+tier.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from __future__ import annotations
 from streams.core.runs import RUN_BLOCKS_MAX
 
 # -- context ------------------------------------------------------------------
-RUNS = 0  # RUN_WORDS a run
+RUNS = 0  # RUN_WORDS per run
 SPANS = 1  # words of the runs' blocks: capacity local hashes, as many engine hashes, as many sequence hashes
-RANKS = 2  # RANK_WORDS a rank
-COLUMNS = 3  # COLUMN_WORDS a column
-DIRTY = 4  # int64 a run changed since the last take; one that was freed and taken again may be there twice
-EMPTIED = 5  # two int64 a run that ended since then: column, first sequence hash
-STALE = 6  # two int64 a run of an ended epoch, whose tombstone is owed: column, first sequence hash
+RANKS = 2  # RANK_WORDS per rank
+COLUMNS = 3  # COLUMN_WORDS per column
+DIRTY = 4  # one int64 per run changed since the last take; an id that was freed and reused may occur twice
+EMPTIED = 5  # two int64 per run that ended since then: column, first sequence hash
+STALE = 6  # two int64 per run of an ended epoch whose tombstone is pending: column, first sequence hash
 BY_ENGINE = 7  # a map: its address; mask; entries
 BY_SEQUENCE = 10
-N_RUNS = 13  # high water
+N_RUNS = 13  # high watermark
 FREE_RUN = 14  # 1 + head of the list of free runs, 0 for none
-N_SPAN_WORDS = 15  # high water
+N_SPAN_WORDS = 15  # high watermark
 FREE_SPANS = 16  # five words: 1 + head of the free spans of each class
 N_DIRTY = 21
 N_EMPTIED = 22
@@ -34,12 +35,12 @@ SALT = 25
 RUNS_MAX = 26
 SPAN_WORDS_MAX = 27
 STALE_MAX = 28
-MET = 29  # what one call met: the four words from here on
+FOUND = 29  # what the events of one call found: the four words from here on
 N_UNKNOWN_PARENTS = 29
 PARENTS_BEFORE_CLEAR = 30
 N_UNKNOWN_REMOVALS = 31
 N_CLEARS = 32
-MET_END = 33
+FOUND_END = 33
 CONTEXT_WORDS = 64
 
 # -- a map --------------------------------------------------------------------
@@ -49,21 +50,21 @@ MAP_ADDRESS, MAP_MASK, MAP_ENTRIES = 0, 1, 2
 RUN_FIRST = 0
 RUN_PARENT = 1
 RUN_SPAN = 2  # word of SPANS at which its blocks begin
-RUN_COLUMN = 3  # -1 for a run that is free
+RUN_COLUMN = 3  # -1 for a free run
 RUN_START = 4
 RUN_PRESENT = 5
 RUN_SHAPE = 6  # length | class << 8 | HAS_PARENT | IS_DIRTY
 RUN_PREVIOUS = 7  # 1 + the run before it in its column; of a free run, the next free one
 RUN_NEXT = 8
-RUN_LABELS = 9  # 1 + word of SPANS at which its labels begin, 0 for none: three words a block
-RUN_LABELLED = 10  # bit a block that has labels
+RUN_LABELS = 9  # 1 + word of SPANS at which its labels begin, 0 for none: three words per block
+RUN_LABELLED = 10  # one bit per block: whether it has labels
 RUN_WORDS = 12
 LENGTH_MASK = 255
 CLASS_SHIFT = 8
 HAS_PARENT = 1 << 16
 IS_DIRTY = 1 << 17
 
-#: Blocks of a span of class 0; each next class has room for twice as many.
+#: Blocks of a span of class 0; each further class holds twice as many.
 SPAN_BLOCKS_MIN = 2
 N_CLASSES = 5
 LARGEST_CLASS = N_CLASSES - 1
@@ -71,7 +72,7 @@ assert SPAN_BLOCKS_MIN << LARGEST_CLASS == RUN_BLOCKS_MAX == 32
 SLOT_SHIFT = 5
 OFFSET_MASK = 31
 
-#: A label that is not given.
+#: A label without a value.
 NO_LABEL = -(1 << 63)
 LABEL_WORDS = 3
 
@@ -81,7 +82,7 @@ RANK_WORDS = 4
 
 # -- a column -----------------------------------------------------------------
 COLUMN_HEAD = 0  # 1 + its first run
-COLUMN_HELD = 1  # blocks held
+COLUMN_HELD = 1  # number of held blocks
 COLUMN_WORDS = 2
 N_TIERS = 4
 
@@ -90,7 +91,7 @@ EVENT_KIND = 0
 EVENT_TIER = 1
 EVENT_HAS_PARENT = 2
 EVENT_PARENT = 3  # engine hash
-EVENT_BLOCKS = 4  # how many
+EVENT_BLOCKS = 4  # number of blocks
 EVENT_ENGINE = 5  # address of their engine hashes, aligned or not
 EVENT_LOCAL = 6
 EVENT_LABELLED = 7
@@ -98,8 +99,8 @@ EVENT_LABELS = 8  # three words
 EVENT_WORDS = 12
 STORED, REMOVED, CLEARED = 0, 1, 2
 
-# -- what a call gives --------------------------------------------------------
+# -- return codes -------------------------------------------------------------
 #: The maps must grow first; nothing was done.
 GROW = -1
-#: There is no room for that many runs, blocks or owed tombstones; nothing was done.
+#: Over capacity in runs, blocks or pending tombstones; nothing was done.
 FULL = -2

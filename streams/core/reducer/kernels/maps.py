@@ -1,7 +1,8 @@
 """The two maps of a store of runs: slots of 8 bytes, tag << 32 | 1 + slot of a block, 0 for a free one.
 
-What lives here: inserting, deleting, growing. What must not: keys; who looks up verifies them where the slot points.
-Linear probing, backward-shift deletion. A tag's lower bits are its home, so that growing looks at no key.
+What lives here: inserting, deleting, growing. What must not: keys; a lookup verifies the key at the block to which the
+slot points. Linear probing, backward-shift deletion. A tag's lower bits are its home position, so that growing a map
+reads no keys.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _ID_MASK = (1 << 32) - 1
 
 @njit(inline="always")
 def tag_in(context: int, column: int, key: int) -> int:
-    """32 bits of hash of a key within a column, salted: nobody can choose keys that meet."""
+    """Return 32 bits of a salted hash of a key within a column; the salt prevents keys chosen to collide."""
     return mix(key ^ ((column + 1) * SYNTHETIC_STEP) ^ get(context, SALT))
 
 
 @kernel()
 def insert_slot(context: int, which: int, tag: int, slot: int) -> None:
-    """Add an entry, for which there is room."""
+    """Add an entry, for which the map has capacity."""
     table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
     position = tag & mask
     while load(table + (position << 3)) != 0:
@@ -35,7 +36,7 @@ def insert_slot(context: int, which: int, tag: int, slot: int) -> None:
 
 @kernel()
 def delete_slot(context: int, which: int, tag: int, slot: int) -> None:
-    """Delete an entry, which is there; what follows it moves up."""
+    """Delete an entry that exists; the entries after it move up."""
     table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
     wanted = (tag << 32) | (slot + 1)
     gap = tag & mask
@@ -56,7 +57,7 @@ def delete_slot(context: int, which: int, tag: int, slot: int) -> None:
 
 @kernel()
 def move_entries(old: int, old_mask: int, new: int, new_mask: int) -> None:
-    """Copy every entry of a map to a larger one, which is empty."""
+    """Copy every entry of a map to a larger, empty one."""
     for position in range(old_mask + 1):
         entry = load(old + (position << 3))
         if entry != 0:

@@ -1,7 +1,7 @@
-"""Room for runs and for their blocks.
+"""Allocation of runs and of the spans that store their blocks.
 
-What lives here: giving out and taking back. What must not: what is in it. A span of class c has room for
-SPAN_BLOCKS_MIN << c blocks of three words; those given back are kept in a list for each class.
+What lives here: allocating and freeing. What must not: the contents. A span of class c holds SPAN_BLOCKS_MIN << c
+blocks of three words; freed spans are kept in one list per class.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from streams.core.reducer.kernels.layout import (
 
 @njit(inline="always")
 def run_at(context: int, run: int) -> int:
-    """Address of a run's words."""
+    """Return the address of a run's words."""
     return get(context, RUNS) + run * (RUN_WORDS * 8)
 
 
 @njit(inline="always")
 def capacity_of(line: int) -> int:
-    """Blocks that a run's span has room for."""
+    """Return how many blocks a run's span can hold."""
     return SPAN_BLOCKS_MIN << ((load(line + RUN_SHAPE * 8) >> CLASS_SHIFT) & 255)
 
 
 @njit(inline="always")
 def locals_at(context: int, line: int) -> int:
-    """Address of a run's local hashes; engine and sequence hashes follow, a capacity further each."""
+    """Return the address of a run's local hashes; engine and sequence hashes follow, each one capacity further on."""
     return get(context, SPANS) + (load(line + RUN_SPAN * 8) << 3)
 
 
 @njit(inline="always")
 def engine_at(context: int, line: int, offset: int) -> int:
-    """Address of a block's engine hash."""
+    """Return the address of a block's engine hash."""
     return locals_at(context, line) + ((capacity_of(line) + offset) << 3)
 
 
 @njit(inline="always")
 def sequence_at(context: int, line: int, offset: int) -> int:
-    """Address of a block's sequence hash."""
+    """Return the address of a block's sequence hash."""
     return locals_at(context, line) + ((2 * capacity_of(line) + offset) << 3)
 
 
 @kernel()
 def new_span(context: int, size: int) -> int:
-    """Word at which a span of a class begins."""
+    """Allocate a span of a class; returns the word at which it begins."""
     head = get(context, FREE_SPANS + size)
     if head != 0:
         put(context, FREE_SPANS + size, load(get(context, SPANS) + ((head - 1) << 3)))
@@ -72,7 +72,7 @@ def new_span(context: int, size: int) -> int:
 
 @kernel()
 def free_span(context: int, span: int, size: int) -> None:
-    """Take a span back."""
+    """Free a span."""
     store(get(context, SPANS) + (span << 3), get(context, FREE_SPANS + size))
     put(context, FREE_SPANS + size, span + 1)
 
@@ -94,7 +94,7 @@ def widen(context: int, line: int) -> None:
 
 @kernel()
 def new_run_id(context: int) -> int:
-    """An id that no run has."""
+    """Allocate a run; returns its id."""
     head = get(context, FREE_RUN)
     if head != 0:
         put(context, FREE_RUN, load(run_at(context, head - 1) + RUN_PREVIOUS * 8))
