@@ -1,14 +1,15 @@
-"""What all tests share: child processes, and the end of the broker that the tests in tests/kafka may have started.
+"""What all tests share: child processes, commands, the fast profile, and the end of the broker of tests/kafka.
 
-A test that asks for none of these starts nothing.
+A test that uses none of these fixtures starts nothing.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from streams.local.kafka import LocalKafka
 from streams.local.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
+from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the broker behind the last worker process, if a test ever asked for it."""
+    """Stop the broker, if any test started it, after the last worker process has ended."""
     if not hasattr(config, "workerinput"):
         directory = Path(os.environ.pop(DIRECTORY_ENV))
         LocalKafka(broker_config(directory)).down()
@@ -34,6 +36,33 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def children() -> Iterator[Children]:
-    """Owner of the test's child processes, each ended by its own id."""
+    """Give the owner of the test's child processes, which ends each of them by its own id."""
     with Children() as owned:
         yield owned
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Give a function that starts `kvstreams` in an empty folder; processes that still run are killed afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        started.append(start_command(tmp_path, arguments, env or {}))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        with process:  # closes its pipes
+            process.kill()
+
+
+@pytest.fixture
+def run(start: Start) -> Run:
+    """Give a function that runs `kvstreams` to its end."""
+
+    def to_the_end(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments, env=env)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return to_the_end

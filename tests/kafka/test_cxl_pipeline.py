@@ -39,10 +39,10 @@ from streams.tables.transactions import scope_of
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
+from tests.helpers.pages import blocks
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
 from tests.unit.test_cxl_interleavings import History, Reference, random_history, reference_of, wanted_blocks
-from tests.unit.test_docs import blocks
 
 #: What a router says of each pooled block: its metadata, its pool's epoch and where it lies on its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]

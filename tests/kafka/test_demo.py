@@ -1,4 +1,4 @@
-"""The demo in small: the same processes and the same acts as `make demo`, on few requests."""
+"""The demo on a small scale: the same processes and the same acts as `make demo`, with few requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from streams.core.routing.selection import RouterMode
-from streams.errors import SettingsError
 from streams.local.demo import DemoConfig, run_demo
 from streams.local.kafka import KafkaState
 
 
 def test_the_demo_shows_both_acts_and_writes_its_figures(kafka: KafkaState, tmp_path: Path) -> None:
-    """Every request is served, kv routing is as good as offline says, and recovery leaves no difference."""
+    """Every request is served, kv routing reuses more than round robin, and recovery leaves no difference."""
     trace = tmp_path / "trace.jsonl"
-    # Ten conversations of four turns: each turn's prompt is the last one and one 512-token block more.
+    # Ten conversations of four turns: each turn's prompt is the previous one and another block of 512 tokens.
     lines = [
         {
             "timestamp": 200 * (10 * turn + chat),
@@ -52,9 +49,3 @@ def test_the_demo_shows_both_acts_and_writes_its_figures(kafka: KafkaState, tmp_
     assert recovery["differences"] == recovery["second_router_differences"] == 0
     assert recovery["differences_after_more_requests"] == 0
     assert "Worker" in result["decision"]
-
-
-def test_a_trace_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
-    """The file is named."""
-    with pytest.raises(SettingsError, match=r"nowhere\.jsonl cannot be read"):
-        run_demo(DemoConfig(trace=tmp_path / "nowhere.jsonl"), lambda _: pytest.fail("Kafka was started"))

@@ -1,1 +1,1 @@
-"""Tests without Kafka; `make fast` runs them."""
+"""Tests that start no server and no Kafka; `make fast` runs them."""

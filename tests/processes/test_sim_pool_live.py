@@ -33,7 +33,7 @@ from streams.sim.pool import PoolConfig
 from streams.sim.pool_server import PoolServer, PoolServerConfig
 from streams.sim.pool_server import serve as serve_pool
 from streams.sim.server import SimServerConfig, serve
-from tests.unit.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, started
+from tests.processes.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, started
 
 #: 1 ms a block either way and half a millisecond a transfer, of model time.
 POOL = PoolConfig("p", block_size=4, bytes_per_token=250_000, offload_gb_per_s=1.0, load_gb_per_s=1.0, latency_us=500.0)

@@ -1,0 +1,131 @@
+"""The command line in process: help, options, and JSON log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from streams.cli import ESSENTIAL, cli
+from streams.errors import LocalKafkaError
+from streams.log import JsonFormatter
+from streams.settings import Settings
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Give every command and group as the words that call it."""
+    yield path
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("words", list(commands(cli)), ids=lambda words: " ".join(words) or "kvstreams")
+def test_every_command_has_help(words: tuple[str, ...]) -> None:
+    """Every command accepts --help and -h, and starts nothing then."""
+    for flag in ("--help", "-h"):
+        done = CliRunner().invoke(cli, [*words, flag])
+        assert done.exit_code == 0
+        assert "Usage:" in done.output
+
+
+@pytest.mark.parametrize(
+    "command", [("topics", "create"), ("topics", "describe"), ("router",), ("worker",), ("bridge",)]
+)
+def test_commands_that_use_settings_have_an_option_for_each(command: tuple[str, ...]) -> None:
+    """Every setting is an option of every command that uses settings."""
+    text = CliRunner().invoke(cli, [*command, "--help"]).output
+    for setting in fields(Settings):
+        assert f"--{setting.name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (("router",), ["--help"]),
+        (("bridge",), ["--engine", "--help"]),
+        (("cxl", "pool"), ["--member", "--no-members", "--lost", "--help"]),
+        (("kafka", "up"), ["--directory", "--help"]),
+    ],
+)
+def test_help_shows_a_commands_own_options_before_the_settings(command: tuple[str, ...], own: list[str]) -> None:
+    """Help lists a command's own options first, then the essential settings, then all other settings."""
+    text = CliRunner().invoke(cli, [*command, "--help"]).output
+    first, settings, others = (*re.split(r"^(?:Settings|Other settings)[^\n]*$", text, flags=re.MULTILINE), "", "")[:3]
+    assert all(option in first for option in own)
+    if command == ("kafka", "up"):
+        assert not settings + others
+        return
+    options = [f"--{setting.name.replace('_', '-')} " for setting in fields(Settings)]
+    essential = [f"--{name.replace('_', '-')} " for name in ESSENTIAL]
+    assert not any(option in first for option in options)
+    assert sorted(option for option in options if option in settings) == sorted(essential)
+    assert "--config " in settings
+    assert sorted(option for option in options if option in others) == sorted(set(options) - set(essential))
+
+
+def test_unneeded_options_of_dynamo_are_accepted_with_a_warning() -> None:
+    """Each warning is printed to stderr with the reason, and the command continues."""
+    flags = ["--router-snapshot-threshold", "10000", "--durable-kv-events", "--no-router-durable-kv-events"]
+    done = CliRunner().invoke(cli, ["config", *flags])
+    assert done.exit_code == 0
+    warnings = done.stderr.splitlines()
+    assert len(warnings) == 3
+    assert all(line.startswith("kvstreams: ") and "is not needed: " in line for line in warnings)
+    assert "overlap_score" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "package"), [("demo", "matplotlib"), ("demo", "psutil"), ("up", "psutil")])
+def test_a_missing_extra_is_reported_before_anything_starts(
+    command: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the missing package and the extra to install."""
+    monkeypatch.setitem(sys.modules, package, None)
+    failed = CliRunner().invoke(cli, [command]).exception
+    assert isinstance(failed, LocalKafkaError)
+    assert package in failed.message
+    assert "kvstreams[local]" in failed.remedy
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"worker_id": (1 << 64) - 1}, (1 << 64) - 1),
+        ({"worker_id": 1 << 64}, str(1 << 64)),
+        ({"worker_id": "\ud800"}, "\ud800"),
+        ({"worker_id": {1: "x"}}, {"1": "x"}),
+        ({"worker_id": Path("a/b")}, "a/b"),
+        ({"worker_id": None}, None),
+    ],
+)
+def test_a_json_log_line_holds_any_value(extra: dict[str, object], field: object) -> None:
+    """Any value becomes a field, a message with a line break stays on one line, and the time has a zone."""
+    record = logging.makeLogRecord(
+        {"name": "n", "levelno": 30, "levelname": "WARNING", "msg": "two\nlines %s", "args": ("ü",), **extra}
+    )
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["worker_id"] == field
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "n", "two\nlines ü")
+    assert line["at"].endswith("+00:00")
+
+
+def test_a_json_log_line_holds_the_stack_trace() -> None:
+    """An exception's stack trace is a field of the same line."""
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record = logging.makeLogRecord({"msg": "failed", "exc_info": sys.exc_info()})
+    line = json.loads(JsonFormatter().format(record))
+    assert line["exception"].endswith("ValueError: why")
