@@ -1,11 +1,11 @@
-"""Avro bytes to values and back: the one place that knows how a record looks on the wire.
+"""Avro bytes to values and back: schemas, frames, and the records of the topics.
 
-What lives here: schema loading, framing and the conversion of every record but the tables' (tables.records). What must
-not: what a record means.
+What lives here: loading schemas, framing, and the conversion of all records except those of the index table
+(tables.records) and of CXL (cxl.records). What must not: the meaning of a record.
 
-Framing is Avro's single-object encoding: C3 01, the schema's CRC-64-AVRO fingerprint, the datum. It costs 10 bytes and
-lets a reader tell "not Avro" from "an unknown schema". The Confluent wire header (00, schema id) is read as well, for
-the ids that the settings name.
+A frame is Avro's single-object encoding: C3 01, the schema's CRC-64-AVRO fingerprint, the datum. It costs 10 bytes and
+lets a reader distinguish bytes that are not Avro from an unknown schema. The Confluent wire header (00, schema id) is
+also read, for the ids in the settings.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ _I32_MAX = (1 << 31) - 1
 
 
 def schemas_dir() -> Path:
-    """Folder of the .avsc files: beside the package in a wheel, at the top in a checkout."""
+    """Return the folder of the .avsc files: inside the package in a wheel, at the top level in a checkout."""
     packaged = Path(__file__).parent / "_schemas"
     return packaged if packaged.is_dir() else Path(__file__).parent.parent / "schemas"
 
 
 class RecordCodec:
-    """Encodes and decodes one schema, with its frame."""
+    """Encodes and decodes the records of one schema, including the frame."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.source: dict[str, Any] = json.loads((schemas_dir() / f"{name}.avsc").read_text())
         self._schema = fastavro.parse_schema(self.source)
-        # fastavro gives the fingerprint in the byte order of the frame (little-endian), as hex.
+        # fastavro returns the fingerprint as hex, in the byte order of the frame (little-endian).
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(self._schema), "CRC-64-AVRO"))
         self._header = _SINGLE_OBJECT + self.fingerprint
 
     def encode(self, datum: Mapping[str, Any]) -> bytes:
-        """Frame and encode; raises KvStreamsError for a value that the schema has no room for."""
+        """Frame and encode; raises KvStreamsError for a value that does not fit the schema."""
         out = io.BytesIO()
         out.write(self._header)
         try:
@@ -93,7 +93,7 @@ class RecordCodec:
     def decode(self, raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Check the frame and decode.
 
-        schema_ids: Confluent ids by schema name, where a registry is configured.
+        schema_ids: Confluent ids by schema name, if a registry is configured.
         Raises BadRecord with reason not_avro, unknown_schema or bad_avro.
         """
         if not raw:
@@ -103,12 +103,12 @@ class RecordCodec:
         stream.seek(start)
         try:
             datum: Any = fastavro.schemaless_reader(stream, self._schema, None)
-        except EOFError as exc:  # its own words name an object by its address
-            raise BadRecord("bad_avro", f"the datum is no {self.name}: it ends early") from exc
-        except Exception as exc:  # fastavro lets whatever its C code met come through
-            raise BadRecord("bad_avro", f"the datum is no {self.name}: {exc!r}") from exc
+        except EOFError as exc:  # without its own message, which contains a memory address
+            raise BadRecord("bad_avro", f"the datum is not a {self.name} record: it ends early") from exc
+        except Exception as exc:  # fastavro passes on any exception of its C code
+            raise BadRecord("bad_avro", f"the datum is not a {self.name} record: {exc!r}") from exc
         if stream.tell() != len(raw):
-            raise BadRecord("bad_avro", f"{len(raw) - stream.tell()} bytes lie behind the {self.name} datum")
+            raise BadRecord("bad_avro", f"{len(raw) - stream.tell()} bytes follow the {self.name} datum")
         assert isinstance(datum, dict)
         return datum
 
@@ -116,39 +116,39 @@ class RecordCodec:
         if raw[:2] == _SINGLE_OBJECT and len(raw) >= _SINGLE_OBJECT_HEADER_BYTES:
             if raw[2:_SINGLE_OBJECT_HEADER_BYTES] != self.fingerprint:
                 found = raw[2:_SINGLE_OBJECT_HEADER_BYTES].hex()
-                raise BadRecord("unknown_schema", f"schema fingerprint {found} is not {self.name}'s")
+                raise BadRecord("unknown_schema", f"schema fingerprint {found} is not that of {self.name}")
             return _SINGLE_OBJECT_HEADER_BYTES
         if raw[0] == _CONFLUENT_MAGIC and len(raw) >= _CONFLUENT_HEADER_BYTES:
             found_id = int.from_bytes(raw[1:_CONFLUENT_HEADER_BYTES], "big")
             if schema_ids.get(self.name) != found_id:
-                raise BadRecord("unknown_schema", f"registry id {found_id} is not the one set for {self.name}")
+                raise BadRecord("unknown_schema", f"registry id {found_id} is not the one configured for {self.name}")
             return _CONFLUENT_HEADER_BYTES
-        raise BadRecord("not_avro", f"the record starts with {raw[:4].hex()}, which frames no Avro datum")
+        raise BadRecord("not_avro", f"the record starts with {raw[:4].hex()}, which is not the header of an Avro datum")
 
 
 @cache
 def codec(name: str) -> RecordCodec:
-    """Give the codec of a schema file's name, without its ending."""
+    """Return the codec of a schema by its file name without the extension."""
     return RecordCodec(name)
 
 
 def to_long(value: int) -> int:
-    """u64 as the signed long of the same bits."""
+    """Return a u64 as the signed long with the same bits."""
     return value - (1 << 64) if value >= _U63 else value
 
 
 def from_long(value: int) -> int:
-    """Signed long as the u64 of the same bits."""
+    """Return a signed long as the u64 with the same bits."""
     return value & U64_MASK
 
 
 def to_hash(value: int | None) -> bytes | None:
-    """u64 as Avro fixed(8), little-endian."""
+    """Return a u64 as an Avro fixed(8), little-endian."""
     return None if value is None else value.to_bytes(8, "little")
 
 
 def from_hash(value: bytes | None) -> int | None:
-    """Avro fixed(8) as u64."""
+    """Return an Avro fixed(8) as a u64."""
     return None if value is None else int.from_bytes(value, "little")
 
 
@@ -177,11 +177,11 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     if datum["block_size"] < 1:
         raise BadRecord("wrong_block_size", f"block size is {datum['block_size']}")
     if datum["n_unindexed"] < 0:
-        raise BadRecord("bad_count", f"{datum['n_unindexed']} blocks are not indexed")
+        raise BadRecord("bad_count", f"the number of unindexed blocks is {datum['n_unindexed']}")
     body = _body(datum["body"])
-    tells_nothing = isinstance(body, Heartbeat) or (isinstance(body, EngineEvents) and not body.events)
-    begins = tells_nothing and datum["sequence"] == BEFORE_FIRST
-    if datum["sequence"] < 0 and not begins:
+    has_no_events = isinstance(body, Heartbeat) or (isinstance(body, EngineEvents) and not body.events)
+    announces_incarnation = has_no_events and datum["sequence"] == BEFORE_FIRST
+    if datum["sequence"] < 0 and not announces_incarnation:
         raise BadRecord("bad_sequence", f"sequence is {datum['sequence']}")
     return EngineBatch(
         rank=_rank(datum),
@@ -215,7 +215,7 @@ def decode_resync(raw: bytes | None, schema_ids: Mapping[str, int] | None = None
     """Decode one record of kv-control; raises BadRecord."""
     datum = codec("kv-control").decode(raw, schema_ids)
     if datum["sequence"] < BEFORE_FIRST or datum["attempt"] < 1:
-        raise BadRecord("bad_resync", f"attempt {datum['attempt']} behind batch {datum['sequence']}")
+        raise BadRecord("bad_resync", f"attempt {datum['attempt']} after batch {datum['sequence']}")
     return ResyncRequest(
         rank=_rank(datum),
         incarnation=Incarnation(from_long(datum["incarnation"])),
@@ -291,12 +291,12 @@ def decode_metrics(raw: bytes | None, schema_ids: Mapping[str, int] | None = Non
     """Decode one record of worker-metrics; raises BadRecord."""
     datum = codec("worker-metrics").decode(raw, schema_ids)
     usage, counts = datum["gpu_cache_usage_perc"], {name: datum[name] for name in _METRIC_COUNTS}
-    if not 0.0 <= usage <= 1.0:  # nor NaN
-        raise BadRecord("bad_metrics", f"{usage} of the cache is in use")
+    if not 0.0 <= usage <= 1.0:  # also false for NaN
+        raise BadRecord("bad_metrics", f"a cache usage of {usage} is not from 0 to 1")
     if min(counts.values()) < 0 or datum["n_scrapes_failed"] < 0:
-        raise BadRecord("bad_metrics", f"less than nothing: {counts}, {datum['n_scrapes_failed']} failed")
+        raise BadRecord("bad_metrics", f"a negative number: {counts}, {datum['n_scrapes_failed']} failed scrapes")
     if not 1 <= datum["ttl_ms"] <= METRICS_TTL_MS_MAX:
-        raise BadRecord("bad_metrics", f"to be used for {datum['ttl_ms']} ms; 1 to {METRICS_TTL_MS_MAX}")
+        raise BadRecord("bad_metrics", f"a TTL of {datum['ttl_ms']} ms is not from 1 to {METRICS_TTL_MS_MAX}")
     return MetricsReport(
         rank=_rank(datum),
         metrics=WorkerMetrics(gpu_cache_usage_perc=usage, **counts),
@@ -311,7 +311,7 @@ _BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output
 
 
 def load_key(booking_id: BookingId, phase: BookingPhase) -> bytes:
-    """Key of one phase's record of router-loads."""
+    """Return the key of one phase's record of router-loads."""
     parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value)
     return _KEY_SEPARATOR.join(parts).encode()
 
@@ -319,7 +319,7 @@ def load_key(booking_id: BookingId, phase: BookingPhase) -> bytes:
 def encode_load(
     booking_id: BookingId, phase: BookingPhase, booking: Booking | None, written_at_ms: int
 ) -> tuple[bytes, bytes]:
-    """Encode one record of router-loads; gives key and value."""
+    """Encode one record of router-loads; returns key and value."""
     value = codec("router-loads").encode(
         {
             "request_id": booking_id.request_id,
@@ -358,7 +358,7 @@ def decode_load(
     if found is None:
         return booking_id, phase, None
     if min(found[name] for name in _BOOKING_COUNTS) < 0:
-        raise BadRecord("bad_booking", f"a booking with less than nothing: {[found[name] for name in _BOOKING_COUNTS]}")
+        raise BadRecord("bad_booking", f"a booking with a negative number: {[found[name] for name in _BOOKING_COUNTS]}")
     return (
         booking_id,
         phase,
@@ -376,7 +376,7 @@ def decode_load(
 
 
 def _rank(datum: dict[str, Any]) -> RankId:
-    # fastavro reads an int of any length, beyond what Avro allows; such a rank would have no place in a key.
+    # fastavro reads ints longer than Avro allows; such a rank would not fit in a key.
     if not 0 <= datum["dp_rank"] <= _I32_MAX:
         raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
     return RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"]))
@@ -446,7 +446,7 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
 
 
 def _body(datum: dict[str, Any]) -> Body:
-    """Tell the union's branches apart by their fields, which is what an Avro union without names leaves."""
+    """Decode a body; its type is recognised by its fields, because fastavro does not return the union's branch."""
     if "events" in datum:
         return EngineEvents(tuple(_event(event) for event in datum["events"]))
     if "runs" in datum:
@@ -461,7 +461,7 @@ def _body(datum: dict[str, Any]) -> Body:
         )
     if "lease_ms" in datum:
         if datum["lease_ms"] < 1:
-            raise BadRecord("bad_lease", f"a lease of {datum['lease_ms']} ms")
+            raise BadRecord("bad_lease", f"a lease of {datum['lease_ms']} ms is too short")
         return Heartbeat(datum["bridge"], datum["lease_ms"])
     return WorkerRemoved(datum["reason"], datum["seen_sequence"])
 
@@ -470,7 +470,7 @@ def _restated(datum: dict[str, Any]) -> RestatedRun:
     engine, local = _paired(datum)
     parent = from_hash(datum["parent"])
     if datum["start"] < 0 or (datum["start"] == 0) != (parent is None):
-        raise BadRecord("bad_restatement", f"a run at position {datum['start']} with parent {parent}")
+        raise BadRecord("bad_restatement", f"a run at position {datum['start']} has parent {parent}")
     return RestatedRun(
         start=datum["start"],
         parent=None if parent is None else SequenceHash(parent),

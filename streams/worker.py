@@ -31,6 +31,7 @@ from streams.router_api.server import prefer_request_threads, tick_forever
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
+from streams.warming import AGENT, WORKER, warm
 
 #: The time between two heartbeats to the group. The usual value, a third of the session timeout, makes a fail-over 1 s
 #: longer.
@@ -40,6 +41,7 @@ HEARTBEAT_S = 0.5
 def create_app(settings: Settings) -> faust.App:
     """Build the App. Nothing is read or written before the worker starts."""
     data_dir = Path(settings.data_dir).absolute()
+    warm(WORKER if settings.router else AGENT)
     serves_only_metrics = not settings.router and settings.metrics_port > 0
     app = App(
         settings.app_id,

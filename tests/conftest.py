@@ -1,4 +1,4 @@
-"""What all tests share: child processes, commands, the fast profile, and the end of the broker of tests/kafka.
+"""What all tests share: the option --fast, child processes, commands, and the end of the broker of tests/kafka.
 
 A test that uses none of these fixtures starts nothing.
 """
@@ -13,15 +13,45 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from streams.local.kafka import LocalKafka
 from streams.local.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
 from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
 
+#: With --fast, tests of generated examples run one in so many of them, and at least FAST_EXAMPLES_MIN.
+FAST_EXAMPLES_DIVISOR = 5
+FAST_EXAMPLES_MIN = 10
+
+#: Where hypothesis keeps the settings of a test, and where its own pytest plugin replaces them for --hypothesis-seed
+#: and similar options. `settings` as a decorator can be applied only once, and most tests apply it themselves.
+_HYPOTHESIS_SETTINGS = "_hypothesis_internal_use_settings"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --fast, which `make fast` uses."""
+    parser.addoption("--fast", action="store_true", help="fewer generated examples, and no tests marked thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --fast, deselect tests marked thorough and reduce the number of generated examples of the others."""
+    if not config.getoption("--fast"):
+        return
+    thorough = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if item not in thorough]
+    config.hook.pytest_deselected(items=thorough)
+    # One function may be several items, by its parameters, and must be changed once.
+    for function in {item.function for item in items if isinstance(item, pytest.Function)}:
+        full = getattr(function, _HYPOTHESIS_SETTINGS, None)
+        if full is not None:
+            fewer = min(full.max_examples, max(FAST_EXAMPLES_MIN, full.max_examples // FAST_EXAMPLES_DIVISOR))
+            setattr(function, _HYPOTHESIS_SETTINGS, settings(full, max_examples=fewer))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the folder of the broker that all worker processes of this run share."""
+    config.addinivalue_line("markers", "thorough: takes seconds of computing; `make fast` leaves it out")
     if not hasattr(config, "workerinput"):
         os.environ[DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")
 

@@ -23,7 +23,7 @@ LINE_EVERY_S = 5.0
 TAIL_LINES = 30
 
 _COLLECTING = re.compile(r"Collecting (?P<name>[A-Za-z0-9._-]+)")
-_DOWNLOADING = re.compile(r"\s+Downloading (?P<file>\S+?)(?:\.metadata)? (?P<size>\(.*\))")
+_DOWNLOADING = re.compile(r"\s*Downloading (?P<file>\S+?)(?:\.metadata)? (?P<size>\(.*\))")
 _INSTALLING = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 

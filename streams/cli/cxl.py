@@ -154,12 +154,12 @@ def _verdict_lines(verdict: TransitionVerdict | None, wait_s: float) -> list[str
     if verdict is None:
         return []
     lines = [f"refused: {reason}: {message}" for reason, message in verdict.refused]
-    if verdict.judged is VerdictStatus.PARKED:
+    if verdict.status is VerdictStatus.PARKED:
         lines.append(
             f"not judged within {wait_s:g} s: it waits for the batch of kv-events that it follows, "
             "or for another transition that waits"
         )
-    elif verdict.judged is VerdictStatus.UNKNOWN:
+    elif verdict.status is VerdictStatus.UNKNOWN:
         lines.append(f"not judged within {wait_s:g} s: no agent has read it; is a worker of this scope running?")
     return lines
 

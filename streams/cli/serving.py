@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from streams import log
+from streams import log, warming
 from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
 from streams.settings import Resolved, as_environ
@@ -64,6 +64,7 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
         engine_address(text) for text in engines
     ]  # first, so that a typo is reported without waiting for Kafka
     ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
+    warming.warm(warming.HASHING)
     _run(run_bridge(Bridge(resolved.settings, addresses), resolved.settings))
 
 

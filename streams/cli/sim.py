@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from streams import log
+from streams import log, warming
 from streams.cli.options import GroupedCommand
 from streams.cli.output import print_addresses
 from streams.settings import Settings
@@ -71,6 +71,7 @@ def sim(
         moe=moe,
         event_dialect="array" if moe is None else "map",  # events in array form have no field for labels
     )
+    warming.warm(warming.HASHING)
     run(sim_config, lambda server: print_addresses(server.info(), info))
 
 

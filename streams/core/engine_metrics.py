@@ -1,6 +1,6 @@
-"""What an engine says of itself in numbers, as records of `worker-metrics` carry it.
+"""The metrics that an engine reports about itself, as records of `worker-metrics` contain them.
 
-What lives here: the value. What must not: scraping, Kafka, and what follows from the numbers (core.policies).
+What lives here: the values. What must not: scraping, Kafka, and what follows from the numbers (core.routing.policies).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from streams.core.ids import RankId
 from streams.core.workers import Worker
 
-#: The longest that a rank's numbers may be used without newer ones: the topic keeps them no longer.
+#: The longest time for which a report may be valid: the topic keeps records no longer.
 METRICS_TTL_MS_MAX = 10 * 60 * 1000
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMetrics:
-    """Gauges of one rank; the names are those of the topic. A total of 0 is one that nobody knows.
+    """Gauges of one rank, with the names that they have on the topic. A total of 0 is unknown.
 
-    gpu_cache_usage_perc: share of the cache in use, 0 to 1. request_active_slots: requests running.
+    gpu_cache_usage_perc: the share of the cache that is in use, 0 to 1. request_active_slots: running requests.
     """
 
     gpu_cache_usage_perc: float = 0.0
@@ -30,17 +30,17 @@ class WorkerMetrics:
 
     @property
     def load(self) -> float:
-        """Share of the rank's blocks in use; 0 where its room is not known."""
+        """Share of the rank's blocks that are in use; 0 if its number of blocks is unknown."""
         return self.kv_active_blocks / self.kv_total_blocks if self.kv_total_blocks else 0.0
 
     @property
     def request_load_ratio(self) -> float:
-        """Share of the rank's slots in use; 0 where their number is not known."""
+        """Share of the rank's request slots that are in use; 0 if their number is unknown."""
         return self.request_active_slots / self.request_total_slots if self.request_total_slots else 0.0
 
     @property
     def full(self) -> bool:
-        """Whether the rank has no block or no slot left."""
+        """Whether the rank has no free block or no free slot."""
         return self.load >= 1.0 or self.request_load_ratio >= 1.0
 
 
@@ -48,8 +48,8 @@ class WorkerMetrics:
 class MetricsReport:
     """One record of `worker-metrics`.
 
-    ttl_ms: the next one comes within this, from receipt. scraped_at_ms: the bridge's clock, for people.
-    n_scrapes_failed: since the bridge took the engine up.
+    ttl_ms: how long it is valid, from receipt. scraped_at_ms: by the bridge's clock, for people. n_scrapes_failed:
+    since the bridge began to feed the engine.
     """
 
     rank: RankId
@@ -60,7 +60,7 @@ class MetricsReport:
 
 
 def with_registered(metrics: WorkerMetrics, worker: Worker | None) -> WorkerMetrics:
-    """Fill totals that the engine does not tell from its registration, where that has them."""
+    """Return metrics with the totals that the engine does not report taken from its registration, if that has them."""
     if worker is None:
         return metrics
     if not metrics.request_total_slots and worker.max_requests:

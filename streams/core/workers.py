@@ -1,6 +1,6 @@
-"""Workers as the registry knows them.
+"""Workers as the registry has them.
 
-What lives here: the worker's record. What must not: Kafka, HTTP, and which workers a request may go to
+What lives here: a worker's record. What must not: Kafka, HTTP, and which workers a request may go to
 (routing.eligibility).
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.errors import InvalidRequest
 
-#: Device class of workers without an accelerator; every other one is "another device" (mode device-aware-weighted).
+#: Device class of workers without an accelerator. Mode device-aware-weighted treats all other classes alike.
 CPU_CLASS = "cpu"
 
-#: Ranks one worker may announce; beyond it is a typing error, since the largest deployments run some hundreds.
+#: Ranks that a worker may have. The largest deployments run a few hundred, so that a greater number is a mistake.
 DP_SIZE_MAX = 4096
 
 
 class Role(enum.StrEnum):
-    """What a worker does with a request."""
+    """Which phases of a request a worker serves."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -29,7 +29,7 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """Whether new requests may come."""
+    """Whether a worker gets new requests."""
 
     ACTIVE = "active"
     CORDONED = "cordoned"
@@ -37,9 +37,10 @@ class WorkerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BridgeLease:
-    """Which bridge feeds a worker's events, and for how long without a word; the rules are engines.lease's.
+    """The bridge that feeds a worker's events, and how long its lease is valid (the rules are in engines.lease).
 
-    renewal: counts this bridge's writes, so that a copy of one, as a cordon makes it, is no renewal.
+    renewal: counts this bridge's writes, so that a copy of the lease, as a cordon writes it, is not taken for a
+    renewal.
     """
 
     bridge: str
@@ -50,7 +51,7 @@ class BridgeLease:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One engine instance. kv_total_blocks: room of each rank's cache, where known. lease: its bridge's, if any."""
+    """One engine. kv_total_blocks: capacity of each rank's cache, if known. lease: its bridge's, if it has a bridge."""
 
     worker_id: WorkerId
     url: str
@@ -70,9 +71,9 @@ class Worker:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise InvalidRequest(f"worker {self.worker_id}: block_size is {self.block_size}; at least 1 token")
+            raise InvalidRequest(f"worker {self.worker_id}: block_size is {self.block_size}, but must be at least 1")
         if not 1 <= self.dp_size <= DP_SIZE_MAX:
-            raise InvalidRequest(f"worker {self.worker_id}: dp_size is {self.dp_size}; 1 to {DP_SIZE_MAX}")
+            raise InvalidRequest(f"worker {self.worker_id}: dp_size is {self.dp_size}, but must be 1 to {DP_SIZE_MAX}")
         if not self.model:
             raise InvalidRequest(f"worker {self.worker_id}: model is empty")
 

@@ -1,7 +1,7 @@
-"""CXL pools as the registry has them, for whoever writes transitions or registers a pool: a reader and a writer.
+"""Reading and changing the CXL pools of the registry, for processes that are not routers.
 
-What lives here: reading the pools of the topic `workers`, and writing one. What must not: what follows from a pool
-(pooled_view). Routers read the whole registry with their other topics, and do not come here.
+What lives here: reading the pools of the topic `workers`, what a change makes of a pool, and writing one. What must
+not: what a pool means for its blocks (visibility). Routers read the registry together with their other topics.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _POLL_S = 0.2
 
 
 class PoolDirectory:
-    """Reads the registry's pools, at first to their end and then, whenever it is asked, what has come since.
+    """Reads the registry's pools: all of them at the start, and new records at each call.
 
-    Not thread-safe. What it tells may be behind the registry, never ahead: a block that is written with an older epoch
-    counts for nothing, which can only under-report.
+    Not thread-safe. Its pools may lag the registry. A block that is then written with an older epoch is ignored, so
+    that a lag can only make routers report fewer pooled blocks than there are.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Read to the end; raises KvStreamsError where the registry cannot be read within ANSWER_TIMEOUT_S."""
+        """Read to the end; raises KvStreamsError if that takes longer than ANSWER_TIMEOUT_S."""
         self._settings = settings
         self._pools: dict[str, CxlPool] = {}
         spec = topics(settings).workers
         self._left = set(range(spec.partitions))
-        # Between two calls nothing is taken out of the client's queue: a registry is small, and so is that.
+        # Nothing empties the client's queue between two calls, so it is kept small; so is a registry.
         self._consumer = reader(settings, **{"queued.max.messages.kbytes": 1024})
         self._consumer.assign([TopicPartition(spec.name, n, OFFSET_BEGINNING) for n in range(spec.partitions)])
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
@@ -48,27 +48,27 @@ class PoolDirectory:
             self._take(_POLL_S)
             if time.monotonic() > deadline:
                 self.close()
-                raise KvStreamsError(f"{spec.name} was not read within {ANSWER_TIMEOUT_S:g} s")
+                raise KvStreamsError(f"could not read {spec.name} to its end within {ANSWER_TIMEOUT_S:g} s")
 
     def pools(self) -> dict[str, CxlPool]:
-        """Every pool by its id."""
+        """Return all pools by id."""
         while self._take(0.0):
             pass
         return dict(self._pools)
 
     def epoch_of(self, pool_id: str) -> int:
-        """A pool's epoch; 0 for one that is not registered."""
+        """Return a pool's epoch; 0 if it is not registered."""
         while self._take(0.0):
             pass
         pool = self._pools.get(pool_id)
         return 0 if pool is None else pool.epoch
 
     def close(self) -> None:
-        """End the reading."""
+        """Stop reading."""
         self._consumer.close()
 
     def _take(self, timeout_s: float) -> int:
-        """Fold what has come; gives how many messages that were."""
+        """Fold the messages that have arrived, and return their number."""
         messages = consume(self._consumer, _READ_RECORDS, timeout_s)
         for message in messages:
             error = message.error()
@@ -76,7 +76,7 @@ class PoolDirectory:
                 if error.code() == KafkaError._PARTITION_EOF:
                     self._left.discard(message.partition() or 0)
                 elif error.fatal() or not (error.retriable() or error.code() == KafkaError._TRANSPORT):
-                    raise KvStreamsError(f"the registry cannot be read: {error.str()}")
+                    raise KvStreamsError(f"cannot read the registry: {error.str()}")
                 continue
             record = as_record(message)
             if not record.key.startswith(POOL_KEY_PREFIX):
@@ -88,15 +88,15 @@ class PoolDirectory:
                     pool = decode_pool(record.key, record.value, self._settings.schema_ids)
                     self._pools[pool.pool_id] = newest_pool(self._pools.get(pool.pool_id), pool)
             except BadRecord as exc:
-                log.warning("%s: a record is passed over: %s", record.topic, exc)
+                log.warning("%s: a record is skipped: %s", record.topic, exc)
         return len(messages)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolChange:
-    """What is to be changed of a pool; None leaves as it is.
+    """A change of a pool; a field that is None keeps its value.
 
-    members: all of them from now on. capacity_blocks: 0 forgets it. epoch: as of `next_epoch`.
+    members: the complete list. capacity_blocks: 0 means unknown. epoch: see `next_epoch`.
     """
 
     members: tuple[WorkerId, ...] | None = None
@@ -106,21 +106,22 @@ class PoolChange:
 
 
 def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> CxlPool:
-    """Apply a change to what the registry has of a pool, None for nothing; one that was lost is back in the next epoch.
+    """Return a pool after a change. known: the registry's record of the pool, None if it has none.
 
-    A change that names nothing changes nothing. Raises UnknownId for a new pool, or one that is lost, of which not even
-    the members are said, EpochConflict for an epoch that is over, InvalidRequest for values out of range.
+    A change without any field changes nothing; otherwise a lost pool returns in its next epoch. Raises UnknownId if the
+    pool is unknown or lost and the change has no members, EpochConflict for an epoch that has ended, InvalidRequest for
+    values out of range.
     """
     if change == PoolChange() and known is not None:
         return known
     if known is None and change.members is None:
         raise UnknownId(
             f"no pool {pool_id} is registered",
-            remedy="To register it, say who its members are, or that it has none",
+            remedy="To register it, name its members, or state that it has none",
         )
     if known is not None and known.lost and change.members is None:
         raise UnknownId(
-            f"pool {pool_id} is lost", remedy="To bring it back, say who its members are, or that it has none"
+            f"pool {pool_id} is lost", remedy="To bring it back, name its members, or state that it has none"
         )
     base = known or CxlPool(pool_id)
     capacity = base.capacity_blocks if change.capacity_blocks is None else change.capacity_blocks or None
@@ -134,40 +135,41 @@ def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> Cxl
     )
 
 
-def next_epoch(pool_id: str, known: CxlPool | None, asked: int | None) -> int:
-    """The epoch that a pool is registered in: the one asked for, else the one it is in, or the next if that was lost.
+def next_epoch(pool_id: str, known: CxlPool | None, requested: int | None) -> int:
+    """Return the epoch in which a pool is registered: the requested one, or else the current one, or the next if lost.
 
-    Raises EpochConflict for one that is over, InvalidRequest for one above POOL_EPOCH_GIVEN_MAX.
+    Raises EpochConflict for an epoch that has ended, InvalidRequest for one above POOL_EPOCH_GIVEN_MAX.
     """
     lowest = 0 if known is None else known.epoch + known.lost
-    if asked is None:
+    if requested is None:
         return lowest
-    if known is not None and asked < lowest:
-        over = ", in which it was lost" if known.lost else ""
-        raise EpochConflict(f"pool {pool_id} is in epoch {known.epoch} already{over}", epoch=known.epoch)
-    if asked < lowest:
-        raise InvalidRequest(f"pool {pool_id}: epoch {asked}")
-    if asked > max(lowest, POOL_EPOCH_GIVEN_MAX):
-        raise InvalidRequest(f"pool {pool_id}: epoch {asked}; at most {POOL_EPOCH_GIVEN_MAX} can be asked for")
-    return asked
+    if known is not None and requested < lowest:
+        lost = ", in which it was lost" if known.lost else ""
+        raise EpochConflict(f"pool {pool_id} is in epoch {known.epoch} already{lost}", epoch=known.epoch)
+    if requested < lowest:
+        raise InvalidRequest(f"pool {pool_id}: epoch {requested} is negative")
+    if requested > max(lowest, POOL_EPOCH_GIVEN_MAX):
+        raise InvalidRequest(f"pool {pool_id}: epoch {requested}; at most {POOL_EPOCH_GIVEN_MAX} can be set")
+    return requested
 
 
 def write_pool_change(pool: CxlPool, log: CxlPool | None, publish: Callable[[CxlPool], None]) -> None:
-    """Look at the registry as it was read behind a write of `pool`; raises EpochConflict if that came too late.
+    """Check the registry after a write of `pool`; raises EpochConflict if a newer record of the pool was there before.
 
-    log: what a reader of the whole registry, up to that write or further, takes for the pool. If that is a loss, or an
-    epoch, that the writer did not know of, it is published once more: else compaction leaves only what came last, and
-    whoever reads later has lost the loss.
+    log: the pool according to a reader of the registry up to that write, or further. If it is lost, or of an epoch that
+    the writer did not know, it is published again. Otherwise compaction would keep only the writer's record, and later
+    readers would not learn of the loss.
     """
     if log is not None and (log.epoch, log.lost) > (pool.epoch, pool.lost):
         publish(log)
-        raise EpochConflict(f"pool {pool.pool_id} is in epoch {log.epoch} by now", epoch=log.epoch)
+        raise EpochConflict(f"pool {pool.pool_id} is in epoch {log.epoch} already", epoch=log.epoch)
 
 
 def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool:
-    """Register a pool, or change what is named of it, and wait until Kafka has it; gives it as it is now.
+    """Register or change a pool, wait until Kafka has it, and return it.
 
-    Nothing is written where nothing is named. Raises as `changed_pool` and `write_pool_change`, and KvStreamsError.
+    A change without any field writes nothing. Raises what `changed_pool` and `write_pool_change` raise, and
+    KvStreamsError.
     """
     check_pool_id(pool_id)
     known = registered_pool(settings, pool_id)
@@ -176,7 +178,7 @@ def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool
 
 
 def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
-    """Mark a pool as lost, with all that it held, and return it as written.
+    """Mark a pool as lost with all its contents, and return it as written.
 
     Raises UnknownId, what `write_pool_change` raises, and KvStreamsError.
     """
@@ -199,8 +201,8 @@ def register_pool(settings: Settings, pool: CxlPool) -> CxlPool:
 
 
 def registered_pool(settings: Settings, pool_id: str) -> CxlPool | None:
-    """A pool as the whole registry has it, None if it has none. Raises KvStreamsError."""
-    require_topic(settings, topics(settings).workers.name)  # it says soon, and in words, that there is no Kafka
+    """Return a pool after reading the whole registry; None if it is not registered. Raises KvStreamsError."""
+    require_topic(settings, topics(settings).workers.name)  # fails quickly, with a clear message, without a Kafka
     directory = PoolDirectory(settings)
     try:
         return directory.pools().get(pool_id)
@@ -218,4 +220,4 @@ def _write(settings: Settings, pool: CxlPool) -> None:
         on_delivery=lambda error, _: failed.append(error.str()) if error is not None else None,
     )
     if kafka.flush(ANSWER_TIMEOUT_S) or failed:
-        raise KvStreamsError(f"Kafka did not take pool {pool.pool_id}: {failed[0] if failed else 'no answer'}")
+        raise KvStreamsError(f"Kafka did not accept pool {pool.pool_id}: {failed[0] if failed else 'no answer'}")

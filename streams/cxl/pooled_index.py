@@ -1,10 +1,10 @@
-"""Pooled blocks for routing: which workers reach which block, a million of them in some microseconds a request.
+"""Pooled blocks by sequence hash, for routing: which workers can read which block, in microseconds per request.
 
-What lives here: `PooledIndex`. What must not: records (pooled_view), locks, and what a pooled block is worth (cost).
+What lives here: `PooledIndex`. What must not: records (pooled_view), locks, and the weight of a pooled block (cost).
 
-A block's facts are where it is pooled: pool, epoch, who was named, model. Who reaches it follows from these, from the
-registry's pools and from its workers when it is asked for, and is kept until one of them changes: a pool that is lost,
-or a host that leaves, is one record here too.
+The facts of a block are its placements: model, pool, epoch and accessible workers. Which workers can read a block
+follows from these, from the registry's pools and from the registered workers. It is worked out when a request needs it
+and cached until one of them changes, so that a lost pool or a host that leaves is a single record here too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from streams.core.block_facts.interner import FactInterner
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
-from streams.cxl.pooled_view import reachable_workers
 from streams.cxl.records import Placement
+from streams.cxl.visibility import reachable_workers
 from streams.errors import IndexFull
 
 
 @dataclass(frozen=True, slots=True)
 class _PoolFact:
-    """Where blocks are pooled, as far as it decides who reaches them; whoever owns them.
+    """The part of a pooled block's placement that decides which workers can read it, whichever rank owns it.
 
-    accessible_workers: in order and each once, so that owners who name the same ones name one place.
+    accessible_workers: sorted and without duplicates, so that owners who name the same workers share one fact.
     """
 
     model: str
@@ -38,90 +38,91 @@ class _PoolFact:
 
 
 class PooledIndex:
-    """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: its shell has a lock.
+    """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: the view has a lock.
 
-    pools: of the registry, which its shell changes; it says so by invalidate_masks.
+    pools: the registry's, which the view changes and then calls invalidate_masks. over_capacity: rows that are not
+    indexed at the moment because the fact sets were full. _refused: how many such rows there are for each block and
+    fact; either all owners' rows of one block and fact are indexed, or none.
     """
 
     def __init__(self, sets: FactSets, pools: Mapping[str, CxlPool]) -> None:
         self._sets = sets
         self._pools = pools
         self._queries = FactQueries()
-        self._places: FactInterner[_PoolFact] = FactInterner()
-        # Rows that found no room, of one block and place each; no more than there are rows. A place is either told of
-        # a block or refused, for all of its owners.
+        self._facts: FactInterner[_PoolFact] = FactInterner()
         self._refused: Counter[tuple[SequenceHash, _PoolFact]] = Counter()
         self.over_capacity = 0
 
     def __len__(self) -> int:
-        """Blocks that are pooled anywhere."""
+        """Return the number of blocks that are in any pool."""
         return len(self._sets)
 
     def replace(self, sequence: SequenceHash, before: Placement | None, after: Placement | None) -> None:
-        """A row has changed: what it said before and says now, None for nothing.
+        """Replace a row of a block by another; None stands for no row.
 
-        A place for which there is no room is counted, and its blocks count for nobody, until another row says the same
-        of the block when there is room. over_capacity: rows of which that is true now.
+        A row over capacity is counted and not indexed. It is indexed later if another row with the same block and fact
+        arrives while there is capacity.
         """
-        old, new = _counted(before), _counted(after)
+        old, new = _fact_of(before), _fact_of(after)
         if old == new:
             return
-        if old is not None:  # first: it may make the room that the new one needs
-            self._remove_facts(sequence, old)
+        if old is not None:  # first: it may free the space that the new one needs
+            self._remove_fact(sequence, old)
         if new is not None:
             self._add_fact(sequence, new)
 
     def invalidate_masks(self) -> None:
-        """A pool has changed."""
+        """Drop what was worked out, because a pool has changed."""
         self._sets.invalidate_masks()
 
     def query(self, model: str, numbers: RankNumbering) -> FactQuery:
-        """Who of these reaches a model's blocks; the same object for the same question."""
+        """Return the query for the ranks that can read a model's blocks; the same object for the same arguments."""
         known = self._queries.get(model, numbers)
         if known is not None:
             return known
-        return self._queries.put(model, FactQuery(self._sets, model, numbers, partial(self._reached, model, numbers)))
+        mask_of = partial(self._mask_of, model, numbers)
+        return self._queries.put(model, FactQuery(self._sets, model, numbers, mask_of))
 
-    def _add_fact(self, sequence: SequenceHash, place: _PoolFact) -> None:
-        number = self._places.intern(place)
+    def _add_fact(self, sequence: SequenceHash, fact: _PoolFact) -> None:
+        number = self._facts.intern(fact)
         try:
             self._sets.add_fact(sequence, number)
         except IndexFull:
-            self._places.release(number)
-            self._refused[sequence, place] += 1
+            self._facts.release(number)
+            self._refused[sequence, fact] += 1
             self.over_capacity += 1
             return
         if self._refused:
-            n_refused = self._refused.pop((sequence, place), 0)
+            n_refused = self._refused.pop((sequence, fact), 0)
             self.over_capacity -= n_refused
-            for _ in range(n_refused):  # other owners' rows: the place is in the block's set now, and needs no other
-                self._sets.add_fact(sequence, self._places.intern(place))
+            for _ in range(n_refused):  # other owners' rows: the block's set has the fact now, so they need no new set
+                self._sets.add_fact(sequence, self._facts.intern(fact))
 
-    def _remove_facts(self, sequence: SequenceHash, place: _PoolFact) -> None:
-        if (sequence, place) in self._refused:
-            self._refused[sequence, place] -= 1
+    def _remove_fact(self, sequence: SequenceHash, fact: _PoolFact) -> None:
+        if (sequence, fact) in self._refused:
+            self._refused[sequence, fact] -= 1
             self.over_capacity -= 1
-            if not self._refused[sequence, place]:
-                del self._refused[sequence, place]
+            if not self._refused[sequence, fact]:
+                del self._refused[sequence, fact]
             return
-        number = self._places.number_of(place)
-        assert number is not None  # a row's place is told or refused
+        number = self._facts.number_of(fact)
+        assert number is not None  # a row is either indexed or refused
         self._sets.remove_fact(sequence, number)
-        self._places.release(number)
+        self._facts.release(number)
 
-    def _reached(self, model: str, numbers: RankNumbering, places: frozenset[int]) -> int:
+    def _mask_of(self, model: str, numbers: RankNumbering, facts: frozenset[int]) -> int:
         mask = 0
-        for place in map(self._places.facts.__getitem__, places):
-            if place.model == model:
+        for fact in map(self._facts.facts.__getitem__, facts):
+            if fact.model == model:
                 for worker in reachable_workers(
-                    place.pool_id, place.pool_epoch, place.accessible_workers, self._pools, numbers.workers
+                    fact.pool_id, fact.pool_epoch, fact.accessible_workers, self._pools, numbers.workers
                 ):
                     mask |= numbers.workers[worker]
         return mask
 
 
-def _counted(placement: Placement | None) -> _PoolFact | None:
-    """What counts of a row; in transit and evicted nobody scores it."""
+def _fact_of(placement: Placement | None) -> _PoolFact | None:
+    """Return what is indexed of a row; None for a block that is not in a pool."""
     if placement is None or placement.state is not CxlMemoryState.CXL_POOLED:
         return None
     named = placement.accessible_workers

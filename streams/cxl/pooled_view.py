@@ -1,20 +1,21 @@
-"""What a reader of the changelog knows of pooled blocks: a plain fold, and who can reach what.
+"""A router's pooled blocks: a fold of the table's changelog, with the masks of owners and pools applied at reading.
 
-What lives here: `PooledView`. Rows in, in any order that compaction leaves; rows out, with every mask applied. What
-must not: Kafka, bytes' layout (records), scores (pooled_index is built of the same rows).
+What lives here: `PooledView`. It takes records in any order that compaction leaves. What must not: Kafka, the layout of
+bytes (records), scores (pooled_index is built from the same rows).
 
-The interface, for whoever puts a faster index behind or beside it:
+The interface, which an index in addition to this one, or in its place, would share:
 
-- `fold(key, value)`: one record of the table's changelog, `value` None for a tombstone; raises BadRecord and stays as
-  it was. An equal copy changes nothing. Returns the block's row that it was, before and after, or None.
+- `fold(key, value)`: one record of the table's changelog, `value` None for a tombstone. Raises BadRecord, which changes
+  nothing. Folding an identical record again changes nothing. Returns the change of a block's row, or None.
 - `fold_pool(key, value)`: one record of the registry under `pool/<id>`.
-- `blocks()`: every row, each as a `PooledBlock`; `blocks_of(sequence)`: those of one block, one an owner and pool.
-- `reachable(block, registered)`: the workers that score it, of those registered. Empty unless its visible state is
-  cxl_pooled, its pool is not lost and of the epoch that the block was written in (or of an older one, where this reader
-  has not seen the registry's newest record yet).
+- `blocks()`: every row as a `PooledBlock`; `blocks_of(sequence)`: the rows of one block, one per owner and pool.
+- `reachable(block, registered)`: the workers, of those registered, that can read the block. Empty unless its effective
+  state is cxl_pooled and its pool is not lost and in the epoch in which the block was written (or an older one, if this
+  reader has not read the registry's newest record yet).
 
-Masks are looked up when asked, never written into rows: losing a pool, a host or an owner's life is one record, and
-what it says holds at once for every row. Rows name their model, since equal tokens have equal hashes in every model.
+Masks are applied when a caller reads, never written into rows. The loss of a pool, the departure of a host and the end
+of an incarnation are one record each, which applies to every row at once. Rows contain their model, because equal
+tokens have equal hashes in every model.
 """
 
 from __future__ import annotations
@@ -41,16 +42,20 @@ from streams.cxl.records import (
     parse_owner_key,
     parse_pool_key,
 )
-from streams.cxl.states import after_owner_ended
+from streams.cxl.visibility import metadata_of, reachable_workers
 from streams.errors import BadRecord
 
-#: Rows of all pooled blocks: some 4 GB of a router's memory, where a stranger's rows must not fill it.
+#: Rows of all pooled blocks, about 4 GB of a router's memory. Without a limit, a foreign writer could fill it.
 POOLED_ROWS_MAX = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class PooledBlock:
-    """A row as it counts. metadata: with its owner's life taken into account. incarnation: the life it was told in."""
+    """A row as readers see it.
+
+    metadata: the effective one, after the owner's incarnation is taken into account. incarnation: the one in which the
+    state was reported.
+    """
 
     sequence: SequenceHash
     owner: RankId
@@ -64,52 +69,18 @@ class PooledBlock:
 
 
 class RowChange(NamedTuple):
-    """One row of a block: what it said before and says now; None where there was or is none."""
+    """A block's row before and after a record; None for no row."""
 
     sequence: SequenceHash
     before: Placement | None
     after: Placement | None
 
 
-def reachable_workers(
-    pool_id: str,
-    pool_epoch: int,
-    named: Collection[WorkerId],
-    pools: Mapping[str, CxlPool],
-    registered: Collection[WorkerId],
-) -> frozenset[WorkerId]:
-    """Workers that can read what is pooled there, of those registered: the pool's members, or those that are named.
-
-    pool_epoch: the one in which it was written. A pool that nobody registered has no members: there the workers named
-    are taken at their word.
-    """
-    pool = pools.get(pool_id)
-    if pool is None:
-        return frozenset(named).intersection(registered)
-    if pool.lost or pool_epoch < pool.epoch:
-        return frozenset()
-    members = frozenset(pool.members).intersection(registered)
-    return members.intersection(named) if named else members
-
-
-def is_over(owner: OwnerRow | None, incarnation: Incarnation) -> bool:
-    """Whether a life of an owner has ended, as far as its row says."""
-    if owner is None:
-        return False
-    return owner.incarnation > incarnation or (owner.incarnation == incarnation and owner.ended)
-
-
-def metadata_of(placement: Placement, owner: OwnerRow | None) -> CxlMemoryMetadata:
-    """What is true of a row's block: what was on its way when its owner's life ended counts as evicted."""
-    metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
-    return after_owner_ended(metadata) if is_over(owner, placement.incarnation) else metadata
-
-
 class PooledView:
-    """The fold. Not thread-safe: its shell has a lock.
+    """The fold. Not thread-safe: the router's view has a lock.
 
-    rows_max: a block beyond it is refused, and counted in over_capacity. _last: the placement of the row before, which
-    rows that went together share.
+    rows_max: a new row beyond this number is refused, and counted in over_capacity. _last: the placement of the
+    previous row; rows of one transition arrive one after the other and share it.
     """
 
     def __init__(self, schema_ids: Mapping[str, int] | None = None, rows_max: int = POOLED_ROWS_MAX) -> None:
@@ -123,11 +94,11 @@ class PooledView:
         self.pools: dict[str, CxlPool] = {}
 
     def __len__(self) -> int:
-        """Rows, whatever their state."""
+        """Return the number of rows in any state."""
         return self._n_rows
 
     def fold(self, key: bytes, value: bytes | None) -> RowChange | None:
-        """Fold one record of the table's changelog; gives the block's row that it was. Raises BadRecord."""
+        """Fold one record of the table's changelog and return the change of a block's row; raises BadRecord."""
         if key.startswith(BLOCK_PREFIX):
             return self._put(parse_block_key(key), None if value is None else decode_block(key, value)[1])
         if key.startswith(OWNER_PREFIX):
@@ -136,12 +107,12 @@ class PooledView:
                 self._owners.pop(rank, None)
             else:
                 self._owners[rank] = decode_owner(key, value)[1]
-        elif not key.startswith(PARKED_PREFIX):  # what waits for its batch of kv-events is not true yet
-            raise BadRecord("bad_key", f"{key.hex()} is no key of the pooled blocks")
+        elif not key.startswith(PARKED_PREFIX):  # a parked transition has no effect yet
+            raise BadRecord("bad_key", f"{key.hex()} is not a key of the table of pooled blocks")
         return None
 
     def fold_pool(self, key: bytes, value: bytes | None) -> None:
-        """Fold one pool of the registry, unless a loss is known that it does not know of; raises BadRecord."""
+        """Fold one pool of the registry, unless a newer record of it was read before; raises BadRecord."""
         pool_id = parse_pool_key(key)
         if value is None:
             self.pools.pop(pool_id, None)
@@ -150,18 +121,18 @@ class PooledView:
             self.pools[pool_id] = newest_pool(self.pools.get(pool_id), pool)
 
     def blocks(self) -> Iterator[PooledBlock]:
-        """Every row, in no order."""
+        """Iterate over all rows, in no particular order."""
         for sequence, rows in self._rows.items():
             for (owner, _), row in rows.items():
                 yield self._block(sequence, owner, row)
 
     def blocks_of(self, sequence: SequenceHash) -> list[PooledBlock]:
-        """The rows of one block, of every owner and pool, in order of owners."""
+        """Return the rows of one block, of all owners and pools, ordered by owner."""
         rows = self._rows.get(sequence, {})
         return [self._block(sequence, owner, row) for (owner, _), row in sorted(rows.items(), key=lambda item: item[0])]
 
     def reachable(self, block: PooledBlock, registered: Collection[WorkerId]) -> frozenset[WorkerId]:
-        """Workers that can read a block, of those registered; see reachable_workers."""
+        """Return the registered workers that can read a block; see reachable_workers."""
         named, pool_id = block.metadata.accessible_workers, block.metadata.pool_id
         if block.metadata.state is not CxlMemoryState.CXL_POOLED or pool_id is None:
             return frozenset()
@@ -181,22 +152,22 @@ class PooledView:
             incarnation=placement.incarnation,
         )
 
-    def _put(self, where: BlockKey, row: BlockRow | None) -> RowChange:
-        rows = self._rows.get(where.sequence)
-        known = None if rows is None else rows.get((where.owner, where.pool_id))
+    def _put(self, key: BlockKey, row: BlockRow | None) -> RowChange:
+        rows = self._rows.get(key.sequence)
+        known = None if rows is None else rows.get((key.owner, key.pool_id))
         if row is not None and known is None and self._n_rows >= self._rows_max:
             self.over_capacity += 1
-            raise BadRecord("over_capacity", f"{self._rows_max} rows of pooled blocks are known already")
+            raise BadRecord("over_capacity", f"the view already has {self._rows_max} rows of pooled blocks")
         if row is not None and row.placement == self._last:
             row = replace(row, placement=self._last)
         if row is None:
             if rows is not None and known is not None:
-                del rows[where.owner, where.pool_id]
+                del rows[key.owner, key.pool_id]
                 self._n_rows -= 1
                 if not rows:
-                    del self._rows[where.sequence]
+                    del self._rows[key.sequence]
         else:
             self._last = row.placement
-            self._rows.setdefault(where.sequence, {})[where.owner, where.pool_id] = row
+            self._rows.setdefault(key.sequence, {})[key.owner, key.pool_id] = row
             self._n_rows += known is None
-        return RowChange(where.sequence, known.placement if known else None, row.placement if row else None)
+        return RowChange(key.sequence, known.placement if known else None, row.placement if row else None)

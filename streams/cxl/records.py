@@ -1,7 +1,8 @@
-"""Bytes of CXL: records of `cxl-events`, pools in the registry, and keys and values of the table of pooled blocks.
+"""Bytes of CXL records: `cxl-events`, pools of the registry, and keys and values of the table of pooled blocks.
 
-What lives here: pure conversion. What must not: reading or writing Kafka or RocksDB, and what a record means. Keys of
-the table are fixed-width big-endian behind one letter; a pool's id, of any length, comes last.
+What lives here: pure conversion, and the values of the table's rows. What must not: reading or writing Kafka or
+RocksDB, and the meaning of a record. A key of the table is one letter followed by fixed-width big-endian numbers; the
+pool id, which varies in length, comes last.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from streams.cxl.events import (
 from streams.errors import BadRecord, InvalidRequest
 from streams.topics import CXL_EVENT_BYTES_MAX
 
-#: Keys of pools in the topic `workers`, where a worker's key is its id in digits.
+#: Prefix of a pool's key in the topic `workers`, where a worker's key is its id in decimal digits.
 POOL_KEY_PREFIX = b"pool/"
 
 BLOCK_PREFIX = b"B"
 OWNER_PREFIX = b"O"
 PARKED_PREFIX = b"K"
 
-#: Rows that say of one rank what it told.
+#: Prefixes of the rows that transitions of a rank leave.
 TRANSITION_ROWS = (BLOCK_PREFIX, PARKED_PREFIX)
 
 _NO_INCARNATION = Incarnation(0)
@@ -49,7 +50,7 @@ _PARKED_KEY = struct.Struct(">cQIQ")
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """Which row: a block of one owner, in one pool."""
+    """The row of a block of one owner in one pool."""
 
     sequence: SequenceHash
     owner: RankId
@@ -58,10 +59,10 @@ class BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one transition said of its blocks: rows of blocks that went together share it.
+    """Where a block is according to one transition. Rows of blocks from the same transition share one placement.
 
-    state: the one entered, whatever became of its owner's life since; in_transit or cxl_pooled or evicted.
-    incarnation: the life in which it was entered. entered_at_ms: append time of the transition.
+    state: the state entered (in_transit, cxl_pooled or evicted), even if the owner's incarnation has ended since.
+    incarnation: the owner's incarnation in which the state was entered. entered_at_ms: append time of the transition.
     """
 
     state: CxlMemoryState
@@ -75,7 +76,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """A row of the table: where a block lies on its chain, its owner's name of it, and its placement."""
+    """A row of the table: a block's position in its chain, its owner's name of it, and its placement."""
 
     placement: Placement
     parent: SequenceHash | None
@@ -84,9 +85,9 @@ class BlockRow:
 
 
 class EndedIncarnation(NamedTuple):
-    """A life that is over, or began anew under its old number. sequence: the last batch that kv-events had of it.
+    """An incarnation that ended, or that started to number its batches again.
 
-    ended_at_ms: append time of what ended it.
+    sequence: its last batch on kv-events. ended_at_ms: append time of the record that ended it.
     """
 
     incarnation: Incarnation
@@ -96,10 +97,11 @@ class EndedIncarnation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnerRow:
-    """What the table must know of an owner beside its blocks.
+    """What the table keeps about an owner in addition to its blocks.
 
-    told: the newest life that any of its transitions was of. incarnation, ended, ended_at_ms: the life that kv-events
-    say it is in, whether it was removed in it, and when that began to be so. lives: those that are over, ascending.
+    newest_incarnation: the newest one for which a transition was read. incarnation, ended, ended_at_ms: the current
+    incarnation according to kv-events, whether the owner was removed in it, and since when this is so.
+    ended_incarnations: those that ended, in ascending order.
     """
 
     newest_incarnation: Incarnation = _NO_INCARNATION
@@ -111,7 +113,7 @@ class OwnerRow:
 
 @dataclass(frozen=True, slots=True)
 class ParkedKey:
-    """A transition that waits, numbered in order of arrival."""
+    """The row of a parked transition; the number is its position in order of arrival."""
 
     owner: RankId
     number: int
@@ -119,7 +121,7 @@ class ParkedKey:
 
 @dataclass(frozen=True, slots=True)
 class ParkedRow:
-    """A transition that waits for its batch of `kv-events`, or behind one that does. raw: the record as it came."""
+    """A transition that waits for its batch of `kv-events`, or for an earlier parked one. raw: its unchanged record."""
 
     offset: int
     timestamp_ms: int
@@ -160,7 +162,7 @@ def decode_transition(raw: bytes | None, schema_ids: Mapping[str, int] | None = 
     if not 0 <= datum["dp_rank"] <= _I32_MAX:
         raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
     if datum["follows"] < BEFORE_FIRST:
-        raise BadRecord("bad_sequence", f"it follows batch {datum['follows']}")
+        raise BadRecord("bad_sequence", f"a transition cannot follow batch {datum['follows']}")
     if not 0 <= datum["pool_epoch"] <= POOL_EPOCH_MAX:
         raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of pool {datum['pool_id']!r}")
     if len(datum["accessible_workers"]) > POOL_MEMBERS_MAX:
@@ -191,17 +193,17 @@ def _blocks(datum: Mapping[str, bytes]) -> AddressedBlocks:
             unpack_hashes(datum[name]) for name in ("sequence_hashes", "parents", "engine_hashes")
         )
         if len(datum["positions"]) % 4:
-            raise InvalidRequest(f"{len(datum['positions'])} bytes are no positions of 4 bytes each")
+            raise InvalidRequest(f"{len(datum['positions'])} bytes are not a whole number of 4-byte positions")
     except InvalidRequest as exc:
         raise BadRecord("bad_hashes", exc.message) from exc
     positions = np.frombuffer(datum["positions"], dtype="<u4")
     if not len(sequence) == len(parents) == len(engine) == len(positions):
         counts = [len(each) for each in (sequence, parents, positions, engine)]
-        raise BadRecord("bad_hashes", f"{counts} hashes, parents, positions and engine hashes")
+        raise BadRecord("bad_hashes", f"columns differ in length: {counts} hashes, parents, positions, engine hashes")
     if len(positions) and int(positions.max()) > _I32_MAX:
-        raise BadRecord("bad_hashes", f"position {positions.max()}")
+        raise BadRecord("bad_hashes", f"position {positions.max()} is out of range")
     if not 1 <= len(sequence) <= TRANSITION_BLOCKS_MAX:
-        raise BadRecord("bad_transition", f"{len(sequence)} blocks; 1 to {TRANSITION_BLOCKS_MAX} a record")
+        raise BadRecord("bad_transition", f"{len(sequence)} blocks; a record has 1 to {TRANSITION_BLOCKS_MAX}")
     return AddressedBlocks(sequence, parents, positions, engine)
 
 
@@ -209,17 +211,17 @@ def _blocks(datum: Mapping[str, bytes]) -> AddressedBlocks:
 
 
 def pool_key(pool_id: str) -> bytes:
-    """Key of a pool in the topic `workers`."""
+    """Return a pool's key in the topic `workers`."""
     return POOL_KEY_PREFIX + pool_id.encode()
 
 
 def parse_pool_key(key: bytes) -> str:
-    """The pool that a key names; raises BadRecord."""
+    """Return the pool id in a key; raises BadRecord."""
     try:
         pool_id = key.removeprefix(POOL_KEY_PREFIX).decode()
         check_pool_id(pool_id)
     except (UnicodeDecodeError, InvalidRequest) as exc:
-        raise BadRecord("bad_key", f"{key!r} names no pool") from exc
+        raise BadRecord("bad_key", f"{key!r} does not contain a valid pool id") from exc
     return pool_id
 
 
@@ -243,7 +245,7 @@ def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None =
     pool_id = parse_pool_key(key)
     datum = codec("cxl-pools").decode(value, schema_ids)
     if datum["pool_id"] != pool_id:
-        raise BadRecord("wrong_key", f"key {key!r} is not pool {datum['pool_id']!r}")
+        raise BadRecord("wrong_key", f"key {key!r} is not the key of pool {datum['pool_id']!r}")
     try:
         return CxlPool(
             pool_id=pool_id,
@@ -262,24 +264,24 @@ def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None =
 
 
 def block_key(key: BlockKey) -> bytes:
-    """Key of a block's row."""
+    """Return the key of a block's row."""
     return _BLOCK_KEY.pack(BLOCK_PREFIX, key.sequence, key.owner.worker_id, key.owner.dp_rank) + key.pool_id.encode()
 
 
 def parse_block_key(raw: bytes) -> BlockKey:
-    """Raises BadRecord for bytes that are no block's key."""
+    """Decode the key of a block's row; raises BadRecord."""
     try:
         prefix, sequence, worker_id, dp_rank = _BLOCK_KEY.unpack_from(raw)
         pool_id = raw[_BLOCK_KEY.size :].decode()
         if prefix != BLOCK_PREFIX or not pool_id:
             raise ValueError(prefix)
     except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is no pooled block's key") from exc
+        raise BadRecord("bad_key", f"{raw.hex()} is not the key of a pooled block") from exc
     return BlockKey(SequenceHash(sequence), RankId(WorkerId(worker_id), DpRank(dp_rank)), pool_id)
 
 
 def encode_block(row: BlockRow) -> bytes:
-    """Value of a block's row."""
+    """Encode the value of a block's row."""
     placement = row.placement
     return codec("cxl-block").encode(
         {
@@ -297,15 +299,15 @@ def encode_block(row: BlockRow) -> bytes:
 
 
 def decode_block(key: bytes, value: bytes) -> tuple[BlockKey, BlockRow]:
-    """A block's row; raises BadRecord."""
-    where = parse_block_key(key)
+    """Decode a block's row; raises BadRecord."""
+    block = parse_block_key(key)
     datum = codec("cxl-block").decode(value)
     parent = from_hash(datum["parent"])
     if datum["position"] < 0 or (datum["position"] == 0) != (parent is None):
-        raise BadRecord("bad_row", f"block {where.sequence} is at {datum['position']} with parent {parent}")
+        raise BadRecord("bad_row", f"block {block.sequence} at position {datum['position']} has parent {parent}")
     placement = Placement(
         state=CxlMemoryState(datum["state"]),
-        pool_id=where.pool_id,
+        pool_id=block.pool_id,
         pool_epoch=datum["pool_epoch"],
         accessible_workers=_workers(datum["accessible_workers"]),
         model=datum["model"],
@@ -313,16 +315,16 @@ def decode_block(key: bytes, value: bytes) -> tuple[BlockKey, BlockRow]:
         entered_at_ms=datum["entered_at_ms"],
     )
     engine = EngineHash(from_hash(datum["engine_hash"]) or 0)
-    return where, BlockRow(placement, None if parent is None else SequenceHash(parent), datum["position"], engine)
+    return block, BlockRow(placement, None if parent is None else SequenceHash(parent), datum["position"], engine)
 
 
 def owner_key(rank: RankId) -> bytes:
-    """Key of an owner's row."""
+    """Return the key of an owner's row."""
     return _OWNER_KEY.pack(OWNER_PREFIX, rank.worker_id, rank.dp_rank)
 
 
 def encode_owner(row: OwnerRow) -> bytes:
-    """Value of an owner's row."""
+    """Encode the value of an owner's row."""
     return codec("cxl-owner").encode(
         {
             "newest_incarnation": to_long(row.newest_incarnation),
@@ -342,18 +344,18 @@ def encode_owner(row: OwnerRow) -> bytes:
 
 
 def parse_owner_key(raw: bytes) -> RankId:
-    """Raises BadRecord for bytes that are no owner's key."""
+    """Decode the key of an owner's row; raises BadRecord."""
     try:
         prefix, worker_id, dp_rank = _OWNER_KEY.unpack(raw)
         if prefix != OWNER_PREFIX:
             raise ValueError(prefix)
     except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is no owner's key") from exc
+        raise BadRecord("bad_key", f"{raw.hex()} is not the key of an owner") from exc
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
 
 
 def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
-    """An owner's row; raises BadRecord."""
+    """Decode an owner's row; raises BadRecord."""
     rank = parse_owner_key(key)
     datum = codec("cxl-owner").decode(value)
     return rank, OwnerRow(
@@ -369,29 +371,29 @@ def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
 
 
 def parked_key(key: ParkedKey) -> bytes:
-    """Key of a parked transition."""
+    """Return the key of a parked transition."""
     return _PARKED_KEY.pack(PARKED_PREFIX, key.owner.worker_id, key.owner.dp_rank, key.number)
 
 
 def encode_parked(row: ParkedRow) -> bytes:
-    """Value of a parked transition."""
+    """Encode the value of a parked transition."""
     return codec("cxl-parked").encode({"offset": row.offset, "timestamp_ms": row.timestamp_ms, "raw": row.raw})
 
 
 def decode_parked(key: bytes, value: bytes) -> tuple[ParkedKey, ParkedRow]:
-    """A parked transition; raises BadRecord."""
+    """Decode a parked transition; raises BadRecord."""
     try:
         prefix, worker_id, dp_rank, number = _PARKED_KEY.unpack(key)
         if prefix != PARKED_PREFIX:
             raise ValueError(prefix)
     except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{key.hex()} is no parked transition's key") from exc
+        raise BadRecord("bad_key", f"{key.hex()} is not the key of a parked transition") from exc
     row = ParkedRow(**codec("cxl-parked").decode(value))
     return ParkedKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), number), row
 
 
 def owner_of_row(key: bytes) -> int | None:
-    """The worker whose block or parked transition a key is of; None for a stranger's."""
+    """Return the worker whose block or parked transition has this key; None for a key that is neither."""
     try:
         return int(_BLOCK_KEY.unpack_from(key)[2] if key.startswith(BLOCK_PREFIX) else _PARKED_KEY.unpack(key)[1])
     except struct.error:

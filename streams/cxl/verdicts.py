@@ -1,8 +1,9 @@
-"""What the agents make of a transition that was just sent, read from what they write, for whoever waits for it.
+"""How the agents decided a transition that was just sent, read from what they write, for a script that waits for it.
 
 What lives here: watching a partition's dead letters, partition record and parked rows for offsets of `cxl-events`. What
-must not: judging (pooled_blocks). An agent writes all three in the transaction that takes the transition, so that
-they agree; they lie in several topics, so that each is read up to where it ended when the first of them was seen.
+must not: the decision itself (tables.pooled_block_table). An agent writes all three in the transaction that processes
+the transition, so that they are consistent. Since they are in different topics, each topic is read up to its end at the
+time when the transition was first seen to be processed.
 """
 
 from __future__ import annotations
@@ -31,52 +32,56 @@ _POLL_S = 0.1
 
 
 class VerdictStatus(enum.Enum):
-    """How far the agents have come with a transition."""
+    """How far the agents have processed a transition."""
 
-    TAKEN = enum.auto()  # and refused of what `refused` says, of nothing where that is empty
-    PARKED = enum.auto()  # it waits for its batch of kv-events, or behind another one that does
-    UNKNOWN = enum.auto()  # no agent has read it yet
+    DECIDED = enum.auto()  # applied, except for the records in `refused`
+    PARKED = enum.auto()  # it waits for its batch of kv-events, or for an earlier parked transition
+    UNKNOWN = enum.auto()  # no agent has processed it yet
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionVerdict:
-    """What became of the records of one transition. refused: reason and words of each that is a dead letter."""
+    """The outcome of the records of one transition. refused: reason and message of each record refused."""
 
-    judged: VerdictStatus
+    status: VerdictStatus
     refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def applied(self) -> bool:
-        """Whether all of its blocks have entered the state."""
-        return self.judged is VerdictStatus.TAKEN and not self.refused
+        """Whether all blocks have entered the state."""
+        return self.status is VerdictStatus.DECIDED and not self.refused
 
 
 class VerdictWatch:
-    """Reads what a worker's partition says from now on; made before the transition is sent. Not thread-safe."""
+    """Reads what the agents write about a worker's partition from now on. Not thread-safe.
+
+    It must exist before the transition is sent. _refused: reason and message by offset in `cxl-events`; _parked: offset
+    in `cxl-events` by key of the parked row; _read: the next offset to read, by topic.
+    """
 
     def __init__(self, settings: Settings, worker_id: WorkerId) -> None:
-        """Raises KvStreamsError where no broker answers."""
+        """Start to read; raises KvStreamsError if no broker answers."""
         names = topics(settings)
         self._settings = settings
         self._source = names.cxl_events.name
         self._letters, self._table = names.dead_letters.name, names.cxl_changelog.name
         self._partition = partition_of(worker_id, settings.partitions)
         self._applied = -1
-        self._refused: dict[int, tuple[str, str]] = {}  # by offset in cxl-events
-        self._parked: dict[bytes, int] = {}  # key of the parked row to the same
-        self._read: dict[str, int] = {}  # topic to the offset behind what was read
+        self._refused: dict[int, tuple[str, str]] = {}
+        self._parked: dict[bytes, int] = {}
+        self._read: dict[str, int] = {}
         watched = (self._letters, self._table, names.index_changelog.name)
         try:
             starts = {topic: log_end(settings, topic, self._partition) for topic in watched}
         except KafkaException as exc:
-            raise KvStreamsError(f"the agents' verdicts cannot be read: {exc.args[0].str()}") from exc
+            raise KvStreamsError(f"cannot read the agents' verdicts: {exc.args[0].str()}") from exc
         self._consumer = reader(settings)
         assign(self._consumer, [TopicPartition(topic, self._partition, start) for topic, start in starts.items()])
 
     def verdict(self, offsets: Collection[int], timeout_s: float) -> TransitionVerdict:
-        """Wait until these offsets of `cxl-events` are judged, at most so long; gives what is known by then.
+        """Wait until the agents have decided these offsets of `cxl-events`, and return how; at most `timeout_s`.
 
-        Raises KvStreamsError where the topics cannot be read.
+        Raises KvStreamsError if the topics cannot be read.
         """
         deadline = time.monotonic() + timeout_s
         wanted = frozenset(offsets)
@@ -84,21 +89,21 @@ class VerdictWatch:
         while time.monotonic() < deadline:
             for message in consume(self._consumer, _READ_RECORDS, _POLL_S):
                 self._take(message)
-            if self._status(wanted) is not VerdictStatus.TAKEN:
+            if self._status(wanted) is not VerdictStatus.DECIDED:
                 ends = None
             elif ends is None:
                 try:
                     ends = {t: log_end(self._settings, t, self._partition) for t in (self._letters, self._table)}
                 except KafkaException as exc:
-                    raise KvStreamsError(f"the agents' verdicts cannot be read: {exc.args[0].str()}") from exc
+                    raise KvStreamsError(f"cannot read the agents' verdicts: {exc.args[0].str()}") from exc
             elif all(self._read.get(topic, -1) >= end for topic, end in ends.items()):
-                return self._verdict(VerdictStatus.TAKEN, wanted)
+                return self._verdict(VerdictStatus.DECIDED, wanted)
         status = self._status(wanted)
-        # Taken, as it seems, but not read up to where a refusal may lie: nobody may be told that there is none.
-        return self._verdict(VerdictStatus.UNKNOWN if status is VerdictStatus.TAKEN else status, wanted)
+        # DECIDED would be premature: a refusal may be in records that were not read before the timeout.
+        return self._verdict(VerdictStatus.UNKNOWN if status is VerdictStatus.DECIDED else status, wanted)
 
     def close(self) -> None:
-        """End the reading."""
+        """Stop reading."""
         self._consumer.close()
 
     def __enter__(self) -> Self:
@@ -110,10 +115,10 @@ class VerdictWatch:
     def _status(self, wanted: frozenset[int]) -> VerdictStatus:
         if self._applied < max(wanted):
             return VerdictStatus.UNKNOWN
-        return VerdictStatus.PARKED if wanted.intersection(self._parked.values()) else VerdictStatus.TAKEN
+        return VerdictStatus.PARKED if wanted.intersection(self._parked.values()) else VerdictStatus.DECIDED
 
-    def _verdict(self, judged: VerdictStatus, wanted: frozenset[int]) -> TransitionVerdict:
-        return TransitionVerdict(judged, tuple(why for at, why in sorted(self._refused.items()) if at in wanted))
+    def _verdict(self, status: VerdictStatus, wanted: frozenset[int]) -> TransitionVerdict:
+        return TransitionVerdict(status, tuple(why for at, why in sorted(self._refused.items()) if at in wanted))
 
     def _take(self, message: Message) -> None:
         topic, offset, error = message.topic() or "", message.offset() or 0, message.error()
@@ -121,7 +126,7 @@ class VerdictWatch:
             if error.code() == KafkaError._PARTITION_EOF:
                 self._read[topic] = offset
             elif error.fatal() or not (error.retriable() or error.code() == KafkaError._TRANSPORT):
-                raise KvStreamsError(f"the agents' verdicts cannot be read: {error.str()}")
+                raise KvStreamsError(f"cannot read the agents' verdicts: {error.str()}")
             return
         self._read[topic] = offset + 1
         try:
@@ -131,8 +136,8 @@ class VerdictWatch:
                 self._take_row(message.key() or b"", message.value())
             elif message.key() == partition_key(self._partition):
                 self._take_partition(message.key() or b"", message.value() or b"")
-        except (BadRecord, ValueError) as exc:  # a stranger's, of which nothing is to be learned
-            log.warning("%s [%d] at %d is passed over: %s", topic, self._partition, offset, exc)
+        except (BadRecord, ValueError) as exc:  # a record of a foreign writer, which contains no verdict
+            log.warning("%s [%d]: the record at offset %d is skipped: %s", topic, self._partition, offset, exc)
 
     def _take_letter(self, message: Message) -> None:
         pairs: Any = message.headers() or []

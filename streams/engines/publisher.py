@@ -50,6 +50,7 @@ from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsErr
 from streams.kafka import producer, require_topic, worker_key
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
+from streams.warming import HASHING, warm
 
 #: How long a batch waits for space in the client's queue, and a flush for the broker.
 PUBLISH_TIMEOUT_S = 30.0
@@ -262,6 +263,7 @@ class KvEventPublisher:
         """
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
+        warm(HASHING)  # before the first event, which would otherwise wait for a compiler
         self._kafka = kafka or event_producer(settings)
         self._settings = settings
         self._pools: PoolDirectory | None = None

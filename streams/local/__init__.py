@@ -1,7 +1,7 @@
-"""A real Kafka for one machine, made of packages alone: for `kvstreams kafka`, the tests and the demo.
+"""A whole system on one machine: a real Kafka, child processes, and the demo.
 
-What lives here: finding a Java, fetching the pinned jars, and one broker's life. What must not: topics, records or
-anything else of the pipeline; a fleet that has a Kafka never imports this. Needs the `local` extra, and Linux or macOS.
+What lives here: finding a Java, downloading the pinned jars, running one broker, and what runs on it for the tests and
+the demo. What must not: anything that a fleet with its own Kafka needs. Requires the `local` extra, and Linux or macOS.
 """
 
 from __future__ import annotations

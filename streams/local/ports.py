@@ -1,7 +1,7 @@
 """Free ports for servers of this machine.
 
-What lives here: choosing a port that nobody has, and that nobody is likely to be given before its server is up. What
-must not: servers.
+What lives here: choosing a port that is free, and that no other process is likely to get before its server has started.
+What must not: servers.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import socket
 
 from streams.errors import KvStreamsError
 
-#: Below the ports that Linux (32768 up) and macOS (49152 up) give to outgoing connections. On one of those a server
-#: that takes seconds to start finds that a client has it. Worse, a client that reconnects to a stopped server there is
-#: sooner or later given that very port, connects to itself, and keeps the server from ever binding it again.
+#: Below the ports that Linux (from 32768) and macOS (from 49152) give to outgoing connections. A server that takes
+#: seconds to start could find such a port taken by a client. Worse, a client that keeps reconnecting to a stopped
+#: server there gets that very port sooner or later, connects to itself, and prevents the server from binding it again.
 PORTS = range(20_000, 32_000)
 
-#: So many candidates are tried for a free port; if all are taken, something is wrong that another try does not mend.
+#: How many candidates are tried. If all of them are taken, more attempts do not help.
 PORT_TRIES = 100
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """Return a port that no process listens on at this moment."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones, at random, so that two starts at once seldom meet. Raises KvStreamsError."""
+    """Return `count` different free ports, at random so that two callers seldom collide. Raises KvStreamsError."""
     free: list[int] = []
-    # The system's generator: tests seed Python's, and would all be given the same ones.
+    # The system's generator, because tests seed Python's and would all get the same ports.
     for port in random.SystemRandom().sample(PORTS, PORT_TRIES):
         if is_free(port):
             free.append(port)
         if len(free) == count:
             return free
     raise KvStreamsError(
-        f"no free port was found in {PORT_TRIES} tries between {PORTS.start} and {PORTS.stop - 1}",
-        remedy="End some of the servers on this machine",
+        f"no free port was found in {PORT_TRIES} attempts between {PORTS.start} and {PORTS.stop - 1}",
+        remedy="Stop some of the servers on this machine",
     )
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there, with the options that Java's sockets have."""
+    """Whether a server could listen on the port, with the socket options that Java uses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,6 +1,6 @@
-"""What a run of a trace amounts to, in figures, words and a picture.
+"""The results of a driven trace, as figures, text and a plot.
 
-What lives here: summaries of outcomes and how they are shown. What must not: running anything.
+What lives here: summaries of outcomes, and how they are shown. What must not: running anything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from streams.sim.offline import Outcome
 def summarise(outcomes: Sequence[Outcome], n_engines: int) -> dict[str, Any]:
     """Figures of one policy.
 
-    hit_share: of prompt tokens, those that an engine did not compute again. Times are model time. load_imbalance:
-    tokens computed by the busiest engine over the mean of all; 1 is even.
+    hit_share: the share of prompt tokens that an engine found in its cache. Times are model time. load_imbalance:
+    tokens computed by the busiest engine, divided by the mean over all engines; 1 is perfectly even.
     """
     served = [outcome for outcome in outcomes if outcome.ttft_ms is not None]
     ttft = np.array([outcome.ttft_ms for outcome in served], dtype=np.float64)
@@ -43,7 +43,7 @@ def summarise(outcomes: Sequence[Outcome], n_engines: int) -> dict[str, Any]:
 
 
 def summarise_live(outcomes: Sequence[LiveOutcome], n_engines: int) -> dict[str, Any]:
-    """Figures of one policy, live: those of `summarise`, and the router's own. route_ms is wall time over HTTP."""
+    """Figures of one policy, live: those of `summarise`, and route_ms, the wall time of POST /route over HTTP."""
     route_ms = np.array([outcome.route_ms for outcome in outcomes])
     return {
         **summarise([outcome.outcome for outcome in outcomes], n_engines),
@@ -56,7 +56,7 @@ def summarise_live(outcomes: Sequence[LiveOutcome], n_engines: int) -> dict[str,
 def print_policies(
     console: Console, live: Mapping[str, Mapping[str, Any]], offline: Mapping[str, Mapping[str, Any]], bound: float
 ) -> None:
-    """The table of act one."""
+    """Print the table of act one."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for column in (
@@ -83,37 +83,37 @@ def print_policies(
         )
     console.print(table)
     console.print(
-        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the same policy, the index knowing all at once. "
-        "TTFT: time to first token, in model time. Load skew: tokens computed by the busiest engine over the mean. "
-        "Route: POST /route over HTTP, on this machine, which runs everything else too."
+        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the same policy in a simulation whose index is "
+        "never late. TTFT: time to first token, in model time. Load skew: tokens computed by the busiest engine, "
+        "divided by the mean. Route: time of POST /route over HTTP, on this machine, which also runs everything else."
     )
 
 
 def explain(answer: Mapping[str, Any], n_tokens: int, block_size: int) -> str:
-    """One decision in words, from an answer of POST /route with `explain`."""
+    """Explain one decision as text, from an answer of POST /route with `explain`."""
     candidates = sorted(answer["candidates"], key=lambda terms: terms["cost"])
     chosen = next(terms for terms in candidates if terms["worker_id"] == answer["worker_id"])
     others = [terms for terms in candidates if terms is not chosen]
     words = [
         f"A request of {n_tokens:,} tokens is {answer['request_blocks']} blocks of {block_size}.",
-        f"Worker {chosen['worker_id']} holds the first {chosen['overlap_blocks']} of them, so "
+        f"Worker {chosen['worker_id']} holds the first {chosen['scores']} of them, so "
         f"{chosen['own_prefill_blocks']:.0f} are left to compute; {chosen['active_prefill_blocks']:.0f} blocks wait "
         f"for prefill there and {chosen['decode_blocks']:.0f} would be in use: cost {chosen['cost']:.0f}.",
     ]
     if others:
         next_best = others[0]
         words.append(
-            f"The next best, worker {next_best['worker_id']}, holds {next_best['overlap_blocks']} and would cost "
-            f"{next_best['cost']:.0f}; the dearest {others[-1]['cost']:.0f}."
+            f"The next best, worker {next_best['worker_id']}, holds {next_best['scores']} and would cost "
+            f"{next_best['cost']:.0f}; the most expensive, worker {others[-1]['worker_id']}, {others[-1]['cost']:.0f}."
         )
-    words.append(f"So it goes to worker {chosen['worker_id']}. How far the index can be trusted: {answer['mode']}.")
+    words.append(f"So the request goes to worker {chosen['worker_id']}. The mode of this answer is {answer['mode']}.")
     return " ".join(words)
 
 
 def draw(
     path: Path, live: Mapping[str, Sequence[LiveOutcome]], figures: Mapping[str, Mapping[str, Any]], bound: float
 ) -> None:
-    """Draw the picture of act one: hits against the bound, times to first token, and tokens computed by engine."""
+    """Draw the plot of act one: hits and their bound, times to first token, and tokens computed per engine."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -128,7 +128,7 @@ def draw(
     hits.bar_label(bars, fmt="%.1f %%")
     hits.axhline(bound * 100, color="black", linestyle="--", linewidth=1)
     hits.annotate(f"one infinite cache: {bound:.1%}", (len(names) - 0.5, bound * 100), ha="right", va="bottom")
-    hits.set_title("Prompt tokens not computed again")
+    hits.set_title("Prompt tokens found in a cache")
     hits.set_ylabel("%")
     for name in names:
         ttft = np.sort([o.outcome.ttft_ms for o in live[name] if o.outcome.ttft_ms is not None])
@@ -147,7 +147,7 @@ def draw(
         at = np.arange(len(workers)) + (index - (len(names) - 1) / 2) * width
         loads.bar(at, [computed[worker] / 1000 for worker in workers], width, label=name, color=colours[name])
     loads.set_xticks(np.arange(len(workers)), [str(worker) for worker in workers])
-    loads.set_title("Prompt tokens computed, by worker")
+    loads.set_title("Prompt tokens computed per worker")
     loads.set_xlabel("worker")
     loads.set_ylabel("thousands")
     for axes in (hits, times, loads):

@@ -1,7 +1,7 @@
 """A whole system on one machine, as real processes: engines, bridge, Faust workers, routers.
 
-What lives here: what is started with which settings, and when it is ready. What must not: what is then done with it
-(demo, tests). Every port is a free one on loopback.
+What lives here: which processes are started with which settings, and when each is ready. What must not: what is then
+done with them (demo, tests). Every port is a free one on the loopback interface.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from streams.sim.pool import PoolConfig
 from streams.topics import topics
 from streams.waiting import wait_for
 
-#: A process that imports everything, meets Kafka and reads its topics is there within seconds; two cores share ten.
+#: A process imports everything, connects to Kafka and reads its topics within seconds; ten of them share two cores.
 READY_TIMEOUT_S = 60.0
 
-#: A page of a million facts takes seconds to make, on a machine that does everything else at the same time.
+#: An answer with a million facts takes seconds on a machine that also runs everything else.
 _HTTP_TIMEOUT_S = 60.0
 
 
@@ -40,7 +40,7 @@ _FACT = np.dtype([("worker", "<u8"), ("rank", "<u4"), ("tier", "u1"), ("block", 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One simulated engine: its child, and where it listens."""
+    """One simulated engine: its child process, and where it listens."""
 
     worker_id: int
     child: Child
@@ -51,7 +51,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class PoolProcess:
-    """A pool that simulated engines share: its child, and where it listens."""
+    """A pool that simulated engines share: its child process, and where it listens."""
 
     child: Child
     url: str
@@ -67,10 +67,10 @@ class RouterProcess:
 
 
 class Stack:
-    """Starts processes of one scope; `children` ends them."""
+    """Starts the processes of one scope; `children` stops them."""
 
     def __init__(self, settings: Settings, directory: Path, children: Children) -> None:
-        """directory: for logs and tables."""
+        """directory: the folder of logs and tables."""
         self.settings = settings
         self.directory = directory
         self._children = children
@@ -98,7 +98,7 @@ class Stack:
         first_worker_id: int = 1,
         options: Sequence[str] = (),
     ) -> list[Engine]:
-        """Start n engines, all at once. options: more of `kvstreams sim`, for each of them."""
+        """Start n engines at once. options: additional options of `kvstreams sim`, for each of them."""
         ids = range(first_worker_id, first_worker_id + n)
         started = [
             (worker_id, self._start_engine(worker_id, config, model, time_scale, options=options)) for worker_id in ids
@@ -108,7 +108,7 @@ class Stack:
     def restart_engine(
         self, engine: Engine, config: EngineConfig, model: str, time_scale: float, options: Sequence[str] = ()
     ) -> Engine:
-        """Kill an engine and start another on its ports: its cache is lost, its batches count from 0 again."""
+        """Kill an engine and start another on its ports: its cache is lost, and its batch numbers start at 0 again."""
         engine.child.kill()
         ports = [str(urlsplit(address).port) for address in (engine.url, engine.events, engine.replay)]
         return self._await_engine(
@@ -143,7 +143,7 @@ class Stack:
         return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
     def bridge(self, engines: list[Engine]) -> Child:
-        """Start one bridge for these engines; it is ready when the registry knows them (`wait_workers`)."""
+        """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`)."""
         arguments = ["-m", "streams.cli", "bridge"]
         for engine in engines:
             address = f"id={engine.worker_id},url={engine.url},events={engine.events},replay={engine.replay}"
@@ -151,7 +151,7 @@ class Stack:
         return self._start("bridge", arguments, as_environ(self.settings))
 
     def worker(self, name: str = "worker", router: bool = True, env: Mapping[str, str] | None = None) -> RouterProcess:
-        """Start a Faust worker, with a router in its process or without."""
+        """Start a Faust worker, with or without a router in its process."""
         settings = replace(
             self.settings, router=router, port=free_port(), data_dir=str(self.directory / "state" / name)
         )
@@ -166,15 +166,15 @@ class Stack:
         return process
 
     def restart_worker(self, process: RouterProcess) -> None:
-        """Start a worker that was killed again: same settings, same folder, same port."""
+        """Restart a worker that was killed, with the same settings, folder and port."""
         process.child.start()
         if process.settings.router:
             self._wait_ready(process)
 
     def router(self, name: str, wait: bool = True, **changes: Any) -> RouterProcess:
-        """Start a router alone, with other settings than the scope's where `changes` says so."""
+        """Start a router alone. changes: settings that differ from the scope's."""
         settings = replace(self.settings, port=free_port(), **changes)
-        ensure_topics(settings, topics(settings).all())  # no worker need have come before
+        ensure_topics(settings, topics(settings).all())  # no worker may have started yet
         child = self._start(name, ["-m", "streams.cli", "router"], as_environ(settings))
         process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
         if wait:
@@ -204,17 +204,17 @@ def is_ready(url: str) -> bool:
 
 
 def wait_workers(url: str, n: int) -> None:
-    """Wait until the registry that a router sees has n workers."""
+    """Wait until a router has n workers in its registry."""
     wait_for(lambda: len(get_json(f"{url}/workers")["workers"]) >= n, READY_TIMEOUT_S, f"{n} workers at {url}")
 
 
 def get_json(url: str) -> Any:
-    """GET a JSON page of ours, whatever its status; raises OSError where nobody answers."""
+    """GET a JSON answer, whatever its status; raises OSError if no server answers."""
     return json.loads(get_bytes(url))
 
 
 def get_bytes(url: str) -> bytes:
-    """GET a page of ours, whatever its status; raises OSError where nobody answers."""
+    """GET the body of an answer, whatever its status; raises OSError if no server answers."""
     try:
         with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as response:
             body: bytes = response.read()
@@ -225,7 +225,7 @@ def get_bytes(url: str) -> bytes:
 
 
 def facts(url: str) -> set[Fact]:
-    """Every fact in a router's view."""
+    """All facts in a router's view."""
     table = np.frombuffer(get_bytes(f"{url}/state/blocks"), dtype=_FACT)
     return set(zip(*(table[name].tolist() for name in _FACT.names or ()), strict=True))
 
@@ -236,7 +236,7 @@ def known_blocks(url: str) -> set[tuple[int, int]]:
 
 
 def held_blocks(engines: Sequence[Engine]) -> set[tuple[int, int]]:
-    """(worker, sequence hash) of every block that simulated engines hold, asked of the engines themselves."""
+    """(worker, sequence hash) of every block that simulated engines hold, as the engines themselves answer."""
     return {
         (engine.worker_id, int(block))
         for engine in engines

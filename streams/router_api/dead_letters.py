@@ -1,6 +1,6 @@
-"""Dead letters of a scope, counted as they come: by where they came from, and why.
+"""The dead letters of a scope, counted by source and reason.
 
-What lives here: two headers of each. What must not: their content, which is for whoever mends what wrote it.
+What lives here: reading two headers of each dead letter. What must not: its content.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.topics import topics
 
-#: Where a bridge's dead letters come from: their header has an engine's address, of which there are many.
+#: The source of a bridge's dead letters. Their header has an engine's address, of which there are many.
 ENGINE = "engine"
 
-#: Sources and reasons of which there is none, or that are none of ours: anybody may write to the topic.
+#: Stands for missing or unexpected sources and reasons, since other applications can write to the topic.
 OTHER = "other"
 
-#: Pairs of source and reason counted apart. Ours are some dozens; a stranger must not fill memory, ours or Prometheus'.
+#: Pairs of source and reason that are counted separately. kvstreams has a few dozen; the limit keeps a foreign writer
+#: from filling the memory of this process or of Prometheus.
 PAIRS_MAX = 256
 
-#: Characters of a reason; ours have at most 20.
+#: Characters of a reason. Those of kvstreams have at most 20.
 REASON_CHARS_MAX = 64
 
 
 class DeadLetterCounts:
-    """Counts since the router started; filled by the threads that read, read by whoever asks."""
+    """Counts since the router started. Thread-safe: threads that read topics fold, and others read the counts."""
 
     def __init__(self, settings: Settings) -> None:
         names = topics(settings)
@@ -41,7 +42,7 @@ class DeadLetterCounts:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def fold(self, messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG002 - as of all
-        """Count dead letters; none is bad enough not to be."""
+        """Count dead letters. All of them can be counted, so that none is returned as bad."""
         for message in messages:
             pairs: Any = message.headers() or []
             headers = {name: value for name, value in pairs if isinstance(value, bytes)}
@@ -57,7 +58,7 @@ class DeadLetterCounts:
             self._counts[pair] += 1
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """How many there were by source (`kv-events`, `cxl-events`, `engine`, `other`) and reason."""
+        """Number of dead letters by source (`kv-events`, `cxl-events`, `engine`, `other`) and reason."""
         with self._lock:
             return dict(self._counts)
 

@@ -1,6 +1,7 @@
-"""The HTTP calls of docs/http.md, bound to a Router: the same under Faust and under `kvstreams router`.
+"""The HTTP calls of docs/http.md, bound to a Router: the same ones under Faust and under `kvstreams router`.
 
-What lives here: request in, response out, and the one shape of errors. What must not: decisions.
+What lives here: the way from a request to a response, and the shape of all errors. What must not: decisions (router),
+and JSON of values (wire).
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from streams.router_api.wire import (
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a client is asked to wait before it tries again.
+#: Seconds after which a client may retry, as the header Retry-After.
 RETRY_AFTER_S = "1"
 
-#: One fact of the dump: worker id, dp rank, tier, sequence hash; little-endian.
+#: One fact in the answer of GET /state/blocks: worker id, dp rank, tier, sequence hash; little-endian.
 FACT = struct.Struct("<QIBQ")
 
-#: A request id in a path; aiohttp's own pattern leaves out ids with braces, which /route takes.
+#: A request id in a path. aiohttp's own pattern does not match ids with braces, which /route accepts.
 _ANY_ID = "{request_id:[^/]+}"
 
 #: Errors of an application by their code; only its own loop writes it.
@@ -70,7 +71,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Handlers:
     """Binds a router's calls to paths.
 
-    Calls that wait for Kafka run on a thread, so that a broker which is away delays them and no answer to /route.
+    Calls that wait for Kafka run on a thread, so that an unreachable broker delays them but no answer to /route.
     """
 
     def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
@@ -80,7 +81,7 @@ class Handlers:
         self._more_metrics = more_metrics
 
     def routes(self) -> list[web.RouteDef]:
-        """Every path."""
+        """Every path with its handler."""
         return [
             web.post("/route", self.route),
             web.get("/loads", self.loads),
@@ -105,20 +106,20 @@ class Handlers:
         ]
 
     def add_to(self, app: web.Application) -> None:
-        """Bind every path to an application whose middleware is `error_shape`, and count its errors."""
+        """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
         app.add_routes(self.routes())
         app[_ERRORS] = self._metrics.errors
 
     async def route(self, request: web.Request) -> web.Response:
         """Choose a rank and book it."""
         started = time.perf_counter()
-        asked, packed = await _route_request(request)
-        answer = answer_json(self._router.route(asked, packed))
+        route_request, packed = await _route_request(request)
+        answer = answer_json(self._router.route(route_request, packed))
         self._metrics.route_seconds.observe(time.perf_counter() - started)
         return _json(answer)
 
     async def potential(self, request: web.Request) -> web.Response:
-        """What each rank's load would be with this request."""
+        """What each eligible rank's load would be with this request."""
         return _json(self._router.potential(*await _route_request(request)))
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
@@ -126,20 +127,20 @@ class Handlers:
         return _json(self._router.rank_loads())
 
     async def book(self, request: web.Request) -> web.Response:
-        """Book a choice made elsewhere."""
+        """Book a choice that was made elsewhere."""
         return _json(self._router.book(_request_id(request), parse_book(await _body(request))))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
-        """The prompt is computed."""
+        """The rank has computed the prompt."""
         return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL))
 
     async def output(self, request: web.Request) -> web.Response:
-        """So many tokens are generated."""
+        """A number of tokens has been generated so far."""
         reported = parse_output(await _body(request))
         return _accepted(self._router.report_output(_request_id(request), reported.output_tokens))
 
     async def free(self, request: web.Request) -> web.Response:
-        """The request is over."""
+        """The request has ended."""
         return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -154,16 +155,16 @@ class Handlers:
         return _json(self._worker_json(worker))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
-        """Remove a worker and what it held."""
+        """Remove a worker and everything that it held."""
         await asyncio.to_thread(self._router.registry.delete_worker, _worker_id(request))
         return _json({"worker_id": _worker_id(request), "removed": True})
 
     async def cordon(self, request: web.Request) -> web.Response:
-        """Take a worker out gently."""
+        """Keep new requests from a worker."""
         return _json(self._worker_json(await asyncio.to_thread(self._router.registry.cordon, _worker_id(request))))
 
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
-        """A worker of the registry, which of its ranks are not heard of, and what its engine says of them."""
+        """A worker of the registry with its silent ranks and the metrics that its engine reports."""
         view = self._router.view
         return {
             **worker_json(worker),
@@ -172,7 +173,7 @@ class Handlers:
         }
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """What the view holds of each rank, with digests that are equal on every router that holds the same."""
+        """What the view has of each rank. Routers that hold the same blocks of a rank show the same digest."""
         ranks = self._router.view.rank_states()
         return _json(
             {
@@ -199,13 +200,13 @@ class Handlers:
         )
 
     async def state_blocks(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Every fact held, 21 bytes each (FACT), in order."""
+        """Every fact in the index, 21 bytes each (FACT), in order."""
 
         def page() -> bytes:
             facts = sorted(self._router.view.members())
             return b"".join(FACT.pack(rank.worker_id, rank.dp_rank, tier, block) for rank, tier, block in facts)
 
-        # A million facts take seconds, during which others are answered.
+        # A million facts take seconds, during which other calls are answered.
         return web.Response(body=await asyncio.to_thread(page), content_type=OCTET_STREAM)
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -214,15 +215,15 @@ class Handlers:
 
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
-        asked = parse_pool(await _body(request))
-        return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), asked)))
+        body = parse_pool(await _body(request))
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), body)))
 
     async def delete_pool(self, request: web.Request) -> web.Response:
-        """A CXL pool is lost, with all that it held."""
+        """Mark a CXL pool and its contents as lost."""
         return _json(pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
 
     async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Every pooled block: its place, its state, and who can reach it."""
+        """Every pooled block with its placement and the workers that can reach it."""
 
         def page() -> bytes:
             rows = [pooled_json(block, workers) for block, workers in self._router.view.pooled_blocks()]
@@ -231,11 +232,11 @@ class Handlers:
         return web.Response(body=await asyncio.to_thread(page), content_type="application/json")
 
     async def healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The process lives."""
+        """The process is running."""
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Whether every topic is there and read to its end, and as many workers as wanted are registered."""
+        """Whether every topic exists and was read to its end, and enough workers are registered."""
         reported: dict[str, Any] = {
             "ready": True,
             "partitions_left": self._router.feeds.pending(),
@@ -255,9 +256,9 @@ class Handlers:
 
 @web.middleware
 async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Give every error the one shape, and count it.
+    """Give every error the same shape, and count it.
 
-    What nobody foresaw is a 500 with its trace in the log, never in the answer.
+    An unexpected exception becomes a 500, with its trace in the log and not in the answer.
     """
     try:
         return await handler(request)
@@ -288,7 +289,7 @@ def _refusal(
     detail: dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
 ) -> web.Response:
-    """The one shape of errors, counted."""
+    """Return an error in the shape of all errors, and count it."""
     errors = request.app.get(_ERRORS)
     if errors is not None:
         errors[code] += 1
@@ -299,7 +300,7 @@ def _refusal(
 
 async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:
     body = await _body(request)
-    # Not request.content_type: aiohttp takes a missing or broken header for octets, and JSON would become tokens.
+    # Not request.content_type, because aiohttp takes a missing or broken header for octets: JSON would become tokens.
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == OCTET_STREAM:
         return parse_route_query(request.query), body
     return parse_route(body), None
@@ -310,8 +311,8 @@ async def _body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPException:
         raise
-    except (OSError, web.RequestPayloadError) as exc:  # the client went away, or its encoding is not what it says
-        raise InvalidRequest("the body did not arrive") from exc
+    except (OSError, web.RequestPayloadError) as exc:  # the client disconnected, or its encoding is not as declared
+        raise InvalidRequest("the body was not received completely") from exc
 
 
 def _request_id(request: web.Request) -> str:

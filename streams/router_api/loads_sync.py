@@ -1,11 +1,12 @@
 """Bookings shared between routers through `router-loads` (docs/architecture.md, Loads).
 
-What lives here: applying our own bookings at once, publishing them, folding those of other routers. What must not: the
-rules of a booking (core.loads), the queue towards Kafka (outbox). A router's id is new at every start, so its own
-records are told apart from those of its former life.
+What lives here: applying this router's bookings at once, publishing them, folding those of other routers, and notifying
+listeners when load falls. What must not: the rules of a booking (core.loads), and the queue towards Kafka (outbox). A
+router's id is new at every start, which distinguishes its records from those that it wrote before a restart.
 
-Time of a booking is the log's: append times of its partition, which the broker gives, and which are the same for every
-router. It goes on by records; where nobody writes any more, routers that remember bookings there write a tick.
+The time of a booking is that of the log: append times of its partition, which the broker sets and which are the same
+for every router. This time advances with each record. If a partition has no new records, routers that have bookings
+there write a tick.
 """
 
 from __future__ import annotations
@@ -31,36 +32,35 @@ from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
 
-#: Calls for ids that no booking is known for, held for a booking still on its way from another router.
+#: Calls that are buffered because their booking, made by another router, may still be on its way.
 BUFFERED_CALLS_MAX = 10_000
 BUFFERED_CALL_TTL_MS = 60_000
 
-#: A partition without a record for so long is moved on by a tick.
+#: The time of a partition without a record for this long is advanced by a tick.
 QUIET_MS = 1_000
 
-#: The partition that is ticked where no bookings are remembered and somebody asks whether Kafka is there.
+#: The partition that gets a tick if no bookings are kept and `in_sync` was read.
 _PROBED = 0
 
-#: Key of a tick, whose value is a tombstone: compaction leaves none of them, and it is no booking's key.
+#: Key of a tick. Its value is a tombstone, so that compaction removes it, and no booking has this key.
 TICK_KEY = b"tick"
 
-
-#: What a call may have to wait with for its booking: a phase, or the tokens generated so far, which are none of it.
+#: What a buffered call reports: a phase, or generated tokens.
 _Call = BookingPhase | Literal["output"]
 
 
 class _BufferedCall(NamedTuple):
-    """A call that waits for its booking. output_tokens: of one that tells them."""
+    """A call that waits for its booking. output_tokens: 0 for a phase."""
 
     since_ms: int
     output_tokens: int
 
 
 class LoadsSync:
-    """Owner of this router's ActiveLoads. Its lock makes a decision and its booking one step."""
+    """Owner of this router's ActiveLoads. Thread-safe; its lock makes a decision and its booking one step."""
 
     def __init__(self, settings: Settings, topic: TopicSpec, kafka: Producer, now_ms: Callable[[], int]) -> None:
-        """now_ms: monotonic."""
+        """now_ms: a monotonic clock."""
         self._ttl_ms = int(settings.booking_ttl_s * 1000)
         self._stale_after_ms = settings.stale_after_ms
         self._block_size_of = settings.block_size_of
@@ -71,31 +71,65 @@ class LoadsSync:
         self._lock = threading.RLock()
         self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
         self._buffered: OrderedDict[tuple[str, _Call], _BufferedCall] = OrderedDict()
-        self._heard_ms = [now_ms()] * topic.partitions  # when each partition's last record was read, or our tick taken
-        self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, since when
-        self._asked = False  # whether anybody asked for `in_sync` since a tick last answered that
+        # When each partition's last record was read, or the last tick of this router was acknowledged.
+        self._heard_ms = [now_ms()] * topic.partitions
+        self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, and since when
+        self._sync_was_read = False  # whether `in_sync` was read since the last check for quiet partitions
         self._counter = 0
         self.unknown_calls = 0
+        self._listeners: tuple[Callable[[], None], ...] = ()
+        self._falls_announced = 0
         self._begin()
 
     def _begin(self) -> None:
         self._loads = ActiveLoads(self._ttl_ms)
         self._stream_ms = [0] * self._topic.partitions  # newest append time of each partition
-        # Our own bookings that the log has not given back yet, and when they were made; the live ones, and the ended.
+        # This router's bookings that have not been read back from the log, with the times when they were made: active
+        # ones, and ended ones.
         self._unlogged: OrderedDict[BookingId, int] = OrderedDict()
         self._ended_unlogged: OrderedDict[BookingId, int] = OrderedDict()
         self.router_id = uuid.uuid4().hex
 
+    def listen(self, on_load_fell: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_load_fell` after each change that lowers the load of any rank; return a function that ends this.
+
+        Load falls when a booking is freed, completes its prefill or expires, and when records of other routers are
+        folded. It is called on the thread that made the change (the one that serves requests or ticks, or one that
+        reads topics) and under the lock of the loads. So it must return at once, must not raise and must not call
+        LoadsSync; on an event loop, `loop.call_soon_threadsafe(event.set)` does that.
+
+        Several changes in one step may cause a single call. Load that falls only with time causes none, so that a
+        waiting caller needs a deadline as well.
+        """
+        with self._lock:
+            self._falls_announced = self._loads.n_falls
+            self._listeners = (*self._listeners, on_load_fell)
+
+        def end() -> None:
+            with self._lock:
+                self._listeners = tuple(each for each in self._listeners if each is not on_load_fell)
+
+        return end
+
+    def _announce_falls(self) -> None:
+        """Call the listeners if load fell since they were last called."""
+        if self._falls_announced != self._loads.n_falls:
+            self._falls_announced = self._loads.n_falls
+            for on_load_fell in self._listeners:
+                on_load_fell()
+
     @contextmanager
     def locked(self) -> Iterator[ActiveLoads]:
-        """The loads, expired and held still for as long as the block runs."""
+        """The loads without expired bookings. They do not change until the block ends, except by its own calls."""
         with self._lock:
             self._expire()
+            if self._listeners:
+                self._announce_falls()
             yield self._loads
 
     @property
     def unpublished(self) -> int:
-        """Records that Kafka did not take, or that found no room to wait for it."""
+        """Records that Kafka did not take, or that were dropped because the outbox was over capacity."""
         return self._outbox.lost
 
     @property
@@ -105,29 +139,30 @@ class LoadsSync:
 
     @property
     def in_sync(self) -> bool:
-        """Whether the log has all that we said until `stale_after_ms` ago, and gave it back; else Kafka is away, and
-        other routers and we do not know of each other's bookings. One that was dropped counts as long as it lives.
+        """Whether everything that this router published up to `stale_after_ms` ago has been read back from the log.
 
-        Where nobody has said anything for a while, having asked makes the next `poll` find out.
+        If not, Kafka is away, and routers do not have each other's bookings. A booking whose record was dropped makes
+        this False as long as it is active. If no record was published for a while, reading this makes the next `poll`
+        write a tick, which shows whether Kafka is there.
         """
         with self._lock:
-            self._asked = True
+            self._sync_was_read = True
             now_ms = self._now_ms()
             since = [next(iter(each.values())) for each in (self._unlogged, self._ticking) if each]
             oldest_ms = max(self._outbox.oldest_ms(), now_ms - min(since, default=now_ms))
             return not self._shared or oldest_ms <= self._stale_after_ms
 
     def book(self, request_id: str, booking: Booking) -> BookingId:
-        """Book at once here and tell the others; raises BookingConflict where the id is booked on another rank.
+        """Book here at once, and publish the booking; raises BookingConflict if the id is booked on another rank.
 
-        A booking that stands is stated anew; the blocks of output that were told of it stay.
+        An existing booking is replaced, except that the output blocks that were reported for it stay.
         """
         with self._lock:
             live = self._loads.live(request_id)
             if live is not None and live[1].rank != booking.rank:
                 raise BookingConflict(
                     f"request {request_id!r} is booked on rank {live[1].rank}",
-                    remedy=f"DELETE /loads/{request_id} first, or take another id",
+                    remedy=f"DELETE /loads/{request_id} first, or use another id",
                 )
             if live is not None:
                 booking_id = live[0]
@@ -140,13 +175,16 @@ class LoadsSync:
             self._loads.add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
             self._release_buffered(booking_id)
+            if self._listeners:
+                self._announce_falls()
             return booking_id
 
     def report_phase(self, request_id: str, phase: BookingPhase) -> bool:
-        """Apply prefill-complete or free; False where no booking of the id is known and the call is held.
+        """Apply prefill-complete or free. Returns False if no booking of the id is known, so that the call is buffered.
 
-        It is for every live booking of the id: two routers that were asked at once may each have made one. A call
-        repeated for a booking that has ended changes nothing: held, it would end the next one of that id.
+        The call applies to every active booking of the id: two routers that were asked at once may each have made one.
+        A call for a booking that has ended changes nothing. It is not buffered, because it would then end the next
+        booking of that id.
         """
         with self._lock:
             live = self._loads.live_ids(request_id)
@@ -157,12 +195,14 @@ class LoadsSync:
                 return False
             for booking_id in live:
                 self._publish_phase(booking_id, phase)
+            if self._listeners:
+                self._announce_falls()
             return True
 
     def report_output(self, request_id: str, output_tokens: int) -> bool:
-        """State bookings anew with all tokens generated so far; False where the call is held, as by `report_phase`.
+        """Update bookings with all tokens generated so far. Returns False if the call is buffered, as `report_phase`.
 
-        What fills no more blocks than were told of changes nothing, and is not published.
+        A number that fills no more blocks than before changes nothing and is not published.
         """
         with self._lock:
             live = self._loads.live_ids(request_id)
@@ -176,7 +216,7 @@ class LoadsSync:
             return True
 
     def fold(self, record: Record) -> None:
-        """Fold one record of router-loads; raises BadRecord, and has taken its time from it all the same."""
+        """Fold one record of router-loads. A record that raises BadRecord still advances its partition's time."""
         clock, at_ms = record.partition, record.timestamp_ms
         try:
             decoded = None if record.value is None else decode_load(record.value)
@@ -188,16 +228,25 @@ class LoadsSync:
                 self._heard_ms[clock] = self._now_ms()
                 self._stream_ms[clock] = max(self._stream_ms[clock], at_ms)
                 self._loads.expire(self._stream_ms[clock], clock)
+                if self._listeners:
+                    self._announce_falls()
 
     def reset(self) -> None:
-        """Forget what others told, to be folded anew; our own bookings come back from the topic under an id of old."""
+        """Drop all bookings, so that the topic can be folded again from its beginning.
+
+        This router's own bookings return from the topic too, under its former id. Without router_replica_sync nothing
+        is dropped, since its bookings are nowhere else.
+        """
         if not self._shared:
-            return  # nobody else told anything, and our own bookings are nowhere but here
+            return
         with self._lock:
             self._begin()
+            self._falls_announced = -1  # all loads are 0 now
+            if self._listeners:
+                self._announce_falls()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait for what was published."""
+        """Wait until Kafka has acknowledged everything that was published, or until timeout_s has passed."""
         until_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -207,14 +256,16 @@ class LoadsSync:
                 return
 
     def poll(self) -> None:
-        """Serve delivery reports, send what waits, end what has expired, and move quiet partitions on."""
+        """Serve delivery reports, send waiting records, expire bookings, and write ticks to quiet partitions."""
         with self._lock:
             self._outbox.pump()
             self._expire()
+            if self._listeners:
+                self._announce_falls()
             if self._shared:
                 self._tick()
 
-    # -- words ---------------------------------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------------------------------
 
     def _fold(
         self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None, at_ms: int, clock: int
@@ -227,8 +278,8 @@ class LoadsSync:
         self._ended_unlogged.pop(booking_id, None)
         if self._loads.logged(booking_id, booking, at_ms, clock):
             return
-        # News; or our own as it was before we stated it anew. Of two adds of a booking the later one in the log counts,
-        # whoever wrote it, so that all routers end with the same one.
+        # Another router's booking, or one of this router as it was before it was replaced. If a booking has two adds,
+        # the later one in the log wins, whichever router wrote it, so that all routers end with the same booking.
         before = self._loads.live_ids(booking_id.request_id)
         self._loads.add(booking_id, booking, at_ms, clock)
         self._release_buffered(booking_id)
@@ -236,9 +287,10 @@ class LoadsSync:
             self._yield_to(booking_id, before)
 
     def _yield_to(self, newer: BookingId, before: tuple[BookingId, ...]) -> None:
-        """Two routers booked one request id at once: of two live bookings the earlier in the log ends, by its owner.
+        """End this router's booking if another router booked the same request id later in the log.
 
-        A booking of ours that the log has not given back is the later one; its rival's owner sees to that.
+        Each router ends only its own bookings. A booking of this router that has not been read back from the log is the
+        later one, and the other router ends its own.
         """
         if newer.router_id == self.router_id:
             return
@@ -247,14 +299,14 @@ class LoadsSync:
                 self._publish_phase(booking_id, BookingPhase.FREE)
 
     def _publish_phase(self, booking_id: BookingId, phase: BookingPhase) -> None:
-        """Apply a phase and tell the others."""
+        """Apply a phase and publish it."""
         self._apply(booking_id, phase, self._local_time())
         since_ms = self._unlogged.get(booking_id)
         if phase is BookingPhase.FREE and since_ms is not None:
             del self._unlogged[booking_id]
             self._ended_unlogged[booking_id] = since_ms
             if self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
-                # It began and ended while Kafka was away; nobody else has heard of it, and nobody need.
+                # The booking began and ended while Kafka was away, so that no other router needs to have it.
                 self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
                 return
         self._publish(booking_id, phase, None)
@@ -262,7 +314,7 @@ class LoadsSync:
     def _grow(self, booking_id: BookingId, output_tokens: int) -> None:
         booking = self._loads.booking(booking_id)
         if booking is None:
-            return  # a call that was held, and a booking that had ended when it came
+            return  # a buffered call whose booking had ended before it arrived
         grown = with_output(booking, output_tokens, self._block_size_of(booking.model))
         if grown is not booking:
             self._loads.add(booking_id, grown, self._local_time())
@@ -275,7 +327,7 @@ class LoadsSync:
             self._loads.free(booking_id, at_ms, clock)
 
     def _local_time(self) -> int | None:
-        """The time of a word of our own: the log's, which nobody knows yet; ours where there is no log."""
+        """The time of this router's own records: None, since the log has yet to set it; without a log, local time."""
         return None if self._shared else self._now_ms()
 
     def _buffer_call(self, request_id: str, call: _Call, output_tokens: int = 0) -> None:
@@ -306,7 +358,7 @@ class LoadsSync:
         now_ms = self._now_ms()
         if not self._shared:
             self._loads.expire(now_ms)
-        # What never reached the log ends by our own clock.
+        # Bookings that never reached the log expire by this router's clock.
         for unlogged in (self._unlogged, self._ended_unlogged):
             while unlogged:
                 booking_id = next(iter(unlogged))
@@ -324,16 +376,16 @@ class LoadsSync:
             self.unknown_calls += 1
 
     def _tick(self) -> None:
-        """Move on the time of partitions where bookings are remembered and nobody writes.
+        """Write a tick to partitions that have bookings but no new records, so that their time advances.
 
-        Where there are none, a tick is written as long as somebody asks whether Kafka is there: else a scope that was
+        If there are no bookings, one partition gets a tick as long as `in_sync` is read. Otherwise a scope that was
         idle when Kafka went away would call its first answers exact.
         """
         now_ms = self._now_ms()
         quiet = self._loads.expiring()
-        if self._asked and not quiet:
+        if self._sync_was_read and not quiet:
             quiet = [_PROBED]
-        self._asked = False
+        self._sync_was_read = False
         for partition in quiet:
             if partition in self._ticking or now_ms - self._heard_ms[partition] < QUIET_MS:
                 continue
@@ -341,7 +393,7 @@ class LoadsSync:
             def on_delivery(error: KafkaError | None, _: Message, partition: int = partition) -> None:
                 with self._lock:
                     del self._ticking[partition]
-                    if error is None:  # it is there to be read: no need of another one until it was
+                    if error is None:  # the tick will be read, so that no other is needed before that
                         self._heard_ms[partition] = self._now_ms()
 
             try:
@@ -349,5 +401,5 @@ class LoadsSync:
                     self._topic.name, key=TICK_KEY, value=None, partition=partition, on_delivery=on_delivery
                 )
             except (BufferError, KafkaException):
-                continue  # Kafka is away; what waits for it says so
+                continue  # Kafka is away, which waiting records show
             self._ticking[partition] = now_ms

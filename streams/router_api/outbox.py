@@ -1,9 +1,9 @@
-"""Records on their way to a compacted topic: what waits, what is under way, what is lost.
+"""Records on their way to a compacted topic: waiting, in flight, or lost.
 
-What lives here: a queue that a Kafka which is away fills, and that never holds more than one record of a key. What must
-not: what the records mean. A router decides without waiting for Kafka; so the queue is bounded, and beyond its bounds
-the oldest record is dropped and counted. Not thread-safe by itself: the owner's lock is taken around every call, and in
-the delivery reports too.
+What lives here: a queue that fills while Kafka is away, with at most one waiting record per key. What must not: the
+meaning of the records. A router decides without waiting for Kafka. So the queue is bounded; beyond its limits the
+oldest record is dropped and counted. It is not thread-safe by itself: its owner holds its lock around every call, and
+delivery reports take the same lock.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 log = logging.getLogger(__name__)
 
-#: Records that wait, and their bytes: at 1,000 requests a second that end while Kafka is away, minutes of them; those
-#: that begin and end meanwhile are none.
+#: Waiting records, and their bytes. If 1,000 requests per second end while Kafka is away, these are the records of
+#: minutes; requests that also begin in that time leave none.
 WAITING_RECORDS_MAX = 100_000
 WAITING_BYTES_MAX = 256 * 1024 * 1024
 
-#: Records handed to the client at a time; they can neither be dropped nor replaced by a newer word any more.
+#: Records handed to the client at a time. They can no longer be dropped, or replaced by a newer record of their key.
 IN_FLIGHT_RECORDS_MAX = 10_000
 
-#: Errors after which the same record would fail again.
+#: Errors that sending the same record again would raise again.
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One record handed to the client. since_ms: when it was first put here."""
+    """One record. since_ms: when a record of its key began to wait."""
 
     key: bytes
     value: bytes
@@ -50,7 +50,7 @@ class Outbox:
         now_ms: Callable[[], int],
         locked: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """now_ms: monotonic. locked: takes the owner's lock, for delivery reports, which come on whatever thread."""
+        """now_ms: a monotonic clock. locked: takes the owner's lock for delivery reports, which come on any thread."""
         self._kafka = kafka
         self._topic = topic
         self._now_ms = now_ms
@@ -58,16 +58,16 @@ class Outbox:
         self._waiting: OrderedDict[bytes, _Sent] = OrderedDict()
         self._waiting_bytes = 0
         self._in_flight: OrderedDict[int, _Sent] = OrderedDict()  # by number, in the order in which they were sent
-        self._flying: Counter[bytes] = Counter()  # of each key
+        self._n_in_flight: Counter[bytes] = Counter()  # by key
         self._number = 0
         self.lost = 0
 
     def __len__(self) -> int:
-        """Records that Kafka has not acknowledged."""
+        """Number of records that Kafka has not acknowledged."""
         return len(self._waiting) + len(self._in_flight)
 
     def put(self, key: bytes, value: bytes, partition: int) -> None:
-        """Send a record as soon as may be. One of its key that waits still is replaced."""
+        """Send a record as soon as possible. It replaces a waiting record of its key."""
         now_ms = self._now_ms()
         if not self._waiting and len(self._in_flight) < IN_FLIGHT_RECORDS_MAX:
             self._send(_Sent(key, value, partition, now_ms))
@@ -78,15 +78,15 @@ class Outbox:
         self._kafka.poll(0)
 
     def withdraw(self, key: bytes) -> bool:
-        """Take back a record that nobody can have seen; False where it was handed to the client, or is not here."""
-        return not self._flying[key] and self._take(key) is not None
+        """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""
+        return not self._n_in_flight[key] and self._take(key) is not None
 
     def discard(self, key: bytes) -> None:
-        """A record is of no use any more, and is not sent if it is waiting still."""
+        """Remove a record that is no longer needed, if it is still waiting."""
         self._take(key)
 
     def pump(self) -> None:
-        """Serve delivery reports, and hand to the client what it has room for."""
+        """Serve delivery reports, and hand waiting records to the client up to its limits."""
         self._kafka.poll(0)
         while self._waiting and len(self._in_flight) < IN_FLIGHT_RECORDS_MAX:
             sent = self._waiting.popitem(last=False)[1]
@@ -95,12 +95,12 @@ class Outbox:
                 break
 
     def oldest_ms(self) -> int:
-        """For how long the oldest record has not been acknowledged; 0 where there is none."""
+        """For how long the oldest record has been unacknowledged; 0 if there is none."""
         ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
         return self._now_ms() - min(ages) if ages else 0
 
     def _send(self, sent: _Sent) -> bool:
-        """Hand a record to the client; False where its queue is full and the record waits."""
+        """Hand a record to the client; return False if the client's queue is full, so that the record waits."""
         self._number += 1
         number = self._number
 
@@ -119,26 +119,26 @@ class Outbox:
             self._lose(exc.args[0])
             return True
         self._in_flight[number] = sent
-        self._flying[sent.key] += 1
+        self._n_in_flight[sent.key] += 1
         return True
 
     def _on_delivery(self, number: int, error: KafkaError | None) -> None:
         sent = self._in_flight.pop(number)
-        self._flying[sent.key] -= 1
-        newer = bool(self._flying[sent.key])
+        self._n_in_flight[sent.key] -= 1
+        newer = bool(self._n_in_flight[sent.key])
         if not newer:
-            del self._flying[sent.key]
+            del self._n_in_flight[sent.key]
         if error is None:
             return
         if error.code() in _FINAL:
             self._lose(error)
-        elif not newer and sent.key not in self._waiting:  # else its key has a newer word on the way
+        elif not newer and sent.key not in self._waiting:  # otherwise a newer record of its key is on the way
             self._wait(sent, first=True)
             self._drop_beyond_limits()
 
     def _lose(self, error: KafkaError) -> None:
         self.lost += 1
-        log.warning("a record does not fit %s: %s", self._topic, error.str())
+        log.warning("%s does not accept a record, which is dropped: %s", self._topic, error.str())
 
     def _wait(self, sent: _Sent, *, first: bool = False) -> None:
         self._waiting[sent.key] = sent

@@ -158,7 +158,7 @@ class Router:
     @property
     def sessions_evicted(self) -> int:
         """Session bindings dropped because more than SESSIONS_MAX were in use, since the router started."""
-        return self._sessions.forgotten
+        return self._sessions.evicted
 
     def workers_left(self) -> int:
         """How many workers must still be registered before a starting router is ready; 0 once there were enough."""

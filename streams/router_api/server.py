@@ -1,4 +1,7 @@
-"""`kvstreams router`: the routes on a server of their own."""
+"""`kvstreams router`: the HTTP API on a server of its own.
+
+What lives here: starting and stopping the server and its router. What must not: the calls (handlers).
+"""
 
 from __future__ import annotations
 
@@ -17,34 +20,34 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Between two ticks of a router: delivery reports, expiry.
+#: Interval of a router's ticks, which serve delivery reports and expiry.
 TICK_S = 0.5
 
-#: Between two questions whether the scope's topics are there now; each is one call of the broker.
+#: Interval at which missing topics are checked for; each check is one call to the broker.
 TOPICS_POLL_S = 1.0
 
-#: Threads that fold and index share the interpreter with the one that answers. With Python's own 5 ms a query waits
-#: its turn behind each of them: p99 5-7 ms beside one busy thread, 0.3 ms with this.
+#: Threads that fold records share the interpreter with the thread that answers. With Python's default of 5 ms, a query
+#: waits that long for each busy thread: with one of them p99 is 5 to 7 ms, and 0.3 ms with this interval.
 SWITCH_INTERVAL_S = 1e-4
 
 
 def prefer_request_threads() -> None:
-    """Let the thread that answers come to its turn soon; for every process that serves the API."""
+    """Make busy threads release the interpreter soon. Every process that serves the API calls this."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 async def tick_forever(router: Router) -> None:
-    """Call the router's tick until cancelled."""
+    """Call the router's tick periodically until cancelled."""
     while True:
         await asyncio.sleep(TICK_S)
         router.tick()
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until cancelled; raises KvStreamsError where Kafka or the port cannot be had.
+    """Serve until cancelled; raises KvStreamsError if Kafka cannot be reached or the port is not available.
 
-    A router creates no topics: it would give the settings of a slip in `topic_prefix` a scope of its own, which nobody
-    ever writes to. While some are missing it answers, is not ready, and says why.
+    A router creates no topics: a typo in `topic_prefix` would then create a scope to which nothing is ever written.
+    While topics are missing, the server answers that it is not ready, and why.
     """
     missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
     prefer_request_threads()
@@ -60,7 +63,7 @@ async def serve(settings: Settings) -> None:
         await runner.cleanup()
         raise SettingsError(
             f"host and port: cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}",
-            remedy="Set --host and --port, or end what listens there",
+            remedy="Set --host and --port, or stop the process that listens there",
         ) from exc
     log.info("routing on http://%s:%d", *runner.addresses[0][:2])
     ticking: asyncio.Task[None] | None = None
@@ -77,7 +80,7 @@ async def serve(settings: Settings) -> None:
 
 
 async def _until_topics_are_there(router: Router) -> None:
-    """Ask again until no topic is missing; raises TopicMismatch where one appears that is not as it must be."""
+    """Wait until no topic is missing; raises TopicMismatch if one appears with other settings than required."""
     if router.topics_missing:
         log.warning("not ready: %s", router.missing())
     while router.topics_missing:
@@ -86,7 +89,7 @@ async def _until_topics_are_there(router: Router) -> None:
             missing = await asyncio.to_thread(missing_topics, router.settings, topics(router.settings).all())
         except TopicMismatch:
             raise
-        except KvStreamsError as exc:  # a broker that is away, as it may be
-            log.warning("it is not known whether the topics are there now: %s", exc)
+        except KvStreamsError as exc:  # the broker may be away for a while
+            log.warning("cannot check for missing topics, trying again: %s", exc)
             continue
         router.topics_missing = tuple(missing)

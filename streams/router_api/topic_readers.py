@@ -1,8 +1,8 @@
-"""The threads that read a router's topics, from their beginnings or from now on, and keep reading.
+"""The threads that read a router's topics, from their beginnings or from their ends, and keep reading.
 
-What lives here: consuming, and knowing when each partition's end was first reached. What must not: what records mean.
-What one call of the client gives is handed on as a whole, by topic: a batch of run records costs a twentieth of as
-many records by themselves.
+What lives here: consuming, and noticing when each partition's end is first reached. What must not: the meaning of
+records. The messages from one call of the client are folded together, by topic: folding run records as a batch takes a
+twentieth of the time of folding them one by one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
 
-#: A call's fixed costs, some 10 us, are then 20 ns a record; 500 of 600 bytes are 300 KB, near for who decodes them.
+#: The fixed cost of a call, about 10 us, is then 20 ns per record. 500 records of 600 bytes take 300 KB, which stay in
+#: the CPU cache until they are decoded.
 _CONSUME_RECORDS = 500
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
-#: What is called with messages without an error, in order for each partition, and whether all of them were written
-#: after their partitions' ends were first reached. It gives those that cannot be used, each with its position.
+#: Called with messages without errors, in order for each partition, and with whether all of them were written after
+#: their partitions' ends were first reached. Returns the messages that cannot be used, each with its position.
 Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """One topic and what its messages are handed to, by any of the threads. from_end: what lies there is not read."""
+    """One topic and its fold, which any of the threads may call. from_end: skip messages that are already there."""
 
     topic: TopicSpec
     fold: Fold
@@ -41,7 +42,7 @@ class Feed:
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
-    """Make a fold of what takes one record and raises BadRecord for one that cannot be used."""
+    """Make a fold from a function that takes one record and raises BadRecord for one that cannot be used."""
 
     def fold_all(messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG001
         bad = []
@@ -56,19 +57,19 @@ def one_by_one(fold: Callable[[Record], None]) -> Fold:
 
 
 def key_and_value(message: Message) -> tuple[bytes, bytes | None]:
-    """Of a message without an error; one without a key has b""."""
+    """Key and value of a message without an error. A missing key is b""."""
     return message.key() or b"", message.value()
 
 
 class Feeds:
-    """Reads whole topics; `pending` tells what has not reached its end since the start.
+    """Reads whole topics. `pending` shows which partitions have not been read to their ends since the start.
 
-    Partitions are shared out among `router_event_threads` threads, each with a consumer of its own, so that one decodes
-    while another one folds: a fold has its own lock, and a partition's records come in order from one thread.
+    Partitions are divided among `router_event_threads` threads, each with its own consumer, so that one decodes while
+    another one folds. Each fold has its own lock. Records of one partition come in order, from one thread.
     """
 
     def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
-        """feeds: by names for people."""
+        """feeds: by names that people read. on_restart: called before all topics are read again."""
         self._settings = settings
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
         self._specs = [feed.topic for feed in feeds.values()]
@@ -85,15 +86,15 @@ class Feeds:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def pending(self) -> dict[str, int]:
-        """Partitions, by feed, that have not been read to their end yet; empty when the router is ready."""
+        """Number of partitions, by feed, that have not been read to their ends; empty when all have."""
         waiting: dict[str, int] = {}
-        for topic, _ in list(self._pending):  # a copy, in one step: the threads take out of it meanwhile
+        for topic, _ in list(self._pending):  # a copy, in one step, since the threads change it meanwhile
             name = self._folds[topic][0]
             waiting[name] = waiting.get(name, 0) + 1
         return waiting
@@ -102,7 +103,7 @@ class Feeds:
         return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
 
     def _shares(self) -> list[list[tuple[str, int]]]:
-        """Partitions of each thread; of every topic each thread has as many, to one."""
+        """Partitions of each thread. The threads' numbers of partitions of one topic differ by at most one."""
         n_threads = self._settings.router_event_threads
         shares: list[list[tuple[str, int]]] = [[] for _ in range(n_threads)]
         for topic, partition in sorted(self._pending):
@@ -110,7 +111,7 @@ class Feeds:
         return [share for share in shares if share]
 
     def _run(self) -> None:
-        """Let the threads read until all are told to end; where one of them ends by itself, all begin anew."""
+        """Run the threads until `stop`. If one of them ends by itself, all of them start again."""
         while not self._stopping.is_set():
             over = threading.Event()
             threads = [
@@ -123,7 +124,7 @@ class Feeds:
                 thread.join()
             if not self._stopping.is_set():
                 self._stopping.wait(_RESTART_S)
-                # In this order: nobody may be answered from what has just been forgotten.
+                # In this order, so that no request is answered from a view that was just emptied.
                 self._pending = self._all_partitions()
                 self._on_restart()
 
@@ -144,7 +145,7 @@ class Feeds:
         return OFFSET_END if topic in self._from_end else OFFSET_BEGINNING
 
     def _read(self, consumer: Consumer, over: threading.Event) -> None:
-        """Read until stopped, or until a topic is not what it was; raises KafkaException for a fatal client."""
+        """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
         while not self._stopping.is_set() and not over.is_set():
             batches: dict[tuple[str | None, bool], list[Message]] = {}
             for message in consume(consumer, _CONSUME_RECORDS, _POLL_S):
@@ -154,11 +155,11 @@ class Feeds:
                     live = (topic, message.partition()) not in self._pending
                     batches.setdefault((topic, live), []).append(message)
                     continue
-                # What lies before the end of a partition is folded before anybody is told that the end was reached.
+                # Everything before the end of a partition is folded before the partition is no longer pending.
                 self._fold(batches)
                 if error.code() == KafkaError._PARTITION_EOF:
                     topic, partition = message.topic(), message.partition()
-                    assert topic is not None and partition is not None  # the end of what, this error always says
+                    assert topic is not None and partition is not None  # this error always names both
                     self._pending.discard((topic, partition))
                 elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     log.warning("%s was truncated or recreated", message.topic())
@@ -170,11 +171,12 @@ class Feeds:
             self._fold(batches)
 
     def _fold(self, batches: dict[tuple[str | None, bool], list[Message]]) -> None:
-        """Hand on what has come of each topic, and leave nothing of it."""
+        """Fold the messages of each topic and empty the batches."""
         for (topic, live), messages in batches.items():
             assert topic is not None  # only an error may lack it
             for position, exc in self._folds[topic][1](messages, live):
-                # The agents dead-letter bad input; what is bad here was written by a stranger or a newer version.
+                # Agents copy bad input to the dead letters. A bad record here comes from a foreign writer, or from a
+                # newer version.
                 with self._counting:
                     self.bad_records += 1
                 message = messages[position]

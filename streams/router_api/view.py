@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streams.codec import decode_worker
-from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PlainFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
 from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
@@ -174,7 +174,7 @@ class View:
 
     @staticmethod
     def _new_sets() -> FactSets:
-        return PlainFactSets() if _compiled() is None else CompiledFactSets()
+        return PythonFactSets() if _compiled() is None else CompiledFactSets()
 
     def reset(self) -> None:
         """Drop everything, so that the topics can be folded again from their beginnings."""

@@ -1,4 +1,8 @@
-"""What the HTTP API takes and gives, as types: parsing and refusing, nothing else (docs/http.md)."""
+"""The requests and answers of the HTTP API (docs/http.md).
+
+What lives here: request bodies as types, their parsing and validation, and the JSON of answers. What must not:
+decisions (router), and aiohttp (handlers).
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,21 @@ from streams.settings import NUMBER_MAX, WEIGHT_MAX
 
 OCTET_STREAM = "application/octet-stream"
 
-#: Characters of a request id, model or session: they are keys of records and of maps.
+#: Characters of a request id, a model or a session. They are keys of records and of maps.
 NAME_CHARS_MAX = 512
 
-#: Characters of a URL or an address, and how many taints a worker may carry: a worker is one record on Kafka.
+#: Characters of a URL or an address, and taints of a worker. A worker is one record on Kafka.
 ADDRESS_CHARS_MAX = 4096
 TAINTS_MAX = 256
 
-#: Experts that a request names; models have some hundreds in a layer.
+#: Experts that a request may name. Models have a few hundred in a layer.
 EXPERTS_MAX = 4096
 
-#: Tokens of an output, and requests at once: Avro ints on Kafka.
+#: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
-#: u64 as a JSON number or a decimal string: JavaScript cannot say the greater half of them otherwise.
+#: A u64 as a JSON number or a decimal string, since numbers in JavaScript are exact only up to 2^53.
 _U64 = int | str
 _Weight = Annotated[float, msgspec.Meta(ge=0.0, le=WEIGHT_MAX)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -48,8 +52,10 @@ _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MA
 
 
 class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which slices of a mixture of experts the request will use. fallback_to_unlabeled: whether ranks that hold no
-    matching block stay where others do."""
+    """The slice of a mixture of experts that a request will use.
+
+    fallback_to_unlabeled: whether ranks that hold no matching block remain candidates if other ranks hold some.
+    """
 
     layer_id: _Count | None = None
     expert_ids: Annotated[list[_Count], msgspec.Meta(max_length=EXPERTS_MAX)] = []
@@ -57,17 +63,17 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fallback_to_unlabeled: bool = True
 
     def selector(self) -> MoeSelector:
-        """The same as the labels are asked."""
+        """The query as the label index takes it."""
         return MoeSelector(self.layer_id, frozenset(self.expert_ids), self.expert_group)
 
     def counts(self, moe_score_weight: float) -> bool:
-        """Whether labels can change the choice: they are asked for, and are worth something or filter ranks."""
-        asks = self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
-        return asks and (moe_score_weight > 0.0 or not self.fallback_to_unlabeled)
+        """Whether labels can change the choice: the query selects something, and matches have a weight or filter."""
+        selects = self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
+        return selects and (moe_score_weight > 0.0 or not self.fallback_to_unlabeled)
 
 
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request changes of the router's policy."""
+    """The parts of the router's policy that one request overrides."""
 
     overlap_score_weight: _Weight | None = None
     router_temperature: _Weight | None = None
@@ -79,7 +85,7 @@ class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /route, and of POST /loads/potential."""
+    """Body of POST /route and of POST /loads/potential."""
 
     request_id: _Name | None = None
     model: _Name | None = None
@@ -102,7 +108,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /loads/{request_id}: a choice made elsewhere."""
+    """Body of POST /loads/{request_id}: a choice that was made elsewhere."""
 
     worker_id: _U64
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] = 0
@@ -115,7 +121,7 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /loads/{request_id}/output: tokens generated so far, in all."""
+    """Body of POST /loads/{request_id}/output: all tokens generated so far."""
 
     output_tokens: _Count
 
@@ -137,7 +143,10 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of PUT /pools/{pool_id}. members: worker ids. epoch: left out, it stays, or is the next of a lost pool."""
+    """Body of PUT /pools/{pool_id}.
+
+    members: worker ids. epoch: if it is left out, the pool keeps its epoch, or begins the next one if it was lost.
+    """
 
     members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)]
     latency_class: Annotated[str, msgspec.Meta(min_length=1, max_length=POOL_NAME_CHARS_MAX)] = "default"
@@ -147,8 +156,8 @@ class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A request's content. local: uint64[n full blocks]; chain: their sequence hashes, uint64[n]; n_tokens and
-    request_blocks count a partial last block too."""
+    """A request's blocks. local: uint64[n], the local hashes of its full blocks. chain: uint64[n], their sequence
+    hashes. n_tokens, request_blocks: including a partial last block."""
 
     local: HashArray
     chain: HashArray
@@ -156,7 +165,7 @@ class Blocks:
     request_blocks: int
 
 
-#: What of router_config_override changes the policy.
+#: Fields of router_config_override that change the policy.
 POLICY_OVERRIDES = (
     "overlap_score_weight",
     "router_temperature",
@@ -166,7 +175,7 @@ POLICY_OVERRIDES = (
     "moe_score_weight",
 )
 
-#: What of router_config_override may come as a query parameter of its own name.
+#: Fields of router_config_override that may be given as query parameters, under their own names.
 _OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
 
 _route_decoder = msgspec.json.Decoder(RouteRequest)
@@ -178,12 +187,12 @@ _pool_decoder = msgspec.json.Decoder(PoolBody)
 
 
 def parse_route(body: bytes) -> RouteRequest:
-    """Raises InvalidRequest."""
+    """Parse the body of POST /route or POST /loads/potential; raises InvalidRequest."""
     return _decode(_route_decoder, body)
 
 
 def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
-    """The same request as query parameters, for tokens that come as application/octet-stream. Raises InvalidRequest."""
+    """Parse a request from query parameters, for tokens sent as application/octet-stream. Raises InvalidRequest."""
     values: dict[str, Any] = dict(query)
     for name in ("allowed_worker_ids", "excluded_worker_ids", "required_taints"):
         if name in values:
@@ -202,53 +211,53 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
 
 
 def parse_book(body: bytes) -> BookRequest:
-    """Raises InvalidRequest."""
+    """Parse the body of POST /loads/{request_id}; raises InvalidRequest."""
     return _decode(_book_decoder, body)
 
 
 def parse_output(body: bytes) -> OutputBody:
-    """Raises InvalidRequest."""
+    """Parse the body of POST /loads/{request_id}/output; raises InvalidRequest."""
     return _decode(_output_decoder, body)
 
 
 def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int) -> Worker:
-    """Raises InvalidRequest."""
-    asked = _decode(_worker_decoder, body)
+    """Parse the body of PUT /workers/{worker_id}; raises InvalidRequest."""
+    parsed = _decode(_worker_decoder, body)
     return Worker(
         worker_id=worker_id,
-        url=asked.url,
-        model=asked.model,
-        block_size=asked.block_size,
-        dp_size=asked.dp_size,
-        role=asked.role,
+        url=parsed.url,
+        model=parsed.model,
+        block_size=parsed.block_size,
+        dp_size=parsed.dp_size,
+        role=parsed.role,
         state=WorkerState.ACTIVE,
-        kv_total_blocks=asked.kv_total_blocks,
-        max_requests=asked.max_requests,
-        device_class=asked.device_class,
-        taints=tuple(asked.taints),
-        events_endpoint=asked.events_endpoint,
-        replay_endpoint=asked.replay_endpoint,
+        kv_total_blocks=parsed.kv_total_blocks,
+        max_requests=parsed.max_requests,
+        device_class=parsed.device_class,
+        taints=tuple(parsed.taints),
+        events_endpoint=parsed.events_endpoint,
+        replay_endpoint=parsed.replay_endpoint,
         registered_at_ms=registered_at_ms,
     )
 
 
 def parse_pool(body: bytes) -> PoolBody:
-    """Raises InvalidRequest."""
+    """Parse the body of PUT /pools/{pool_id}; raises InvalidRequest."""
     return _decode(_pool_decoder, body)
 
 
-def pool_members(asked: PoolBody) -> tuple[WorkerId, ...]:
-    """The members a pool is to have, each once, in order; raises InvalidRequest."""
-    return tuple(sorted({worker_id(member, f"members[{at}]") for at, member in enumerate(asked.members)}))
+def pool_members(body: PoolBody) -> tuple[WorkerId, ...]:
+    """Return the members of a pool, each once and in order; raises InvalidRequest."""
+    return tuple(sorted({worker_id(member, f"members[{at}]") for at, member in enumerate(body.members)}))
 
 
 def pool_json(pool: CxlPool) -> dict[str, Any]:
-    """A pool as GET /pools gives it."""
+    """A pool as in GET /pools."""
     return asdict(pool)
 
 
 def pooled_json(block: PooledBlock, reachable: Iterable[WorkerId]) -> dict[str, Any]:
-    """A pooled block as GET /state/cxl gives it."""
+    """A pooled block as in GET /state/cxl."""
     return {
         "sequence_hash": block.sequence,
         "parent": block.parent,
@@ -274,16 +283,17 @@ def blocks_of(
     namespace: str | None,
     tokens_max: int,
 ) -> Blocks:
-    """Hash a request's tokens, or take its hashes.
+    """Hash a request's tokens, or use its hashes.
 
-    Raises InvalidRequest for both, neither, none and wrong values; RequestTooLarge beyond tokens_max.
+    Raises InvalidRequest for both, for neither, for empty lists and for wrong values; RequestTooLarge for more than
+    tokens_max tokens.
     """
     if (token_ids is None) == (block_hashes is None):
         raise InvalidRequest("give exactly one of token_ids and block_hashes")
     if token_ids is not None:
         n_tokens = len(token_ids) // 4 if isinstance(token_ids, bytes) else len(token_ids)
         if n_tokens > tokens_max:
-            raise RequestTooLarge(f"{n_tokens} tokens; this router takes {tokens_max}", limit=tokens_max)
+            raise RequestTooLarge(f"{n_tokens} tokens; the limit of this router is {tokens_max}", limit=tokens_max)
         if n_tokens == 0:
             raise InvalidRequest("token_ids is empty")
         packed = pack_tokens(token_ids)
@@ -294,18 +304,20 @@ def blocks_of(
         raise InvalidRequest("block_hashes is empty")
     n_tokens = len(block_hashes) * block_size
     if n_tokens > tokens_max:
-        raise RequestTooLarge(f"{len(block_hashes)} blocks of {block_size} tokens; {tokens_max} tokens is the limit")
+        raise RequestTooLarge(
+            f"{len(block_hashes)} blocks of {block_size} tokens; the limit of this router is {tokens_max} tokens"
+        )
     values = [u64(value, f"block_hashes[{index}]") for index, value in enumerate(block_hashes)]
     local = np.array(values, dtype=np.uint64)
     return Blocks(local, sequence_hashes(local), n_tokens, len(block_hashes))
 
 
 def u64(value: int | str, name: str) -> int:
-    """Read a u64; raises InvalidRequest naming the field."""
+    """Read a u64; raises InvalidRequest, which names the field."""
     if isinstance(value, str):
         if not value.isascii() or not value.isdigit():
             raise InvalidRequest(f"{name} is {value[:40]!r}, not a decimal number")
-        if len(value) > 20:  # digits of 2^64 - 1; a longer one costs time to read and is out of range anyway
+        if len(value) > 20:  # 2^64 - 1 has 20 digits, and reading a much longer number takes time
             raise InvalidRequest(f"{name} is outside 0..2^64-1")
         value = int(value)
     if not 0 <= value <= U64_MASK:
@@ -318,13 +330,13 @@ def worker_id(value: int | str, name: str = "worker_id") -> WorkerId:
     return WorkerId(u64(value, name))
 
 
-def rank_of(asked: BookRequest) -> RankId:
-    """The rank a booking names; raises InvalidRequest."""
-    return RankId(worker_id(asked.worker_id), DpRank(asked.dp_rank))
+def rank_of(body: BookRequest) -> RankId:
+    """The rank that a booking names; raises InvalidRequest."""
+    return RankId(worker_id(body.worker_id), DpRank(body.dp_rank))
 
 
 def terms_json(terms: RankTerms) -> dict[str, Any]:
-    """One candidate, with every term of its cost, in blocks."""
+    """One candidate with every term of its cost, in blocks."""
     return {
         "worker_id": terms.rank.worker_id,
         "dp_rank": terms.rank.dp_rank,
@@ -386,7 +398,7 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
 
 
 def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
-    """An answer to a repeated request id: the choice that stands, without the cost that it had."""
+    """A booking as POST /loads/{request_id} returns it."""
     return {
         "request_id": request_id,
         "worker_id": booking.rank.worker_id,
@@ -397,12 +409,12 @@ def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
 
 
 def worker_json(worker: Worker) -> dict[str, Any]:
-    """A worker as GET /workers gives it."""
+    """A worker of the registry, as in GET /workers."""
     return asdict(worker)
 
 
 def report_json(report: MetricsReport) -> dict[str, Any]:
-    """What an engine says of one rank, as it came."""
+    """The metrics that an engine reported for one rank, unchanged."""
     return {
         "dp_rank": report.rank.dp_rank,
         **asdict(report.metrics),
@@ -417,5 +429,5 @@ _T = TypeVar("_T")
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec lets the latter through for text inside
-        raise InvalidRequest(f"the body does not fit: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec raises the latter for invalid UTF-8 in strings
+        raise InvalidRequest(f"the body is not valid: {exc}") from exc

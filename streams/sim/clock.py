@@ -1,6 +1,7 @@
-"""What live simulations share: model time from wall time, and serving until a signal comes.
+"""What live simulations share: model time from wall time, and serving until a signal arrives.
 
-What lives here: `ScaledClock`, the limits of its scale, and the loop's end. What must not: what is simulated.
+What lives here: `ScaledClock`, the limits of its scale, and the main loop of a process. What must not: what is
+simulated.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 
 from streams.errors import SettingsError
 
-#: Slower than this nothing would ever happen, faster than this a step is more than a minute.
+#: At this scale, one step of the loop is already more than three model minutes.
 TIME_SCALE_MAX = 100_000.0
-#: Wall time between two steps at least. vLLM steps every 10 to 20 ms; a large `time_scale` would otherwise wake for
-#: every block of every request, 10,000 times a second at 100 model ms per wall ms.
+#: Minimum wall time between two steps. vLLM steps every 10 to 20 ms. Without a limit, a large `time_scale` would wake
+#: the loop for every block of every request, 10,000 times per second at 100 model ms per wall ms.
 STEP_WALL_S = 0.002
 
 
@@ -31,31 +32,31 @@ _Server = TypeVar("_Server", bound=Stoppable)
 
 
 def check_time_scale(time_scale: float) -> None:
-    """Raise SettingsError for one that cannot be."""
+    """Raise SettingsError for an impossible scale."""
     if not 0.0 < time_scale <= TIME_SCALE_MAX:
         raise SettingsError(f"time_scale is {time_scale}; it must be above 0, at most {TIME_SCALE_MAX}")
 
 
 class ScaledClock:
-    """Model milliseconds since this was made; they never turn back. scale: of them in one wall ms."""
+    """Model milliseconds since the clock was created; they never go back. scale: model ms per wall ms."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
         self._started_s = time.monotonic()
 
     def now_ms(self) -> float:
-        """Model time."""
+        """Give the model time."""
         return (time.monotonic() - self._started_s) * 1000.0 * self._scale
 
     def wall_s_until(self, model_ms: float) -> float:
-        """Wall seconds until then, 0.0 for what is past."""
+        """Give the wall seconds until a model time, 0.0 if it is past."""
         return max(0.0, (model_ms - self.now_ms()) / 1000.0 / self._scale)
 
 
 def run_until_signalled(
     serve: Callable[[], Awaitable[_Server]], on_started: Callable[[_Server], None] | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. on_started: called once it listens."""
+    """Serve until SIGTERM or SIGINT. on_started: called once the server listens."""
 
     async def main() -> None:
         stop = asyncio.Event()

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from streams.core.block_facts.fact_sets import PlainFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import PythonFactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
@@ -223,7 +223,7 @@ class _Pool:
         self._numbers = RankNumbering(ranks)
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool(config.pool_id, config.latency_class, config.capacity_blocks, members)
-        self._index = PooledIndex(PlainFactSets(), {config.pool_id: pool})
+        self._index = PooledIndex(PythonFactSets(), {config.pool_id: pool})
         self._placed = Placement(CxlMemoryState.CXL_POOLED, config.pool_id, 0, (), "", Incarnation(0), 0)
         self._indexed: dict[str, set[int]] = {owner: set() for owner in owners}  # keys in the index, by owner
 

@@ -1,19 +1,19 @@
-"""A CXL pool that simulated engines share, and what each of them keeps of its own blocks there (pure).
+"""A CXL pool that simulated engines share, and what each of them owns there (pure).
 
-What lives here: what the pool holds, the time that its link takes, whom it evicts (`SharedPool`), and the transitions
-that an engine reports for its blocks (`EnginePoolBlocks`). What must not: clocks, HTTP, which request loads what
-(model). Time is an argument in model milliseconds and never goes back. A live pool and an offline simulation run the
-same code.
+What lives here: the content of the pool, the time that its link takes, and its evictions (`SharedPool`); the
+transitions that an engine reports for its blocks (`EnginePoolBlocks`). What must not: clocks, HTTP, and the choice of
+what a request loads (model). Time is an argument in model milliseconds and never goes back. A live pool and an offline
+simulation run the same code.
 
-Engines write through: a block is offloaded as soon as it is full, as vLLM's OffloadingConnector does, and stays on the
-GPU until it is evicted there. A write has taken its blocks off the GPU when it begins; what the GPU evicts in the
-meantime arrives all the same. Content is kept once: an engine that offloads what the pool has, or what is on its way,
-becomes one more owner of it and uses no bandwidth.
+Engines write through. A block is offloaded as soon as it is full, as in vLLM's OffloadingConnector, and stays on the
+GPU until it is evicted there. A write copies its blocks off the GPU when it begins, so they arrive even if the GPU
+evicts them in the meantime. Content is stored once: an engine that offloads a block that the pool has, or that is in
+transit, becomes one more owner of it and uses no bandwidth.
 
-The link is full duplex, as CXL's is. In each direction transfers go one behind the other at its full bandwidth; a
-transfer arrives as a whole, `latency_us` behind its last byte. What is on its way takes room like what is there. Where
-room is short the least recently used block goes that nobody loads and that is not on its way; of a chain that came or
-was used together, the tail first. Where that is not enough either, the rest of an offload is refused.
+The link is full duplex, as in CXL. In each direction, transfers follow each other at the full bandwidth; a transfer
+arrives as a whole, `latency_us` after its last byte. Blocks in transit count towards the capacity. When the capacity is
+short, the pool evicts the least recently used blocks that are neither in transit nor being loaded; of a chain that was
+written or used together, the tail goes first. If that is not enough, the rest of an offload is refused.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import HashArray
 from streams.cxl.events import CxlPool
 from streams.errors import SettingsError
+from streams.sim.block_cache import require
 from streams.sim.engine_config import BLOCK_SIZE_MAX
 from streams.sim.engine_messages import KvStored
 
-#: Blocks of one pool: 8 TiB at 2 MiB a block, and some 2 GB of this process.
+#: Blocks of one pool: 8 TiB at 2 MiB per block, which take about 2 GB in this process.
 CAPACITY_BLOCKS_MAX = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """What a pool is like; the defaults are 128 GiB behind a CXL 2.0 device of eight PCIe 5 lanes.
+    """Size and speed of a pool; the defaults are 128 GiB behind a CXL 2.0 device with eight PCIe 5 lanes.
 
-    block_size: tokens a block, as the engines have it. offload_gb_per_s, load_gb_per_s: 10^9 bytes a second, of all
-    engines together. latency_us: of each transfer, beside its bytes. latency_class: what its registration is to say.
-    Raises SettingsError, and InvalidRequest for a name that is none.
+    block_size: tokens per block, the same as in its engines. offload_gb_per_s, load_gb_per_s: 10^9 bytes per second,
+    for all engines together. latency_us: of each transfer, in addition to the time for its bytes. latency_class: the
+    value for its registration. Raises SettingsError, and InvalidRequest for an invalid name.
     """
 
     pool_id: str = "pool"
     block_size: int = 16
-    bytes_per_token: int = 131_072  # of an 8B model with grouped-query attention, as EngineConfig counts its cache
+    bytes_per_token: int = 131_072  # of an 8B model with grouped-query attention, as in EngineConfig
     capacity_blocks: int = 65_536
     offload_gb_per_s: float = 25.0  # eight PCIe 5 lanes carry 32 GB/s each way; flits and protocol take a fifth
     load_gb_per_s: float = 25.0
-    latency_us: float = 20.0  # to set a copy up; the memory's own some 0.3 us are nothing beside it
+    latency_us: float = 20.0  # to set up a copy; the latency of the memory itself, about 0.3 us, is negligible
     latency_class: str = "default"
 
     def __post_init__(self) -> None:
@@ -66,21 +67,21 @@ class PoolConfig:
                 raise SettingsError(f"{name} is {rate}; it must be finite and above 0")
         if not 0.0 <= self.latency_us < float("inf"):
             raise SettingsError(f"latency_us is {self.latency_us}; it must be finite and not negative")
-        CxlPool(self.pool_id, self.latency_class)  # names that the registry would refuse are refused here
+        CxlPool(self.pool_id, self.latency_class)  # refuses the names that the registry would refuse
 
     @property
     def offload_ms_per_block(self) -> float:
-        """Time of the link for one block, to the pool."""
+        """Time that one block takes on the link to the pool."""
         return self._bytes_per_block / self.offload_gb_per_s / 1e6
 
     @property
     def load_ms_per_block(self) -> float:
-        """Time of the link for one block, from the pool."""
+        """Time that one block takes on the link from the pool."""
         return self._bytes_per_block / self.load_gb_per_s / 1e6
 
     @property
     def latency_ms(self) -> float:
-        """Of each transfer."""
+        """Latency of each transfer."""
         return self.latency_us / 1000.0
 
     @property
@@ -90,9 +91,9 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolEvent:
-    """What became of an owner's blocks.
+    """A change of some of an owner's blocks.
 
-    state: cxl_pooled, evicted, or local_gpu for an offload that found no room. keys: sequence hashes.
+    state: cxl_pooled, evicted, or local_gpu for the refused part of an offload. keys: sequence hashes.
     """
 
     at_ms: float
@@ -103,7 +104,7 @@ class PoolEvent:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """How many leading blocks come, and when the last of them is there."""
+    """How many leading blocks the pool gives, and when the last of them has arrived."""
 
     n_blocks: int
     end_ms: float
@@ -111,10 +112,10 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Blocks that are there and on their way; counts since the start, in blocks.
+    """Blocks in the pool and in transit, and counts since the start, in blocks.
 
-    joined: offloaded while the pool had them already. untold: evicted ones of which an owner had left, who can tell
-    nobody.
+    joined: offloaded while the pool had them or was receiving them. unreported: evicted blocks of which an owner had
+    left, so that no engine reports their eviction for that owner.
     """
 
     n_pooled: int
@@ -131,53 +132,53 @@ class PoolStats:
 
 @dataclass(slots=True)
 class _Write:
-    """A transfer into the pool; its keys are taken out where its mover dies."""
+    """A transfer into the pool. Its keys are removed if its writer leaves."""
 
     end_ms: float
-    mover: str
+    writer: str
     keys: list[int]
 
 
 @dataclass(slots=True)
 class _Block:
-    """write: the transfer that brings it, None once it is there. loading_until_ms: not evicted before."""
+    """write: the transfer that brings the block, None once it has arrived. loading_until_ms: not evicted before."""
 
     write: _Write | None
-    owners: dict[str, None] = field(default_factory=dict)  # in the order in which they came
+    owners: dict[str, None] = field(default_factory=dict)  # in the order in which they offloaded it
     loading_until_ms: float = float("-inf")
     an_owner_left: bool = False
 
 
 class SharedPool:
-    """One pool. Every call brings it to `at_ms` first; what became of blocks by then, `advance` gives."""
+    """One pool. Every call first brings it to `at_ms`; `advance` returns the events up to its time."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self._blocks: dict[int, _Block] = {}
-        self._pooled: OrderedDict[int, None] = OrderedDict()  # keys of what is there, the next to be evicted first
+        self._pooled: OrderedDict[int, None] = OrderedDict()  # keys that have arrived, the next to be evicted first
         self._writes: deque[_Write] = deque()  # by their ends
-        self._owned: dict[str, dict[int, None]] = {}  # by owner, of those that have any
+        self._owned: dict[str, dict[int, None]] = {}  # keys by owner; an owner without keys has no entry
         self._write_free_ms = self._read_free_ms = self._now_ms = float("-inf")
-        self._pool_events: list[PoolEvent] = []
+        self._events: list[PoolEvent] = []
         self._offloaded = self._joined = self._loaded = self._evicted = self._unreported = self._refused = 0
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def offload(self, at_ms: float, owner: str, keys: Sequence[int]) -> None:
-        """An engine offloads blocks, parents before children. keys: sequence hashes."""
+        """Take blocks that an engine offloads, parents before children. keys: sequence hashes."""
         self._advance_to(at_ms)
-        wanted = list(dict.fromkeys(keys))
-        new = [key for key in wanted if key not in self._blocks]
-        known = [key for key in wanted if key in self._blocks]
-        there = [key for key in known if self._blocks[key].write is None]
-        self._touch(there)
+        offered = list(dict.fromkeys(keys))
+        new = [key for key in offered if key not in self._blocks]
+        known = [key for key in offered if key in self._blocks]
+        arrived = [key for key in known if self._blocks[key].write is None]
+        self._touch(arrived)
         for key in known:
             self._own(key, owner)
         self._joined += len(known)
-        self._emit(owner, CxlMemoryState.CXL_POOLED, there)
+        self._emit(owner, CxlMemoryState.CXL_POOLED, arrived)
         n_short = len(self._blocks) + len(new) - self.config.capacity_blocks
         if n_short > 0:
-            n_short -= self._evict(n_short, frozenset(wanted))
+            n_short -= self._evict(n_short, frozenset(offered))
         taken, refused = (new[:-n_short], new[-n_short:]) if n_short > 0 else (new, [])
         self._refused += len(refused)
         self._emit(owner, CxlMemoryState.LOCAL_GPU, refused)
@@ -192,7 +193,7 @@ class SharedPool:
             self._offloaded += len(taken)
 
     def load(self, at_ms: float, keys: Sequence[int]) -> PoolLoad:
-        """Load the leading blocks that are there; what is on its way is not."""
+        """Load the leading blocks that have arrived; blocks in transit cannot be loaded yet."""
         self._advance_to(at_ms)
         found: list[int] = []
         for key in keys:
@@ -213,10 +214,13 @@ class SharedPool:
         return PoolLoad(len(found), end_ms)
 
     def leave(self, at_ms: float, owner: str) -> None:
-        """An engine is gone: what it was writing never arrives, what is there stays. The link keeps its schedule."""
+        """Remove an engine that has exited: its unfinished writes are dropped, its other blocks stay.
+
+        Transfers that follow on the link keep their times.
+        """
         self._advance_to(at_ms)
         for write in self._writes:
-            if write.mover == owner:
+            if write.writer == owner:
                 self._drop(write.keys)
                 write.keys = []
         for key in self._owned.pop(owner, {}):
@@ -227,19 +231,19 @@ class SharedPool:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def next_event_ms(self) -> float | None:
-        """When something arrives, None if nothing is on its way; at once where news wait."""
-        if self._pool_events:
+        """Give the time of the next event: now if events wait, None if there are none and nothing is in transit."""
+        if self._events:
             return self._now_ms
         return self._writes[0].end_ms if self._writes else None
 
     def advance(self, to_ms: float) -> list[PoolEvent]:
-        """Bring the pool to this time; gives all that became of blocks since the last call, in its order."""
+        """Bring the pool to this time, and return all events since the last call, in order."""
         self._advance_to(to_ms)
-        pool_events, self._pool_events = self._pool_events, []
-        return pool_events
+        events, self._events = self._events, []
+        return events
 
     def _advance_to(self, at_ms: float) -> None:
-        """Let arrive what is due. An older time is taken for the newest one known."""
+        """Complete the writes that are due. A time before the pool's own changes nothing."""
         while self._writes and self._writes[0].end_ms <= at_ms:
             write = self._writes.popleft()
             self._now_ms = max(self._now_ms, write.end_ms)
@@ -247,17 +251,17 @@ class SharedPool:
                 self._blocks[key].write = None
             for key in reversed(write.keys):
                 self._pooled[key] = None
-            self._emit_all(CxlMemoryState.CXL_POOLED, write.keys)
+            self._emit_to_owners(CxlMemoryState.CXL_POOLED, write.keys)
         self._now_ms = max(self._now_ms, at_ms)
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def pooled(self) -> list[int]:
-        """Sequence hashes of what is there, the next to be evicted first."""
+        """Give the sequence hashes of blocks that have arrived, the next to be evicted first."""
         return list(self._pooled)
 
     def stats(self) -> PoolStats:
-        """As of the last call that named a time."""
+        """Give the counts at the time of the last call that had a time."""
         return PoolStats(
             n_pooled=len(self._pooled),
             n_in_transit=len(self._blocks) - len(self._pooled),
@@ -272,23 +276,23 @@ class SharedPool:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless every invariant holds; for tests, it visits every block."""
-        _require(len(self._blocks) <= self.config.capacity_blocks, "more blocks than there is room for")
-        on_their_way = [key for write in self._writes for key in write.keys]
-        _require(len(on_their_way) == len(set(on_their_way)), "a block is on its way twice")
-        _require(set(self._pooled) | set(on_their_way) == set(self._blocks), "a block is neither there nor on its way")
-        _require(len(self._pooled) + len(on_their_way) == len(self._blocks), "a block is there and on its way")
-        _require(all(self._blocks[key].write is None for key in self._pooled), "what is there is on its way")
+        """Raise AssertionError unless every invariant holds. For tests: it visits every block."""
+        require(len(self._blocks) <= self.config.capacity_blocks, "more blocks than the capacity")
+        in_transit = [key for write in self._writes for key in write.keys]
+        require(len(in_transit) == len(set(in_transit)), "a block is in transit twice")
+        require(set(self._pooled) | set(in_transit) == set(self._blocks), "a block is neither pooled nor in transit")
+        require(len(self._pooled) + len(in_transit) == len(self._blocks), "a block is both pooled and in transit")
+        require(all(self._blocks[key].write is None for key in self._pooled), "a pooled block has a write")
         for write in self._writes:
-            _require(all(self._blocks[key].write is write for key in write.keys), "a block is another write's")
+            require(all(self._blocks[key].write is write for key in write.keys), "a block belongs to another write")
         ends = [write.end_ms for write in self._writes]
-        _require(ends == sorted(ends), "writes overtake each other")
+        require(ends == sorted(ends), "writes overtake each other")
         owned = {(owner, key) for owner, keys in self._owned.items() for key in keys}
         owners = {(owner, key) for key, block in self._blocks.items() for owner in block.owners}
-        _require(owned == owners, "who owns what is told in two ways")
-        _require(all(self._owned.values()), "an owner of nothing was kept")
+        require(owned == owners, "the keys by owner and the owners by key differ")
+        require(all(self._owned.values()), "an owner without blocks was kept")
         n_left = self._offloaded - self._evicted - len(self._blocks)
-        _require(n_left >= 0, "blocks came from nowhere")
+        require(n_left >= 0, "there are more blocks than were offloaded")
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -297,29 +301,29 @@ class SharedPool:
         self._owned.setdefault(owner, {})[key] = None
 
     def _touch(self, chain: Sequence[int]) -> None:
-        """Use blocks that are there, the tail first, so that a prefix outlives what follows it."""
+        """Mark pooled blocks as used, the tail first, so that a prefix outlives what follows it."""
         for key in reversed(chain):
             self._pooled.move_to_end(key)
 
-    def _evict(self, n_wanted: int, keep: frozenset[int]) -> int:
-        """Evict so many blocks, or as many as may go; gives their number."""
-        gone: list[int] = []
+    def _evict(self, n_blocks: int, keep: frozenset[int]) -> int:
+        """Evict this many blocks, or as many as can be evicted; returns their number."""
+        evicted: list[int] = []
         for key in self._pooled:
-            if len(gone) == n_wanted:
+            if len(evicted) == n_blocks:
                 break
             if key not in keep and self._blocks[key].loading_until_ms <= self._now_ms:
-                gone.append(key)
-        self._evicted += len(gone)
-        self._unreported += sum(1 for key in gone if self._blocks[key].an_owner_left)
-        for key in gone:
+                evicted.append(key)
+        self._evicted += len(evicted)
+        self._unreported += sum(1 for key in evicted if self._blocks[key].an_owner_left)
+        for key in evicted:
             del self._pooled[key]
-        self._drop(gone)
-        return len(gone)
+        self._drop(evicted)
+        return len(evicted)
 
     def _drop(self, keys: Iterable[int]) -> None:
-        """Forget blocks, and tell all their owners; whoever calls has taken them out of what is there or on its way."""
+        """Remove blocks and notify their owners. The caller removes the keys from the pooled blocks or the write."""
         keys = list(keys)
-        self._emit_all(CxlMemoryState.EVICTED, keys)
+        self._emit_to_owners(CxlMemoryState.EVICTED, keys)
         for key in keys:
             for owner in self._blocks.pop(key).owners:
                 owned = self._owned[owner]
@@ -327,23 +331,23 @@ class SharedPool:
                 if not owned:
                     del self._owned[owner]
 
-    def _emit_all(self, state: CxlMemoryState, keys: Iterable[int]) -> None:
-        """Tell each owner of his blocks among these."""
-        told: dict[str, list[int]] = {}
+    def _emit_to_owners(self, state: CxlMemoryState, keys: Iterable[int]) -> None:
+        """Emit one event for each owner of any of these blocks."""
+        keys_by_owner: dict[str, list[int]] = {}
         for key in keys:
             for owner in self._blocks[key].owners:
-                told.setdefault(owner, []).append(key)
-        for owner, own in told.items():
+                keys_by_owner.setdefault(owner, []).append(key)
+        for owner, own in keys_by_owner.items():
             self._emit(owner, state, own)
 
     def _emit(self, owner: str, state: CxlMemoryState, keys: Sequence[int]) -> None:
         if keys:
-            self._pool_events.append(PoolEvent(self._now_ms, owner, state, tuple(keys)))
+            self._events.append(PoolEvent(self._now_ms, owner, state, tuple(keys)))
 
 
 @dataclass(frozen=True, slots=True)
 class CxlChanged:
-    """An engine's blocks enter a state of CXL memory. engine: uint64[n], its own hashes."""
+    """An engine's blocks enter a state of CXL memory. engine: uint64[n], the engine's own hashes."""
 
     engine: HashArray
     state: CxlMemoryState
@@ -351,29 +355,29 @@ class CxlChanged:
 
 
 class EnginePoolBlocks:
-    """One engine's own blocks that are in a pool or on their way there, under its names; gives legal transitions only.
+    """One engine's blocks in a pool or in transit to it, with their engine hashes. It returns legal transitions only.
 
-    A block is told `in_transit` together with the store that it follows, so that whoever follows the events still knows
-    the name; what the pool then says of it is told when it says so.
+    The transition to `in_transit` is reported together with the store, while consumers of the events still know the
+    engine hash. All further transitions are reported when the pool reports them.
     """
 
     def __init__(self, pool_id: str) -> None:
         self._pool_id = pool_id
-        self._names: dict[int, int] = {}  # by sequence hash
+        self._names: dict[int, int] = {}  # engine hash by sequence hash
         self._in_transit: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._names)
 
     def states(self) -> dict[int, CxlMemoryState]:
-        """State by sequence hash."""
+        """Give the state of each block by its sequence hash."""
         return {
             key: CxlMemoryState.IN_TRANSIT if key in self._in_transit else CxlMemoryState.CXL_POOLED
             for key in self._names
         }
 
     def stored(self, stored: KvStored) -> tuple[tuple[int, ...], CxlChanged | None]:
-        """Blocks are full: gives those to be offloaded, by sequence hash, and what is to be told of them."""
+        """Take full blocks; returns the sequence hashes to offload, and the transition to report."""
         names = {
             key: name
             for key, name in zip(stored.sequence.tolist(), stored.engine.tolist(), strict=True)
@@ -384,7 +388,7 @@ class EnginePoolBlocks:
         return tuple(names), self._changed(names.values(), CxlMemoryState.IN_TRANSIT)
 
     def pool_changed(self, state: CxlMemoryState, changed_keys: Sequence[int]) -> CxlChanged | None:
-        """The pool says what became of own blocks, see PoolEvent; of what is not own any more nothing is told."""
+        """Take a PoolEvent; returns the transition to report, None if it concerns no block of this engine."""
         keys = [key for key in changed_keys if key in self._names]
         if state is CxlMemoryState.CXL_POOLED:
             keys = [key for key in keys if key in self._in_transit]
@@ -395,7 +399,7 @@ class EnginePoolBlocks:
         return self._changed(names, state)
 
     def lost(self) -> CxlChanged | None:
-        """The pool is gone, or has forgotten this engine: nothing that was there counts any more."""
+        """Drop all blocks, because the pool or the session is lost; returns the transition to report."""
         names = list(self._names.values())
         self._names.clear()
         self._in_transit.clear()
@@ -404,8 +408,3 @@ class EnginePoolBlocks:
     def _changed(self, names: Iterable[int], state: CxlMemoryState) -> CxlChanged | None:
         engine: HashArray = np.fromiter(names, dtype=np.uint64)
         return CxlChanged(engine, state, self._pool_id) if len(engine) else None
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(what)

@@ -1,12 +1,13 @@
-"""A simulated engine's link to a live shared pool: a session, as long as the pool answers.
+"""A simulated engine's link to a live shared pool: a session for as long as the pool answers.
 
-What lives here: attaching, offloads in their order, loads, news, and what is told when the pool is gone. What must not:
-the pool's rules (pool), and what the engine does with blocks (model). One asyncio loop owns it.
+What lives here: attaching, offloads in order, loads, the pool's events, and the transitions that are reported when the
+session ends. What must not: the pool's rules (pool), and what the engine does with blocks (model). One asyncio loop
+owns it.
 
-Whatever fails between the two (no answer within CALL_TIMEOUT_S, a refusal, a session that the pool does not know) ends
-the session: the engine tells that all its pooled blocks are evicted, computes what it would have loaded, and attaches
-anew. So what a pool lost, or what nobody would tell of its evictions, is not routed to; the price is that blocks which
-a pool still has count for nothing until their owner stores them again.
+Any failure of a call (no answer within CALL_TIMEOUT_S, a refusal, a session that the pool does not know) ends the
+session. The engine then reports all its pooled blocks as evicted, computes what it would have loaded, and attaches
+again. So routers ignore blocks that the pool lost, or whose eviction no engine would report. The price is that they
+also ignore blocks that the pool still has, until their owner stores them again.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from streams.sim.pool import CxlChanged, EnginePoolBlocks
 
 log = logging.getLogger(__name__)
 
-#: How long a call may take: a pool on loopback answers within milliseconds, or waits for news half a second.
+#: How long a call may take. A pool on loopback answers within milliseconds; a call for events waits half a second.
 CALL_TIMEOUT_S = 5.0
 #: Between two attempts to attach.
 RETRY_S = 0.5
-#: Offloads that wait for being sent; what is stored beyond it is not offloaded, and counted.
+#: Offloads that wait to be sent. Blocks that are stored while the queue is full are counted and not offloaded.
 OFFLOADS_WAITING_MAX = 1024
 
 
 class LinkConfig(Protocol):
-    """What must be the same for the pool and its engines. See server.SimServerConfig."""
+    """The engine's name, and the values that must be equal for the pool and its engines (server.SimServerConfig)."""
 
     @property
     def worker(self) -> str: ...
@@ -52,20 +53,20 @@ class LinkConfig(Protocol):
 
 
 class PoolLost(KvStreamsError):
-    """The session with the pool is over."""
+    """The session with the pool has ended."""
 
     code = "pool_lost"
 
 
 class PoolLink:
-    """One engine's. `run` keeps a session, `stored` and `load` use it while there is one."""
+    """One engine's link to a pool. `run` keeps a session; `stored` and `load` use it while there is one."""
 
     def __init__(self, url: str, config: LinkConfig, emit: Callable[[CxlChanged | None, bool], None]) -> None:
-        """say: told what became of blocks, None for nothing, and whether the pool can be asked from now on."""
+        """emit: called with a transition to report or None, and with whether the pool can be asked from now on."""
         self._url = url.rstrip("/")
         self._config = config
         self._emit = emit
-        # Several engines by hand often have the same name.
+        # Engines that are started by hand often have the same name.
         self._name = f"{config.worker}-{secrets.token_hex(4)}"
         self._http: aiohttp.ClientSession | None = None
         self._session: str | None = None
@@ -81,7 +82,7 @@ class PoolLink:
         return self._session is not None
 
     def info(self) -> dict[str, Any]:
-        """For people: where the pool is, whether it answers, and what of this engine's is there or on its way."""
+        """Give the pool's URL, whether it answers, and how many of this engine's blocks are pooled or in transit."""
         states = list(self._blocks.states().values())
         return {
             "url": self._url,
@@ -93,7 +94,7 @@ class PoolLink:
         }
 
     def stored(self, stored: KvStored) -> CxlChanged | None:
-        """Begin to offload what was stored; gives what is to be told right behind the store."""
+        """Begin to offload stored blocks; returns the transition to report directly after the store."""
         if not self.attached:
             return None
         if self._offloads.full():
@@ -105,13 +106,13 @@ class PoolLink:
         return changed
 
     async def load(self, keys: Sequence[int]) -> tuple[int, float]:
-        """Load leading blocks: how many come, and within how many model ms. (0, 0.0) where the pool is gone."""
+        """Load leading blocks; returns how many there are, and the wait in model ms. (0, 0.0) without a session."""
         session = self._session
         if session is None:
             return 0, 0.0
         try:
             answer = await self._call("load", session=session, keys=keys)
-            with _understood("load"):
+            with _valid_answer("load"):
                 n_blocks, wait_ms = int(answer["n_blocks"]), float(answer["wait_ms"])
                 if not (0 <= n_blocks <= len(keys) and 0.0 <= wait_ms < float("inf")):
                     raise ValueError(f"{n_blocks} blocks in {wait_ms} ms")
@@ -122,8 +123,8 @@ class PoolLink:
         return n_blocks, wait_ms
 
     async def run(self) -> None:
-        """Keep a session until cancelled; one after the other."""
-        logged = ""  # the same refusal every half second is said once
+        """Keep a session until cancelled, and attach again whenever it ends."""
+        logged = ""  # a refusal that repeats every half second is logged once
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as self._http:
             while True:
@@ -147,14 +148,14 @@ class PoolLink:
             block_size=config.engine.block_size,
             time_scale=config.time_scale,
         )
-        with _understood("attach"):
+        with _valid_answer("attach"):
             self._blocks = EnginePoolBlocks(str(answer["pool_id"]))
             self._session = str(answer["session"])
         log.info("%s: attached to pool %s at %s", config.worker, answer["pool_id"], self._url)
         self._emit(None, True)
 
     async def _hold(self) -> None:
-        """Offload and listen until something fails; raises PoolLost."""
+        """Send offloads and receive events until a call fails; raises PoolLost."""
         self._failed = asyncio.get_running_loop().create_future()
         tasks = [asyncio.ensure_future(self._send()), asyncio.ensure_future(self._listen())]
         try:
@@ -176,18 +177,19 @@ class PoolLink:
     async def _listen(self) -> None:
         after = 0
         while True:
-            answer = await self._call("news", session=self._session, after=after)
-            with _understood("news"):
-                pool_events = [
-                    (int(row["number"]), CxlMemoryState(row["state"]), list(row["keys"])) for row in answer["news"]
+            answer = await self._call("events", session=self._session, after=after)
+            with _valid_answer("events"):
+                events = [
+                    (int(row["number"]), CxlMemoryState(row["state"]), list(row["keys"])) for row in answer["events"]
                 ]
-            for number, state, keys in pool_events:
+            for number, state, keys in events:
                 after = number
                 changed = self._blocks.pool_changed(state, keys)
                 if changed is not None:
                     self._emit(changed, True)
 
     def _lose(self) -> None:
+        """End the session: drop queued offloads, and report all blocks as evicted."""
         if self._session is None:
             return
         self._session = None
@@ -197,8 +199,8 @@ class PoolLink:
         self._emit(self._blocks.lost(), False)
 
     async def _call(self, name: str, **body: Any) -> dict[str, Any]:
-        """Raises PoolLost."""
-        assert self._http is not None  # `run` calls, and whoever has a session from it
+        """Make one call and return its answer. Raises PoolLost."""
+        assert self._http is not None  # only `run`, or a session that it opened, leads here
         try:
             async with self._http.post(f"{self._url}/pool/{name}", data=orjson.dumps(body)) as response:
                 answer = orjson.loads(await response.read())
@@ -212,9 +214,9 @@ class PoolLink:
 
 
 @contextlib.contextmanager
-def _understood(name: str) -> Iterator[None]:
-    """What answers and is no pool is no better than none."""
+def _valid_answer(name: str) -> Iterator[None]:
+    """Turn the errors of reading an invalid answer into PoolLost: a server that is not a pool is as good as none."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as exc:
-        raise PoolLost(f"{name}: the answer is none of a pool's: {exc!r}") from exc
+        raise PoolLost(f"{name}: not a pool's answer: {exc!r}") from exc

@@ -1,12 +1,12 @@
-"""A live shared pool: one process that holds what simulated engines have in it, over HTTP.
+"""A live shared pool: one process that simulated engines share, over HTTP.
 
-What lives here: the pool's clock, its sessions with engines, the routes. What must not: any rule of the pool (pool),
-and Kafka: engines tell their bridges what became of their blocks, as engines with real pools do.
+What lives here: the pool's clock, its sessions with engines, the HTTP routes. What must not: rules of the pool (pool),
+and Kafka: engines report transitions to their bridges, as engines with real pools do.
 
-An engine is a session, from `POST /pool/attach` until it has not asked for news within SESSION_S; then what it was
-writing is dropped and what is there stays. News are numbered and kept until the engine has asked for what follows them,
-so that an answer that was lost is given again. A pool process that ends takes everything with it: the next one knows no
-session, and engines begin anew.
+An engine has a session from `POST /pool/attach` until it has made no call for SESSION_S. Then its unfinished writes are
+dropped and its other blocks stay. Events are numbered and kept until the engine has asked for those that follow them,
+so that a lost answer is repeated. When a pool process exits, its content and its sessions are lost, and engines attach
+again to the next one.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from streams.sim.pool import PoolConfig, PoolEvent, SharedPool
 
 log = logging.getLogger(__name__)
 
-#: Silence after which an engine is taken for dead: ten times as long as it lets a question for news wait.
+#: An engine without a call for this long has lost its session. It is ten times the wait of one call for events.
 SESSION_S = 5.0
-#: How long an engine's question for news waits here for any.
+#: How long a call for events waits until there are any.
 EVENTS_WAIT_S = 0.5
-#: Engines of one pool; the largest switches announced connect some hundreds of hosts.
+#: Engines per pool. The largest announced switches connect a few hundred hosts.
 SESSIONS_MAX = 4096
-#: Blocks that are in news which an engine has not taken; beyond it the engine is taken for dead. Some 50 MB.
+#: Blocks in events that an engine has not taken, about 50 MB. An engine with more loses its session.
 EVENT_BLOCKS_MAX = 1 << 20
-#: Blocks of one call, as many as the longest prompt: 1,000,000 tokens in blocks of one, 20 digits each.
+#: One call has at most the blocks of the longest prompt: 1,000,000 tokens in blocks of one token, 20 digits each.
 BODY_BYTES_MAX = 32 << 20
 
 
 class UnknownSession(KvStreamsError):
-    """The pool does not know this session, any more or at all: the engine attaches anew."""
+    """The session is unknown or has ended; the engine must attach again."""
 
     code = "unknown_session"
     http_status = 404
 
 
 class OtherBlocks(KvStreamsError):
-    """The engine's model, block size or time is not the pool's, so that nothing in it could be its own."""
+    """The engine's model, block size or time scale differs from the pool's, so they cannot share blocks."""
 
     code = "other_blocks"
     http_status = 409
 
 
 class PoolFull(KvStreamsError):
-    """The pool has as many engines as it takes."""
+    """The pool has as many engines as it accepts."""
 
     code = "too_many_sessions"
     http_status = 503
@@ -65,7 +65,7 @@ class PoolFull(KvStreamsError):
 
 @dataclass(frozen=True, slots=True)
 class PoolServerConfig:
-    """One pool process. port 0 is chosen by the system. model: of all engines that share it. time_scale: as theirs.
+    """One pool process. A port of 0 is chosen by the system. model, time_scale: those of all its engines.
 
     Raises SettingsError.
     """
@@ -82,11 +82,15 @@ class PoolServerConfig:
 
 @dataclass(slots=True)
 class _Session:
-    """One engine. news: numbered from 1, those that it has not said it has; n_blocks: in these."""
+    """One engine's session.
+
+    events: those that it has not acknowledged, numbered from 1. n_events: number of the last event. n_blocks: blocks in
+    `events`.
+    """
 
     engine: str
-    heard_s: float
-    news: deque[tuple[int, PoolEvent]] = field(default_factory=deque)
+    last_call_s: float
+    events: deque[tuple[int, PoolEvent]] = field(default_factory=deque)
     n_events: int = 0
     n_blocks: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -106,7 +110,7 @@ class PoolServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen. Raises SettingsError where the port cannot be had."""
+        """Begin to listen. Raises SettingsError if the port is not available."""
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_json])
         app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=EVENTS_WAIT_S)
@@ -120,7 +124,7 @@ class PoolServer:
         log.info("pool %s: %s", self.config.pool.pool_id, self.url)
 
     async def stop(self) -> None:
-        """Close everything; what it holds is lost."""
+        """Close everything; the content of the pool is lost."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -130,24 +134,24 @@ class PoolServer:
             self._task = None
 
     def routes(self) -> list[web.RouteDef]:
-        """What is served over HTTP."""
+        """Give the HTTP routes."""
         return [
             web.post("/pool/attach", self._attach),
             web.post("/pool/offload", self._offload),
             web.post("/pool/load", self._load),
-            web.post("/pool/news", self._serve_events),
+            web.post("/pool/events", self._serve_events),
             web.get("/pool/info", self._info),
             web.get("/health", self._health),
         ]
 
     def info(self) -> dict[str, str]:
-        """Where it listens."""
+        """Give the address, as it is printed at the start."""
         return {"pool": self.url}
 
     # -- the pool ------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Step whenever something arrives, and look for dead engines several times within SESSION_S."""
+        """Step whenever a write is due, and end silent sessions ten times per SESSION_S."""
         while True:
             self._wake.clear()
             self._end_sessions()
@@ -162,20 +166,21 @@ class PoolServer:
                 pass
 
     def _step(self) -> None:
-        """Bring the pool to now, and keep for each engine what became of its blocks."""
-        for news in self.pool.advance(self._clock.now_ms()):
-            session = self._sessions.get(news.owner)
+        """Advance the pool to now, and keep its events for the engines that they concern."""
+        for event in self.pool.advance(self._clock.now_ms()):
+            session = self._sessions.get(event.owner)
             if session is not None:
                 session.n_events += 1
-                session.news.append((session.n_events, news))
-                session.n_blocks += len(news.keys)
+                session.events.append((session.n_events, event))
+                session.n_blocks += len(event.keys)
                 session.wake.set()
 
     def _end_sessions(self) -> None:
+        """End the sessions of engines that are silent or that do not take their events."""
         silent_since = time.monotonic() - SESSION_S
         for name, session in list(self._sessions.items()):
-            if session.heard_s < silent_since or session.n_blocks > EVENT_BLOCKS_MAX:
-                log.warning("pool %s: engine %s is gone", self.config.pool.pool_id, session.engine)
+            if session.last_call_s < silent_since or session.n_blocks > EVENT_BLOCKS_MAX:
+                log.warning("pool %s: the session of engine %s ended", self.config.pool.pool_id, session.engine)
                 del self._sessions[name]
                 session.wake.set()
                 self.pool.leave(self._clock.now_ms(), name)
@@ -185,16 +190,16 @@ class PoolServer:
     async def _attach(self, http: web.Request) -> web.Response:
         body = await _body(http)
         own = (self.config.model, self.config.pool.block_size, self.config.time_scale)
-        asked = (body.get("model"), body.get("block_size"), body.get("time_scale"))
-        if asked != own:
+        engines = (body.get("model"), body.get("block_size"), body.get("time_scale"))
+        if engines != own:
             raise OtherBlocks(
                 "model, block size and time scale of the engine are {}, {}, {}; the pool's are {}, {}, {}".format(
-                    *asked, *own
+                    *engines, *own
                 ),
-                remedy="Start both with the same",
+                remedy="Start both with the same values",
             )
         if len(self._sessions) >= SESSIONS_MAX:
-            raise PoolFull(f"the pool has {len(self._sessions)} engines, the most there may be")
+            raise PoolFull(f"the pool has {len(self._sessions)} engines, which is the limit")
         name = secrets.token_hex(8)
         self._sessions[name] = _Session(str(body.get("engine")), time.monotonic())
         log.info("pool %s: engine %s attached", self.config.pool.pool_id, body.get("engine"))
@@ -221,18 +226,18 @@ class PoolServer:
         _, session = self._session(body)
         after = body.get("after")
         if not isinstance(after, int) or not 0 <= after <= session.n_events:
-            raise InvalidRequest(f"after is {after!r}; news go to {session.n_events}")
-        while session.news and session.news[0][0] <= after:
-            session.n_blocks -= len(session.news.popleft()[1].keys)
-        if not session.news:
+            raise InvalidRequest(f"after is {after!r}; the last event is {session.n_events}")
+        while session.events and session.events[0][0] <= after:
+            session.n_blocks -= len(session.events.popleft()[1].keys)
+        if not session.events:
             session.wake.clear()
             try:
                 async with asyncio.timeout(EVENTS_WAIT_S):
                     await session.wake.wait()
             except TimeoutError:
                 pass
-        rows = [{"number": number, "state": news.state, "keys": news.keys} for number, news in session.news]
-        return _json({"news": rows})
+        rows = [{"number": number, "state": event.state, "keys": event.keys} for number, event in session.events]
+        return _json({"events": rows})
 
     async def _info(self, _http: web.Request) -> web.Response:
         self._step()
@@ -251,11 +256,12 @@ class PoolServer:
         return web.Response(status=200 if self._task is not None and not self._task.done() else 503)
 
     def _session(self, body: dict[str, Any]) -> tuple[str, _Session]:
+        """Give the name and the session of a call, and note the call. Raises UnknownSession."""
         name = body.get("session")
         session = self._sessions.get(name) if isinstance(name, str) else None
         if session is None:
-            raise UnknownSession("the pool knows no such session", remedy="Attach")
-        session.heard_s = time.monotonic()
+            raise UnknownSession("the pool has no such session", remedy="Attach again")
+        session.last_call_s = time.monotonic()
         return str(name), session
 
 
@@ -271,7 +277,7 @@ async def serve(config: PoolServerConfig) -> PoolServer:
 
 
 def run(config: PoolServerConfig, on_started: Callable[[PoolServer], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. on_started: called once it listens, for whoever prints its address."""
+    """Serve until SIGTERM or SIGINT. on_started: called once the pool listens, for example to print its address."""
     run_until_signalled(lambda: serve(config), on_started)
 
 
@@ -279,6 +285,7 @@ def run(config: PoolServerConfig, on_started: Callable[[PoolServer], None] | Non
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    """Answer every error as JSON."""
     try:
         return await handler(request)
     except KvStreamsError as exc:
@@ -287,21 +294,21 @@ async def _errors_as_json(
 
 
 async def _body(http: web.Request) -> dict[str, Any]:
-    """Raises InvalidRequest."""
+    """Read a JSON object. Raises InvalidRequest."""
     try:
         body = orjson.loads(await http.read())
     except orjson.JSONDecodeError as exc:
-        raise InvalidRequest(f"the body is no JSON: {exc}") from exc
+        raise InvalidRequest(f"the body is not JSON: {exc}") from exc
     if not isinstance(body, dict):
-        raise InvalidRequest("the body is no JSON object")
+        raise InvalidRequest("the body is not a JSON object")
     return body
 
 
 def _keys(body: dict[str, Any]) -> list[int]:
-    """Raises InvalidRequest."""
+    """Give the sequence hashes of a call. Raises InvalidRequest."""
     keys = body.get("keys")
     if not isinstance(keys, list) or not all(type(key) is int and 0 <= key <= U64_MASK for key in keys):
-        raise InvalidRequest("keys is no list of sequence hashes")
+        raise InvalidRequest("keys is not a list of sequence hashes")
     return keys
 
 

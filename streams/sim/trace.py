@@ -1,10 +1,12 @@
-"""Workloads: Mooncake traces read, written and generated, and their tokens made up.
+"""Workloads: reading, writing and generating Mooncake traces, and synthetic tokens for them (pure).
 
-What lives here: the trace's form, tokens for its block ids, a generator of chat traffic, and the bound on what any
-cache could reuse. What must not: files, clocks, hidden randomness; lines come in and go out, a generator of numbers is
-an argument. Source of the form: kvcache-ai/Mooncake, FAST'25; one JSON object a line, `timestamp` in ms, one id in
-`hash_ids` for each 512 tokens of the prompt, the last one possibly partial. Equal ids mean equal content and, as a
-prompt's ids name its prefixes, an equal position.
+What lives here: the format of a trace, tokens for its block ids, a generator of chat traffic, and the bound on what any
+cache could reuse. What must not: files, clocks, hidden randomness. Lines come in and go out, and the random generator
+is an argument.
+
+The format is that of kvcache-ai/Mooncake, FAST'25: one JSON object per line, `timestamp` in ms, and in `hash_ids` one
+id for each 512 tokens of the prompt, the last of which may be partial. Equal ids mean equal content. Since the ids
+identify prefixes, equal ids also mean equal positions.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ TRACE_BLOCK_TOKENS = 512
 #: A Llama-3-sized vocabulary (128,256) rounded up, so that tokens look like a real tokenizer's on the wire.
 TOKEN_VALUES_DISTINCT = 1 << 17
 
-#: The longest line of the real trace is 2 kB; this is a prompt of 10 million tokens, beyond any engine.
+#: A prompt of 10 million tokens, longer than any engine accepts. The longest line of the real trace is 2 kB.
 HASH_IDS_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. input_length, output_length: tokens. hash_ids: one for each begun block of the prompt."""
+    """One request of a trace. input_length, output_length: tokens. hash_ids: one per block, partial or not."""
 
     timestamp_ms: float
     input_length: int
@@ -43,33 +45,34 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What a generated chat workload is like; lengths in tokens.
+    """The parameters of a generated chat workload; lengths are in tokens.
 
-    The defaults give 400 requests of some 5,100 tokens in half a minute, of which one infinite cache reuses some 57 %;
-    8 default engines reuse 46 % with a simple kv routing, 25 % round robin (means of four seeds).
+    With the defaults, 400 requests arrive within about 30 s and have about 5,100 tokens each. One infinite cache reuses
+    about 57 % of them; 8 default engines reuse 46 % with a simple kv routing and 25 % with round robin (means over four
+    seeds).
     """
 
-    rate_per_s: float = 14.0  # 8 default engines: prefills take half of the time with kv routing, 70 % round robin
+    rate_per_s: float = 14.0  # prefills take 50 % of the time of 8 default engines with kv routing, 70 % round robin
     n_system_prompts: int = 16  # applications behind one fleet
-    system_prompt_skew: float = 1.0  # Zipf exponent: the first application has 30 % of 16's conversations
+    system_prompt_skew: float = 1.0  # Zipf exponent: the first of 16 applications has 30 % of the conversations
     system_prompt_blocks_min: int = 1
     system_prompt_blocks_max: int = 4  # 2,048 tokens: instructions, tools and examples
-    continue_share: float = 0.66  # of arrivals that are a next turn when one is ready: some 3 turns a conversation
-    first_text_mean: int = 3000  # what a user pastes in the first turn; log-normal
+    continue_share: float = 0.66  # arrivals that are a next turn if one is ready: about 3 turns per conversation
+    first_text_mean: int = 3000  # text that a user pastes in the first turn; log-normal
     next_text_mean: int = 900
-    text_sigma: float = 0.9  # spread of the log-normal: the longest of 100 is some 8 times the median
+    text_sigma: float = 0.9  # of the log-normal: the longest of 100 texts is about 8 times the median
     output_mean: int = 240  # the real conversation trace has 343
     output_sigma: float = 0.7
     output_max: int = 2_000
-    think_ms_mean: float = 4_000.0  # reading time after an answer; short, so that a run of half a minute has turns
-    answer_ms_per_token: float = 20.0  # the user reads only what an engine has decoded
-    input_max: int = 24_000  # a conversation ends before its context grows beyond this
+    think_ms_mean: float = 4_000.0  # reading time after an answer; short, so that a run of 30 s has several turns
+    answer_ms_per_token: float = 20.0  # a user reads an answer only once an engine has decoded it
+    input_max: int = 24_000  # a conversation ends before its context exceeds this
 
 
 def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[TraceRequest]:
     """Read Mooncake lines, at most `limit` requests; blank lines are skipped.
 
-    Raises InvalidRequest, which names the line by its number from 1.
+    Raises InvalidRequest, which contains the number of the line, counted from 1.
     """
     requests: list[TraceRequest] = []
     for number, line in enumerate(lines, start=1):
@@ -82,7 +85,7 @@ def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[TraceReq
 
 
 def dump(requests: Iterable[TraceRequest]) -> Iterator[str]:
-    """Write Mooncake lines, without line ends; what `parse_trace` reads back equal."""
+    """Write Mooncake lines without line ends; `parse_trace` reads the same requests back."""
     for request in requests:
         timestamp: float = request.timestamp_ms
         yield json.dumps(
@@ -96,12 +99,13 @@ def dump(requests: Iterable[TraceRequest]) -> Iterator[str]:
 
 
 def tokens_for(request: TraceRequest, trace_block_tokens: int = TRACE_BLOCK_TOKENS) -> bytes:
-    """Make the prompt's tokens up: u32 LE [input_length], each a pure function of its block's id and its place in it.
+    """Give synthetic tokens for a prompt, u32 LE [input_length].
 
-    Two blocks agree exactly where their ids do; a partial block is the beginning of its id's whole block.
+    Each token is a pure function of its block's id and its position in the block. Two blocks are equal exactly if their
+    ids are; a partial block is the beginning of the whole block with its id.
     """
     ids = np.array(request.hash_ids, dtype=np.uint64)
-    # Outer sum: every block's first counter against every offset in a block, 512 disjoint counters an id.
+    # Outer sum of each block's first counter and the offsets in a block: 512 distinct counters per id.
     firsts, offsets = ids * np.uint64(trace_block_tokens), np.arange(trace_block_tokens, dtype=np.uint64)
     counters: npt.NDArray[np.uint64] = np.add.outer(firsts, offsets)
     mixed = mix64(counters.ravel()[: request.input_length])
@@ -111,23 +115,23 @@ def tokens_for(request: TraceRequest, trace_block_tokens: int = TRACE_BLOCK_TOKE
 def infinite_cache_hit_share(
     requests: Sequence[TraceRequest], block_size: int, trace_block_tokens: int = TRACE_BLOCK_TOKENS
 ) -> float:
-    """Give the share of all prompt tokens that one cache without end would reuse: the bound for every policy.
+    """Give the share of all prompt tokens that one infinite cache would reuse: the bound for every policy.
 
-    Counted as an engine does, in full blocks of `block_size` tokens and at most (n - 1) // block_size of a prompt; each
-    request sees all earlier ones' prompts, and no answers. 0.0 for no requests.
+    Tokens are counted as in an engine: in full blocks of `block_size` tokens, at most (n - 1) // block_size blocks of a
+    prompt. Each request finds the prompts of all earlier requests, but no answers. Without requests the share is 0.0.
     """
-    n_seen: dict[int, int] = {}  # id -> full engine blocks, from the prompt's start, known up to somewhere inside it
+    n_seen: dict[int, int] = {}  # id -> full engine blocks from the prompt's start that end within the id's seen part
     n_tokens = n_hit_tokens = 0
     for request in requests:
         n_full = request.input_length // block_size
         ends = [min((at + 1) * trace_block_tokens // block_size, n_full) for at in range(len(request.hash_ids))]
         n_hit = 0
         for hash_id, end in zip(request.hash_ids, ends, strict=True):
-            # Equal ids have equal prefixes, so a block that ends inside a known id is known with all before it.
-            known = n_seen.get(hash_id)
-            if known is None:
+            # Equal ids have equal prefixes, so an engine block that ends inside a seen id was seen with all before it.
+            seen = n_seen.get(hash_id)
+            if seen is None:
                 break
-            n_hit = min(known, end)
+            n_hit = min(seen, end)
             if n_hit < end:
                 break
         n_tokens += request.input_length
@@ -140,10 +144,10 @@ def infinite_cache_hit_share(
 def generate(n_requests: int, rng: np.random.Generator, shape: ChatShape | None = None) -> list[TraceRequest]:
     """Generate chat traffic: conversations of several turns that begin with one of a few shared system prompts.
 
-    Arrivals are Poisson. Each is the next turn of the conversation that has been ready longest (answered, read, thought
-    about) or, when none is or by chance, a new one. A turn's prompt is the one before, the answer to it, and new text;
-    a block that the growth completes gets a new id, as in the published traces. The same state of `rng` gives the same
-    trace. Returns requests by time, the first at 0.
+    Arrivals are Poisson. Each arrival is the next turn of the conversation that has been ready longest, which means
+    that its user has read the last answer. If none is ready, or at random, it begins a new conversation. A turn's
+    prompt is the previous prompt, its answer, and new text. A block that this completes gets a new id, as in the
+    published traces. The same state of `rng` gives the same trace. Returns requests by time, the first at 0.
     """
     shape = shape or ChatShape()
     ids = count()
@@ -187,9 +191,9 @@ def _parse_line(number: int, line: str) -> TraceRequest:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as exc:
-        raise InvalidRequest(f"trace line {number} is no JSON: {exc.msg}", line=number) from exc
+        raise InvalidRequest(f"trace line {number} is not JSON: {exc.msg}", line=number) from exc
     if not isinstance(row, dict):
-        raise InvalidRequest(f"trace line {number} is no JSON object", line=number)
+        raise InvalidRequest(f"trace line {number} is not a JSON object", line=number)
     timestamp = row.get("timestamp")
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < float("inf"):
         raise InvalidRequest(f"trace line {number}: timestamp is {timestamp!r}, not milliseconds", line=number)
@@ -201,7 +205,7 @@ def _parse_line(number: int, line: str) -> TraceRequest:
     if not isinstance(hash_ids, list) or not all(
         isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 53 for i in hash_ids
     ):
-        raise InvalidRequest(f"trace line {number}: hash_ids is no list of integers from 0 up", line=number)
+        raise InvalidRequest(f"trace line {number}: hash_ids is not a list of integers from 0 to 2^53 - 1", line=number)
     expected = -(-row["input_length"] // TRACE_BLOCK_TOKENS)
     if len(hash_ids) != expected or expected > HASH_IDS_MAX:
         raise InvalidRequest(

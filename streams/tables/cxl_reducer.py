@@ -1,10 +1,10 @@
-"""The agents' half of CXL: `cxl-events` and `kv-events` of a partition, folded side by side into the same transactions.
+"""The agents' side of CXL: `cxl-events` and `kv-events` of a partition, folded into the same transactions.
 
-What lives here: the reducer of a partition that has both topics, and its table of pooled blocks. What must not: what
-`kv-events` mean (indexer_agent), when a transition counts (pooled_blocks), transactions (tables.partition).
+What lives here: the reducer of a partition with both topics, and its table of pooled blocks. What must not: the meaning
+of `kv-events` (the index reducer), when a transition is applied (pooled_block_table), transactions (tables.partition).
 
-Both topics of a partition have one owner, one thread and one transaction, so that what is parked, applied and
-acknowledged never disagrees.
+Both topics of a partition have one owner, one thread and one transaction, so that parked, applied and acknowledged
+records are always consistent.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Decoded = EngineBatch | CxlTransition | BadRecord
 
 
 def cxl_blocks_table(settings: Settings) -> TableSpec:
-    """The table of pooled blocks, their owners and parked transitions."""
+    """Return the spec of the table of pooled blocks, their owners and parked transitions."""
     return TableSpec(CXL_BLOCKS, 2, topics(settings).cxl_changelog.name)
 
 
 def partition_plan(settings: Settings) -> PartitionPlan:
-    """Tables and sources of a partition; the first of each is the index's."""
+    """Return the tables and sources of a partition; the first of each is the index's."""
     names = topics(settings)
     return PartitionPlan(
         tables=(prefix_index_table(settings), cxl_blocks_table(settings)),
@@ -67,7 +67,7 @@ def partition_plan(settings: Settings) -> PartitionPlan:
 
 
 class PartitionReducer:
-    """Gives both topics of a partition their meaning: the index's reducer, and pooled blocks that follow it."""
+    """Reduces both topics of a partition: the index's reducer, and the pooled blocks that follow its progress."""
 
     def __init__(
         self, settings: Settings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
@@ -81,14 +81,14 @@ class PartitionReducer:
         self.pooled = PooledBlockTable(
             lambda rank: self.index.holdings.progress.get(rank),
             evicted_ttl_ms=int(settings.cxl_evicted_ttl_s * 1000),
-            # Whatever a transition waits for is not in kv-events any more by then.
+            # After that time, kv-events no longer retains the batch that a transition waits for.
             parked_ttl_ms=settings.retention_ms,
-            # And whatever was told of a life that ended so long ago is not in cxl-events any more.
+            # After that time, cxl-events no longer retains transitions of an incarnation that ended.
             owner_ttl_ms=settings.retention_ms,
         )
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
-        """Start from what a table holds; the index's comes first."""
+        """Start from the rows of a table; the index's table comes first."""
         if table != self._table:
             self.index.load(table, items)
             return
@@ -102,18 +102,19 @@ class PartitionReducer:
                 elif key.startswith(OWNER_PREFIX):
                     owners.append(decode_owner(key, value))
                 elif key.startswith(PARKED_PREFIX):
-                    where, row = decode_parked(key, value)
-                    parked.append((where, row, decode_transition(row.raw, self._settings.schema_ids)))
+                    parked_at, row = decode_parked(key, value)
+                    parked.append((parked_at, row, decode_transition(row.raw, self._settings.schema_ids)))
                 else:
-                    raise BadRecord("bad_key", f"{key.hex()} is no key of ours")
+                    raise BadRecord("bad_key", f"{key.hex()} is not a key of this table")
             except BadRecord as exc:
-                # A stranger wrote to the changelog. It stops nobody; what is lacking can only under-report.
+                # A foreign writer wrote to the changelog. The partition opens without the record: a missing row can
+                # only make answers report fewer pooled blocks than there are.
                 self._verdicts["bad_table_record"] += 1
-                log.warning("%s: a record is passed over: %s", table.name, exc)
+                log.warning("%s: a record is skipped: %s", table.name, exc)
         self.pooled.load(blocks, owners, parked)
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[Decoded]:
-        """Effect 1: decode, or say why not."""
+        """Effect 1: decode each record, or return why it cannot be decoded."""
         if all(record.topic != self._cxl_topic for record in records):
             return self.index.decode(records)
         batches = iter(self.index.decode([record for record in records if record.topic != self._cxl_topic]))
@@ -126,7 +127,7 @@ class PartitionReducer:
             return exc
 
     def apply(self, record: SourceRecord, decoded: Decoded) -> None:
-        """Effects 2 to 4 of one record; raises BadRecord for what belongs to the dead letters."""
+        """Effects 2 to 4 of one record; raises BadRecord if the record belongs in the dead letters."""
         if isinstance(decoded, BadRecord):
             raise decoded
         if isinstance(decoded, CxlTransition):
@@ -134,18 +135,18 @@ class PartitionReducer:
             return
         progress = self.index.holdings.progress
         if isinstance(decoded.body, WorkerRemoved):
-            before = {rank: known for rank, known in progress.items() if rank.worker_id == decoded.rank.worker_id}
+            ranks = {rank: before for rank, before in progress.items() if rank.worker_id == decoded.rank.worker_id}
             self.index.apply(record, decoded)
-            for rank, known in before.items():
-                self.pooled.kv_moved(rank, known, progress[rank], record.timestamp_ms)
+            for rank, before in ranks.items():
+                self.pooled.progress_changed(rank, before, progress[rank], record.timestamp_ms)
             return
-        was = progress.get(decoded.rank)
+        known = progress.get(decoded.rank)
         try:
             self.index.apply(record, decoded)
-        finally:  # one that is refused may have begun a life before
-            now = progress.get(decoded.rank)
-            if now is not None and now is not was:
-                self.pooled.kv_moved(decoded.rank, was, now, record.timestamp_ms)
+        finally:  # a batch that is refused may nevertheless have begun an incarnation
+            after = progress.get(decoded.rank)
+            if after is not None and after is not known:
+                self.pooled.progress_changed(decoded.rank, known, after, record.timestamp_ms)
 
     def _apply_transition(self, record: SourceRecord, transition: CxlTransition) -> None:
         check_home(record, transition.rank.worker_id, self._settings)
@@ -160,7 +161,7 @@ class PartitionReducer:
         self._verdicts[f"cxl_{outcome}"] += 1
         if outcome is TransitionOutcome.DROPPED:
             log.info(
-                "event %d of rank %s is dropped: its life %d is over",
+                "event %d of rank %s is dropped: incarnation %d ended before the batch that the event follows",
                 transition.event_id,
                 transition.rank,
                 transition.incarnation,
@@ -168,20 +169,20 @@ class PartitionReducer:
 
     @property
     def full(self) -> bool:
-        """Whether it is time to commit."""
+        """Whether the transaction must be committed before more is applied."""
         return self.index.full or self.pooled.full
 
     def source_lost(self) -> None:
-        """Records of a source were lost before this partition saw them."""
+        """Degrade the ranks, because records of a source were lost before this partition read them."""
         self.index.source_lost()
 
     def tick(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
-        """What time alone brings: evicted rows expire, and all that the index's ranks are due."""
+        """Run the maintenance tick: expire rows, and do what is due for the index's ranks."""
         self.pooled.expire(wall_ms)
         return self.index.tick(monotonic_ms, wall_ms, applied_until)
 
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
-        """Transitions that were parked, and have turned out to be illegal or to wait in vain."""
+        """Return parked transitions that turned out to be illegal, or whose batch never arrived."""
         late = self.pooled.take_refused()
         self._verdicts.update(f"cxl_refused_{each.why.reason}" for each in late)
         return [
@@ -201,9 +202,10 @@ class PartitionReducer:
         ]
 
     def take_changes(self) -> dict[TableSpec, list[Change]]:
-        """What changed since the last call, of both tables; owners first, whose lives say what their blocks are.
+        """Return the changed rows of both tables since the last call.
 
-        Owners that are no longer needed come last, behind the blocks that went before them.
+        Owners come before blocks, because an owner's row decides the effective state of its blocks. Owners that are
+        removed come last, after the removal of their blocks.
         """
         changes = self.pooled.take_changes()
         records: list[Change] = [(owner_key(rank), encode_owner(row)) for rank, row in changes.owners if row]

@@ -1,26 +1,28 @@
-"""The table of pooled blocks of one partition: transitions in, changed rows out, whatever order the topics are read in.
+"""The table of pooled blocks of one partition: transitions in, changed rows out.
 
-What lives here: when a transition counts, and what it does to rows. What must not: Kafka, bytes of the log (records are
-handed in decoded), which states may follow which (states).
+What lives here: when a transition is applied, and what it does to rows. What must not: Kafka, bytes of the log (records
+arrive decoded), which state may follow which (cxl.states).
 
-The rows are a function of two logs, `kv-events` and `cxl-events`, and of nothing else: not of how their readings were
-interleaved. That holds because each log decides a thing of its own.
+The rows are a function of two logs, `kv-events` and `cxl-events`, and of nothing else. They do not depend on how the
+reading of the two logs was interleaved, because each log decides different things.
 
-- `cxl-events` alone decide the order of transitions, and so what becomes of a block: a rank's transitions are taken one
-  behind the other as they lie there. A block's row says in which life its state was entered; a transition of a later
-  life finds what was in transit evicted. One of a life older than a transition before it is refused.
-- `kv-events` alone decide which transitions count: those whose life had a batch numbered so high as the one that they
-  follow, at any time. Where that is not known yet the transition is parked, and whatever comes behind it of its rank as
-  well; when a newer life has begun, and the older one ended too soon, it is dropped. How far lives that are over had
-  come is kept in the owner's row, so that it is known as well to transitions that come later.
-- `kv-events` alone decide which lives are over. Rows are not rewritten for that: a reader takes what is in transit of a
-  life that is over for evicted (pooled_view). So a transition of that life that is read late finds what it would have
-  found in time.
+- `cxl-events` alone decides the order of transitions, and so what becomes of a block. A rank's transitions are applied
+  one after the other in the order of the log. A block's row contains the incarnation in which its state was entered; a
+  transition of a later incarnation treats a block in transit as evicted. A transition of an incarnation older than that
+  of a transition before it is refused.
+- `kv-events` alone decides which transitions are applied: those whose incarnation has, at any time, a batch with at
+  least the number of the batch that they follow. While that is unknown, the transition is parked, and so are all later
+  ones of its rank. It is dropped if a newer incarnation has begun and the older one ended before that batch. The
+  owner's row keeps the last batch of each ended incarnation, for transitions that are read later.
+- `kv-events` alone decides which incarnations have ended. Rows are not rewritten for that: a reader treats a block in
+  transit as evicted if its incarnation has ended (cxl.visibility). So a transition of that incarnation that is read
+  late finds the same row as one that is read in time.
 
-Beyond that there are limits, with names: lives remembered of a rank, parked transitions, owners' rows, and how long
-evicted rows, parked transitions and owners' rows stay. A restarted rank that never pooled anything needs its owner's
-row all the same: a transition of the life that is over may still be unread. Once `cxl-events` keep none of so old a
-life the row goes. Where the topics are further apart than these, what is read late is refused or dropped.
+Named limits bound the ended incarnations kept per rank, the parked transitions and the owners' rows, and for how long
+evicted rows, parked transitions and owners' rows are kept. If the reading of one topic lags the other by more than
+that, late transitions are refused or dropped. A restarted rank needs its owner's row even if it never pooled a block,
+because a transition of the ended incarnation may still be unread. The row is removed once `cxl-events` retains no
+record of that incarnation.
 """
 
 from __future__ import annotations
@@ -30,45 +32,46 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
 from streams.core.reducer.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
-from streams.cxl.pooled_view import is_over, metadata_of
 from streams.cxl.records import BlockKey, BlockRow, EndedIncarnation, OwnerRow, ParkedKey, ParkedRow, Placement
 from streams.cxl.states import NOT_POOLED, RefusalReason, Refused, after_owner_ended, transition
+from streams.cxl.visibility import has_ended, metadata_of
 from streams.errors import BadRecord
 
-#: Lives of a rank that are over and remembered: a transition read behind more restarts than that is dropped.
+#: Ended incarnations kept per rank. A transition that is read after more restarts than this is dropped.
 ENDED_INCARNATIONS_MAX = 64
 
-#: Transitions parked of one partition, and bytes of their records: each is in memory and in the table.
+#: Parked transitions per partition, and bytes of their records, which are both in memory and in the table.
 PARKED_MAX = 10_000
 PARKED_BYTES_MAX = 32 * 1024 * 1024
 
-#: Rows changed after which a transaction is committed before more is applied: 2 MB of them.
+#: Changed rows after which a transaction is committed before more is applied: about 2 MB.
 CHANGED_ROWS_FULL = 10_000
 
-#: Rows of one partition that are evicted, or count so since their owner's life ended; beyond it the oldest expire
-#: before their time, which nobody's answer depends on.
+#: Evicted rows per partition, including rows in transit whose incarnation has ended. Beyond this limit the oldest
+#: expire early; no answer of a router depends on them.
 EVICTED_MAX = 100_000
 
-#: Rows of one partition, whatever their state: what eight partitions may hold is what a router has room for. A block
-#: beyond it is refused, which agents say once, instead of every router for itself.
+#: Rows per partition in any state; eight partitions together have as many as a router takes (POOLED_ROWS_MAX). A block
+#: beyond this limit is refused by the agent, once, rather than by every router separately.
 ROWS_MAX = 1_000_000
 
-#: Owners' rows of one partition; beyond it the oldest go before their time, of those that have nothing on its way.
+#: Owners' rows per partition. Beyond this limit the oldest expire early, of those without blocks in transit.
 OWNERS_MAX = 100_000
 
-#: Entries of the heap of expiries that are over, beside as many as there are rows twice over, before it is cleaned.
+#: A heap of expiries is cleaned once it has more than twice as many entries as there are rows, plus this many.
 _DUE_SLACK = 1024
 
-#: Rows, owners' rows and parked transitions that expire in one transaction, of each so many.
+#: The most rows, owners' rows, and parked transitions, each, that expire in one transaction.
 EXPIRED_PER_TICK_MAX = 1000
 
-#: Before any batch, and before the one that says that a life begins: nothing is known of it.
+#: The last batch of an incarnation of which no record was read, not even the one that announces it (BEFORE_FIRST).
 _NOT_BEGUN = BEFORE_FIRST - 1
 
 
@@ -76,14 +79,36 @@ class TransitionOutcome(enum.StrEnum):
     """What became of a transition that was not refused."""
 
     APPLIED = "applied"
-    PARKED = "parked"  # its batch of kv-events has not come yet, or another transition of its rank waits
-    DROPPED = "dropped"  # its life was over before that batch
+    PARKED = "parked"  # the batch that it follows has not been read yet, or an earlier transition of its rank waits
+    DROPPED = "dropped"  # its incarnation ended before that batch
+
+
+class PooledTableCount(enum.StrEnum):
+    """Keys of `PooledBlockTable.counts`: the unit, then what happened to it, then why."""
+
+    BLOCKS_ENTERED = "blocks_entered"  # blocks that entered the state that a transition reports
+    BLOCKS_REFUSED_NO_POOL = "blocks_refused_no_pool"
+    BLOCKS_REFUSED_NOT_IN_TRANSIT = "blocks_refused_not_in_transit"
+    BLOCKS_REFUSED_OTHER_POOL = "blocks_refused_other_pool"
+    BLOCKS_REFUSED_TABLE_FULL = "blocks_refused_table_full"
+    TRANSITIONS_REFUSED_OLDER_INCARNATION = "transitions_refused_older_incarnation"
+    TRANSITIONS_REFUSED_OVER_CAPACITY = "transitions_refused_over_capacity"  # PARKED_MAX or PARKED_BYTES_MAX
+    PARKED_TRANSITIONS_APPLIED = "parked_transitions_applied"  # their batch was read; their blocks may still be refused
+    PARKED_TRANSITIONS_DROPPED = "parked_transitions_dropped"  # their incarnation ended before their batch
+    EVICTED_ROWS_EXPIRED = "evicted_rows_expired"  # by age, or early because of EVICTED_MAX
+    OUTDATED_ROWS_EXPIRED = "outdated_rows_expired"  # their pool is in a newer epoch
+    OWNER_ROWS_EXPIRED = "owner_rows_expired"  # by age, or early because of OWNERS_MAX
+
+
+_BLOCKS_REFUSED = {reason: PooledTableCount(f"blocks_refused_{reason}") for reason in RefusalReason}
 
 
 class _Readiness(enum.Enum):
-    REACHED = enum.auto()
+    """Whether the batch that a transition follows has been read."""
+
+    READY = enum.auto()
     EARLY = enum.auto()
-    NEVER = enum.auto()
+    NEVER = enum.auto()  # its incarnation ended before that batch
 
 
 @dataclass(slots=True)
@@ -95,7 +120,7 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class LateRefusal:
-    """A transition that was parked and is refused now: a dead letter of the record as it came."""
+    """A transition that was parked and is now refused; its original record becomes a dead letter."""
 
     owner: RankId
     row: ParkedRow
@@ -104,7 +129,7 @@ class LateRefusal:
 
 @dataclass(slots=True)
 class Changes:
-    """What one transaction must write; None is a tombstone."""
+    """The rows that one transaction must write; None is a tombstone."""
 
     blocks: list[tuple[BlockKey, BlockRow | None]] = field(default_factory=list)
     owners: list[tuple[RankId, OwnerRow | None]] = field(default_factory=list)
@@ -112,13 +137,14 @@ class Changes:
 
 
 class PooledBlockTable:
-    """Rows of every owner of one partition.
+    """The rows of all owners of one partition.
 
-    _rows: by owner and sequence hash; a block has one place for each owner. _transit: those that are in_transit.
-    _parked: by owner, in order of arrival, the first of which waits. _due: a heap of when rows may have expired.
-    _owner_due: when an owner's row may go, _owners_due a heap of that; _undated: those of which the table does not say.
-    _epochs: of each pool that has rows, the newest epoch that a row has, and since when; _of_epoch: rows by pool and
-    epoch; _outdated: rows of older epochs that are to go. counts: what happened, by name.
+    _rows: by owner and sequence hash; for each owner a block has one placement. _transit: blocks in transit by owner.
+    _parked: transitions by owner, in order of arrival; the first one waits for its batch. _due: heap of the times at
+    which rows may expire. _owner_due: when each owner's row may expire; _owners_due: a heap of the same; _undated:
+    owners whose row as loaded has no time. _epochs: for each pool with rows, the newest epoch of any row, and since
+    when; _of_epoch: the number of rows by pool and epoch; _outdated: rows of older epochs that are to be removed.
+    counts: what happened since the start, by PooledTableCount.
     """
 
     def __init__(
@@ -134,10 +160,10 @@ class PooledBlockTable:
         owners_max: int = OWNERS_MAX,
         rows_max: int = ROWS_MAX,
     ) -> None:
-        """progress_of: what kv-events have told of a rank by now.
+        """Start empty.
 
-        owner_ttl_ms: how long after a life's end, or a newer life's first transition, an owner's row is needed: as long
-        as `cxl-events` are kept.
+        progress_of: returns a rank's progress on kv-events so far. owner_ttl_ms: how long an owner's row is needed
+        after the end of an incarnation, or after the first transition of a newer one: the retention of `cxl-events`.
         """
         self._progress_of = progress_of
         self._evicted_ttl_ms = evicted_ttl_ms
@@ -167,7 +193,7 @@ class PooledBlockTable:
         self._changed_owners: dict[RankId, None] = {}
         self._changed_parked: dict[ParkedKey, ParkedRow | None] = {}
         self._refused: list[LateRefusal] = []
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[PooledTableCount] = Counter()
 
     def load(
         self,
@@ -175,7 +201,7 @@ class PooledBlockTable:
         owners: Iterable[tuple[RankId, OwnerRow]],
         parked: Iterable[tuple[ParkedKey, ParkedRow, CxlTransition]],
     ) -> None:
-        """Start from what the table holds."""
+        """Start from the rows of the table."""
         self._owners = dict(owners)
         for rank, owner in self._owners.items():
             if owner.ended_at_ms:
@@ -183,38 +209,44 @@ class PooledBlockTable:
             else:
                 self._undated.append(rank)
         for key, row in blocks:
-            self._hold(key.owner, key.sequence, row)
-        for where, waits, change in sorted(parked, key=lambda each: (each[0].owner, each[0].number)):
-            self._park(_Parked(where.number, change, waits))
+            self._insert(key.owner, key.sequence, row)
+        for parked_key, parked_row, change in sorted(parked, key=lambda each: (each[0].owner, each[0].number)):
+            self._park(_Parked(parked_key.number, change, parked_row))
 
     def apply(self, change: CxlTransition, raw: bytes, offset: int, timestamp_ms: int) -> TransitionOutcome:
-        """Take a record of cxl-events. raw, offset, timestamp_ms: as it lies there.
+        """Apply, park or drop a record of cxl-events. raw, offset, timestamp_ms: the record's value and position.
 
-        Raises BadRecord where it is refused: of a life that is over by what its owner told since, illegal for some of
-        its blocks (the others have entered the state), or without room to wait.
+        Raises BadRecord for a transition of an older incarnation than an earlier one of its rank, one that is illegal
+        for some of its blocks (the others have entered the state), or one that cannot be parked for lack of capacity.
         """
         rank = change.rank
         owner = self._owner(rank)
         if change.incarnation < owner.newest_incarnation:
-            self.counts["older_incarnation"] += 1
+            self.counts[PooledTableCount.TRANSITIONS_REFUSED_OLDER_INCARNATION] += 1
             raise BadRecord(
                 "older_incarnation",
-                f"rank {rank} has told of life {owner.newest_incarnation}, this is of {change.incarnation}",
+                f"the transition is of incarnation {change.incarnation} of rank {rank}, but an earlier one is of "
+                f"incarnation {owner.newest_incarnation}",
             )
         if change.incarnation > owner.newest_incarnation:
             self._put_owner(rank, replace(owner, newest_incarnation=change.incarnation), timestamp_ms)
         waiting = self._parked.get(rank)
         if not waiting:
-            readiness = self._readiness(change)
-            if readiness is _Readiness.REACHED:
-                self._enter(change, timestamp_ms)
-                return TransitionOutcome.APPLIED
-            if readiness is _Readiness.NEVER:
-                return TransitionOutcome.DROPPED
+            match self._readiness(change):
+                case _Readiness.READY:
+                    self._enter(change, timestamp_ms)
+                    return TransitionOutcome.APPLIED
+                case _Readiness.NEVER:
+                    return TransitionOutcome.DROPPED
+                case _Readiness.EARLY:
+                    pass
+                case never:
+                    assert_never(never)
         if self._n_parked >= self._parked_max or self._parked_bytes + len(raw) > PARKED_BYTES_MAX:
-            self.counts["over_capacity"] += 1
+            self.counts[PooledTableCount.TRANSITIONS_REFUSED_OVER_CAPACITY] += 1
             raise BadRecord(
-                "over_capacity", f"{self._n_parked} transitions of the partition wait for their batches already"
+                "over_capacity",
+                f"{self._n_parked} transitions of the partition ({self._parked_bytes} bytes) are parked already",
             )
         number = waiting[-1].number + 1 if waiting else 0
         row = ParkedRow(offset, timestamp_ms, raw)
@@ -222,21 +254,24 @@ class PooledBlockTable:
         self._changed_parked[ParkedKey(rank, number)] = row
         return TransitionOutcome.PARKED
 
-    def kv_moved(self, rank: RankId, before: Progress | None, after: Progress, timestamp_ms: int) -> None:
-        """A record of kv-events, appended then, changed a rank's progress: lives may be over, transitions may count."""
-        if before is not None and _breaks(before, after):
+    def progress_changed(self, rank: RankId, before: Progress | None, after: Progress, timestamp_ms: int) -> None:
+        """Follow a rank's progress on kv-events: note ended incarnations, and apply parked transitions that are ready.
+
+        timestamp_ms: append time of the record that changed it.
+        """
+        if before is not None and _is_restart_or_removal(before, after):
             self._note_ended_incarnation(rank, before, after, timestamp_ms)
         if self._parked and rank in self._parked:
             self._release(rank)
 
     def expire(self, now_ms: int) -> None:
-        """Drop what was evicted long ago, and refuse what waits for a batch that comes no more. now_ms: wall clock."""
+        """Remove expired rows, and refuse transitions that were parked for too long. now_ms: wall clock."""
         left = EXPIRED_PER_TICK_MAX
         while self._due and left and (self._due[0][0] <= now_ms or self._n_evicted > self._evicted_max):
             at_ms, rank, sequence = heapq.heappop(self._due)
-            if self._is_due(at_ms, rank, sequence):  # else it has come back since
-                self._drop(rank, sequence, self._rows[rank][sequence])
-                self.counts["expired"] += 1
+            if self._is_due(at_ms, rank, sequence):  # otherwise its state has changed since
+                self._remove(rank, sequence, self._rows[rank][sequence])
+                self.counts[PooledTableCount.EVICTED_ROWS_EXPIRED] += 1
                 left -= 1
         if len(self._due) > 2 * self._n_rows + _DUE_SLACK:
             self._due = [each for each in self._due if self._is_due(*each)]
@@ -244,7 +279,7 @@ class PooledBlockTable:
         for rank in [rank for rank, waiting in self._parked.items() if self._is_overdue(waiting[0], now_ms)]:
             while left and rank in self._parked and self._is_overdue(self._parked[rank][0], now_ms):
                 parked = self._unpark(rank)
-                why = BadRecord("batch_never_came", f"batch {parked.change.follows} of rank {rank} has not come")
+                why = BadRecord("batch_never_came", f"batch {parked.change.follows} of rank {rank} has not arrived")
                 self._refuse(parked, why)
                 self._release(rank)
                 left -= 1
@@ -252,28 +287,30 @@ class PooledBlockTable:
         self._expire_owners(now_ms)
 
     def _expire_epochs(self, now_ms: int) -> None:
-        """Drop rows of epochs that a pool is no longer in: they count for nobody, and never will again.
+        """Remove rows of a pool's older epochs, which readers ignore for good.
 
-        Not as soon as a newer epoch is told, since owners tell of it in no order between them: what one of them told
-        before is to be found by what it tells next, whichever of them was read first.
+        They are kept for evicted_ttl_ms after a newer epoch is first reported, because owners report it in no order
+        among themselves: an owner's next transition must find the rows of its earlier ones, whichever owner's record
+        was read first.
         """
         if not self._outdated:
-            over = {
+            superseded = {
                 pool_id: epoch
                 for pool_id, (epoch, since_ms) in self._epochs.items()
                 if min(self._of_epoch[pool_id]) < epoch and since_ms + self._evicted_ttl_ms <= now_ms
             }
-            if over:
-                self._outdated.extend((key.owner, key.sequence) for key, row in self.rows() if _is_older(row, over))
+            if superseded:
+                older = ((key.owner, key.sequence) for key, row in self.rows() if _is_older(row, superseded))
+                self._outdated.extend(older)
         for _ in range(min(len(self._outdated), EXPIRED_PER_TICK_MAX)):
             rank, sequence = self._outdated.popleft()
             row = self._rows.get(rank, {}).get(sequence)
             if row is not None and row.placement.pool_epoch < self._epochs[row.placement.pool_id][0]:
-                self._drop(rank, sequence, row)
-                self.counts["outdated"] += 1
+                self._remove(rank, sequence, row)
+                self.counts[PooledTableCount.OUTDATED_ROWS_EXPIRED] += 1
 
     def _expire_owners(self, now_ms: int) -> None:
-        """Drop owners' rows that say nothing any more to transitions that may still be read, nor of rows in transit."""
+        """Remove owners' rows that neither a transition still to be read nor a row in transit depends on."""
         for rank in self._undated:
             if rank in self._owners and rank not in self._owner_due:
                 self._expect_end_of_owner(rank, now_ms)
@@ -284,41 +321,41 @@ class PooledBlockTable:
                 break
             at_ms, rank = heapq.heappop(due)
             if self._owner_due.get(rank) != at_ms:
-                continue  # more was told since
-            if rank in self._transit or rank in self._parked:
-                self._expect_end_of_owner(rank, max(now_ms, at_ms))  # they expire themselves, or count again
+                continue  # the owner's row has changed since
+            if rank in self._transit or rank in self._parked:  # these end first
+                self._expect_end_of_owner(rank, max(now_ms, at_ms))
                 continue
             del self._owners[rank], self._owner_due[rank]
             self._changed_owners[rank] = None
-            self.counts["owners_expired"] += 1
+            self.counts[PooledTableCount.OWNER_ROWS_EXPIRED] += 1
 
     @property
     def full(self) -> bool:
-        """Whether so many rows have changed that they are written before more is applied."""
+        """Whether enough rows have changed that they must be written before more is applied."""
         return len(self._changed) >= CHANGED_ROWS_FULL
 
     def __len__(self) -> int:
-        """Rows, whatever their state."""
+        """Return the number of rows in any state."""
         return self._n_rows
 
     def rows(self) -> Iterator[tuple[BlockKey, BlockRow]]:
-        """Every row as it lies in the table."""
+        """Iterate over all rows as the table has them."""
         for rank, rows in self._rows.items():
             for sequence, row in rows.items():
                 yield BlockKey(sequence, rank, row.placement.pool_id), row
 
     @property
     def n_parked(self) -> int:
-        """Transitions that wait."""
+        """Number of parked transitions."""
         return self._n_parked
 
     @property
     def n_owners(self) -> int:
-        """Owners' rows."""
+        """Number of owners' rows."""
         return len(self._owners)
 
     def take_changes(self) -> Changes:
-        """What changed since the last call."""
+        """Return the rows that changed since the last call."""
         changes = Changes(
             [(key, self._row_at(key)) for key in self._changed],
             [(rank, self._owners.get(rank)) for rank in self._changed_owners],
@@ -330,14 +367,14 @@ class PooledBlockTable:
         return changes
 
     def take_refused(self) -> list[LateRefusal]:
-        """Parked transitions that were refused since the last call."""
+        """Return the parked transitions that were refused since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
-    # -- which transitions count ---------------------------------------------------------------------------------------
+    # -- which transitions are applied ---------------------------------------------------------------------------------
 
     def _readiness(self, change: CxlTransition) -> _Readiness:
-        """Whether kv-events have a batch as high as the one that a transition follows, in its life."""
+        """Return whether kv-events have, in a transition's incarnation, a batch as late as the one that it follows."""
         progress = self._progress_of(change.rank)
         if progress is None or change.incarnation > progress.epoch.incarnation:
             return _Readiness.EARLY
@@ -346,20 +383,20 @@ class PooledBlockTable:
         if is_current and progress.health is not Health.REMOVED:
             reached = max(reached, progress.sequence)
         if change.follows <= reached:
-            return _Readiness.REACHED
+            return _Readiness.READY
         return _Readiness.EARLY if is_current else _Readiness.NEVER
 
     def _reached(self, owner: OwnerRow, incarnation: Incarnation) -> int:
-        """The last batch of a life that is over, or began anew."""
+        """Return the last batch of an incarnation that ended, or that started to number its batches again."""
         return next(
             (ended.sequence for ended in owner.ended_incarnations if ended.incarnation == incarnation), _NOT_BEGUN
         )
 
     def _note_ended_incarnation(self, rank: RankId, before: Progress, after: Progress, timestamp_ms: int) -> None:
-        """Keep how far a life had come that is over, or counts its batches anew."""
+        """Keep the last batch of an incarnation that ended, or that started to number its batches again."""
         owner = self._owner(rank)
         incarnations = {ended.incarnation: ended for ended in owner.ended_incarnations}
-        if before.health is not Health.REMOVED:  # else that was noted when it was removed
+        if before.health is not Health.REMOVED:  # otherwise it was noted at the removal
             ended = before.epoch.incarnation
             incarnations[ended] = EndedIncarnation(
                 ended, max(self._reached(owner, ended), before.sequence), timestamp_ms
@@ -380,15 +417,15 @@ class PooledBlockTable:
         self._expect_expiry_of_transit(rank)
 
     def _release(self, rank: RankId) -> None:
-        """Take what waited, in order, up to the first that must go on waiting."""
+        """Apply or drop a rank's parked transitions in order, up to the first one that must continue to wait."""
         while (waiting := self._parked.get(rank)) and (
             readiness := self._readiness(waiting[0].change)
         ) != _Readiness.EARLY:
             parked = self._unpark(rank)
             if readiness is _Readiness.NEVER:
-                self.counts["parked_dropped"] += 1
+                self.counts[PooledTableCount.PARKED_TRANSITIONS_DROPPED] += 1
                 continue
-            self.counts["parked_applied"] += 1
+            self.counts[PooledTableCount.PARKED_TRANSITIONS_APPLIED] += 1
             try:
                 self._enter(parked.change, parked.row.timestamp_ms)
             except BadRecord as exc:
@@ -419,47 +456,50 @@ class PooledBlockTable:
     def _is_overdue(self, parked: _Parked, now_ms: int) -> bool:
         return now_ms - parked.row.timestamp_ms >= self._parked_ttl_ms
 
-    # -- what they do --------------------------------------------------------------------------------------------------
+    # -- what a transition does to rows --------------------------------------------------------------------------------
 
     def _enter(self, change: CxlTransition, timestamp_ms: int) -> None:
-        """Let every block enter the state that may; raises BadRecord, behind that, where some may not."""
-        fresh: dict[Placement | None, Placement] = {}  # blocks that go together share what is said of them
+        """Let every block enter the state for which this is legal; then raise BadRecord if there are others."""
+        fresh: dict[Placement | None, Placement] = {}  # blocks with the same placement before share the new one
         refusals: list[tuple[SequenceHash, Refused]] = []
         for address, engine in change.blocks.rows():
             row = self._rows.get(change.rank, {}).get(address.sequence)
-            known = NOT_POOLED if row is None else _found_by(change.incarnation, row.placement)
+            known = NOT_POOLED if row is None else _metadata_for(change.incarnation, row.placement)
             entered = transition(known, change.state, change.pool_id, change.accessible_workers)
             if isinstance(entered, Refused):
                 refusals.append((address.sequence, entered))
             elif entered.pool_id is None:
                 if row is not None:
-                    self._drop(change.rank, address.sequence, row)
+                    self._remove(change.rank, address.sequence, row)
             elif row is None and self._n_rows >= self._rows_max:
-                refusals.append((address.sequence, Refused(RefusalReason.TABLE_FULL, f"{self._n_rows} rows are known")))
+                refusals.append((address.sequence, self._table_full()))
             elif entered != known or change.state is CxlMemoryState.IN_TRANSIT:
                 old = None if change.state is CxlMemoryState.IN_TRANSIT or row is None else row.placement
                 if old not in fresh:
                     fresh[old] = _placement(old, entered, change, timestamp_ms)
                 self._put(change.rank, address, engine, row, fresh[old])
-        self.counts["blocks_entered"] += len(change.blocks) - len(refusals)
+        self.counts[PooledTableCount.BLOCKS_ENTERED] += len(change.blocks) - len(refusals)
         if refusals:
-            self.counts.update(refused.reason.value for _, refused in refusals)
+            self.counts.update(_BLOCKS_REFUSED[refused.reason] for _, refused in refusals)
             block, first = refusals[0]
             raise BadRecord(
                 first.reason.value,
-                f"event {change.event_id} of rank {change.rank}: {len(refusals)} of {len(change.blocks)} blocks are "
-                f"unchanged, the first is {block}: {first.message}",
+                f"event {change.event_id} of rank {change.rank}: {len(refusals)} of {len(change.blocks)} blocks were "
+                f"refused and are unchanged; the first is {block}: {first.message}",
             )
+
+    def _table_full(self) -> Refused:
+        return Refused(RefusalReason.TABLE_FULL, f"the partition already has {self._n_rows} rows of pooled blocks")
 
     def _put(
         self, rank: RankId, address: BlockAddress, engine: EngineHash, known: BlockRow | None, placement: Placement
     ) -> None:
         if known is not None:
-            self._drop(rank, address.sequence, known)
-        self._hold(rank, address.sequence, BlockRow(placement, address.parent, address.position, engine))
+            self._remove(rank, address.sequence, known)
+        self._insert(rank, address.sequence, BlockRow(placement, address.parent, address.position, engine))
         self._changed[BlockKey(address.sequence, rank, placement.pool_id)] = None
 
-    def _hold(self, rank: RankId, sequence: SequenceHash, row: BlockRow) -> None:
+    def _insert(self, rank: RankId, sequence: SequenceHash, row: BlockRow) -> None:
         self._rows.setdefault(rank, {})[sequence] = row
         self._n_rows += 1
         self._n_evicted += self._is_evicted(rank, row)
@@ -474,7 +514,7 @@ class PooledBlockTable:
         if due_ms is not None:
             heapq.heappush(self._due, (due_ms, rank, sequence))
 
-    def _drop(self, rank: RankId, sequence: SequenceHash, row: BlockRow) -> None:
+    def _remove(self, rank: RankId, sequence: SequenceHash, row: BlockRow) -> None:
         rows = self._rows[rank]
         del rows[sequence]
         self._n_rows -= 1
@@ -518,13 +558,13 @@ class PooledBlockTable:
             heapq.heapify(self._owners_due)
 
     def _due_ms(self, rank: RankId, row: BlockRow) -> int | None:
-        """When a row expires; None for one that does not."""
+        """Return when a row expires; None for a row that does not."""
         owner, placement = self._owners.get(rank), row.placement
         if metadata_of(placement, owner).state is not CxlMemoryState.EVICTED:
             return None
         since_ms = placement.entered_at_ms
         if placement.state is not CxlMemoryState.EVICTED and owner is not None:
-            # Of its own life: whatever ended later would renew it for as long as the rank restarts.
+            # The end of the row's own incarnation: with that of a later one, each restart would renew the row.
             ends = (
                 ended.ended_at_ms for ended in owner.ended_incarnations if ended.incarnation == placement.incarnation
             )
@@ -534,29 +574,29 @@ class PooledBlockTable:
     def _is_evicted(self, rank: RankId, row: BlockRow) -> bool:
         state = row.placement.state
         return state is CxlMemoryState.EVICTED or (
-            state is CxlMemoryState.IN_TRANSIT and is_over(self._owners.get(rank), row.placement.incarnation)
+            state is CxlMemoryState.IN_TRANSIT and has_ended(self._owners.get(rank), row.placement.incarnation)
         )
 
     def _n_lapsed(self, rank: RankId) -> int:
-        """Rows in transit that count as evicted."""
+        """Return the number of rows in transit whose incarnation has ended, so that they are treated as evicted."""
         rows = self._rows.get(rank, {})
         return sum(self._is_evicted(rank, rows[sequence]) for sequence in self._transit.get(rank, ()))
 
     def _expect_expiry_of_transit(self, rank: RankId) -> None:
-        """What was in transit when a life ended counts as evicted from then on."""
+        """Let rows in transit whose incarnation has ended expire as evicted ones do."""
         owner = self._owners.get(rank)
         rows = self._rows.get(rank, {})
         for sequence in self._transit.get(rank, ()):
-            if is_over(owner, rows[sequence].placement.incarnation):
+            if has_ended(owner, rows[sequence].placement.incarnation):
                 due_ms = self._due_ms(rank, rows[sequence])
-                assert due_ms is not None  # in transit and over is evicted
+                assert due_ms is not None  # such a row is treated as evicted
                 heapq.heappush(self._due, (due_ms, rank, sequence))
 
 
-def _breaks(before: Progress, after: Progress) -> bool:
-    """Whether more has changed between two progresses than that one life has gone on."""
+def _is_restart_or_removal(before: Progress, after: Progress) -> bool:
+    """Return whether an incarnation ended, was removed, returned, or started to number its batches again."""
     if before.epoch is after.epoch and before.health is after.health and before.sequence <= after.sequence:
-        return False  # as it almost always is
+        return False  # the usual case, without the comparisons below
     return (
         before.epoch.incarnation != after.epoch.incarnation
         or (before.health is Health.REMOVED) != (after.health is Health.REMOVED)
@@ -569,18 +609,18 @@ def _is_older(row: BlockRow, epochs: Mapping[str, int]) -> bool:
     return epoch is not None and row.placement.pool_epoch < epoch
 
 
-def _found_by(incarnation: Incarnation, placement: Placement) -> CxlMemoryMetadata:
-    """What a transition of some life finds a block in."""
-    change = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
-    return after_owner_ended(change) if placement.incarnation < incarnation else change
+def _metadata_for(incarnation: Incarnation, placement: Placement) -> CxlMemoryMetadata:
+    """Return a block's metadata as a transition of this incarnation finds it."""
+    metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
+    return after_owner_ended(metadata) if placement.incarnation < incarnation else metadata
 
 
 def _placement(
     old: Placement | None, entered: CxlMemoryMetadata, change: CxlTransition, timestamp_ms: int
 ) -> Placement:
-    """What a transition says of blocks that it takes from a placement, or into transit."""
+    """Return the placement of blocks after a transition. old: None for blocks that enter transit."""
     if old is None:
-        assert entered.pool_id is not None  # what has no pool has no row
+        assert entered.pool_id is not None  # a block without a pool has no row
         return Placement(
             state=entered.state,
             pool_id=entered.pool_id,

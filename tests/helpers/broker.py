@@ -1,4 +1,4 @@
-"""The broker that all tests of one run share."""
+"""The broker that all tests of one pytest run share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from streams.local.kafka import LocalKafkaConfig
 
-#: Folder of the run's own broker; the worker processes of pytest-xdist inherit it.
+#: Environment variable with the broker's folder; the worker processes of pytest-xdist inherit it.
 DIRECTORY_ENV = "KVSTREAMS_TEST_KAFKA_DIRECTORY"
 
 
 def broker_config(directory: Path) -> LocalKafkaConfig:
-    """Settings of the broker that all tests of a run share, whose files lie in this folder."""
-    # Brokers allow no session below 6 s unless told to, and every test that kills a worker waits for one to end.
+    """Give the configuration of the shared broker, whose files are in this folder."""
+    # By default brokers allow no session below 6 s. Every test that kills a worker waits for a session to end.
     return LocalKafkaConfig(directory, {"group.min.session.timeout.ms": "1000"}, class_archive=False)

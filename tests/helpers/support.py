@@ -1,4 +1,4 @@
-"""What several end-to-end tests ask of a running system."""
+"""Checks of a running system that several end-to-end tests share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from streams.waiting import wait_for
 
 VISIBLE_TIMEOUT_S = 60.0
 
-#: Between two dumps of a whole view, which take the time of those that are waited for.
+#: Time between two dumps of a whole view. Dumps slow down the processes that the test waits for.
 DUMP_POLL_S = 0.25
 
 
 def assert_known(router: RouterProcess, engines: list[Engine]) -> set[tuple[int, int]]:
-    """Wait until the router knows just what the engines hold, and give it."""
+    """Wait until the router has exactly the blocks that the engines hold, and return them."""
     truth = held_blocks(engines)
     try:
-        wait_for(lambda: known_blocks(router.url) == truth, VISIBLE_TIMEOUT_S, "what the engines hold", DUMP_POLL_S)
+        wait_for(
+            lambda: known_blocks(router.url) == truth,
+            VISIBLE_TIMEOUT_S,
+            "the engines' blocks",
+            DUMP_POLL_S,
+        )
     except KvStreamsError:
         assert known_blocks(router.url) == truth
     return truth
 
 
 def dead_letters(settings: Settings) -> list[tuple[bytes | None, dict[str, bytes]]]:
-    """Every dead letter of a scope, value and headers, a partition after the other."""
+    """Give all dead letters of a scope as value and headers, partition by partition."""
     topic = topics(settings).dead_letters
     consumer = reader(settings)
     letters: list[tuple[bytes | None, dict[str, bytes]]] = []

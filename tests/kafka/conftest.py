@@ -1,6 +1,6 @@
-"""What tests on Kafka share: one real broker for all that ask for it, and a scope of topics of their own.
+"""What tests on Kafka share: one real broker, and for each test a scope with topics of its own.
 
-KVSTREAMS_TEST_KAFKA names a broker to use instead of starting one.
+KVSTREAMS_TEST_KAFKA can name a running broker, which is then used instead of starting one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from streams.topics import topics
 from tests.helpers.api import BLOCK_SIZE, BODY_BYTES_MAX, LIVE, TOKENS_MAX, Agents, Fleet, served
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
 
-#: Bootstrap address of a broker that runs already, which saves its start while a test is being written.
+#: Environment variable with the bootstrap address of a running broker, which saves time while writing a test.
 KAFKA_ENV = "KVSTREAMS_TEST_KAFKA"
 
-#: Few, so that a test's fleet starts soon; more than one, so that wrong partitions show.
+#: Few, so that a test starts quickly, and more than one, so that a record in a wrong partition is noticed.
 PARTITIONS = 4
 
-#: Long enough for a worker that shares two cores with five others.
+#: Long enough for a worker that shares two cores with five other workers.
 SESSION_TIMEOUT_S = 3.0
 
 _DELETE_TIMEOUT_S = 30.0
@@ -40,7 +40,7 @@ ScopeFactory = Callable[[Path], Settings]
 
 @pytest.fixture(scope="session")
 def kafka() -> KafkaState:
-    """A real broker, started when a test first asks for it; whichever process comes first starts it for all."""
+    """Give a real broker, which the first test process that needs it starts for all processes."""
     directory = Path(os.environ[DIRECTORY_ENV])
     bootstrap = os.environ.get(KAFKA_ENV)
     if bootstrap:
@@ -50,7 +50,7 @@ def kafka() -> KafkaState:
 
 @pytest.fixture(scope="session")
 def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
-    """Gives settings with a topic prefix that nobody else has, for a folder of tables."""
+    """Give a function that returns settings with a unique topic prefix, for a folder of tables."""
     given: list[Settings] = []
 
     def give(data_dir: Path) -> Settings:
@@ -66,7 +66,7 @@ def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
         return given[-1]
 
     yield give
-    if os.environ.get(KAFKA_ENV) and given:  # a broker of this run's own takes its topics with it
+    if os.environ.get(KAFKA_ENV) and given:  # a broker that this run started is deleted with all its topics
         client = admin(given[0])
         names = client.list_topics(timeout=_DELETE_TIMEOUT_S).topics
         ours = [spec.name for settings in given for spec in topics(settings).all() if spec.name in names]
@@ -77,19 +77,19 @@ def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
 
 @pytest.fixture
 def scope(new_scope: ScopeFactory, tmp_path: Path) -> Settings:
-    """Settings of a scope of the test's own."""
+    """Give the settings of a scope that only this test uses."""
     return new_scope(tmp_path / "state")
 
 
 @pytest.fixture
 def stack(scope: Settings, tmp_path: Path, children: Children) -> Stack:
-    """Starts processes in the test's scope."""
+    """Give a Stack, which starts processes in the test's scope."""
     return Stack(scope, tmp_path, children)
 
 
 @pytest.fixture(scope="session")
 def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two routers that all tests of the HTTP API share; none of them may fail at what it was asked."""
+    """Give two routers that all tests of the HTTP API share; neither may log an error while handling a request."""
     scope = replace(
         new_scope(tmp_path_factory.mktemp("fleet")),
         block_size=BLOCK_SIZE,
@@ -104,18 +104,18 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
         def emit(self, record: logging.LogRecord) -> None:
             faults.append(self.format(record))
 
-    noted = Faults(logging.ERROR)
-    logging.getLogger(handlers.__name__).addHandler(noted)
+    collector = Faults(logging.ERROR)
+    logging.getLogger(handlers.__name__).addHandler(collector)
     agents = Agents(scope, fresh=[LIVE])
     with served(scope) as main, served(scope) as peer, agents.keeping_fresh():
         yield Fleet(scope, main, peer, agents, iter(range(1, 1_000_000)))
-    logging.getLogger(handlers.__name__).removeHandler(noted)
+    logging.getLogger(handlers.__name__).removeHandler(collector)
     assert not faults
 
 
 @pytest.fixture(scope="session")
 def model(fleet: Fleet) -> str:
-    """A model with two workers, of two ranks each, for tests that leave no booking behind."""
+    """Give a model with two workers of two ranks each, for tests that leave no booking behind."""
     name = fleet.model()
     fleet.register(name, 2, dp_size=2)
     return name

@@ -1,4 +1,4 @@
-"""Pooled blocks end to end: real Kafka, real workers, SIGKILL at every effect, rebuilt from the changelog alone."""
+"""Pooled blocks end to end: a real Kafka, real workers, SIGKILL at every effect, recovery from the changelog alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ import pytest
 
 from streams.codec import encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
-from streams.core.events import (
-    MoeLabels,
-)
+from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, SequenceHash, WorkerId
 from streams.cxl.events import BlockAddress
@@ -44,7 +42,7 @@ from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
 from tests.unit.test_cxl_interleavings import History, Reference, random_history, reference_of, wanted_blocks
 
-#: What a router says of each pooled block: its metadata, its pool's epoch and where it lies on its chain.
+#: What a router returns about each pooled block: its metadata, its pool's epoch and its position in its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]
 
 POOL = "rack1"
@@ -64,7 +62,7 @@ def blocks_of(url: str) -> Blocks:
 
 @dataclass
 class TransitionSender:
-    """Writes a history to both topics, in pieces, and knows what must come of it."""
+    """Writes a history to both topics, in parts, and checks the results against the reference."""
 
     settings: Settings
     history: History
@@ -75,7 +73,7 @@ class TransitionSender:
         self._at = [0, 0]
 
     def publish(self, share: float) -> None:
-        """Publish both logs up to a share of them, at random turns."""
+        """Publish a share of both logs, alternating at random."""
         logs = [
             (topics(self.settings).kv_events.name, [(each.rank, encode_batch(each)) for each in self.history.kv]),
             (
@@ -94,7 +92,7 @@ class TransitionSender:
 
     @property
     def reference(self) -> Reference:
-        """Of what has been published."""
+        """The reference for the published part."""
         return reference_of(History(self.history.kv[: self._at[0]], self.history.cxl[: self._at[1]]))
 
     def assert_known(self, router: RouterProcess) -> None:
@@ -105,7 +103,7 @@ class TransitionSender:
             assert blocks_of(router.url) == wanted
 
     def assert_refused(self) -> None:
-        """Every refusal is one dead letter, whoever died when it was made."""
+        """Check that every refusal is exactly one dead letter, whichever process was killed meanwhile."""
         wanted = self.reference.refused
         cxl = topics(self.settings).cxl_events.name.encode()
 
@@ -119,28 +117,28 @@ class TransitionSender:
 
 @pytest.mark.parametrize("effect", [0, 1, 2, 4, 5, 6, 7])
 def test_a_worker_killed_at_an_effect_leaves_pooled_blocks_as_they_were(stack: Stack, effect: int) -> None:
-    """Inside its transaction, or before or behind any step: another one goes on to the reference's rows."""
-    stack.settings = replace(stack.settings, batch_records_max=10)  # so that there are transactions enough
-    told = TransitionSender(stack.settings, random_history(effect, 200, 250))
+    """The next owner ends with the reference's rows, at whichever step of a transaction the first was killed."""
+    stack.settings = replace(stack.settings, batch_records_max=10)  # for enough transactions
+    sender = TransitionSender(stack.settings, random_history(effect, 200, 250))
     ensure_topics(stack.settings, topics(stack.settings).all())
-    told.publish(0.7)
+    sender.publish(0.7)
     times = 12 if effect in (0, 5, 6, 7) else 150  # of transactions, or of records
     doomed = stack.worker("doomed", router=False, env={"KVSTREAMS_FAULT": f"{effect}:{times}"})
     wait_for(lambda: not doomed.child.running, VISIBLE_TIMEOUT_S, "the fault")
     heir = stack.worker("heir")
-    told.publish(1.0)
-    told.assert_known(heir)
-    told.assert_refused()
+    sender.publish(1.0)
+    sender.assert_known(heir)
+    sender.assert_refused()
 
 
 def opened(worker: RouterProcess) -> set[int]:
-    """Partitions that a worker's log says are open."""
-    said = re.findall(r"partition (\d+) is open", worker.child.log_path.read_text())
-    return {int(number) for number in said}
+    """Return the partitions that are open according to a worker's log."""
+    logged = re.findall(r"partition (\d+) is open", worker.child.log_path.read_text())
+    return {int(number) for number in logged}
 
 
 def assert_equally_old(settings: Settings) -> None:
-    """A partition's tables stand at their changelogs' ends together, however seldom one of them changes."""
+    """Check that the local copies of a partition's tables are of the same age, even if one of them seldom changes."""
     for partition in range(settings.partitions):
         name = scope_of(settings, partition)
         store = PartitionStore(tables_path(settings) / name, name, settings.rocksdb_cache_mb)
@@ -151,41 +149,41 @@ def assert_equally_old(settings: Settings) -> None:
 
 
 def test_rows_outlive_kill_9_a_deleted_disk_and_are_the_same_on_every_router(stack: Stack) -> None:
-    """What was parked, too: the changelog alone brings everything back, to a new owner and to a late router."""
+    """A new owner and a late router recover everything, including parked transitions, from the changelog alone."""
     seed = random.randrange(1 << 16)
     print(f"seed {seed}")
-    told = TransitionSender(stack.settings, random_history(seed, 300, 400))
+    sender = TransitionSender(stack.settings, random_history(seed, 300, 400))
     worker = stack.worker()
-    told.publish(0.3)
-    told.assert_known(worker)
-    # One that no record of the history is in may be opened behind those that the rows are in.
-    wait_for(lambda: opened(worker) == set(range(told.settings.partitions)), VISIBLE_TIMEOUT_S, "all to be open")
+    sender.publish(0.3)
+    sender.assert_known(worker)
+    # A partition without any record of the history may be opened after those with rows.
+    wait_for(lambda: opened(worker) == set(range(sender.settings.partitions)), VISIBLE_TIMEOUT_S, "all to be open")
     worker.child.kill()
     assert_equally_old(worker.settings)
-    told.publish(0.5)
+    sender.publish(0.5)
     stack.restart_worker(worker)
-    told.assert_known(worker)
+    sender.assert_known(worker)
     worker.child.kill()
     shutil.rmtree(Path(worker.settings.data_dir))
-    kafka = producer(stack.settings)  # a stranger's record in the changelog is passed over
+    kafka = producer(stack.settings)  # a foreign writer's record in the changelog is skipped
     kafka.produce(topics(stack.settings).cxl_changelog.name, key=b"hello", value=b"world", partition=0)
     assert kafka.flush(30.0) == 0
-    told.publish(0.7)
+    sender.publish(0.7)
     stack.restart_worker(worker)
-    told.assert_known(worker)
+    sender.assert_known(worker)
     second = stack.worker("second", router=False)
-    told.publish(0.8)
+    sender.publish(0.8)
     worker.child.kill()
-    told.publish(1.0)
+    sender.publish(1.0)
     late = stack.router("late")
-    told.assert_known(late)
+    sender.assert_known(late)
     assert second.child.running
-    told.assert_refused()
+    sender.assert_refused()
 
 
 def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -> None:
-    """It comes back on what it had on disk; a worker that lived through it, and one that begins behind it, go on."""
-    # A broker of its own: others would not survive it.
+    """The broker restarts from its disk; a worker that was running meanwhile and one started later both continue."""
+    # This test needs its own broker, since it kills it.
     broker = LocalKafka(
         LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
     )
@@ -193,32 +191,32 @@ def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -
     print(f"seed {seed}")
     try:
         settings = replace(scope, kafka=broker.up().bootstrap)
-        told = TransitionSender(settings, random_history(seed, 300, 400))
+        sender = TransitionSender(settings, random_history(seed, 300, 400))
         with Children() as children:
             stack = Stack(settings, tmp_path / "stack", children)
             worker = stack.worker()
-            told.publish(0.4)
-            told.assert_known(worker)
-            told.publish(0.6)  # the worker is in the midst of it
+            sender.publish(0.4)
+            sender.assert_known(worker)
+            sender.publish(0.6)  # the worker is processing these
             broker.kill()
             broker.up()
-            told.publish(0.8)
-            told.assert_known(worker)
+            sender.publish(0.8)
+            sender.assert_known(worker)
             worker.child.kill()
             shutil.rmtree(Path(worker.settings.data_dir))
             broker.kill()
             broker.up()
             heir = stack.worker("heir", router=False)
-            told.publish(1.0)
+            sender.publish(1.0)
             late = stack.router("late")
-            told.assert_known(late)
+            sender.assert_known(late)
             assert heir.child.running
-            told.assert_refused()
+            sender.assert_refused()
     finally:
         broker.down()
 
 
-# -- what engines, scripts and operators say ---------------------------------------------------------------------------
+# -- what engines, scripts and operators report ------------------------------------------------------------------------
 
 
 def call(router: RouterProcess, method: str, path: str, body: Any = None) -> Any:
@@ -233,7 +231,7 @@ def put_worker(router: RouterProcess, worker_id: int) -> None:
 
 
 def reach(router: RouterProcess) -> dict[int, tuple[str, list[int]]]:
-    """State and reachable workers by engine hash."""
+    """Return state and reachable workers by engine hash."""
     rows = get_json(f"{router.url}/state/cxl")["blocks"]
     return {row["engine_hash"]: (row["state"], row["reachable_workers"]) for row in rows}
 
@@ -251,8 +249,8 @@ def script(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60.0, check=False)
 
 
-def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_its_owner(stack: Stack) -> None:
-    """Its GPU copy's end, clear, restart and removal; and by nobody who left the pool, once the pool lost it."""
+def test_members_can_read_a_pooled_block_whatever_happens_to_its_owner(stack: Stack) -> None:
+    """The owner drops its copy, clears, restarts and is removed. Workers that left, or all after a loss, cannot."""
     worker = stack.worker()
     for worker_id in (1, 2, 3):
         put_worker(worker, worker_id)
@@ -281,14 +279,14 @@ def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_it
         with pytest.raises(InvalidEvent, match="not a state"):
             publisher.publish_cxl_state_transition(5, [13], "somewhere", POOL)
         publisher.cleared()
-        publisher.publish_cxl_state_transition(6, [11], "cxl_pooled")  # it is there already: refused, and nothing lost
+        publisher.publish_cxl_state_transition(6, [11], "cxl_pooled")  # refused, because it is already in the pool
     await_reach(worker, {**pooled, 13: ("in_transit", [])})
     wait_for(lambda: len(dead_letters(stack.settings)) == 1, VISIBLE_TIMEOUT_S, "the refusal")
     assert dead_letters(stack.settings)[0][1]["kvstreams.reason"] == b"not_in_transit"
 
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:  # a restart
         await_reach(worker, {**pooled, 13: ("evicted", [])})
-        publisher.stored([21], tokens[:16])  # the new life's name of the first block
+        publisher.stored([21], tokens[:16])  # the new incarnation's name of the first block
         publisher.publish_cxl_state_transition(1, [21], "evicted", POOL)
     await_reach(worker, {21: ("evicted", []), 12: ("cxl_pooled", [1, 2]), 13: ("evicted", [])})
 
@@ -316,16 +314,16 @@ def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_it
 
 
 def ask(router: RouterProcess, tokens: list[int], **query: Any) -> dict[str, Any]:
-    """Ask without booking, with every candidate's terms."""
-    asked = {"token_ids": tokens, "update_states": False, "explain": True}
+    """Return a decision without a booking, with the scores of every candidate."""
+    body = {"token_ids": tokens, "update_states": False, "explain": True}
     if query:
-        asked["router_config_override"] = {"moe_query": query}
-    answer: dict[str, Any] = call(router, "POST", "/route", asked)
+        body["router_config_override"] = {"moe_query": query}
+    answer: dict[str, Any] = call(router, "POST", "/route", body)
     return answer
 
 
 def supplementary(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
-    """Own, pooled and matching blocks by worker."""
+    """Return own, CXL-accessible and MoE-matching blocks by worker."""
     names = ("scores", "cxl_accessible_scores", "moe_scores")
     return {each["worker_id"]: tuple(each[name] for name in names) for each in answer["candidates"]}
 
@@ -333,10 +331,10 @@ def supplementary(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
 def await_supplementary(
     router: RouterProcess, wanted: dict[int, tuple[int, int, int]], tokens: list[int], **query: Any
 ) -> int:
-    """Wait until a choice is made by these terms; gives the worker chosen."""
+    """Wait until a decision has these scores, and return the chosen worker."""
     try:
         wait_for(
-            lambda: supplementary(ask(router, tokens, **query)) == wanted, VISIBLE_TIMEOUT_S, "the terms of a choice"
+            lambda: supplementary(ask(router, tokens, **query)) == wanted, VISIBLE_TIMEOUT_S, "the scores of a decision"
         )
     finally:
         answer = ask(router, tokens, **query)
@@ -345,8 +343,8 @@ def await_supplementary(
     return chosen
 
 
-def test_a_request_goes_where_a_dead_owners_pooled_prefix_is_reached_and_labels_match(stack: Stack) -> None:
-    """On every router, across blocks partly on the GPU; and elsewhere once the pool is lost."""
+def test_a_request_goes_to_a_worker_that_can_read_a_removed_owners_pooled_prefix(stack: Stack) -> None:
+    """Every router also uses labels and blocks that are partly on the GPU, and ignores the pool once it is lost."""
     worker = stack.worker()
     for worker_id in (1, 2, 3):
         put_worker(worker, worker_id)
@@ -368,20 +366,20 @@ def test_a_request_goes_where_a_dead_owners_pooled_prefix_is_reached_and_labels_
         assert await_supplementary(router, {2: (0, 4, 0), 3: (2, 0, 1)}, tokens, layer_id=2, expert_ids=[7]) == 2
         strict = {"layer_id": 2, "expert_group": 3, "fallback_to_unlabeled": False}
         assert await_supplementary(router, {3: (2, 0, 1)}, tokens, **strict) == 3
-    with KvEventPublisher(stack.settings, worker_id=2, model="m") as publisher:  # a hole that nobody's pool has
+    with KvEventPublisher(stack.settings, worker_id=2, model="m") as publisher:  # a hole in its own blocks
         publisher.stored([21, 22], tokens[:32])
         publisher.removed([21])
         publisher.flush()
         assert await_supplementary(worker, {2: (0, 4, 0), 3: (2, 0, 0)}, tokens) == 2
-        publisher.stored([21], tokens[:16])  # two of its own, and then two that are pooled
+        publisher.stored([21], tokens[:16])  # two of its own, followed by two pooled ones
         assert await_supplementary(worker, {2: (2, 2, 0), 3: (2, 0, 0)}, tokens) == 2
     call(worker, "DELETE", f"/pools/{POOL}")
     for router in (worker, late):
         await_supplementary(router, {2: (2, 0, 0), 3: (2, 0, 0)}, tokens)
 
 
-def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack) -> None:
-    """Metadata of a store are transitions; a script finds the names in what Kafka has, whoever feeds the rank."""
+def test_stores_in_a_pool_and_scripts_report_transitions_like_any_other(stack: Stack) -> None:
+    """A store's metadata become transitions, and a script looks up the engine's names in Kafka."""
     worker = stack.worker()
     for worker_id in (1, 2):
         put_worker(worker, worker_id)
@@ -395,26 +393,26 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
         publisher.stored([13], list(range(100, 116)))
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2])})
 
-    told = ["transition", "--worker-id", "1", "--event-id", "7"]
-    slip = script(stack.settings, *told, "--state", "in_transit", "--pool-id", "rack2", "13")
-    assert (slip.returncode, slip.stdout) == (1, "")
-    assert f"no pool rack2 is registered; there are: {POOL}" in slip.stderr
-    early = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
+    transition = ["transition", "--worker-id", "1", "--event-id", "7"]
+    typo = script(stack.settings, *transition, "--state", "in_transit", "--pool-id", "rack2", "13")
+    assert (typo.returncode, typo.stdout) == (1, "")
+    assert f"no pool rack2 is registered; there are: {POOL}" in typo.stderr
+    early = script(stack.settings, *transition, "--state", "cxl_pooled", "--wait", "60", "13")
     assert (early.returncode, early.stdout) == (1, "sent: 1 blocks of worker 1 rank 0 to cxl_pooled\n"), early.stderr
     assert early.stderr.startswith("refused: not_in_transit: ")
-    done = script(stack.settings, *told, "--state", "in_transit", "--pool-id", POOL, "13", "14")
+    done = script(stack.settings, *transition, "--state", "in_transit", "--pool-id", POOL, "13", "14")
     sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait prints their verdict\n"
     assert (done.returncode, done.stdout) == (1, sent), done.stderr
     assert "1 hashes are unknown for this rank: 14" in done.stderr
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2]), 13: ("in_transit", [])})
-    pooled = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
+    pooled = script(stack.settings, *transition, "--state", "cxl_pooled", "--wait", "60", "13")
     assert (pooled.returncode, pooled.stdout.splitlines()[1:]) == (0, ["applied"]), pooled.stderr
-    assert script(stack.settings, *told, "--state", "evicted", "12").returncode == 0  # no ledger has it any more
+    assert script(stack.settings, *transition, "--state", "evicted", "12").returncode == 0  # not in the ledger any more
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("evicted", []), 13: ("cxl_pooled", [1, 2])})
     lost = script(stack.settings, "pool", POOL, "--lost")
     assert lost.stdout == f"pool {POOL}: epoch 1, lost, latency class far\n", lost.stderr
     await_reach(worker, {11: ("cxl_pooled", []), 12: ("evicted", []), 13: ("cxl_pooled", [])})
-    back = [*told, "--state", "in_transit", "--pool-id", POOL]
+    back = [*transition, "--state", "in_transit", "--pool-id", POOL]
     assert f"pool {POOL} is lost" in script(stack.settings, *back, "13").stderr
     forced = script(stack.settings, *back, "--force", "--wait", "60", "13")
     assert (forced.returncode, forced.stdout.splitlines()[1:]) == (0, ["applied"]), forced.stderr
@@ -425,13 +423,13 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     assert nobody.returncode == 1
     assert "has published nothing" in nobody.stderr
     worker.child.kill()
-    silence = script(stack.settings, *told, "--state", "evicted", "--wait", "1", "13")
+    silence = script(stack.settings, *transition, "--state", "evicted", "--wait", "1", "13")
     assert silence.returncode == 1
     assert "no agent has read it" in silence.stderr
 
 
-def test_the_publisher_of_the_page_tells_of_labels_and_pools(stack: Stack) -> None:
-    """The code of docs/cxl.md as it stands, its imports among it."""
+def test_the_example_of_the_docs_reports_labels_and_pooled_blocks(stack: Stack) -> None:
+    """The Python code of docs/cxl.md runs unchanged."""
     ((_, code),) = blocks("docs/cxl.md", "python")
     worker = stack.worker()
     for worker_id in (7, 8):
@@ -445,10 +443,8 @@ def test_the_publisher_of_the_page_tells_of_labels_and_pools(stack: Stack) -> No
     await_supplementary(worker, {7: (3, 0, 2), 8: (0, 3, 0)}, tokens, **query)
 
 
-def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_again(
-    stack: Stack,
-) -> None:
-    """From the engine's own batches, or where it has forgotten them from the table."""
+def test_a_restarted_bridge_recovers_the_names_of_its_engines_pooled_blocks(stack: Stack) -> None:
+    """It recovers them from the table if the engine no longer keeps the batches."""
     stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
     worker = stack.worker()
     call(worker, "PUT", f"/pools/{POOL}", {"members": [int(WORKER_ID)]})
@@ -470,7 +466,7 @@ def test_a_bridge_tells_what_its_engine_does_with_a_pool_and_knows_its_names_aga
 
 
 def test_a_partition_of_both_topics_has_one_owner(stack: Stack) -> None:
-    """Faust gives two workers the same numbers of both; whatever is told of a rank is in its worker's partition."""
+    """Faust assigns equal partition numbers of both topics to one worker, and a rank's records are all in one."""
     first, second = stack.worker("first", router=False), stack.worker("second", router=False)
     router = stack.router("router")
     for worker_id in range(1, 9):

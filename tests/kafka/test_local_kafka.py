@@ -19,7 +19,7 @@ from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, kafka
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
-    """Give a broker's directory; each test calls `up`, which starts it only where the test before ended it."""
+    """Give a broker's directory; each test calls `up`, which starts the broker only if the previous test ended it."""
     overrides = {"broker.session.timeout.ms": "1000"}  # what `up` waits for after `kill`
     local = LocalKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka") / "a café", overrides=overrides))
     yield local
@@ -38,7 +38,7 @@ def brokers_of(directory: Path) -> list[int]:
 
 
 def create_topic(bootstrap: str, name: str) -> None:
-    client = AdminClient({"bootstrap.servers": bootstrap})  # named, because its requests end with it
+    client = AdminClient({"bootstrap.servers": bootstrap})  # kept until its requests have ended
     client.create_topics([NewTopic(name, 1, 1)])[name].result(30)
 
 
@@ -49,7 +49,7 @@ def produce(bootstrap: str, topic: str, value: bytes) -> None:
 
 
 def consume(bootstrap: str, topic: str, *, in_group: bool = False) -> bytes:
-    """Return the first message, read as a member of a group or, sooner, without one."""
+    """Return the first message, read as a member of a group, or faster without one."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": f"of-{topic}", "auto.offset.reset": "earliest"})
     try:
         if in_group:
@@ -66,11 +66,11 @@ def consume(bootstrap: str, topic: str, *, in_group: bool = False) -> bytes:
     return value
 
 
-# -- a broker's life -------------------------------------------------------------------------------------------------
+# -- start and stop -------------------------------------------------------------------------------------------------
 
 
 def test_a_message_goes_through_a_new_broker(broker: LocalKafka) -> None:
-    """A broker started from nothing takes a message from one client and gives it to another, without a word."""
+    """A new broker takes a message from one client and gives it to another, and prints nothing."""
     state = broker.up()
     assert not state.reused
     assert state.notes == ()
@@ -78,13 +78,13 @@ def test_a_message_goes_through_a_new_broker(broker: LocalKafka) -> None:
     create_topic(state.bootstrap, "round-trip")
     produce(state.bootstrap, "round-trip", b"there and back")
     assert consume(state.bootstrap, "round-trip", in_group=True) == b"there and back"
-    # Neither SLF4J nor the JVM warned; the broker's own log went where it belongs.
+    # Neither SLF4J nor the JVM warned, and the broker's own log is in its file.
     assert (broker.directory / "console.log").read_text() == ""
     assert "RUNNING" in (broker.directory / "server.log").read_text()
 
 
 def test_a_second_up_finds_the_running_broker(broker: LocalKafka) -> None:
-    """`up` where a broker runs returns that one, for another object as well, and `status` tells the same."""
+    """If a broker runs, `up` returns it, even from another object, and `status` returns the same."""
     first = broker.up()
     again = LocalKafka(broker.config).up()
     assert again.reused
@@ -93,8 +93,8 @@ def test_a_second_up_finds_the_running_broker(broker: LocalKafka) -> None:
     assert broker.answers()
 
 
-def test_up_with_other_properties_says_that_it_changed_nothing(broker: LocalKafka) -> None:
-    """A running broker is not restarted for other overrides; the answer has a note about it."""
+def test_up_with_other_properties_notes_that_it_changed_nothing(broker: LocalKafka) -> None:
+    """A running broker is not restarted for other overrides; the result has a note about it."""
     first = broker.up()
     other = LocalKafka(LocalKafkaConfig(broker.directory, overrides={"num.io.threads": "3"})).up()
     assert other.pid == first.pid
@@ -102,7 +102,7 @@ def test_up_with_other_properties_says_that_it_changed_nothing(broker: LocalKafk
 
 
 def test_a_killed_broker_comes_back_with_its_data_and_port(broker: LocalKafka) -> None:
-    """What was acknowledged before SIGKILL is read after the next `up`, at the same address."""
+    """A message that was acknowledged before SIGKILL can be read after the next `up`, at the same address."""
     before = broker.up()
     create_topic(before.bootstrap, "survivor")
     produce(before.bootstrap, "survivor", b"still here")
@@ -116,8 +116,8 @@ def test_a_killed_broker_comes_back_with_its_data_and_port(broker: LocalKafka) -
     assert consume(after.bootstrap, "survivor") == b"still here"
 
 
-def test_a_paused_broker_is_alive_and_does_not_answer(broker: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between `pause` and `resume` the process exists, `answers` is false and `up` says why it cannot use it."""
+def test_a_paused_broker_runs_and_does_not_answer(broker: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between `pause` and `resume`, the process exists, `answers` is false, and the error of `up` gives the reason."""
     monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", 0.3)
     state = broker.up()
     broker.pause()
@@ -133,7 +133,7 @@ def test_a_paused_broker_is_alive_and_does_not_answer(broker: LocalKafka, monkey
 
 
 def test_down_leaves_no_process_and_may_be_repeated(broker: LocalKafka) -> None:
-    """`down` ends even a paused broker, tells whether there was one, and what needs a broker says that none runs."""
+    """`down` ends even a paused broker and returns whether there was one; `kill` then fails because none runs."""
     broker.up()
     broker.pause()
     assert broker.down()
@@ -146,7 +146,7 @@ def test_down_leaves_no_process_and_may_be_repeated(broker: LocalKafka) -> None:
 
 
 def test_two_ups_at_once_start_one_broker(broker: LocalKafka) -> None:
-    """Of two simultaneous calls one starts the broker and the other one finds it."""
+    """Of two simultaneous calls, one starts the broker and the other finds it."""
     broker.down()
     with ThreadPoolExecutor(2) as threads:
         states = list(threads.map(lambda _: LocalKafka(broker.config).up(), range(2)))
@@ -154,8 +154,8 @@ def test_two_ups_at_once_start_one_broker(broker: LocalKafka) -> None:
     assert brokers_of(broker.directory) == [states[0].pid] == [states[1].pid]
 
 
-def test_a_port_taken_meanwhile_is_replaced_and_told(broker: LocalKafka) -> None:
-    """Where another server has the saved port, the broker starts on a new one, with its data and a note about it."""
+def test_a_port_that_another_server_has_taken_is_replaced(broker: LocalKafka) -> None:
+    """If another server uses the saved port, the broker starts on a new one, with its data and a note about it."""
     before = broker.up()
     broker.down()
     port = int(before.bootstrap.rpartition(":")[2])
@@ -179,10 +179,10 @@ def test_a_port_taken_meanwhile_is_replaced_and_told(broker: LocalKafka) -> None
     ],
     ids=["data-in-a-file", "no-number", "no-class", "reserved"],
 )
-def test_a_broker_that_cannot_start_says_why(
+def test_the_error_of_a_broker_that_cannot_start_has_the_reason(
     tmp_path: Path, overrides: dict[str, str], reason: str, remedy: str
 ) -> None:
-    """The error quotes Kafka's own reason, tells what to do, and nothing is left running."""
+    """The error quotes Kafka's own reason and says what to do, and no process is left."""
     file = tmp_path / "file"
     file.touch()
     overrides = {key: value.format(file=file) for key, value in overrides.items()}
@@ -195,7 +195,7 @@ def test_a_broker_that_cannot_start_says_why(
 
 
 def test_a_start_that_takes_too_long_is_ended(broker: LocalKafka) -> None:
-    """After `start_timeout_s` without an answer the broker is killed, and the error says so."""
+    """A broker that does not answer within `start_timeout_s` is killed, and the error says so."""
     broker.down()
     local = LocalKafka(LocalKafkaConfig(broker.directory, start_timeout_s=0.1))
     with pytest.raises(LocalKafkaError, match=r"did not answer within 0\.1 s"):
@@ -205,7 +205,7 @@ def test_a_start_that_takes_too_long_is_ended(broker: LocalKafka) -> None:
 
 
 def test_an_interrupted_start_leaves_no_broker(broker: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while `up` waits kills the broker that it has just started."""
+    """Ctrl-C while `up` waits kills the broker that `up` has just started."""
     broker.down()
 
     def interrupted(saved: object) -> bool:

@@ -13,7 +13,7 @@ from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_bridge import SMALL
 from tests.kafka.test_cxl_pipeline import await_supplementary, call
 
-#: Room for two prompts of ten blocks, and not for three.
+#: Capacity for two prompts of ten blocks, but not for three.
 POOL = PoolConfig("rack1", block_size=SMALL.block_size, capacity_blocks=24)
 TIME_SCALE = 100.0
 N_BLOCKS = 10
@@ -26,7 +26,7 @@ def prompt(number: int, n_blocks: int = N_BLOCKS) -> list[int]:
 
 
 def serve(engine: Engine, tokens: list[int]) -> dict[str, float]:
-    """Let an engine answer a prompt; gives its figures."""
+    """Let an engine answer a prompt; returns the figures of the answer."""
     body = orjson.dumps({"prompt": tokens, "max_tokens": 1})
     request = urllib.request.Request(f"{engine.url}/v1/completions", data=body)
     with urllib.request.urlopen(request, timeout=30.0) as response:
@@ -35,7 +35,7 @@ def serve(engine: Engine, tokens: list[int]) -> dict[str, float]:
 
 
 def counted(engine: Engine) -> tuple[int, int]:
-    """Prompt tokens that an engine has computed and loaded, by its own count."""
+    """Give the numbers of prompt tokens that an engine has computed and loaded, as it counts them."""
     info = get_json(f"{engine.url}/sim/info")
     return info["computed_tokens"], info["loaded_tokens"]
 
@@ -44,8 +44,11 @@ def attached(engine: Engine) -> bool:
     return bool(get_json(f"{engine.url}/sim/info")["pool"]["attached"])
 
 
-def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router_sends_it(stack: Stack) -> None:
-    """Offloaded by one, seen by the router, loaded by another and not computed; evicted, and not seen any more."""
+def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_by_the_chosen_engine(stack: Stack) -> None:
+    """A prefix that one engine offloads is visible to the router, and another engine loads it instead of computing it.
+
+    Once the pool has evicted it, or has exited, the router no longer counts it.
+    """
     worker = stack.worker()
     pool = stack.pool(POOL, "m", TIME_SCALE)
     labels = ("--moe-layer", "2", "--moe-expert", "7", "--moe-group", "3")
@@ -55,7 +58,7 @@ def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router
     stack.bridge([first, second, third])
     wait_workers(worker.url, 3)
     call(worker, "PUT", "/pools/rack1", {"members": [1, 2, 3], "capacity_blocks": POOL.capacity_blocks})
-    wait_for(lambda: all(map(attached, engines.values())), VISIBLE_TIMEOUT_S, "the pool's engines")
+    wait_for(lambda: all(map(attached, engines.values())), VISIBLE_TIMEOUT_S, "the engines to attach to the pool")
 
     one = prompt(1)
     serve(first, one)
@@ -63,14 +66,14 @@ def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router
     assert await_supplementary(worker, {1: (10, 0, 10), 2: (0, 10, 0), 3: (0, 10, 0)}, one, **LABELS) == 1
     assert await_supplementary(worker, {1: (10, 0, 10)}, one, **LABELS, fallback_to_unlabeled=False) == 1
 
-    asked = {"request_id": "r1", "model": "m", "token_ids": [*one, 1], "excluded_worker_ids": [1]}
-    chosen = engines[call(worker, "POST", "/route", asked)["worker_id"]]
+    request = {"request_id": "r1", "model": "m", "token_ids": [*one, 1], "excluded_worker_ids": [1]}
+    chosen = engines[call(worker, "POST", "/route", request)["worker_id"]]
     other = third if chosen is second else second
     assert serve(chosen, [*one, 1])["pooled_tokens"] == N_TOKENS
     assert counted(chosen) == (1, N_TOKENS)
     await_supplementary(worker, {1: (10, 0, 0), chosen.worker_id: (10, 0, 0), other.worker_id: (0, 10, 0)}, one)
 
-    serve(first, prompt(2, POOL.capacity_blocks))  # the pool has room for nothing else then
+    serve(first, prompt(2, POOL.capacity_blocks))  # this fills the whole pool
     await_supplementary(worker, {1: (10, 0, 0), chosen.worker_id: (10, 0, 0), other.worker_id: (0, 0, 0)}, one)
     assert serve(other, [*one, 1])["cached_tokens"] == 0
 
@@ -79,16 +82,21 @@ def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router
     await_supplementary(worker, {1: (10, 0, 0), 2: (0, 10, 0), 3: (0, 10, 0)}, two)
     first.child.kill()
     call(worker, "DELETE", "/workers/1")
-    heir = engines[await_supplementary(worker, {2: (0, 10, 0), 3: (0, 10, 0)}, two)]
-    before = counted(heir)
-    assert serve(heir, [*two, 1])["pooled_tokens"] == N_TOKENS
-    assert counted(heir) == (before[0] + 1, before[1] + N_TOKENS)
+    loader = engines[await_supplementary(worker, {2: (0, 10, 0), 3: (0, 10, 0)}, two)]
+    before = counted(loader)
+    assert serve(loader, [*two, 1])["pooled_tokens"] == N_TOKENS
+    assert counted(loader) == (before[0] + 1, before[1] + N_TOKENS)
 
-    pool.child.kill()  # engines tell the end of what was theirs; of what was the dead one's nobody can but the registry
-    wait_for(lambda: not attached(second) and not attached(third), VISIBLE_TIMEOUT_S, "the pool's end")
+    # Engines report the loss of their own blocks. Those of the killed engine end with the pool's registration.
+    pool.child.kill()
+    wait_for(
+        lambda: not attached(second) and not attached(third),
+        VISIBLE_TIMEOUT_S,
+        "the engines to notice that the pool exited",
+    )
     call(worker, "DELETE", "/pools/rack1")
-    late = third if heir is second else second
-    await_supplementary(worker, {heir.worker_id: (10, 0, 0), late.worker_id: (0, 0, 0)}, two)
+    late = third if loader is second else second
+    await_supplementary(worker, {loader.worker_id: (10, 0, 0), late.worker_id: (0, 0, 0)}, two)
     before = counted(late)
     assert serve(late, [*two, 1])["cached_tokens"] == 0
     assert counted(late) == (before[0] + N_TOKENS + 1, before[1])
@@ -97,4 +105,4 @@ def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_where_the_router
         rows = get_json(f"{worker.url}/state/cxl")["blocks"]
         return {row["state"] for row in rows if row["worker_id"] != 1}
 
-    wait_for(lambda: states() == {"evicted"}, VISIBLE_TIMEOUT_S, "the end of what was theirs")
+    wait_for(lambda: states() == {"evicted"}, VISIBLE_TIMEOUT_S, "the evictions of all blocks of engines 2 and 3")

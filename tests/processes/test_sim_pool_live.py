@@ -1,4 +1,4 @@
-"""Live engines around a live pool, over sockets and without Kafka: what is loaded, told, replayed, and lost with it."""
+"""Live engines and a live pool over sockets, without Kafka: loads, reported transitions, replays and failures."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from streams.sim.pool_server import serve as serve_pool
 from streams.sim.server import SimServerConfig, serve
 from tests.processes.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, started
 
-#: 1 ms a block either way and half a millisecond a transfer, of model time.
+#: 1 ms of model time per block in either direction, and 0.5 ms per transfer.
 POOL = PoolConfig("p", block_size=4, bytes_per_token=250_000, offload_gb_per_s=1.0, load_gb_per_s=1.0, latency_us=500.0)
 POOL_SERVER = PoolServerConfig(pool=POOL, time_scale=FAST.time_scale)
 N_FULL = len(PROMPT) // ENGINE.block_size
 
 
 @dataclass
-class House:
-    """A pool, and what starts engines beside it."""
+class Fleet:
+    """A pool, and engines that share it."""
 
     pool: PoolServer
     http: aiohttp.ClientSession
@@ -51,7 +51,7 @@ class House:
     _stops: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     async def engine(self, config: SimServerConfig = FAST, **changes: Any) -> Client:
-        """Start one that has found the pool."""
+        """Start an engine and wait until it is attached."""
         server = await serve(replace(config, pool=self.pool.url, **changes))
         self._stops.append(server.stop)
         client = Client(server, self.http, self.context)
@@ -67,13 +67,13 @@ class House:
             return response.status, await response.json()
 
     async def session(self) -> str:
-        """Attach by hand."""
+        """Attach without an engine; returns the session."""
         status, page = await self.call("attach", engine="hand", model="sim-model", block_size=4, time_scale=1000.0)
         assert status == 200
         return str(page["session"])
 
     async def restart_pool(self) -> None:
-        """Another process on the same port, with nothing in it."""
+        """Replace the pool with an empty one on the same port."""
         port = urlsplit(self.pool.url).port or 0
         await self.pool.stop()
         self.pool = await serve_pool(replace(self.pool.config, port=port))
@@ -85,10 +85,10 @@ class House:
 
 
 @asynccontextmanager
-async def house(config: PoolServerConfig = POOL_SERVER) -> AsyncIterator[House]:
+async def fleet(config: PoolServerConfig = POOL_SERVER) -> AsyncIterator[Fleet]:
     async with aiohttp.ClientSession() as http:
         context = zmq.asyncio.Context()
-        found = House(await serve_pool(config), http, context)
+        found = Fleet(await serve_pool(config), http, context)
         try:
             yield found
             found.pool.pool.check()
@@ -97,16 +97,16 @@ async def house(config: PoolServerConfig = POOL_SERVER) -> AsyncIterator[House]:
             await found.stop()
 
 
-def live(scenario: Callable[[House], Awaitable[None]], config: PoolServerConfig = POOL_SERVER) -> None:
+def live(scenario: Callable[[Fleet], Awaitable[None]], config: PoolServerConfig = POOL_SERVER) -> None:
     async def main() -> None:
-        async with asyncio.timeout(PATIENCE_S), house(config) as found:
+        async with asyncio.timeout(PATIENCE_S), fleet(config) as found:
             await scenario(found)
 
     asyncio.run(main())
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait; only a hang is a failure, and the scenario's timeout tells it."""
+    """Wait until a condition holds; the scenario's timeout ends a hang."""
     while not await condition():
         await asyncio.sleep(0.01)
 
@@ -116,13 +116,13 @@ async def attached(client: Client) -> bool:
 
 
 async def pooled(client: Client, n_blocks: int) -> bool:
-    """Whether so many blocks of an engine are in the pool, and none on its way."""
+    """Whether this many blocks of an engine are in the pool and none is in transit."""
     pool = (await client.get("/sim/info"))["pool"]
     return (pool["in_transit"], pool["cxl_pooled"]) == (0, n_blocks)
 
 
-async def told(client: Client) -> dict[int, CxlMemoryMetadata]:
-    """What a bridge makes of all that an engine has told: metadata by sequence hash, every name known, all legal."""
+async def reported(client: Client) -> dict[int, CxlMemoryMetadata]:
+    """Give the metadata by sequence hash that a bridge derives from an engine's events; all must be legal."""
     ledger, names = Ledger(VLLM.counts_copies), CxlNames()
     states: dict[int, CxlMemoryMetadata] = {}
     for _, payload in await client.replay(0):
@@ -139,14 +139,14 @@ async def told(client: Client) -> dict[int, CxlMemoryMetadata]:
     return states
 
 
-def only_state(states: dict[int, CxlMemoryMetadata], state: CxlMemoryState, n_blocks: int) -> None:
+def assert_all(states: dict[int, CxlMemoryMetadata], state: CxlMemoryState, n_blocks: int) -> None:
     assert [each.state for each in states.values()] == [state] * n_blocks
 
 
-def test_what_one_engine_computed_another_loads() -> None:
-    """Its time to the first token is that of loading and of what is left, and nothing else was computed."""
+def test_an_engine_loads_what_another_one_computed() -> None:
+    """Its time to first token is the loading and the prefill of the rest, and nothing else is computed."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         first, second = await at.engine(), await at.engine()
         page = await first.complete()
         assert page["kvstreams"]["pooled_tokens"] == 0
@@ -162,15 +162,15 @@ def test_what_one_engine_computed_another_loads() -> None:
         assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 12}
         info = await at.info()
         assert (info["loaded"], info["n_owners"]) == (N_FULL, 2)
-        assert info["offloaded"] == (len(PROMPT) + 15) // 4  # the second engine's are the first one's
+        assert info["offloaded"] == (len(PROMPT) + 15) // 4  # the second engine joins the blocks of the first
 
     live(scenario)
 
 
-def test_a_transition_stands_right_behind_its_store_and_the_pools_word_follows() -> None:
-    """In one ordered stream: whoever follows it, or has it replayed, knows every name, and nothing illegal is told."""
+def test_a_transition_directly_follows_its_store_and_the_pools_event_comes_later() -> None:
+    """All are in one ordered stream, so its consumers, live or by replay, know every engine hash."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         client = await at.engine()
         await client.complete(max_tokens=1)
         await until(lambda: pooled(client, N_FULL))
@@ -181,29 +181,29 @@ def test_a_transition_stands_right_behind_its_store_and_the_pools_word_follows()
             ["CxlStateTransition", 1, names, "in_transit", "p"],
             ["CxlStateTransition", 2, names, "cxl_pooled", "p"],
         ]
-        only_state(await told(client), CxlMemoryState.CXL_POOLED, N_FULL)
+        assert_all(await reported(client), CxlMemoryState.CXL_POOLED, N_FULL)
 
     live(scenario)
 
 
-def test_owners_hear_of_evictions_and_a_name_that_the_gpu_gave_up_is_still_known() -> None:
-    """A cache of 4 blocks and a pool of 3: what was pooled first is evicted from both, and told by a name of old."""
+def test_an_eviction_is_reported_even_if_the_gpu_evicted_the_block_before() -> None:
+    """With a cache of 4 blocks and a pool of 3, the first blocks are evicted from both and reported by engine hash."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         client = await at.engine(replace(FAST, engine=replace(ENGINE, n_blocks=4)))
         for prompt in (list(range(12)), list(range(100, 112)), list(range(200, 212))):
             await client.complete(prompt=prompt, max_tokens=1)
             await until(lambda: pooled(client, 3))
-        states = [each.state for each in (await told(client)).values()]
+        states = [each.state for each in (await reported(client)).values()]
         assert states == [CxlMemoryState.EVICTED] * 6 + [CxlMemoryState.CXL_POOLED] * 3
 
     live(scenario, replace(POOL_SERVER, pool=replace(POOL, capacity_blocks=3)))
 
 
-def test_a_pool_that_dies_takes_its_blocks_with_it_and_engines_compute() -> None:
-    """Told as evicted; the next pool is found and filled anew."""
+def test_when_a_pool_exits_its_blocks_are_reported_as_evicted_and_engines_compute() -> None:
+    """The engines attach to the next pool and fill it again."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         first, second = await at.engine(), await at.engine()
         await first.complete(max_tokens=1)
         await until(lambda: pooled(first, N_FULL))
@@ -215,7 +215,7 @@ def test_a_pool_that_dies_takes_its_blocks_with_it_and_engines_compute() -> None
             return not await attached(first)
 
         await until(lost)
-        only_state(await told(first), CxlMemoryState.EVICTED, N_FULL)
+        assert_all(await reported(first), CxlMemoryState.EVICTED, N_FULL)
         await at.restart_pool()
         await until(lambda: attached(first))
         await first.complete(prompt=list(range(50, 64)), max_tokens=1)
@@ -228,55 +228,55 @@ def test_a_pool_that_dies_takes_its_blocks_with_it_and_engines_compute() -> None
     live(scenario)
 
 
-def test_a_pool_that_forgot_its_engines_has_new_sessions() -> None:
-    """Restarted between two calls: whichever call finds it out, nothing old is told to be there."""
+def test_engines_attach_again_to_a_pool_that_restarted_between_two_calls() -> None:
+    """Whichever call notices the restart, no block of the old pool is reported as pooled."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         client = await at.engine()
         await client.complete(max_tokens=1)
         await until(lambda: pooled(client, N_FULL))
         await at.restart_pool()
 
-        async def anew() -> bool:
+        async def attached_again() -> bool:
             pool = (await client.get("/sim/info"))["pool"]
             return bool(pool["attached"] and pool["sessions_lost"] == 1)
 
-        await until(anew)
-        only_state(await told(client), CxlMemoryState.EVICTED, N_FULL)
+        await until(attached_again)
+        assert_all(await reported(client), CxlMemoryState.EVICTED, N_FULL)
 
     live(scenario)
 
 
-def test_an_engine_that_falls_silent_leaves_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was on its way goes, what is there stays for others; news wait for who asks, and are given again."""
+def test_a_silent_engine_loses_its_session_and_its_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unfinished writes are dropped, its other blocks stay, and events are repeated until acknowledged."""
     monkeypatch.setattr(pool_server, "SESSION_S", 1.0)
     slow = replace(POOL_SERVER, pool=replace(POOL, offload_gb_per_s=1e-9), time_scale=FAST.time_scale)
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         session = await at.session()
         assert await at.call("offload", session=session, keys=[1, 2]) == (200, {})
         assert (await at.info())["n_in_transit"] == 2
 
-        async def gone() -> bool:
+        async def dropped() -> bool:
             return bool((await at.info())["n_in_transit"] == 0)
 
-        await until(gone)
+        await until(dropped)
         assert (await at.call("offload", session=session, keys=[1]))[0] == 404
 
     live(scenario, slow)
 
-    async def replayed(at: House) -> None:
+    async def replayed(at: Fleet) -> None:
         session = await at.session()
         await at.call("offload", session=session, keys=[1, 2])
 
-        async def news() -> bool:
-            return bool((await at.call("news", session=session, after=0))[1]["news"])
+        async def has_events() -> bool:
+            return bool((await at.call("events", session=session, after=0))[1]["events"])
 
-        await until(news)
-        for _ in range(2):  # an answer that was lost is given again
-            answer = await at.call("news", session=session, after=0)
-            assert answer == (200, {"news": [{"number": 1, "state": "cxl_pooled", "keys": [1, 2]}]})
-        assert await at.call("news", session=session, after=1) == (200, {"news": []})
+        await until(has_events)
+        for _ in range(2):  # an answer that was lost is repeated
+            answer = await at.call("events", session=session, after=0)
+            assert answer == (200, {"events": [{"number": 1, "state": "cxl_pooled", "keys": [1, 2]}]})
+        assert await at.call("events", session=session, after=1) == (200, {"events": []})
 
         async def silent() -> bool:
             return bool((await at.info())["engines"] == [])
@@ -287,10 +287,10 @@ def test_an_engine_that_falls_silent_leaves_what_it_wrote(monkeypatch: pytest.Mo
     live(replayed)
 
 
-def test_a_pool_that_hangs_costs_its_engines_a_timeout_and_no_answer(
+def test_a_pool_that_hangs_costs_its_engines_a_timeout_but_no_request(
     monkeypatch: pytest.MonkeyPatch, children: Children, tmp_path: Path
 ) -> None:
-    """Stopped by a signal it neither answers nor refuses: what waits is computed, and what it held is given up."""
+    """A request that waits for a stopped pool process is computed, and all blocks are reported as evicted."""
     monkeypatch.setattr(pool_client, "CALL_TIMEOUT_S", 1.0)
     pool = Stack(Settings(), tmp_path, children).pool(POOL, FAST.model, FAST.time_scale)
 
@@ -308,7 +308,7 @@ def test_a_pool_that_hangs_costs_its_engines_a_timeout_and_no_answer(
                     return not await attached(client)
 
                 await until(lost)
-                states = {each.state for each in (await told(client)).values()}
+                states = {each.state for each in (await reported(client)).values()}
                 assert states == {CxlMemoryState.EVICTED}
             finally:
                 pool.child.signal(signal.SIGCONT)
@@ -317,32 +317,34 @@ def test_a_pool_that_hangs_costs_its_engines_a_timeout_and_no_answer(
     asyncio.run(scenario())
 
 
-def test_limits_of_a_pool_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One engine more than it takes; one that does not take its news."""
+def test_a_pool_enforces_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool refuses one engine too many, and ends the session of an engine that does not take its events."""
     monkeypatch.setattr(pool_server, "SESSIONS_MAX", 1)
     monkeypatch.setattr(pool_server, "EVENT_BLOCKS_MAX", 1)
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         session = await at.session()
         status, page = await at.call("attach", engine="e", model="sim-model", block_size=4, time_scale=1000.0)
         assert (status, page["error"]["code"]) == (503, "too_many_sessions")
         await at.call("offload", session=session, keys=[1, 2])
 
-        async def gone() -> bool:
+        async def ended() -> bool:
             return (await at.call("load", session=session, keys=[]))[0] == 404
 
-        await until(gone)
+        await until(ended)
         await at.session()
 
     live(scenario)
 
 
-def test_what_an_engine_cannot_offload_fast_enough_is_counted_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One offload may wait: of blocks that are filled in one step the others stay plain."""
+def test_blocks_that_an_engine_cannot_offload_fast_enough_are_counted_and_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If only one offload may wait, most blocks that are filled in one step stay local."""
     monkeypatch.setattr(pool_client, "OFFLOADS_WAITING_MAX", 1)
     fast = 100_000.0
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         client = await at.engine(replace(FAST, time_scale=fast))
         await client.complete(max_tokens=200)
 
@@ -352,15 +354,15 @@ def test_what_an_engine_cannot_offload_fast_enough_is_counted_and_not_told(monke
 
         await until(settled)
         assert (await client.get("/sim/info"))["pool"]["not_offloaded"] > 0
-        states = await told(client)
-        only_state(states, CxlMemoryState.CXL_POOLED, len(states))
+        states = await reported(client)
+        assert_all(states, CxlMemoryState.CXL_POOLED, len(states))
 
     live(scenario, replace(POOL_SERVER, time_scale=fast))
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no json", b'{"error": 7}', b'{"session": 1}'])
-def test_what_answers_and_is_no_pool_is_none(answer: bytes) -> None:
-    """The engine serves without it and goes on trying."""
+def test_a_server_that_is_not_a_pool_is_not_used(answer: bytes) -> None:
+    """The engine serves without a pool and keeps trying to attach."""
     asked = asyncio.Event()
 
     async def anything(_http: web.Request) -> web.Response:
@@ -389,13 +391,13 @@ def test_what_answers_and_is_no_pool_is_none(answer: bytes) -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_of_other_blocks_is_told_so_and_serves_without_the_pool() -> None:
-    """Model, block size and time scale must be the same."""
+def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it() -> None:
+    """Model, block size and time scale must be equal."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         for wrong in ({"model": "other"}, {"block_size": 16}, {"time_scale": 1.0}, {"model": None}):
-            asked = {"engine": "e", "model": "sim-model", "block_size": 4, "time_scale": 1000.0, **wrong}
-            status, page = await at.call("attach", **asked)
+            sent = {"engine": "e", "model": "sim-model", "block_size": 4, "time_scale": 1000.0, **wrong}
+            status, page = await at.call("attach", **sent)
             assert (status, page["error"]["code"]) == (409, "other_blocks")
         server = await serve(replace(FAST, model="other", pool=at.pool.url))
         try:
@@ -414,32 +416,32 @@ def test_an_engine_of_other_blocks_is_told_so_and_serves_without_the_pool() -> N
     [
         ("offload", {"session": "none", "keys": [1]}, 404),
         ("load", {"keys": [1]}, 404),
-        ("news", {"session": 7, "after": 0}, 404),
+        ("events", {"session": 7, "after": 0}, 404),
         ("offload", {"keys": "12"}, 400),
         ("offload", {"keys": [-1]}, 400),
         ("load", {"keys": [1 << 64]}, 400),
         ("load", {"keys": [True]}, 400),
-        ("news", {"after": 5}, 400),
-        ("news", {"after": -1}, 400),
-        ("news", {}, 400),
+        ("events", {"after": 5}, 400),
+        ("events", {"after": -1}, 400),
+        ("events", {}, 400),
     ],
 )
-def test_calls_that_make_no_sense_are_refused(name: str, body: dict[str, Any], status: int) -> None:
-    """A session that is none, keys that are none, news that were never told."""
+def test_invalid_calls_are_refused(name: str, body: dict[str, Any], status: int) -> None:
+    """An unknown session, invalid keys, and event numbers that do not exist are refused."""
 
-    async def scenario(at: House) -> None:
-        asked = body if "session" in body or status == 404 else {"session": await at.session(), **body}
-        answer_status, page = await at.call(name, **asked)
+    async def scenario(at: Fleet) -> None:
+        sent = body if "session" in body or status == 404 else {"session": await at.session(), **body}
+        answer_status, page = await at.call(name, **sent)
         assert answer_status == status
         assert set(page["error"]) == {"code", "message", "detail"}
 
     live(scenario)
 
 
-def test_labels_are_stamped_on_every_store() -> None:
-    """Of prompts and of answers, as a bridge reads them."""
+def test_every_store_has_the_engines_labels() -> None:
+    """A bridge reads the labels on the blocks of prompts and of answers."""
 
-    async def scenario(at: House) -> None:
+    async def scenario(at: Fleet) -> None:
         client = await at.engine(replace(FAST, moe=MoeLabels(2, 7, None), event_dialect="map"))
         await client.complete()
         await until(lambda: pooled(client, 7))
@@ -450,7 +452,7 @@ def test_labels_are_stamped_on_every_store() -> None:
             if isinstance(event, BlocksStored)
         ]
         assert {event.moe for event in stored} == {MoeLabels(2, 7, None)}
-        only_state(await told(client), CxlMemoryState.CXL_POOLED, 7)
+        assert_all(await reported(client), CxlMemoryState.CXL_POOLED, 7)
 
     live(scenario)
 
@@ -464,7 +466,7 @@ def test_labels_are_stamped_on_every_store() -> None:
         ({"pool": "localhost:8200"}, "http://"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any], wrong: str) -> None:
-    """Labels need events with names, and a pool is found by its URL."""
+def test_an_impossible_configuration_is_refused(changes: dict[str, Any], wrong: str) -> None:
+    """Labels must be in range and need events with field names, and a pool needs an http URL."""
     with pytest.raises(SettingsError, match=wrong):
         SimServerConfig(**changes)

@@ -1,4 +1,4 @@
-"""The live engine as a router meets it: real sockets, vLLM's wire, OpenAI's shapes. No test looks at the wall clock."""
+"""The live engine as a router sees it: real sockets, vLLM's events, OpenAI's API. No test depends on wall time."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from streams.sim.engine_config import EngineConfig
 from streams.sim.server import SimServer, SimServerConfig, serve
 
 ENGINE = EngineConfig(block_size=4, n_blocks=256)
-#: 1,000 model ms a wall ms: an answer of a model second is there in one step.
+#: 1,000 model ms per wall ms: an answer of one model second is complete in one step.
 FAST = SimServerConfig(engine=ENGINE, time_scale=1000.0)
 PROMPT = list(range(1, 15))
-#: Only a hang is a failure; nothing here is a measurement.
+#: Only a hang is a failure. Nothing here is a measurement.
 PATIENCE_S = 20.0
 
 
@@ -62,7 +62,7 @@ class Client:
         return page
 
     async def replay(self, start: int) -> list[tuple[int, bytes]]:
-        """Ask as vLLM's subscribers do and read to the end marker."""
+        """Request a replay as vLLM's subscribers do, and read to the end marker."""
         await self.replays.send_multipart([b"", start.to_bytes(8, "big")])
         batches: list[tuple[int, bytes]] = []
         while True:
@@ -76,6 +76,7 @@ class Client:
 
 @asynccontextmanager
 async def started(config: SimServerConfig) -> AsyncIterator[Client]:
+    """Give a client of a new engine, and check the engine's invariants afterwards."""
     server = await serve(config)
     context = zmq.asyncio.Context()
     try:
@@ -88,7 +89,7 @@ async def started(config: SimServerConfig) -> AsyncIterator[Client]:
 
 
 def live(scenario: Callable[[Client], Awaitable[None]], config: SimServerConfig = FAST) -> None:
-    """Run one scenario against one server of its own."""
+    """Run one scenario with a server of its own."""
 
     async def main() -> None:
         async with asyncio.timeout(PATIENCE_S), started(config) as client:
@@ -109,8 +110,8 @@ def prompt_hashes(tokens: list[int]) -> list[int]:
 # -- completions -----------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_answer_has_openais_shape_and_the_models_figures() -> None:
-    """14 tokens are 15 + 1.4 ms to the first token and 20 ms to each of the 4 after it, whatever this machine does."""
+def test_an_answer_has_openais_shape_and_figures_in_model_time() -> None:
+    """14 tokens take 15 + 1.4 ms to the first token and 20 ms for each of the 4 others, on any machine."""
 
     async def scenario(client: Client) -> None:
         page = await client.complete(max_tokens=5, kvstreams_arrival_ms=100)
@@ -139,8 +140,8 @@ def test_a_whole_answer_has_openais_shape_and_the_models_figures() -> None:
     live(scenario)
 
 
-def test_a_stream_says_what_the_whole_answer_says() -> None:
-    """Chunks join to the same text and tokens, the last names the reason and the figures, then usage, then DONE."""
+def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
+    """The chunks join to the same text and tokens; finish reason and figures come last, then usage and DONE."""
 
     async def scenario(client: Client) -> None:
         whole = await client.complete(max_tokens=60, return_token_ids=True)
@@ -169,12 +170,12 @@ def test_a_stream_says_what_the_whole_answer_says() -> None:
         assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
         assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
 
-    # 20 model ms a wall ms: an answer of 1.2 model seconds is out in several chunks.
+    # 20 model ms per wall ms: an answer of 1.2 model seconds is sent in several chunks.
     live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
 
 
 def test_an_answers_text_appended_to_the_next_prompt_is_found_in_the_cache() -> None:
-    """Text is one token a byte and answers are printable, so a chat's second turn reuses prompt and answer."""
+    """Text has one token per byte and answers are printable, so the second turn of a chat reuses prompt and answer."""
 
     async def scenario(client: Client) -> None:
         first = await client.complete(prompt="Tell me of Kafka.", max_tokens=20)
@@ -186,8 +187,8 @@ def test_an_answers_text_appended_to_the_next_prompt_is_found_in_the_cache() -> 
     live(scenario)
 
 
-def test_an_answer_resumed_with_its_seed_goes_on_unchanged() -> None:
-    """Prompt and first half sent to another engine give the second half."""
+def test_an_answer_that_is_resumed_with_its_seed_continues_unchanged() -> None:
+    """Another engine that gets the prompt and the first half of an answer returns the second half."""
 
     async def scenario(client: Client) -> None:
         whole = await client.complete(max_tokens=12, seed=5, return_token_ids=True)
@@ -199,8 +200,8 @@ def test_an_answer_resumed_with_its_seed_goes_on_unchanged() -> None:
     live(scenario)
 
 
-def test_explicit_arrivals_that_come_late_are_served_as_of_their_time() -> None:
-    """Second request: arrived 10 ms after the first, heard of after it was done; it waits for the GPU's 16.4 only."""
+def test_an_explicit_arrival_in_the_past_is_served_as_of_its_time() -> None:
+    """A request that arrived 10 ms after another, but is sent when that one is done, waits only for its prefill."""
 
     async def scenario(client: Client) -> None:
         await client.complete(max_tokens=1, kvstreams_arrival_ms=1000)
@@ -227,11 +228,11 @@ def test_explicit_arrivals_that_come_late_are_served_as_of_their_time() -> None:
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_in_openais_shape(body: Any, status: int, words: str) -> None:
-    """Status, message, type and code; nothing is queued."""
+    """The error has a status, a message, a type and a code, and nothing is queued."""
 
     async def scenario(client: Client) -> None:
-        told, page = await client.post("/v1/completions", body)
-        assert told == page["error"]["code"] == status
+        answered, page = await client.post("/v1/completions", body)
+        assert answered == page["error"]["code"] == status
         assert words in page["error"]["message"]
         assert page["error"]["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
         assert client.server.model.stats().n_waiting == 0
@@ -242,8 +243,8 @@ def test_a_request_that_cannot_be_served_is_refused_in_openais_shape(body: Any, 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def test_events_carry_the_prompts_tokens_and_replay_gives_every_batch() -> None:
-    """Array tags like vLLM's; tokens hash to the prompt's blocks; live and replayed ones are equal; an end marker."""
+def test_events_have_the_prompts_tokens_and_a_replay_has_every_batch() -> None:
+    """Events are arrays as in vLLM, their tokens hash to the prompt's blocks, and replayed batches equal live ones."""
 
     async def scenario(client: Client) -> None:
         await client.complete(prompt=[99] * 5, max_tokens=1)
@@ -263,7 +264,7 @@ def test_events_carry_the_prompts_tokens_and_replay_gives_every_batch() -> None:
         assert prompt_hashes(known)[:3] == prompt_hashes(PROMPT)
         assert len(known) == (14 + 8 - 1) // 4 * 4
         assert [event[2] for event in stored[1:]] == [event[1][-1] for event in stored[:-1]]
-        # The subscriber may have joined after the first batches, as with any PUB; what it got must be what was kept.
+        # As with any PUB socket, the subscriber may have missed the first batches. Those that it got equal the replay.
         await client.complete(prompt=[98] * 5, max_tokens=1)
         topic, sequence, payload = await client.events.recv_multipart()
         assert topic == b""
@@ -272,8 +273,8 @@ def test_events_carry_the_prompts_tokens_and_replay_gives_every_batch() -> None:
     live(scenario)
 
 
-def test_the_debug_page_is_what_the_events_add_up_to() -> None:
-    """Under evictions, stores less removals of all batches are the blocks that the engine says it could find."""
+def test_the_cache_page_equals_the_sum_of_the_events() -> None:
+    """With evictions, the stores minus the removals of all batches are the blocks that `/sim/cache` returns."""
 
     async def scenario(client: Client) -> None:
         for at in range(12):
@@ -294,7 +295,7 @@ def test_the_debug_page_is_what_the_events_add_up_to() -> None:
 
 @pytest.mark.parametrize("dialect", ["map", "map_batch"])
 def test_the_map_dialects_name_their_fields(dialect: Any) -> None:
-    """Events as maps, in a batch that is an array or a map; 32-byte hashes end in the u64 of the int dialect."""
+    """Events are maps, in a batch that is an array or a map, and 32-byte hashes end in the u64 of the int dialect."""
 
     async def scenario(client: Client) -> None:
         await client.complete()
@@ -317,8 +318,8 @@ def test_the_map_dialects_name_their_fields(dialect: Any) -> None:
     live(scenario, config)
 
 
-def test_an_adapter_is_a_model_of_its_own_on_the_wire() -> None:
-    """It is listed, asked for by name, shares no blocks, and its events say its name."""
+def test_an_adapter_is_served_as_a_model_of_its_own() -> None:
+    """An adapter is listed, addressed by its name, shares no blocks with the model, and is named in its events."""
 
     async def scenario(client: Client) -> None:
         assert [row["id"] for row in (await client.get("/v1/models"))["data"]] == ["sim-model", "tuned"]
@@ -332,8 +333,8 @@ def test_an_adapter_is_a_model_of_its_own_on_the_wire() -> None:
     live(scenario, SimServerConfig(engine=ENGINE, time_scale=1000.0, lora_names=("tuned",)))
 
 
-def test_the_replay_buffer_forgets_the_oldest_batches() -> None:
-    """Of 5 batches a buffer of 3 replays the last 3."""
+def test_the_replay_buffer_drops_the_oldest_batches() -> None:
+    """A buffer of 3 batches replays the last 3 of 5."""
 
     async def scenario(client: Client) -> None:
         for at in range(5):
@@ -346,13 +347,13 @@ def test_the_replay_buffer_forgets_the_oldest_batches() -> None:
 # -- the other pages ---------------------------------------------------------------------------------------------------
 
 
-def test_a_reset_is_refused_while_a_request_runs_and_announced_when_done() -> None:
-    """409 changes nothing; 200 leaves an empty cache and AllBlocksCleared as the last event."""
+def test_a_reset_is_refused_while_a_request_runs_and_otherwise_published() -> None:
+    """A refused reset changes nothing; a successful one empties the cache and publishes AllBlocksCleared."""
 
     async def scenario(client: Client) -> None:
         body = {"prompt": PROMPT, "max_tokens": 500, "stream": True}
         async with client.http.post(client.server.http_url + "/v1/completions", json=body) as response:
-            await response.content.readline()  # the first token is out, and 500 of them take 10 wall seconds
+            await response.content.readline()  # the first token is out; all 500 take 10 wall seconds
             status, page = await client.post("/reset_prefix_cache")
             assert (status, page["error"]["code"]) == (409, 409)
             assert len((await client.get("/sim/cache"))["engine_hashes"]) >= 3
@@ -370,7 +371,7 @@ def test_a_reset_is_refused_while_a_request_runs_and_announced_when_done() -> No
 
 
 def test_the_metrics_page_has_vllms_names() -> None:
-    """Parsed as Prometheus does: hits and queries in tokens, gauges, the cache's size, the start of this life."""
+    """A Prometheus parser finds hits and queries in tokens, the gauges, the cache's size and the start time."""
 
     async def scenario(client: Client) -> None:
         await client.complete()
@@ -390,8 +391,8 @@ def test_the_metrics_page_has_vllms_names() -> None:
     live(scenario)
 
 
-def test_the_addresses_and_health_are_told() -> None:
-    """/sim/info names what the server bound; /health answers 200 with nothing; an unknown path is a 404 as JSON."""
+def test_the_addresses_and_the_health_are_served() -> None:
+    """/sim/info returns the bound addresses, /health an empty 200, and an unknown path a 404 as JSON."""
 
     async def scenario(client: Client) -> None:
         info = await client.get("/sim/info")
@@ -405,20 +406,20 @@ def test_the_addresses_and_health_are_told() -> None:
     live(scenario)
 
 
-# -- life --------------------------------------------------------------------------------------------------------------
+# -- start and stop ----------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_ends_open_requests_and_frees_the_ports() -> None:
-    """Who waits gets a 503, and a second server can have the very ports at once."""
+    """A waiting request gets a 503, and a second server can bind the same ports at once."""
 
     async def main() -> None:
         server = await serve(SimServerConfig(engine=ENGINE, time_scale=0.001))
         async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
-            asked = asyncio.create_task(http.post(server.http_url + "/v1/completions", json={"prompt": PROMPT}))
+            waiting = asyncio.create_task(http.post(server.http_url + "/v1/completions", json={"prompt": PROMPT}))
             while not server.model.stats().n_running:
                 await asyncio.sleep(0.005)
             await server.stop()
-            response = await asked
+            response = await waiting
             assert response.status == 503
             response.close()
         ports = [int(url.rsplit(":", 1)[1]) for url in server.info().values()]
@@ -435,8 +436,8 @@ def test_a_stop_ends_open_requests_and_frees_the_ports() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_hangs_up_costs_nobody_else() -> None:
-    """Its request runs to its end in the model, and others are served."""
+def test_a_client_that_hangs_up_does_not_affect_others() -> None:
+    """The request of a client that hung up runs to its end in the model, and other requests are served."""
 
     async def scenario(client: Client) -> None:
         body = {"prompt": PROMPT, "max_tokens": 400, "stream": True}
@@ -449,7 +450,7 @@ def test_a_client_that_hangs_up_costs_nobody_else() -> None:
 
 
 def test_run_serves_until_sigterm() -> None:
-    """The blocking entry tells its addresses once and ends with status 0."""
+    """`run` calls back once with the server, blocks, and ends the process with status 0 on SIGTERM."""
     program = (
         "from streams.sim.server import SimServerConfig, run\n"
         "run(SimServerConfig(), lambda server: print(server.http_url, flush=True))\n"
@@ -467,14 +468,14 @@ def test_run_serves_until_sigterm() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"time_scale": 0.0}, {"replay_buffer_batches": 0}, {"hash_dialect": "hex"}, {"event_dialect": "xml"}]
 )
-def test_a_config_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
-    """The error names the knob."""
+def test_an_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    """The error names the field."""
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         SimServerConfig(**wrong)
 
 
 def test_tokens_of_a_byte_prompt_are_its_utf8() -> None:
-    """A text of three bytes is three tokens, whatever it looks like."""
+    """A text of three bytes has three tokens, even if it has only two characters."""
 
     async def scenario(client: Client) -> None:
         page = await client.complete(prompt="ö!", return_token_ids=True)

@@ -1,4 +1,4 @@
-"""Every record's bytes: there and back, read by a second Avro library, and what is no record refused by its reason."""
+"""The bytes of every record: written and read back, read by a second Avro library, and refused if they are invalid."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ chunks = st.builds(
     st.lists(restated_runs, max_size=3),
 )
 bodies = st.one_of(
-    st.builds(lambda told: EngineEvents(tuple(told)), st.lists(events, max_size=4)),
+    st.builds(lambda each: EngineEvents(tuple(each)), st.lists(events, max_size=4)),
     chunks,
     st.builds(WorkerRemoved, texts, st.one_of(st.none(), longs)),
 )
@@ -219,7 +219,7 @@ bookings = st.builds(
     expected_output_tokens=st.one_of(st.none(), counts),
     output_blocks=counts,
 )
-epochs = st.builds(lambda life, generation: Epoch(Incarnation(life), generation), u64s, counts)
+epochs = st.builds(lambda incarnation, generation: Epoch(Incarnation(incarnation), generation), u64s, counts)
 
 
 @st.composite
@@ -258,7 +258,7 @@ partition_records = st.builds(
 
 
 def plain(value: Any) -> Any:
-    """A form that compares: arrays as lists, dataclasses as their fields."""
+    """Return a form that can be compared: arrays as lists, dataclasses as their fields."""
     if isinstance(value, np.ndarray):
         assert value.dtype == np.uint64
         return value.tolist()
@@ -270,7 +270,7 @@ def plain(value: Any) -> Any:
 
 
 def witnessed(schema_name: str, raw: bytes) -> dict[str, Any]:
-    """What the avro package reads behind the header, from the schema file itself."""
+    """Return what the avro package reads after the header, with nothing but the schema file."""
     schema = avro.schema.parse((schemas_dir() / f"{schema_name}.avsc").read_text())
     stream = io.BytesIO(raw[HEADER_BYTES:])
     datum: dict[str, Any] = avro.io.DatumReader(schema).read(avro.io.BinaryDecoder(stream))
@@ -279,7 +279,7 @@ def witnessed(schema_name: str, raw: bytes) -> dict[str, Any]:
 
 
 def reason_of(decode: Callable[[], Any]) -> str | None:
-    """Why a record is bad; None where it is good. Whatever else is raised is a fault."""
+    """Return the reason why a record is refused, None if it is not; any exception but BadRecord fails the test."""
     try:
         decode()
     except BadRecord as exc:
@@ -358,7 +358,7 @@ POOLED = BlockRow(
 )
 OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedIncarnation(Incarnation(1), 41, 8),))
 
-#: One good record of every kind, its schema and its decoder.
+#: One valid record of every kind, with its schema and its decoder.
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "events": ("kv-events", encode_batch(BATCH), decode_batch),
     "restatement": ("kv-events", encode_batch(CHUNK), decode_batch),
@@ -407,7 +407,7 @@ WITH_CONFLUENT_IDS: dict[str, Callable[[bytes, dict[str, int]], Any]] = {
 @settings(max_examples=150, deadline=None)
 @given(batch=batches)
 def test_batches_come_back_as_they_were(batch: EngineBatch) -> None:
-    """Events, restatements and removals with every field, and the avro package reads the same of them."""
+    """Events, restatements and removals keep every field, and the avro package reads the same values."""
     raw = encode_batch(batch)
     assert plain(decode_batch(raw)) == plain(batch)
     datum = witnessed("kv-events", raw)
@@ -428,7 +428,7 @@ def test_a_store_in_an_unknown_state_of_cxl_memory_is_refused() -> None:
 @settings(max_examples=60, deadline=None)
 @given(worker=workers)
 def test_workers_come_back_as_they_were(worker: Worker) -> None:
-    """Every field, optional ones there or not."""
+    """A worker keeps every field, with and without the optional ones."""
     raw = encode_worker(worker)
     assert decode_worker(raw) == worker
     assert witnessed("workers", raw)["role"] == worker.role.value
@@ -437,7 +437,7 @@ def test_workers_come_back_as_they_were(worker: Worker) -> None:
 @settings(max_examples=60, deadline=None)
 @given(report=metrics)
 def test_metrics_come_back_as_they_were(report: MetricsReport) -> None:
-    """Every gauge, and the avro package reads the same of them."""
+    """A report keeps every gauge, and the avro package reads the same values."""
     raw = encode_metrics(report)
     assert decode_metrics(raw) == report
     datum = witnessed("worker-metrics", raw)
@@ -458,8 +458,8 @@ def test_metrics_come_back_as_they_were(report: MetricsReport) -> None:
         {"n_scrapes_failed": -1},
     ],
 )
-def test_gauges_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    """More than all of a cache, less than nothing, promises for ever."""
+def test_impossible_gauges_are_refused(wrong: dict[str, Any]) -> None:
+    """A usage outside 0 to 1, a negative count or an unlimited TTL makes the record invalid."""
     good = {
         "worker_id": 1,
         "dp_rank": 0,
@@ -475,7 +475,7 @@ def test_gauges_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(booking_id=booking_ids, phase=st.sampled_from(BookingPhase), booking=bookings, at_ms=longs)
 def test_loads_come_back_as_they_were(booking_id: BookingId, phase: BookingPhase, booking: Booking, at_ms: int) -> None:
-    """An add with its booking, the other phases with none; the key tells a booking's phases apart."""
+    """An add has its booking, the other phases have none, and the key distinguishes a booking's phases."""
     carried = booking if phase is BookingPhase.ADD else None
     key, raw = encode_load(booking_id, phase, carried, at_ms)
     assert decode_load(raw) == (booking_id, phase, carried)
@@ -487,7 +487,7 @@ def test_loads_come_back_as_they_were(booking_id: BookingId, phase: BookingPhase
 @settings(max_examples=60, deadline=None)
 @given(run=runs())
 def test_runs_come_back_as_they_were(run: Run) -> None:
-    """From key and value together, the sequence hashes by themselves."""
+    """A run is restored from key and value, and its sequence hashes are computed."""
     key, raw = run_key(run.key), encode_run(run)
     assert decode_run(key, raw) == run
     assert parse_run_key(key) == run.key
@@ -499,7 +499,7 @@ def test_runs_come_back_as_they_were(run: Run) -> None:
 @settings(max_examples=60, deadline=None)
 @given(progress=progresses, record=partition_records)
 def test_progress_and_partition_records_come_back_as_they_were(progress: Progress, record: PartitionRecord) -> None:
-    """From key and value together, and the avro package reads the same of them."""
+    """They are restored from key and value, and the avro package reads the same values."""
     raw = encode_progress(progress)
     assert decode_progress(progress_key(progress.rank), raw) == progress
     assert witnessed("prefix-index-progress", raw)["sequence"] == progress.sequence
@@ -508,8 +508,8 @@ def test_progress_and_partition_records_come_back_as_they_were(progress: Progres
     assert len(witnessed("prefix-index-partition", raw)["sources"]) == len(record.sources)
 
 
-def test_the_witness_reads_every_schema_to_the_last_field() -> None:
-    """The avro package, given nothing but the schema file and the bytes, finds what was written."""
+def test_the_avro_package_reads_every_schema_to_the_last_field() -> None:
+    """Given nothing but the schema file and the bytes, it reads what was written."""
     batch = witnessed("kv-events", GOOD["events"][1])
     stored, removed, cleared = batch["body"]["events"]
     assert stored["engine_hashes"] == b"\x01" + bytes(7) + b"\xff" * 8
@@ -518,7 +518,7 @@ def test_the_witness_reads_every_schema_to_the_last_field() -> None:
     assert stored["cxl_metadata"] == {"state": "evicted", "pool_id": None, "accessible_workers": [5]}
     assert removed == {"engine_hashes": b"\x09" + bytes(7), "tier": "device"}
     assert cleared == {}
-    assert (batch["worker_id"], batch["incarnation"]) == (-1, -1)  # u64 as the signed long of the same bits
+    assert (batch["worker_id"], batch["incarnation"]) == (-1, -1)  # a u64 as the signed long with the same bits
     assert witnessed("kv-events", GOOD["restatement"][1])["body"]["n_chunks"] == 2
     assert witnessed("kv-events", GOOD["removal"][1])["body"] == {"reason": "silent", "seen_sequence": 41}
     assert witnessed("workers", GOOD["worker"][1])["taints"] == ["a", "b"]
@@ -530,12 +530,12 @@ def test_the_witness_reads_every_schema_to_the_last_field() -> None:
 
 
 def test_every_schema_has_a_record_here() -> None:
-    """Nobody adds a schema without its witness."""
+    """A new schema needs a record that the avro package reads."""
     assert {schema for schema, _, _ in GOOD.values()} == {path.stem for path in schemas_dir().glob("*.avsc")}
 
 
 def canonical(schema: Any, known: set[str], namespace: str = "") -> str:
-    """Avro's Parsing Canonical Form, as its specification tells it.
+    """Return Avro's Parsing Canonical Form, as its specification defines it.
 
     Not the avro package's: in a union that one writes a named type out again where the form has its name.
     """
@@ -566,7 +566,7 @@ def canonical(schema: Any, known: set[str], namespace: str = "") -> str:
 
 
 def crc_64_avro(text: str) -> int:
-    """The fingerprint of the specification, bit by bit."""
+    """Compute the fingerprint bit by bit, as the specification defines it."""
     empty = 0xC15D213AA4D7A795
     value = empty
     for byte in text.encode():
@@ -578,7 +578,7 @@ def crc_64_avro(text: str) -> int:
 
 @every_kind
 def test_the_header_is_avros_single_object_encoding(kind: str) -> None:
-    """C3 01 and the schema's CRC-64-AVRO fingerprint, little-endian, computed here from the specification."""
+    """It is C3 01 and the little-endian CRC-64-AVRO fingerprint, computed here independently of the codec."""
     schema_name, raw, _ = GOOD[kind]
     schema = json.loads((schemas_dir() / f"{schema_name}.avsc").read_text())
     assert raw[:2] == b"\xc3\x01"
@@ -587,8 +587,8 @@ def test_the_header_is_avros_single_object_encoding(kind: str) -> None:
 
 
 @every_kind
-def test_what_is_no_record_is_refused_by_its_reason(kind: str) -> None:
-    """Nothing, not Avro, a header alone, an unknown schema, another one of ours, bytes behind the datum."""
+def test_an_invalid_record_is_refused_with_its_reason(kind: str) -> None:
+    """It may be empty, not Avro, a header alone, of an unknown or another schema, or have bytes after the datum."""
     schema_name, raw, decode = GOOD[kind]
     assert reason_of(lambda: decode(raw)) is None
     assert reason_of(lambda: decode(b"")) == "not_avro"
@@ -606,7 +606,7 @@ def test_what_is_no_record_is_refused_by_its_reason(kind: str) -> None:
 
 @every_kind
 def test_a_record_cut_off_anywhere_is_refused(kind: str) -> None:
-    """No prefix of a record passes for one."""
+    """No prefix of a record is taken for a record."""
     _, raw, decode = GOOD[kind]
     for n_bytes in range(len(raw)):
         expected = "not_avro" if n_bytes < HEADER_BYTES else "bad_avro"
@@ -614,8 +614,8 @@ def test_a_record_cut_off_anywhere_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["events", "worker", "add"])
-def test_the_confluent_header_is_read_where_its_id_is_set(kind: str) -> None:
-    """Magic 0 and the schema's id; an id that is not set, another schema's or cut off is refused."""
+def test_the_confluent_header_is_read_if_its_id_is_configured(kind: str) -> None:
+    """An id that is not configured, that is another schema's, or that is cut off is refused."""
     schema_name, raw, decode = GOOD[kind]
     with_ids = WITH_CONFLUENT_IDS[schema_name]
     framed = b"\x00" + (300).to_bytes(4, "big") + raw[HEADER_BYTES:]
@@ -629,7 +629,7 @@ def test_the_confluent_header_is_read_where_its_id_is_set(kind: str) -> None:
 
 
 def by_reason(value: object) -> str:
-    """Name a case by its reason; the bytes beside it would be pages."""
+    """Name a test case by its reason, since its bytes would fill pages."""
     return "" if isinstance(value, bytes) else str(value or "good")
 
 
@@ -669,9 +669,9 @@ def chunk_datum(**changes: Any) -> bytes:
         (batch_datum(block_size=0), "wrong_block_size"),
         (batch_datum(block_size=-16), "wrong_block_size"),
         (batch_datum(dp_rank=-1), "bad_rank"),
-        (batch_datum(dp_rank=1 << 31), "bad_rank"),  # an Avro int has no room for it, but its bytes do
+        (batch_datum(dp_rank=1 << 31), "bad_rank"),  # too large for an Avro int, but not for its bytes
         (batch_datum(dp_rank=1 << 40), "bad_rank"),
-        (batch_datum(sequence=-1), None),  # a life that begins
+        (batch_datum(sequence=-1), None),  # announces an incarnation
         (batch_datum(sequence=-2), "bad_sequence"),
         (batch_datum(sequence=-1, body=("io.kvstreams.WorkerRemoved", {"reason": "r"})), "bad_sequence"),
         (batch_datum(n_unindexed=-1), "bad_count"),
@@ -693,13 +693,13 @@ def chunk_datum(**changes: Any) -> bytes:
     ],
     ids=by_reason,
 )
-def test_a_batch_that_cannot_be_is_refused_by_its_reason(raw: bytes, reason: str | None) -> None:
-    """Good Avro with sizes, ranks, numbers or arrays that no engine has."""
+def test_an_impossible_batch_is_refused_with_its_reason(raw: bytes, reason: str | None) -> None:
+    """The Avro is valid, but a size, rank, number or array in it is not."""
     assert reason_of(lambda: decode_batch(raw)) == reason
 
 
 def test_a_removal_of_odd_length_is_refused() -> None:
-    """Its hashes are whole, too."""
+    """The hashes of a removal must be complete, like those of a store."""
     removed = ("io.kvstreams.BlocksRemoved", {"engine_hashes": bytes(12), "tier": "device"})
     raw = batch_datum(body=("io.kvstreams.EngineEvents", {"events": [removed]}))
     assert reason_of(lambda: decode_batch(raw)) == "bad_hashes"
@@ -714,8 +714,8 @@ def worker_datum(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "changes", [{"block_size": 0}, {"dp_size": 0}, {"dp_size": DP_SIZE_MAX + 1}, {"dp_size": -1}, {"model": ""}]
 )
-def test_a_worker_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    """As at PUT, so on Kafka; what is left out has its default."""
+def test_an_impossible_worker_is_refused(changes: dict[str, Any]) -> None:
+    """A record on Kafka is checked like the body of a PUT, and fields that are left out have their defaults."""
     assert decode_worker(worker_datum()) == Worker(WorkerId(1), "u", "m", 16)
     assert reason_of(lambda: decode_worker(worker_datum(**changes))) == "bad_worker"
 
@@ -761,8 +761,8 @@ def load_datum(phase: str = "add", **changes: Any) -> bytes:
     ],
     ids=by_reason,
 )
-def test_a_load_that_cannot_be_is_refused_by_its_reason(raw: bytes, reason: str | None) -> None:
-    """An add has a booking, nothing else has; no load is less than nothing."""
+def test_an_impossible_load_is_refused_with_its_reason(raw: bytes, reason: str | None) -> None:
+    """An add must have a booking, other phases must not, and no load is negative."""
     assert reason_of(lambda: decode_load(raw)) == reason
 
 
@@ -796,7 +796,7 @@ def run_datum(**changes: Any) -> bytes:
         ({"present": b"\x03"}, "bad_run"),
         ({"present": b"\x01\x00"}, None),
         ({"present": b"\x01\x01"}, "bad_run"),
-        ({"parent": bytes(8), "start": 1}, "bad_run"),  # its first sequence hash is then another one
+        ({"parent": bytes(8), "start": 1}, "bad_run"),  # its first sequence hash then differs from that of the key
         ({"start": 1}, "bad_run"),
         ({"start": -1}, "bad_run"),
         ({"labels": [{"offset": 1, "layer_id": 1, "expert_id": None, "expert_group": None}]}, "bad_run"),
@@ -804,8 +804,8 @@ def run_datum(**changes: Any) -> bytes:
         ({"labels": [{"offset": 0, "layer_id": 1, "expert_id": None, "expert_group": None}]}, None),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_by_its_reason(changes: dict[str, Any], reason: str | None) -> None:
-    """Hashes that do not fit each other or the key, presence of blocks that are not there, nothing present."""
+def test_an_impossible_run_is_refused_with_its_reason(changes: dict[str, Any], reason: str | None) -> None:
+    """Hashes must fit each other and the key, and at least one block, and only blocks of the run, must be present."""
     key = run_key(RunKey(RANK, Tier.DEVICE, SequenceHash(1)))
     assert reason_of(lambda: decode_run(key, run_datum(**changes))) == reason
 
@@ -819,7 +819,7 @@ def test_a_run_that_cannot_be_is_refused_by_its_reason(changes: dict[str, Any], 
     ],
 )
 def test_a_key_of_another_length_or_kind_is_refused(key: bytes, parse: Callable[[bytes], Any]) -> None:
-    """Cut off, with more behind, of another letter, of a tier that is none."""
+    """A key may be too short, too long, of another kind, or of an unknown tier."""
     assert reason_of(lambda: parse(key)) is None
     for bad in (b"", key[:-1], key + b"\x00", b"X" + key[1:]):
         assert reason_of(lambda bad=bad: parse(bad)) == "bad_key"  # type: ignore[misc]
@@ -828,7 +828,7 @@ def test_a_key_of_another_length_or_kind_is_refused(key: bytes, parse: Callable[
 
 
 def test_keys_sort_by_kind_and_rank() -> None:
-    """A range of RocksDB holds one kind, and within it one rank after the other."""
+    """A range of RocksDB contains one kind of row, and within it one rank after the other."""
     ordered = [RankId(WorkerId(1), DpRank(2)), RankId(WorkerId(1), DpRank(256)), RankId(WorkerId(256), DpRank(0))]
     keys = [progress_key(rank) for rank in ordered]
     keys += [run_key(RunKey(rank, tier, SequenceHash(U64_MASK))) for rank in ordered for tier in Tier]
@@ -836,8 +836,8 @@ def test_keys_sort_by_kind_and_rank() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, I63, I63 + 1, U64_MASK])
-def test_a_u64_travels_as_the_long_of_the_same_bits(value: int) -> None:
-    """In Avro's range, and back."""
+def test_a_u64_is_stored_as_the_long_with_the_same_bits(value: int) -> None:
+    """The long is in Avro's range, and is read back as the same u64."""
     assert -(1 << 63) <= to_long(value) <= I63
     assert from_long(to_long(value)) == value
 
@@ -845,8 +845,8 @@ def test_a_u64_travels_as_the_long_of_the_same_bits(value: int) -> None:
 @pytest.mark.parametrize(
     "bad", [{"digest": b"short"}, {"model": 5}, {"sequence": "x"}, {"body": ("io.kvstreams.No", {})}]
 )
-def test_a_datum_that_the_schema_has_no_room_for_is_our_own_error(bad: dict[str, Any]) -> None:
-    """Never fastavro's."""
+def test_a_datum_that_does_not_fit_the_schema_raises_a_kvstreams_error(bad: dict[str, Any]) -> None:
+    """No exception of fastavro reaches the caller."""
     with pytest.raises(KvStreamsError):
         batch_datum(**bad)
 
@@ -874,8 +874,8 @@ SCHEMA_OF = {
 @pytest.mark.parametrize("name", list(DECODERS))
 @settings(max_examples=100, deadline=None)
 @given(raw=st.binary(max_size=80), framed=st.booleans())
-def test_random_bytes_are_a_record_or_a_bad_one(name: str, raw: bytes, framed: bool) -> None:
-    """With the right header or none, nothing but BadRecord is raised."""
+def test_random_bytes_raise_at_most_bad_record(name: str, raw: bytes, framed: bool) -> None:
+    """This holds with a valid header and without one."""
     header = b"\xc3\x01" + codec(SCHEMA_OF[name]).fingerprint
     reason_of(lambda: DECODERS[name](header + raw if framed else raw))
 
@@ -883,8 +883,8 @@ def test_random_bytes_are_a_record_or_a_bad_one(name: str, raw: bytes, framed: b
 @every_kind
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_record_with_bytes_changed_is_a_record_or_a_bad_one(kind: str, data: st.DataObject) -> None:
-    """Bytes changed, put in or taken out: nothing but BadRecord is raised, and what passes can be written again."""
+def test_a_record_with_changed_bytes_raises_at_most_bad_record(kind: str, data: st.DataObject) -> None:
+    """Bytes are changed, inserted or removed; a record that is nevertheless accepted can be written again."""
     _, good, decode = GOOD[kind]
     raw = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -896,20 +896,20 @@ def test_a_record_with_bytes_changed_is_a_record_or_a_bad_one(kind: str, data: s
         return
     if isinstance(value, EngineBatch):
         assert plain(decode_batch(encode_batch(value))) == plain(value)
-        progress_key(value.rank)  # what an agent writes of it has room
+        progress_key(value.rank)  # an agent writes rows with such keys
     elif isinstance(value, Run):
         assert decode_run(run_key(value.key), encode_run(value)) == value
 
 
 @settings(max_examples=50, deadline=None)
 @given(key=st.binary(max_size=24), letter=st.sampled_from([b"", b"R", b"P", b"Z"]))
-def test_random_keys_are_keys_or_bad_ones(key: bytes, letter: bytes) -> None:
-    """Nothing but BadRecord is raised."""
+def test_random_keys_raise_at_most_bad_record(key: bytes, letter: bytes) -> None:
+    """A parser of keys accepts the bytes or refuses them with `bad_key`."""
     for parse in (parse_run_key, parse_progress_key):
         assert reason_of(lambda parse=parse: parse(letter + key)) in (None, "bad_key")  # type: ignore[misc]
 
 
-def test_arrays_that_were_read_cannot_be_written_to() -> None:
+def test_decoded_arrays_are_read_only() -> None:
     """They share the record's bytes."""
     body = decode_batch(GOOD["events"][1]).body
     assert isinstance(body, EngineEvents)
@@ -918,8 +918,8 @@ def test_arrays_that_were_read_cannot_be_written_to() -> None:
     assert not event.engine.flags.writeable
 
 
-def test_schemas_are_json_with_a_name_and_words() -> None:
-    """Each says what it is, for whoever reads the topic without us."""
+def test_schemas_are_json_with_a_name_and_a_doc_string() -> None:
+    """The doc strings of each schema explain it to readers of the topic who do not use this code."""
     for path in schemas_dir().glob("*.avsc"):
         schema = json.loads(path.read_text())
         assert schema["type"] == "record" and schema["namespace"] == "io.kvstreams" and schema["doc"]

@@ -205,6 +205,7 @@ def test_a_file_that_cannot_be_read_ends_the_run(tmp_path: Path, capsys: pytest.
         assert f"{path} cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.thorough  # starts a process, which loads every kernel
 def test_the_runner_is_a_command(tmp_path: Path) -> None:
     """Its exit status is the process's, and it asks for a file."""
     path = written(tmp_path / "cases.jsonl", priced({"costs": COSTS}), priced({"selected": 1}))

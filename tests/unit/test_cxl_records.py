@@ -1,4 +1,4 @@
-"""Records of CXL: there and back, read by a second Avro library, and what is no record refused by its reason."""
+"""Records of CXL: written and read back, read by a second Avro library, and refused if they are invalid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import codec
+from streams.codec import codec, from_long
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import U64_MASK, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
@@ -53,7 +53,7 @@ positions = st.integers(0, (1 << 31) - 1)
 pool_ids = st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and name not in (".", ".."))
 epochs = st.integers(0, POOL_EPOCH_MAX)
 workers = st.lists(u64s.map(WorkerId), max_size=3).map(tuple)
-lives = u64s.map(Incarnation)
+incarnations = u64s.map(Incarnation)
 sequences = st.integers(-1, (1 << 63) - 1)
 
 
@@ -68,7 +68,7 @@ transitions = st.builds(
     CxlTransition,
     ranks,
     texts,
-    lives,
+    incarnations,
     sequences,
     u64s,
     st.sampled_from(CxlMemoryState),
@@ -79,7 +79,14 @@ transitions = st.builds(
     blocks.map(addressed),
 )
 placements = st.builds(
-    Placement, st.sampled_from(CxlMemoryState), pool_ids, st.integers(0, (1 << 63) - 1), workers, texts, lives, longs
+    Placement,
+    st.sampled_from(CxlMemoryState),
+    pool_ids,
+    st.integers(0, (1 << 63) - 1),
+    workers,
+    texts,
+    incarnations,
+    longs,
 )
 pools = st.builds(
     CxlPool,
@@ -94,15 +101,15 @@ pools = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(told=transitions)
-def test_transitions_come_back_as_they_were(told: CxlTransition) -> None:
-    """Every field and every block, and the avro package reads the same of them."""
-    raw = encode_transition(told)
+@given(sent=transitions)
+def test_transitions_come_back_as_they_were(sent: CxlTransition) -> None:
+    """A transition keeps every field and every block, and the avro package reads the same values."""
+    raw = encode_transition(sent)
     back = decode_transition(raw)
-    assert back.blocks.rows() == told.blocks.rows()
-    assert replace(back, blocks=told.blocks) == told
+    assert back.blocks.rows() == sent.blocks.rows()
+    assert replace(back, blocks=sent.blocks) == sent
     datum = witnessed("cxl-events", raw)
-    assert (datum["dp_rank"], datum["follows"], datum["state"]) == (told.rank.dp_rank, told.follows, told.state)
+    assert (datum["dp_rank"], datum["follows"], datum["state"]) == (sent.rank.dp_rank, sent.follows, sent.state)
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,7 +117,7 @@ def test_transitions_come_back_as_they_were(told: CxlTransition) -> None:
 def test_rows_of_blocks_come_back_as_they_were(
     address: BlockAddress, owner: RankId, engine: int, placement: Placement
 ) -> None:
-    """The pool is in the key, everything else in the value."""
+    """The key contains the pool, and the value everything else."""
     key = BlockKey(address.sequence, owner, placement.pool_id)
     row = BlockRow(placement, address.parent, address.position, EngineHash(engine))
     assert decode_block(block_key(key), encode_block(row)) == (key, row)
@@ -119,18 +126,22 @@ def test_rows_of_blocks_come_back_as_they_were(
 @settings(max_examples=100, deadline=None)
 @given(
     owner=ranks,
-    told=lives,
-    life=lives,
+    newest=incarnations,
+    current=incarnations,
     ended=st.booleans(),
     at=longs,
-    over=st.lists(st.builds(EndedIncarnation, lives, sequences, longs)),
+    earlier=st.lists(st.builds(EndedIncarnation, incarnations, sequences, longs)),
 )
 def test_rows_of_owners_come_back_as_they_were(
-    owner: RankId, told: Incarnation, life: Incarnation, ended: bool, at: int, over: list[EndedIncarnation]
+    owner: RankId, newest: Incarnation, current: Incarnation, ended: bool, at: int, earlier: list[EndedIncarnation]
 ) -> None:
-    """With every life that is over."""
-    row = OwnerRow(told, life, ended, at, tuple(over))
-    assert decode_owner(owner_key(owner), encode_owner(row)) == (owner, row)
+    """An owner's row keeps every ended incarnation, and the avro package reads the same values."""
+    row = OwnerRow(newest, current, ended, at, tuple(earlier))
+    raw = encode_owner(row)
+    assert decode_owner(owner_key(owner), raw) == (owner, row)
+    datum = witnessed("cxl-owner", raw)
+    assert (from_long(datum["newest_incarnation"]), datum["ended"]) == (newest, ended)
+    assert [each["sequence"] for each in datum["ended_incarnations"]] == [each.sequence for each in earlier]
 
 
 @settings(max_examples=100, deadline=None)
@@ -138,7 +149,7 @@ def test_rows_of_owners_come_back_as_they_were(
 def test_parked_transitions_come_back_as_they_were(
     owner: RankId, number: int, offset: int, at: int, raw: bytes
 ) -> None:
-    """The record as it came, whatever it is."""
+    """The original record is kept byte for byte, even if it is not valid."""
     key, row = ParkedKey(owner, number), ParkedRow(offset, at, raw)
     assert decode_parked(parked_key(key), encode_parked(row)) == (key, row)
 
@@ -146,14 +157,14 @@ def test_parked_transitions_come_back_as_they_were(
 @settings(max_examples=100, deadline=None)
 @given(pool=pools)
 def test_pools_come_back_as_they_were(pool: CxlPool) -> None:
-    """Every field, and the key is the pool's own."""
+    """A pool keeps every field, and a record under another pool's key is refused."""
     key = pool_key(pool.pool_id)
     assert decode_pool(key, encode_pool(pool)) == pool
     assert reason_of(lambda: decode_pool(key + b"x", encode_pool(pool))) == "wrong_key"
 
 
 def test_the_largest_transition_fits_a_record() -> None:
-    """As many blocks and workers as there may be, and the longest pool's id: it can be parked as it came."""
+    """A transition with the most blocks and workers and the longest pool id can be sent, and parked unchanged."""
     block = (BlockAddress(SequenceHash(U64_MASK), SequenceHash(U64_MASK), 1), EngineHash(U64_MASK))
     largest = replace(
         TRANSITION,
@@ -167,7 +178,7 @@ def test_the_largest_transition_fits_a_record() -> None:
 
 
 def datum(**changed: object) -> bytes:
-    """A good record but for some fields."""
+    """Return a record that is valid except for some fields."""
     good = codec("cxl-events").decode(encode_transition(TRANSITION))
     return codec("cxl-events").encode({**good, **changed})
 
@@ -203,16 +214,16 @@ def datum(**changed: object) -> bytes:
         (encode_transition(TRANSITION) + bytes(CXL_EVENT_BYTES_MAX), "too_large"),
     ],
 )
-def test_what_is_no_transition_is_refused_by_that_name(raw: bytes, reason: str) -> None:
-    """Each with the reason that its dead letter will have."""
+def test_an_invalid_transition_is_refused_with_its_reason(raw: bytes, reason: str) -> None:
+    """The reason is the one of the dead letter that the record becomes."""
     assert reason_of(lambda: decode_transition(raw)) == reason
 
 
 @pytest.mark.parametrize(
     "key", [b"", b"B", b"O" + bytes(20), b"K" + bytes(3), block_key(BlockKey(SequenceHash(5), RANK, ""))]
 )
-def test_what_is_no_key_is_refused(key: bytes) -> None:
-    """By every reader of the table."""
+def test_an_invalid_key_is_refused(key: bytes) -> None:
+    """Every decoder of the table's rows refuses it."""
     for decode in (decode_block, decode_owner, decode_parked):
         with pytest.raises(BadRecord):
             decode(key, b"")
@@ -235,7 +246,7 @@ def test_what_is_no_key_is_refused(key: bytes) -> None:
         {"capacity_blocks": 0},
     ],
 )
-def test_what_is_no_pool_is_refused(fields: dict[str, object]) -> None:
-    """Before it reaches the registry."""
+def test_an_invalid_pool_is_refused(fields: dict[str, object]) -> None:
+    """It cannot be built, and so never reaches the registry."""
     with pytest.raises(InvalidRequest):
         CxlPool(**{"pool_id": "p", **fields})  # type: ignore[arg-type]

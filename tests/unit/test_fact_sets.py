@@ -1,4 +1,4 @@
-"""Facts of blocks: both maps against counters of every fact told, and walks against a walk of every block."""
+"""Fact sets: both maps compared with counters of every fact, and walks compared with a walk over single blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from streams.core.block_facts import fact_sets as block_sets
+from streams.core.block_facts import fact_sets
 from streams.core.block_facts.fact_sets import (
     CompiledFactSets,
     FactQuery,
     FactSets,
-    PlainFactSets,
+    PythonFactSets,
     RankNumbering,
     RequestPath,
 )
@@ -22,7 +22,7 @@ from streams.core.ids import DpRank, Float64Array, HashArray, RankId, WorkerId
 from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
 
-SETS: list[type[FactSets]] = [PlainFactSets, CompiledFactSets]
+SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 
 
 def rank(number: int) -> RankId:
@@ -37,40 +37,40 @@ def numbers_of(n: int) -> RankNumbering:
     return RankNumbering(tuple(rank(number) for number in range(n)))
 
 
-def asked(sets: FactSets, numbers: RankNumbering) -> FactQuery:
-    """Fact f may be counted by the rank numbered f."""
+def query_of(sets: FactSets, numbers: RankNumbering) -> FactQuery:
+    """Return a query in which the rank numbered f may use blocks with fact f."""
     return FactQuery(sets, "q", numbers, lambda facts: sum(1 << fact for fact in facts))
 
 
-def held_of(told: list[set[int]], n_candidates: int) -> HolderBitmaps:
-    """Positions of the candidates that hold each block, as a walk reads them."""
+def held_of(holders: list[set[int]], n_candidates: int) -> HolderBitmaps:
+    """Return bitmaps of the positions of the candidates that hold each block, as a walk reads them."""
     words = max(1, -(-n_candidates // 64))
-    bits = [0, *(sum(1 << position for position in positions) for positions in told)]
+    bits = [0, *(sum(1 << position for position in positions) for positions in holders)]
     packed = b"".join(each.to_bytes(words * 8, "little") for each in bits)
-    return np.arange(1, len(told) + 1, dtype=np.int64), np.frombuffer(packed, dtype=np.int64).copy(), words
+    return np.arange(1, len(holders) + 1, dtype=np.int64), np.frombuffer(packed, dtype=np.int64).copy(), words
 
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_told_again_goes_with_the_last(make: type[FactSets], seed: int) -> None:
-    """Thousands of facts of hundreds of blocks, some of them in one segment, told and taken back in any order."""
+def test_a_fact_that_was_added_several_times_goes_with_the_last_removal(make: type[FactSets], seed: int) -> None:
+    """Thousands of facts of hundreds of blocks, many in one segment, are added and removed in any order."""
     rng = random.Random(seed)
-    sets, told = make(), Counter[tuple[int, int]]()
-    # Hashes with few different low and high bits: they meet in the map, and go round its segments' ends.
+    sets, added = make(), Counter[tuple[int, int]]()
+    # Hashes with few different low and high bits collide in the map, and wrap around at the ends of its segments.
     blocks = [rng.getrandbits(4) << 56 | rng.getrandbits(7) | rng.getrandbits(3) << 20 for _ in range(300)]
     for step in range(6000):
         block, fact = rng.choice(blocks), rng.randrange(4)
         if rng.random() < (0.7 if step < 3000 else 0.35):
             sets.add_fact(block, fact)
-            told[block, fact] += 1
+            added[block, fact] += 1
         else:
             sets.remove_fact(block, fact)
-            told[block, fact] -= told[block, fact] > 0
+            added[block, fact] -= added[block, fact] > 0
         if step % 500 == 0:
             for each in set(blocks):
-                assert sets.facts_of(each) == {fact for fact in range(4) if told[each, fact]}
-    assert len(sets) == len({block for (block, _), count in told.items() if count})
-    for (block, fact), count in told.items():
+                assert sets.facts_of(each) == {fact for fact in range(4) if added[each, fact]}
+    assert len(sets) == len({block for (block, _), count in added.items() if count})
+    for (block, fact), count in added.items():
         for _ in range(count):
             sets.remove_fact(block, fact)
     assert len(sets) == 0
@@ -78,7 +78,7 @@ def test_what_is_told_again_goes_with_the_last(make: type[FactSets], seed: int) 
 
 
 def add_chain(rng: random.Random, sets: FactSets, sequence: list[int], n_ranks: int) -> list[set[int]]:
-    """Facts of each block of a chain, stretches of which have the same, and some none."""
+    """Add random facts to the blocks of a chain; stretches of blocks share them, and some blocks have none."""
     facts: list[set[int]] = []
     for block in sequence:
         fresh = {rng.randrange(n_ranks) for _ in range(rng.randrange(2 * n_ranks))} if rng.random() < 0.9 else set()
@@ -90,8 +90,8 @@ def add_chain(rng: random.Random, sets: FactSets, sequence: list[int], n_ranks: 
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: type[FactSets], n_ranks: int) -> None:
-    """To the first block that is neither; compared with a look at every block."""
+def test_a_walk_covers_blocks_that_a_candidate_may_use_or_holds(make: type[FactSets], n_ranks: int) -> None:
+    """A walk ends at the first block that is neither, as a check of each single block shows."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
     for _ in range(60):
@@ -99,16 +99,16 @@ def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: 
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
         sets = make()
         facts = add_chain(rng, sets, sequence, n_ranks)
-        # Candidates in an order of their own, one of them nobody that is registered.
+        # The candidates are in random order, and one of them is not registered.
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
-        places = Candidates(candidates)
+        in_order = Candidates(candidates)
         starts = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
         holding = [{n for n in range(len(candidates)) if rng.random() < 0.3} for _ in range(n_blocks)]
-        found = asked(sets, numbers).path(chain(*sequence))
+        found = query_of(sets, numbers).path(chain(*sequence))
         assert (found is None) == (not any(facts))
         if found is None:
             continue
-        assert [row != 0 for row in found.rows()] == [bool(told) for told in facts]
+        assert [row != 0 for row in found.rows()] == [bool(each) for each in facts]
         counted = []
         for position, candidate in enumerate(candidates):
             at, count = int(starts[position]), 0
@@ -116,36 +116,36 @@ def test_a_walk_goes_on_over_what_a_candidate_may_count_and_what_it_holds(make: 
                 count += candidate.worker_id in facts[at]
                 at += 1
             counted.append(count)
-        blocks = found.walk(places, starts, held_of(holding, len(candidates)))
+        blocks = found.walk(in_order, starts, held_of(holding, len(candidates)))
         assert (blocks is None) == (not any(counted))
         assert blocks is None or blocks.tolist() == counted
 
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[FactSets], n_ranks: int) -> None:
-    """Either or both told of, asked again with answers known and, after some were taken back, unknown; to the bit."""
+def test_both_kinds_of_matches_are_weighed_as_by_a_check_of_each_block(make: type[FactSets], n_ranks: int) -> None:
+    """The results are equal to the bit, with one kind or both, with cached masks, and after facts were removed."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
     n_counted = 0
     for _ in range(60):
         n_blocks = rng.randrange(1, 40)
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
-        told = [(sets := make(), add_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
-        kinds = [(asked(sets, numbers), facts) if rng.random() < 0.8 else None for sets, facts in told]
+        chains = [(sets := make(), add_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
+        kinds = [(query_of(sets, numbers), facts) if rng.random() < 0.8 else None for sets, facts in chains]
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
         overlap = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
         effective: Float64Array = np.multiply(overlap, rng.random(), dtype=np.float64)
         for again in range(3):
             if again == 2:
-                for sets, facts in told:
+                for sets, facts in chains:
                     at = rng.randrange(n_blocks)
                     for fact in facts[at]:
                         sets.remove_fact(sequence[at], fact)
                     facts[at] = set()
             masks = [None if kind is None else kind[0].masks() for kind in kinds]
-            places = numbers.of(Candidates(candidates))
-            weighed = told[0][0].weigh(masks[0], masks[1], chain(*sequence), places, overlap, effective, 0.7, 0.3)
+            positions = numbers.of(Candidates(candidates))
+            weighed = chains[0][0].weigh(masks[0], masks[1], chain(*sequence), positions, overlap, effective, 0.7, 0.3)
             pooled, labelled, ends = [], [], [n_blocks]
             for candidate, n_own in zip(candidates, overlap.tolist(), strict=True):
                 reaches, matches = (
@@ -161,7 +161,7 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[FactSets]
             assert weighed.moe_scores is None or weighed.moe_scores.tolist() == labelled
             assert weighed.first_end == min(ends)
             for end in ends[1:]:
-                assert end == n_blocks or (weighed.rows[end] == 0) == (not told[0][1][end])
+                assert end == n_blocks or (weighed.rows[end] == 0) == (not chains[0][1][end])
             with_pooled = effective + 0.7 * np.array(pooled)
             assert weighed.with_pooled.tolist() == with_pooled.tolist()
             assert weighed.with_both.tolist() == (with_pooled + 0.3 * np.array(labelled)).tolist()
@@ -170,54 +170,54 @@ def test_both_kinds_are_weighed_as_by_a_look_at_every_block(make: type[FactSets]
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_an_answer_is_kept_until_the_fleet_changes(make: type[FactSets]) -> None:
-    """And a set's number that becomes another set's is asked anew."""
+def test_a_mask_is_cached_until_the_fleet_changes(make: type[FactSets]) -> None:
+    """When a set's number is reused for another set, the mask is evaluated again."""
     sets, made = make(), list[frozenset[int]]()
 
     def answer(facts: frozenset[int]) -> int:
         made.append(facts)
         return 1
 
-    def look(numbers: RankNumbering) -> bool:
+    def is_usable(numbers: RankNumbering) -> bool:
         return FactQuery(sets, "q", numbers, answer).path(chain(5)) is not None
 
     sets.add_fact(5, 1)
     one, other = numbers_of(1), numbers_of(1)
-    assert look(one)
-    assert look(one)
+    assert is_usable(one)
+    assert is_usable(one)
     assert len(made) == 1
-    assert look(other)
+    assert is_usable(other)
     assert len(made) == 2
     sets.invalidate_masks()
-    assert look(other)
+    assert is_usable(other)
     assert len(made) == 3
     sets.remove_fact(5, 1)
-    assert not look(other)
+    assert not is_usable(other)
     sets.add_fact(5, 2)
-    assert look(other)
+    assert is_usable(other)
     assert made == [{1}, {1}, {1}, {2}]
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_answers_to_sets_that_ended_are_forgotten(make: type[FactSets], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a limit of rows, of which one request adds no more than it has blocks; what was found stays as it was."""
-    monkeypatch.setattr(block_sets, "ROWS_MAX", 20)
+def test_rows_of_ended_sets_are_dropped_beyond_a_limit(make: type[FactSets], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request adds at most one row per block to the limit, and paths that were looked up earlier do not change."""
+    monkeypatch.setattr(fact_sets, "ROWS_MAX", 20)
     rng, sets, numbers = random.Random(1), make(), numbers_of(64)
     query, n_begun, earlier = chain(5, 6, 7), 0, None
-    fact_query = asked(sets, numbers)
+    fact_query = query_of(sets, numbers)
     candidates = Candidates([rank(number) for number in range(64)])
     nothing = np.zeros(64, dtype=np.int64)
     holds_nothing = held_of([set()] * 3, 64)
     kept: list[tuple[RequestPath, list[int]]] = []
     for _ in range(300):
-        told = [set(rng.sample(range(64), 8)) for _ in range(3)]
-        for block, facts in zip(query.tolist(), told, strict=True):
+        added = [set(rng.sample(range(64), 8)) for _ in range(3)]
+        for block, facts in zip(query.tolist(), added, strict=True):
             for fact in facts:
                 sets.add_fact(block, fact)
         masks = fact_query.masks()
         n_begun += masks is not earlier
         earlier = masks
-        expected = [len(list(itertools.takewhile(lambda facts: number in facts, told))) for number in range(64)]  # noqa: B023
+        expected = [len(list(itertools.takewhile(lambda facts: number in facts, added))) for number in range(64)]  # noqa: B023
         weighed = sets.weigh(masks, None, query, numbers.of(candidates), nothing, nothing.astype(np.float64), 1.0, 0.0)
         assert weighed.cxl_accessible_scores is not None
         assert weighed.cxl_accessible_scores.tolist() == expected
@@ -225,7 +225,7 @@ def test_answers_to_sets_that_ended_are_forgotten(make: type[FactSets], monkeypa
         path = fact_query.path(query)
         assert path is not None
         kept.append((path, expected))
-        for block, facts in zip(query.tolist(), told, strict=True):
+        for block, facts in zip(query.tolist(), added, strict=True):
             for fact in facts:
                 sets.remove_fact(block, fact)
     assert len(sets) == 0
@@ -236,16 +236,17 @@ def test_answers_to_sets_that_ended_are_forgotten(make: type[FactSets], monkeypa
         assert counts.tolist() == expected
 
 
-def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
-    """And the last of them is asked as the first is; one more is refused."""
+@pytest.mark.thorough
+def test_as_many_sets_fit_as_the_limit_allows() -> None:
+    """The last set works like the first, and one more set is refused."""
     sets, ranks = CompiledFactSets(), numbers_of(2)
-    blocks = [number * 0x9E37_79B9_7F4A_7C15 % 2**64 for number in range(1, block_sets.SETS_MAX + 2)]
+    blocks = [number * 0x9E37_79B9_7F4A_7C15 % 2**64 for number in range(1, fact_sets.SETS_MAX + 2)]
     for fact, block in enumerate(blocks[:-1]):
         sets.add_fact(block, fact)
     with pytest.raises(IndexFull):
-        sets.add_fact(blocks[-1], block_sets.SETS_MAX)
-    assert len(sets) == block_sets.SETS_MAX == 1_048_576
-    path = FactQuery(sets, "q", ranks, lambda facts: 1 if facts & {0, block_sets.SETS_MAX - 1} else 2).path(
+        sets.add_fact(blocks[-1], fact_sets.SETS_MAX)
+    assert len(sets) == fact_sets.SETS_MAX == 1_048_576
+    path = FactQuery(sets, "q", ranks, lambda facts: 1 if facts & {0, fact_sets.SETS_MAX - 1} else 2).path(
         chain(blocks[0], blocks[1], *blocks[-2:])
     )
     assert path is not None
@@ -255,11 +256,11 @@ def test_there_is_room_for_as_many_sets_as_the_limit_says() -> None:
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_beyond_the_limit_a_new_set_is_refused_and_nothing_changes(
+def test_a_new_set_beyond_the_limit_is_refused_and_changes_nothing(
     make: type[FactSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ends always finds room, and makes some."""
-    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (3,))
+    """A removal always succeeds, and frees space for another set."""
+    monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (3,))
     sets = make()
     for block in range(3):
         sets.add_fact(block, block)

@@ -14,6 +14,9 @@ from streams.core.index.kernels import layout
 from streams.core.index.run_tree import EventColumns, RunTreeIndex
 from tests.helpers.reference import chain_hashes
 
+# Threads compete for both cores.
+pytestmark = pytest.mark.thorough
+
 N_RANKS = 70  # two words of coverage
 N_EVENTS = 2000
 N_ROUNDS = 2000

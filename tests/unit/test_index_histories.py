@@ -26,7 +26,13 @@ N_HISTORIES = 100
 HISTORIES_PER_TEST = 10
 
 
-@pytest.mark.parametrize("first", range(0, N_HISTORIES, HISTORIES_PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.thorough if first else ())
+        for first in range(0, N_HISTORIES, HISTORIES_PER_TEST)
+    ],
+)
 def test_every_index_answers_like_the_reference(first: int) -> None:
     """Stores, removals, clears, removed ranks and queries in any order agree, and so does an index from a dump."""
     for seed in range(first, first + HISTORIES_PER_TEST):
@@ -41,7 +47,7 @@ def test_every_index_answers_like_the_reference_in_short_histories(seed: int, n_
     play(seed, INDEXES, n_operations)
 
 
-@pytest.mark.parametrize("first", range(0, 24, 4))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(4, 24, 4))])
 def test_every_fold_reaches_the_reference_state(first: int) -> None:
     """Every fold agrees for records in log order, twice, shuffled, repeated, or without records lost to compaction."""
     for seed in range(first, first + 4):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes
+from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking, BookingPhase
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
@@ -110,6 +111,23 @@ class Replica:
         self.client = Client(log)
         self.sync = LoadsSync(knobs, TOPIC, self.client, lambda: clock[0])  # type: ignore[arg-type]
         self.read = [0] * TOPIC.partitions
+        self.falls = 0
+        self.sync.listen(self._on_load_fell)
+        self._last_loads: Loads = {}
+        self._last_falls = 0
+
+    def _on_load_fell(self) -> None:
+        self.falls += 1
+
+    def check_announcements(self) -> None:
+        """Load that is lower than at the last check was announced since then."""
+        last, self._last_loads = self._last_loads, self.loads
+        announced, self._last_falls = self.falls > self._last_falls, self.falls
+        if any(now < before for rank, load in last.items() for now, before in zip(self._of(rank), load, strict=True)):
+            assert announced
+
+    def _of(self, rank: RankId) -> tuple[int, int, int]:
+        return self._last_loads.get(rank, (0, 0, 0))
 
     def fold(self, partition: int, n: int | None = None) -> int:
         """Read so many records of a partition, or all; gives how many there were."""
@@ -242,12 +260,54 @@ def play(actions: list[tuple[Any, ...]]) -> None:
                 world.log.compact()
             case "time", (ms,):
                 world.pass_time(ms)
+        for replica in world.replicas:
+            replica.check_announcements()
     world.same()
     for _ in range(TTL_MS // QUIET_MS + 3):
         world.pass_time(QUIET_MS)
         world.settle()
+    for replica in world.replicas:
+        replica.check_announcements()
     assert [len(replica) for replica in world.replicas] == [0, 0, 0]
     assert [replica.sync.unacknowledged for replica in world.replicas] == [0, 0, 0]
+
+
+def test_a_listener_is_called_when_load_falls_and_only_then() -> None:
+    """A free, a prefill-complete, an expiry and another router's free are announced; bookings and output are not."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book("r", booking(1))
+    first.sync.book("s", booking(1))
+    world.settle()
+    first.sync.report_output("r", 16)
+    world.settle()
+    assert (first.falls, second.falls) == (0, 0)
+    first.sync.report_phase("r", BookingPhase.PREFILL)
+    assert first.falls == 1
+    first.sync.report_phase("r", BookingPhase.FREE)
+    first.sync.report_phase("r", BookingPhase.FREE)
+    assert first.falls == 2
+    world.settle()
+    assert (first.falls, second.falls) == (2, 2)
+    for _ in range(TTL_MS // QUIET_MS + 3):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    assert (first.falls, second.falls) == (3, 3)
+
+
+def test_a_listener_is_not_called_after_it_ended_and_reset_is_a_fall() -> None:
+    """Dropping all bookings, to read the topic again, lowers load as well."""
+    world = World()
+    first = world.replicas[0]
+    calls: list[str] = []
+    end = first.sync.listen(lambda: calls.append("fell"))
+    first.sync.book("r", booking(1))
+    first.sync.reset()
+    assert calls == ["fell"]
+    end()
+    first.sync.book("s", booking(1))
+    first.sync.report_phase("s", BookingPhase.FREE)
+    assert calls == ["fell"]
 
 
 def test_a_prefill_told_behind_another_routers_free_changes_nothing() -> None:

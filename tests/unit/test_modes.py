@@ -392,7 +392,7 @@ def test_the_session_used_longest_ago_makes_room() -> None:
     for now, session in enumerate(("a", "b", "a", "c")):
         sessions.bind(session, RANKS[0], float(now))
     assert [sessions.rank_of(session, 5.0) for session in "abc"] == [RANKS[0], None, RANKS[0]]
-    assert sessions.forgotten == 1
+    assert sessions.evicted == 1
 
 
 # --- predictions --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Pooled blocks by place: which rows share one, and what a place that finds no room leaves behind."""
+"""The index of pooled blocks: which rows share a fact, and what happens to rows over capacity."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streams.core.block_facts import fact_sets as block_sets
-from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PlainFactSets, RankNumbering
+from streams.core.block_facts import fact_sets as fact_sets
+from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.index.interface import Candidates
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
 
-SETS: list[type[FactSets]] = [PlainFactSets, CompiledFactSets]
+SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 RANKS = RankNumbering(tuple(RankId(WorkerId(number), DpRank(0)) for number in range(8)))
 BLOCK = SequenceHash(7)
 
 
 def placed(*named: int) -> Placement:
-    """A block of which these workers are told to reach it, in a pool that nobody registered."""
+    """Return the placement of a block that names these workers, in a pool that is not registered."""
     return Placement(CxlMemoryState.CXL_POOLED, "p", 0, tuple(map(WorkerId, named)), "m", Incarnation(1), 0)
 
 
 def reached(index: PooledIndex, sets: FactSets, block: SequenceHash = BLOCK) -> set[int]:
-    """Workers that reach a block."""
+    """Return the workers that can read a block."""
     masks = index.query("m", RANKS).masks()
     none = np.zeros(len(RANKS.ranks), dtype=np.int64)
     query = np.array([block], dtype=np.uint64)
@@ -38,15 +38,15 @@ def reached(index: PooledIndex, sets: FactSets, block: SequenceHash = BLOCK) -> 
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_a_row_that_found_no_room_takes_no_other_owners_place_back(
+def test_the_end_of_a_row_over_capacity_removes_no_other_owners_fact(
     make: type[FactSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is told of a block is told for as long as any row says so, whoever found the room."""
-    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
+    """A block has a fact for as long as any row with the fact is indexed, whichever owner's row was added first."""
+    monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (1,))
     sets = make()
     index = PooledIndex(sets, {})
     full, here, there = SequenceHash(1), placed(1, 2), placed(3)
-    index.replace(full, None, there)  # the only set that there is room for
+    index.replace(full, None, there)  # the only set that fits
     index.replace(BLOCK, None, here)  # owner B
     assert (reached(index, sets), index.over_capacity) == (set(), 1)
     index.replace(full, there, None)
@@ -54,7 +54,7 @@ def test_a_row_that_found_no_room_takes_no_other_owners_place_back(
     assert (reached(index, sets), index.over_capacity) == ({1, 2}, 0)
     index.replace(BLOCK, here, None)  # owner B
     assert reached(index, sets) == {1, 2}
-    index.replace(BLOCK, here, there)  # owner A; the room of the one is the other's
+    index.replace(BLOCK, here, there)  # owner A; the removed set frees the space of the new one
     assert (reached(index, sets), index.over_capacity) == ({3}, 0)
     index.replace(BLOCK, there, None)
     assert (reached(index, sets), len(index), index.over_capacity) == (set(), 0, 0)
@@ -62,15 +62,15 @@ def test_a_row_that_found_no_room_takes_no_other_owners_place_back(
 
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_come_and_go_in_any_order_with_little_room(
+def test_rows_are_added_and_removed_in_any_order_near_capacity(
     make: type[FactSets], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reaches what no row says; while nothing is without room everybody reaches what any row says."""
-    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (2,))
+    """No worker gets a block that no row gives it; while no row is over capacity, each gets all that any row gives."""
+    monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (2,))
     rng, sets = random.Random(seed), make()
     index = PooledIndex(sets, {})
     rows: dict[tuple[int, int], Placement] = {}  # by block and owner
-    n_whole = n_lacking = 0
+    n_complete = n_incomplete = 0
     for _ in range(3000):
         key = (rng.randrange(1, 4), rng.randrange(4))
         before, after = rows.pop(key, None), rng.choice([None, None, placed(1), placed(2), placed(3)])
@@ -78,25 +78,25 @@ def test_rows_come_and_go_in_any_order_with_little_room(
             rows[key] = after
         index.replace(SequenceHash(key[0]), before, after)
         for block in range(1, 4):
-            told = {worker for (of, _), row in rows.items() if of == block for worker in row.accessible_workers}
+            named = {worker for (of, _), row in rows.items() if of == block for worker in row.accessible_workers}
             found = reached(index, sets, SequenceHash(block))
-            assert found <= told
+            assert found <= named
             if index.over_capacity == 0:
-                assert found == told
-        n_whole += index.over_capacity == 0
-        n_lacking += index.over_capacity > 0
-    assert min(n_whole, n_lacking) > 100
+                assert found == named
+        n_complete += index.over_capacity == 0
+        n_incomplete += index.over_capacity > 0
+    assert min(n_complete, n_incomplete) > 100
     for (block, _), row in rows.items():
         index.replace(SequenceHash(block), row, None)
     assert (len(index), index.over_capacity) == (0, 0)
 
 
 @pytest.mark.parametrize("make", SETS)
-def test_who_is_named_in_another_order_or_twice_is_named_all_the_same(
+def test_the_order_and_repetition_of_named_workers_makes_no_difference(
     make: type[FactSets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand blocks have one set, and a row that only names them otherwise changes nothing."""
-    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
+    """A thousand blocks share one set, and a row that names the same workers in another order changes nothing."""
+    monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (1,))
     rng, sets = random.Random(1), make()
     index = PooledIndex(sets, {})
     for block in range(1, 1001):

@@ -251,7 +251,7 @@ def test_a_batch_of_many_clears_is_decoded_when_rows_run_out() -> None:
     assert len(found.body.events) == 5000
 
 
-@pytest.mark.parametrize("n_blocks", [1, 2, 3, 31, 32, 33, 5000])
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 31, 32, 33, pytest.param(5000, marks=pytest.mark.thorough)])
 def test_both_stores_agree_on_runs_of_every_length(n_blocks: int) -> None:
     """The lengths need spans of every class, maps that grow, and more records than one kernel call takes."""
     pair = Pair()

@@ -1,4 +1,4 @@
-"""Settings: where values come from, which values are refused, and how they reach a child process."""
+"""Every setting: where its value comes from, what is refused, and how it reaches a child process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
 from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_OPTIONS, WEIGHT_MAX, Settings, as_environ, load
 
-NAMES = [setting.name for setting in fields(Settings)]
+KNOBS = [knob.name for knob in fields(Settings)]
 
 #: Every setting with a range: its lowest and its highest value.
 RANGES: dict[str, tuple[float, float]] = {
@@ -60,7 +60,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder contains no kvstreams.toml."""
+    """Run each test in a folder without a kvstreams.toml."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -70,37 +70,37 @@ def toml(path: Path, text: str) -> Path:
 
 
 def test_a_setting_without_a_value_has_its_default() -> None:
-    """Without a command line, environment and file, every setting has its default, and its source is `default`."""
+    """Without command line, environment and file, every setting has its default, and its source is "default"."""
     resolved = load({}, {})
     assert resolved.settings == Settings()
-    assert dict(resolved.sources) == dict.fromkeys(NAMES, "default")
+    assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default")
 
 
 def test_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:
-    """Each source overrides the later ones in this order, and the source of every value is returned."""
+    """The first of these sources that has a value wins, and every setting has its source."""
     file = toml(tmp_path / "some.toml", "port = 1\npartitions = 2\nblock_size = 3\n")
     environ = {"KVSTREAMS_PORT": "10", "KVSTREAMS_PARTITIONS": "20"}
     resolved = load({"port": 100, "partitions": None}, environ, file)
     settings = resolved.settings
     assert (settings.port, settings.partitions, settings.block_size, settings.host) == (100, 20, 3, "127.0.0.1")
-    wanted = {
+    expected = {
         "port": "command line",
         "partitions": "KVSTREAMS_PARTITIONS",
         "block_size": str(file),
     }
-    assert dict(resolved.sources) == dict.fromkeys(NAMES, "default") | wanted
+    assert dict(resolved.sources) == dict.fromkeys(KNOBS, "default") | expected
 
 
 def test_the_file_in_the_current_folder_is_read(tmp_path: Path) -> None:
-    """kvstreams.toml in the current folder is read although no option names it."""
+    """kvstreams.toml in the current folder is read without being named."""
     toml(tmp_path / CONFIG_FILE_DEFAULT, 'host = "0.0.0.0"\n')
     resolved = load({}, {})
     assert resolved.settings.host == "0.0.0.0"
     assert resolved.sources["host"] == CONFIG_FILE_DEFAULT
 
 
-def test_the_environment_names_a_file(tmp_path: Path) -> None:
-    """KVSTREAMS_CONFIG overrides the file in the current folder, and --config overrides both."""
+def test_the_environment_can_name_a_file(tmp_path: Path) -> None:
+    """KVSTREAMS_CONFIG replaces the file in the current folder, and --config replaces both."""
     toml(tmp_path / CONFIG_FILE_DEFAULT, "port = 1\n")
     named = toml(tmp_path / "named.toml", "port = 2\n")
     given_file = toml(tmp_path / "given.toml", "port = 3\n")
@@ -111,7 +111,7 @@ def test_the_environment_names_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["option", "environment"])
 def test_a_file_that_is_named_must_exist(by: str, tmp_path: Path) -> None:
-    """A missing file is an error if --config or KVSTREAMS_CONFIG names it, and the error contains its name."""
+    """A missing file is an error if an option or the environment names it, and the error contains the name."""
     missing = tmp_path / "missing.toml"
     with pytest.raises(SettingsError, match=r"missing\.toml does not exist"):
         load({}, {"KVSTREAMS_CONFIG": str(missing)} if by == "environment" else {}, missing if by == "option" else None)
@@ -122,28 +122,28 @@ def test_a_file_that_is_named_must_exist(by: str, tmp_path: Path) -> None:
     [b"port = ", b"port = 1\nport = 2", b"\xff\xfe\x00", b'host = "\xff"', b"port = " + b"9" * 5000],
     ids=["cut off", "twice", "utf-16", "latin-1", "5000 digits"],
 )
-def test_a_file_that_is_not_toml_is_named(content: bytes, tmp_path: Path) -> None:
-    """A file that is not valid TOML is refused, and the error contains its name."""
+def test_the_error_for_an_invalid_file_names_it(content: bytes, tmp_path: Path) -> None:
+    """A file that is not valid TOML is refused with its name, whatever is wrong with it."""
     (tmp_path / "bad.toml").write_bytes(content)
     with pytest.raises(SettingsError, match=r"bad\.toml cannot be read"):
         load({}, {}, tmp_path / "bad.toml")
 
 
 def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
-    """The error names the folder."""
+    """The error says that the folder cannot be read."""
     with pytest.raises(SettingsError, match="cannot be read"):
         load({}, {}, tmp_path)
 
 
 def test_an_unknown_setting_in_a_file_is_refused(tmp_path: Path) -> None:
-    """The error contains the unknown name, the file, and the command that lists all settings."""
+    """The error has the unknown name, the file, and the command that prints all settings."""
     file = toml(tmp_path / "a.toml", "prot = 1\n")
     with pytest.raises(SettingsError, match=r"prot in .*a\.toml is not a setting.*kvstreams config"):
         load({}, {}, file)
 
 
-def test_other_variables_have_no_effect() -> None:
-    """KVSTREAMS_ variables of the tests, and variables without our prefix, change no setting."""
+def test_other_variables_are_ignored() -> None:
+    """KVSTREAMS_ variables of other parts, and variables without the prefix, change nothing."""
     environ = {"KVSTREAMS_TEST_KAFKA": "x:1", "PORT": "1", "KVSTREAMS_": "x", "kvstreams_port": "1"}
     assert load({}, environ).settings == Settings()
 
@@ -185,26 +185,26 @@ WRONG: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
-@pytest.mark.parametrize(("setting", "value", "reason"), WRONG)
-def test_a_wrong_value_is_refused_with_the_setting_and_its_source(
-    setting: str, value: str, reason: str, source: str, tmp_path: Path
+@pytest.mark.parametrize(("knob", "value", "reason"), WRONG)
+def test_the_error_for_a_wrong_value_names_the_setting_and_its_source(
+    knob: str, value: str, reason: str, source: str, tmp_path: Path
 ) -> None:
-    """The error states the setting, what is wrong with its value, and where the value came from."""
+    """One error has the setting, what is wrong with its value, and where the value came from, for every source."""
     overrides: dict[str, Any] = {}
     environ: dict[str, str] = {}
     file = None
     if source == "command line":
-        overrides, came_from = {setting: value}, "command line"
+        overrides, came_from = {knob: value}, "command line"
     elif source == "environment":
-        environ, came_from = {f"KVSTREAMS_{setting.upper()}": value}, f"KVSTREAMS_{setting.upper()}"
+        environ, came_from = {f"KVSTREAMS_{knob.upper()}": value}, f"KVSTREAMS_{knob.upper()}"
     else:
         quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        file = toml(tmp_path / "w.toml", f'{setting} = "{quoted}"\n')
+        file = toml(tmp_path / "w.toml", f'{knob} = "{quoted}"\n')
         came_from = str(file)
     with pytest.raises(SettingsError) as caught:
         load(overrides, environ, file)
     text = str(caught.value)
-    assert text.startswith(setting)
+    assert text.startswith(knob)
     assert reason in text
     assert text.endswith(f"It came from: {came_from}")
 
@@ -213,8 +213,8 @@ def test_a_wrong_value_is_refused_with_the_setting_and_its_source(
     "line",
     ["port = true", "port = [1]", "kafka = 1", "router = 1.5", "tier_weights = 1", "log_level = []", "port = {}"],
 )
-def test_a_file_with_another_type_is_refused(line: str, tmp_path: Path) -> None:
-    """A TOML value of a wrong type is refused, and the error names the setting."""
+def test_a_value_of_another_type_in_a_file_is_refused(line: str, tmp_path: Path) -> None:
+    """A TOML value of a wrong type is refused, and the error names the setting and the file."""
     with pytest.raises(SettingsError, match=f"^{line.split(' ')[0]} is .*It came from: .*t.toml$"):
         load({}, {}, toml(tmp_path / "t.toml", line))
 
@@ -223,26 +223,26 @@ def just_outside(value: float, away: int) -> float:
     return value + away * (1 if isinstance(value, int) else max(1e-9, abs(value) * 1e-9))
 
 
-@pytest.mark.parametrize("setting", RANGES)
-def test_a_range_includes_its_bounds_and_nothing_beyond(setting: str) -> None:
+@pytest.mark.parametrize("knob", RANGES)
+def test_a_range_includes_its_bounds_and_nothing_beyond(knob: str) -> None:
     """The lowest and the highest value are accepted, and the next values outside are refused."""
-    low, high = RANGES[setting]
+    low, high = RANGES[knob]
     for inside in (low, high):
-        resolved = load({setting: inside}, {})
-        assert getattr(resolved.settings, setting) == inside
+        resolved = load({knob: inside}, {})
+        assert getattr(resolved.settings, knob) == inside
     for outside in (just_outside(low, -1), just_outside(high, 1)):
-        with pytest.raises(SettingsError, match=f"^{setting} is "):
-            load({setting: outside}, {})
+        with pytest.raises(SettingsError, match=f"^{knob} is "):
+            load({knob: outside}, {})
 
 
 def test_every_number_has_a_range_that_is_tested() -> None:
-    """Every setting that is a number is in RANGES, so that a new one gets a test."""
-    numbers = {each.name for each in fields(Settings) if type(getattr(Settings(), each.name)) in (int, float)}
+    """Every setting that is a number is in RANGES."""
+    numbers = {knob.name for knob in fields(Settings) if type(getattr(Settings(), knob.name)) in (int, float)}
     assert numbers == set(RANGES)
 
 
 @pytest.mark.parametrize(
-    ("setting", "text", "value"),
+    ("knob", "text", "value"),
     [
         ("model_block_sizes", "llama=64,qwen=16", {"llama": 64, "qwen": 16}),
         ("model_block_sizes", " llama = 64 , ", {"llama": 64}),
@@ -258,15 +258,15 @@ def test_every_number_has_a_range_that_is_tested() -> None:
         *[("router", text, False) for text in ("off", "false", "0", "no", "False")],
     ],
 )
-def test_every_kind_of_setting_is_read_from_the_environment(setting: str, text: str, value: Any) -> None:
-    """Mappings, tuples, switches and choices can be written as text."""
-    resolved = load({}, {f"KVSTREAMS_{setting.upper()}": text})
-    assert getattr(resolved.settings, setting) == value
-    assert resolved.sources[setting] == f"KVSTREAMS_{setting.upper()}"
+def test_every_kind_of_setting_is_read_from_the_environment(knob: str, text: str, value: Any) -> None:
+    """Dicts, tuples, switches and choices have a form for environment variables."""
+    resolved = load({}, {f"KVSTREAMS_{knob.upper()}": text})
+    assert getattr(resolved.settings, knob) == value
+    assert resolved.sources[knob] == f"KVSTREAMS_{knob.upper()}"
 
 
-def test_a_file_has_mappings_as_tables_and_tuples_as_lists(tmp_path: Path) -> None:
-    """TOML tables and lists become the mappings and tuples of settings."""
+def test_a_file_uses_toml_tables_and_lists(tmp_path: Path) -> None:
+    """Dicts are tables and tuples are lists in TOML."""
     text = "tier_weights = [1, 0.5, 0.25, 0]\nrouter = false\n[model_block_sizes]\nllama = 64\n"
     settings = load({}, {}, toml(tmp_path / "t.toml", text)).settings
     assert settings.tier_weights == (1.0, 0.5, 0.25, 0.0)
@@ -275,18 +275,18 @@ def test_a_file_has_mappings_as_tables_and_tuples_as_lists(tmp_path: Path) -> No
 
 
 def test_block_size_of_a_model() -> None:
-    """A model in model_block_sizes has the size given there, and every other model has block_size."""
+    """A model in `model_block_sizes` has its own block size; all others have `block_size`."""
     settings = Settings(block_size=16, model_block_sizes={"llama": 64})
     assert settings.block_size_of("llama") == 64
     assert settings.block_size_of("qwen") == 16
 
 
-#: Text that an environment variable can contain.
+#: What an environment variable can hold.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
 
-def _numbers(setting: str) -> st.SearchStrategy[Any]:
-    low, high = RANGES[setting]
+def _numbers(knob: str) -> st.SearchStrategy[Any]:
+    low, high = RANGES[knob]
     if isinstance(low, float):
         return st.floats(low, high)
     return st.integers(int(low), int(high))
@@ -308,38 +308,38 @@ ANY_SETTINGS = st.builds(
     kv_events=st.booleans(),
     router_replica_sync=st.booleans(),
     track_active_blocks=st.booleans(),
-    **{setting: _numbers(setting) for setting in RANGES},
+    **{knob: _numbers(knob) for knob in RANGES},
 )
 
 
 @given(ANY_SETTINGS)
 @hypothesis_settings(deadline=None, max_examples=100)
-def test_settings_reach_a_child_unchanged(settings: Settings) -> None:
-    """A child process that loads settings from its environment has the same ones as its parent."""
+def test_settings_reach_a_child_process_unchanged(settings: Settings) -> None:
+    """A child process that loads its settings from the environment has the same ones as its parent."""
     assert load({}, as_environ(settings)).settings == settings
 
 
-def test_a_child_takes_no_values_from_its_surroundings(tmp_path: Path) -> None:
-    """A setting at its default keeps that value in a child whose environment or folder has another value."""
+def test_a_child_process_ignores_other_sources(tmp_path: Path) -> None:
+    """A setting at its default keeps it in a child whose environment or folder has another value."""
     toml(tmp_path / CONFIG_FILE_DEFAULT, "port = 1\n")
     inherited = {"KVSTREAMS_PARTITIONS": "2", "KVSTREAMS_KAFKA": "elsewhere:1"}
     assert load({}, inherited | as_environ(Settings())).settings == Settings()
 
 
-@pytest.mark.parametrize("name", UNNEEDED_OPTIONS)
+@pytest.mark.parametrize("knob", UNNEEDED_OPTIONS)
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
-def test_unneeded_options_of_dynamo_are_accepted_with_a_warning(name: str, source: str, tmp_path: Path) -> None:
-    """Every source may contain them; the warning gives the reason, and a child process does not get them."""
-    overrides = {name: "5"} if source == "command line" else {}
-    environ = {f"KVSTREAMS_{name.upper()}": "5"} if source == "environment" else {}
-    file = toml(tmp_path / "n.toml", f"{name} = 5\n") if source == "file" else None
+def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source: str, tmp_path: Path) -> None:
+    """From everywhere, whatever they are given, saying why they are needless; nothing of them is passed on."""
+    overrides = {knob: "5"} if source == "command line" else {}
+    environ = {f"KVSTREAMS_{knob.upper()}": "5"} if source == "environment" else {}
+    file = toml(tmp_path / "n.toml", f"{knob} = 5\n") if source == "file" else None
     resolved = load(overrides, environ, file)
     assert resolved.settings == Settings()
     (warning,) = resolved.warnings
-    assert warning.startswith(f"{name} (from: ")
-    assert warning.endswith(UNNEEDED_OPTIONS[name])
+    assert warning.startswith(f"{knob} (from: ")
+    assert warning.endswith(UNNEEDED_OPTIONS[knob])
     assert load(dict.fromkeys(UNNEEDED_OPTIONS), {}).warnings == ()
-    assert f"KVSTREAMS_{name.upper()}" not in as_environ(resolved.settings)
+    assert f"KVSTREAMS_{knob.upper()}" not in as_environ(resolved.settings)
 
 
 @pytest.mark.parametrize(
@@ -351,13 +351,13 @@ def test_unneeded_options_of_dynamo_are_accepted_with_a_warning(name: str, sourc
         ({"kv_events": False}, False),
     ],
 )
-def test_the_index_is_read_only_if_it_affects_choices(changes: dict[str, Any], reads: bool) -> None:
-    """A router reads no index if overlap has no weight or is predicted."""
+def test_the_index_is_read_only_if_it_is_used(changes: dict[str, Any], reads: bool) -> None:
+    """The index is not read if overlap has no weight, or if cached blocks are predicted."""
     assert Settings(**changes).reads_index is reads
 
 
 def test_settings_are_frozen() -> None:
-    """A setting cannot be assigned; another value needs another object, which is validated again."""
+    """A setting cannot be changed in place; `replace` returns a new object, and checks it."""
     settings = Settings()
     with pytest.raises(FrozenInstanceError):
         settings.port = 1  # type: ignore[misc]
@@ -376,7 +376,7 @@ def test_settings_are_frozen() -> None:
         ({"kv_events": False}, None),
     ],
 )
-def test_explicit_persistence_without_an_index_gives_a_warning(given: dict[str, Any], warns: str | None) -> None:
-    """The warning gives the reason for which no index is read; without an explicit setting there is no warning."""
+def test_persistence_without_an_index_gives_a_warning(given: dict[str, Any], warns: str | None) -> None:
+    """An explicit router_reset_states=False without an index gives a warning, because nothing persists."""
     warnings = load(given, {}).warnings
     assert [warns in warning for warning in warnings] == [True] if warns else not warnings

@@ -1,4 +1,4 @@
-"""The engine model: its cache against a brute-force oracle, its times against arithmetic, its invariants always."""
+"""The engine model: its cache against a brute-force oracle, its times against arithmetic, and its invariants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from streams.sim.synthetic_tokens import answer_tokens
 
 BLOCK = 4
 FOREVER = 1e15
-#: 10 ms a prefill and 1 ms a computed token, 1 ms a decode step: times that a reader can add up.
+#: 10 ms per prefill, 1 ms per computed token and 1 ms per decode step: times that a reader can add up.
 CONFIG = EngineConfig(
     block_size=BLOCK, n_blocks=64, prefill_ms_base=10.0, prefill_us_per_token=1000.0, decode_ms_per_token=1.0
 )
@@ -62,16 +62,16 @@ def findable(model: EngineModel) -> set[int]:
 # -- one request -----------------------------------------------------------------------------------------------------
 
 
-def test_a_prefill_takes_its_base_and_its_tokens_and_each_further_token_one_step(engine: EngineModel) -> None:
-    """A prompt of 6 tokens at 100 gives its first token at 116 and its fifth at 120."""
+def test_a_prefill_takes_its_base_and_its_tokens_and_each_other_token_takes_one_step(engine: EngineModel) -> None:
+    """A prompt of 6 tokens that arrives at 100 has its first token at 116 and its fifth at 120."""
     engine.submit(100.0, ask("a", range(6), 5))
     out = engine.advance(FOREVER)
     assert only(out, FirstToken) == [FirstToken("a", 116.0, 16.0, 0, 6)]
     assert only(out, Finished) == [Finished("a", 120.0, 5, 16.0, 20.0, 0, 6)]
 
 
-def test_full_blocks_of_the_prompt_are_announced_in_one_event_when_the_prefill_ends(engine: EngineModel) -> None:
-    """Nine tokens are two full blocks: one event with the root as parent, their tokens and Dynamo's hashes."""
+def test_full_blocks_of_the_prompt_are_stored_in_one_event_when_the_prefill_ends(engine: EngineModel) -> None:
+    """Nine tokens give one event for two full blocks, with the root as parent, their tokens and Dynamo's hashes."""
     tokens = list(range(1, 10))
     engine.submit(0.0, ask("a", tokens))
     assert engine.advance(18.9) == []
@@ -82,8 +82,8 @@ def test_full_blocks_of_the_prompt_are_announced_in_one_event_when_the_prefill_e
     assert not set(stored.engine.tolist()) & set(stored.sequence.tolist())
 
 
-def test_a_block_that_decoding_fills_is_announced_alone_and_chained_to_the_one_before(engine: EngineModel) -> None:
-    """Six prompt tokens and the answer's first two make block 1, full when the third token is out."""
+def test_a_block_that_decoding_fills_is_stored_alone_and_follows_the_previous_block(engine: EngineModel) -> None:
+    """Six prompt tokens and the first two of the answer fill block 1, which is stored when the third token is out."""
     engine.submit(0.0, ask("a", range(6), 8, output_seed=3))
     first, *decoded = only(engine.advance(FOREVER), KvStored)
     assert [event.at_ms for event in decoded] == [18.0, 22.0]
@@ -96,20 +96,18 @@ def test_a_block_that_decoding_fills_is_announced_alone_and_chained_to_the_one_b
 
 
 @pytest.mark.parametrize(("n_output", "n_blocks"), [(4, 1), (5, 2), (8, 2), (9, 3)])
-def test_the_last_token_of_an_answer_has_no_place_in_the_cache(
-    engine: EngineModel, n_output: int, n_blocks: int
-) -> None:
-    """A prompt of one block and n answer tokens leave the full blocks of 4 + n - 1 tokens."""
+def test_the_last_token_of_an_answer_is_not_cached(engine: EngineModel, n_output: int, n_blocks: int) -> None:
+    """A prompt of one block and an answer of n tokens leave the full blocks of 4 + n - 1 tokens."""
     engine.submit(0.0, ask("a", range(4), n_output))
     engine.advance(FOREVER)
     assert len(findable(engine)) == n_blocks
 
 
 @pytest.mark.parametrize(("n_tokens", "cached"), [(8, 4), (9, 8), (11, 8), (12, 8), (13, 12)])
-def test_a_repeated_prompt_is_reused_but_for_at_least_one_token(
+def test_a_repeated_prompt_is_reused_except_for_at_least_one_token(
     engine: EngineModel, n_tokens: int, cached: int
 ) -> None:
-    """Whole blocks only, and never the whole prompt."""
+    """Only whole blocks are reused, and never the whole prompt."""
     for request_id in "ab":
         engine.submit(0.0, ask(request_id, range(n_tokens)))
     first, second = only(engine.advance(FOREVER), Finished)
@@ -117,8 +115,8 @@ def test_a_repeated_prompt_is_reused_but_for_at_least_one_token(
     assert second.at_ms == first.at_ms + 10.0 + (n_tokens - cached)
 
 
-def test_a_recomputed_last_block_is_a_second_copy_announced_and_removed_by_itself(engine: EngineModel) -> None:
-    """One hash stored twice is removed twice, and is findable until the second removal."""
+def test_a_recomputed_last_block_is_a_second_copy_with_events_of_its_own(engine: EngineModel) -> None:
+    """A hash that is stored twice is removed twice, and can be found until the second removal."""
     for request_id in "ab":
         engine.submit(0.0, ask(request_id, range(8)))
     stored = [hash_ for event in only(engine.advance(FOREVER), KvStored) for hash_ in event.engine.tolist()]
@@ -138,7 +136,7 @@ def test_a_recomputed_last_block_is_a_second_copy_announced_and_removed_by_itsel
 
 
 def test_adapters_do_not_share_blocks(engine: EngineModel) -> None:
-    """Equal tokens under another adapter are other blocks with other engine hashes."""
+    """Equal tokens under another adapter give different blocks with different engine hashes."""
     engine.submit(0.0, ask("a", range(9)))
     engine.submit(0.0, ask("b", range(9), lora_name="tuned"))
     out = engine.advance(FOREVER)
@@ -148,8 +146,8 @@ def test_adapters_do_not_share_blocks(engine: EngineModel) -> None:
     assert (plain.lora_name, tuned.lora_name) == (None, "tuned")
 
 
-def test_an_answer_resumed_elsewhere_goes_on_with_the_same_tokens() -> None:
-    """A token depends on the seed and its position, not on how much of what precedes it is called the prompt."""
+def test_an_answer_resumed_on_another_engine_continues_with_the_same_tokens() -> None:
+    """A token depends on the seed and its position, not on where the prompt ends."""
     assert answer_tokens(7, 10, 8) == answer_tokens(7, 10, 3) + answer_tokens(7, 13, 5)
     assert answer_tokens(7, 10, 8) != answer_tokens(8, 10, 8)
 
@@ -157,8 +155,8 @@ def test_an_answer_resumed_elsewhere_goes_on_with_the_same_tokens() -> None:
 # -- the cache's space -------------------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_goes_first_and_of_one_prompt_its_tail() -> None:
-    """Of prompts a and b, a used again since, b's last block is evicted first, then b's first, then a's last."""
+def test_the_least_recently_used_prompt_is_evicted_first_and_from_its_tail() -> None:
+    """If prompt a is used again after b, b's last block is evicted first, then b's first, then a's last."""
     model = EngineModel(replace(CONFIG, n_blocks=5))
     a, b = list(range(9)), list(range(100, 109))
     for at, (request_id, tokens) in enumerate([("a", a), ("b", b), ("a again", a)]):
@@ -173,8 +171,8 @@ def test_the_least_recently_used_goes_first_and_of_one_prompt_its_tail() -> None
         assert findable(model) & {*of_a, *of_b} == set(left)
 
 
-def test_the_first_in_line_waits_for_blocks_and_nobody_passes_it() -> None:
-    """With 3 of 4 blocks taken until 30, a request for 2 starts at 30, and a small one behind it after that."""
+def test_the_first_in_line_waits_for_blocks_and_is_not_overtaken() -> None:
+    """While 3 of 4 blocks are in use, a request for 2 blocks waits, and a smaller one waits behind it."""
     model = EngineModel(replace(CONFIG, n_blocks=4))
     model.submit(0.0, ask("holder", range(8), 5))  # 8 tokens and 4 more: 3 blocks, until 18 + 4 = 22
     model.submit(1.0, ask("big", range(100, 108)))
@@ -187,8 +185,8 @@ def test_the_first_in_line_waits_for_blocks_and_nobody_passes_it() -> None:
     model.check()
 
 
-def test_a_request_starts_only_when_its_whole_answer_is_sure_of_its_blocks() -> None:
-    """Two prompts of a block whose answers grow to three share four blocks one after the other."""
+def test_a_request_starts_only_when_its_whole_answer_fits() -> None:
+    """Two prompts of one block, whose answers need three, use a cache of four blocks one after the other."""
     model = EngineModel(replace(CONFIG, n_blocks=4))
     for at, request_id in enumerate("ab"):
         model.submit(0.0, ask(request_id, range(at * 100, at * 100 + 4), 9))
@@ -201,10 +199,10 @@ def test_a_request_starts_only_when_its_whole_answer_is_sure_of_its_blocks() -> 
 
 
 @pytest.mark.parametrize(("n_prompt", "n_output", "fits"), [(252, 5, True), (256, 1, True), (253, 5, False)])
-def test_what_can_never_fit_is_rejected_and_leaves_no_trace(
+def test_a_request_that_can_never_fit_is_rejected_and_leaves_no_trace(
     engine: EngineModel, n_prompt: int, n_output: int, fits: bool
 ) -> None:
-    """The cache of 256 tokens takes prompt and answer but for the answer's last token, and not one more."""
+    """A cache of 256 tokens must fit the prompt and the answer without its last token."""
     engine.submit(0.0, ask("a", range(n_prompt), n_output))
     out = engine.advance(FOREVER)
     assert bool(only(out, Finished)) == fits
@@ -214,8 +212,8 @@ def test_what_can_never_fit_is_rejected_and_leaves_no_trace(
     assert only(engine.advance(FOREVER), Finished)
 
 
-def test_a_reset_is_refused_while_blocks_are_in_use_and_then_forgets_everything(engine: EngineModel) -> None:
-    """As in vLLM: refused whole, or nothing is findable and all space is free."""
+def test_a_reset_is_refused_while_blocks_are_in_use_and_otherwise_drops_everything(engine: EngineModel) -> None:
+    """As in vLLM, a reset either changes nothing or empties the whole cache."""
     engine.submit(0.0, ask("a", range(9), 100))
     engine.advance(50.0)
     before = findable(engine)
@@ -232,7 +230,7 @@ def test_a_reset_is_refused_while_blocks_are_in_use_and_then_forgets_everything(
 
 
 def test_a_late_arrival_on_an_idle_engine_starts_when_it_arrived(engine: EngineModel) -> None:
-    """What the server heard of at 5,000 but arrived at 100 has its first token at 100 + 14."""
+    """A request that arrived at 100 and is submitted at 5,000 has its first token at 100 + 14."""
     engine.submit(0.0, ask("a", range(4)))
     engine.advance(5000.0)
     engine.submit(100.0, ask("b", range(50, 54)))
@@ -240,7 +238,7 @@ def test_a_late_arrival_on_an_idle_engine_starts_when_it_arrived(engine: EngineM
 
 
 def test_a_late_arrival_waits_for_the_gpu_as_it_would_have(engine: EngineModel) -> None:
-    """Arriving at 100 while the prefill of 95 to 110 runs, it starts at 110 whenever it is submitted."""
+    """A request that arrives at 100, during a prefill from 95 to 110, starts at 110 whenever it is submitted."""
     engine.submit(95.0, ask("a", range(5)))
     engine.advance(5000.0)
     engine.submit(100.0, ask("b", range(50, 54)))
@@ -248,7 +246,7 @@ def test_a_late_arrival_waits_for_the_gpu_as_it_would_have(engine: EngineModel) 
 
 
 def test_a_late_arrival_does_not_wait_for_answers_that_were_being_decoded(engine: EngineModel) -> None:
-    """Arriving at 20, while an answer runs from 14 to 63, it starts at 20 though it is heard of at 5,000."""
+    """A request that arrives at 20, while an answer is decoded, starts at 20 even if it is submitted at 5,000."""
     engine.submit(0.0, ask("a", range(4), 50))
     engine.advance(5000.0)
     engine.submit(20.0, ask("b", range(100, 104)))
@@ -256,7 +254,7 @@ def test_a_late_arrival_does_not_wait_for_answers_that_were_being_decoded(engine
 
 
 def test_the_next_event_is_never_later_than_what_happens_next(engine: EngineModel) -> None:
-    """Advancing from one announced time to the next misses nothing, and idle is None."""
+    """Advancing from one next event to the next misses nothing; an idle engine has no next event."""
     assert engine.next_event_ms() is None
     engine.submit(3.0, ask("a", range(9), 3))
     seen: list[Output] = []
@@ -274,7 +272,7 @@ def test_the_next_event_is_never_later_than_what_happens_next(engine: EngineMode
 def test_decoded_tokens_are_counted_by_time_without_an_event_each(
     engine: EngineModel, at_ms: float, n_out: int
 ) -> None:
-    """The first at the prefill's end, one a step from then on, never more than asked for."""
+    """The first token is out at the prefill's end, then one per step, and never more than requested."""
     engine.submit(0.0, ask("a", range(4), 5))
     engine.advance(min(at_ms, 17.9))
     assert engine.n_decoded("a", at_ms) == n_out
@@ -293,14 +291,14 @@ def test_decoded_tokens_are_counted_by_time_without_an_event_each(
         ask("a", range(9), hashes=hash_prompt(pack(range(4)), BLOCK)),
     ],
 )
-def test_a_malformed_request_is_refused_at_the_door(engine: EngineModel, request_: ModelRequest) -> None:
-    """No prompt, half a token, no answer, or another prompt's hashes."""
+def test_a_malformed_request_is_refused(engine: EngineModel, request_: ModelRequest) -> None:
+    """A request without a prompt, with half a token, without an answer or with another prompt's hashes is refused."""
     with pytest.raises(InvalidRequest):
         engine.submit(0.0, request_)
 
 
-def test_a_live_id_is_refused(engine: EngineModel) -> None:
-    """Two live requests of one name could not be told apart in the outputs."""
+def test_a_second_request_with_an_active_id_is_refused(engine: EngineModel) -> None:
+    """The outputs of two active requests with one id could not be distinguished."""
     engine.submit(0.0, ask("a", range(4)))
     with pytest.raises(InvalidRequest, match="already active"):
         engine.submit(0.0, ask("a", range(4)))
@@ -310,8 +308,8 @@ def test_a_live_id_is_refused(engine: EngineModel) -> None:
     "wrong",
     [{"block_size": 0}, {"n_blocks": 0}, {"prefill_ms_base": -1.0}, {"decode_ms_per_token": float("nan")}],
 )
-def test_a_config_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
-    """The error names the knob."""
+def test_an_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    """The error names the field."""
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         EngineConfig(**wrong)
 
@@ -330,7 +328,7 @@ Asked = list[tuple[int, list[int], int, int]]
 
 
 def as_text(outputs: Sequence[Output]) -> list[str]:
-    """Outputs hold arrays, which do not compare to one truth; their text with all digits does."""
+    """Give outputs as text with all digits, because outputs contain arrays, which do not compare to one bool."""
     return [repr(output) for output in outputs]
 
 
@@ -342,7 +340,7 @@ def submit_all(model: EngineModel, asked: Asked) -> None:
 @settings(max_examples=120, deadline=None)
 @given(requests_, st.lists(st.floats(0.0, 400.0), max_size=30), st.integers(9, 20))
 def test_outputs_do_not_depend_on_when_the_model_was_advanced(asked: Asked, steps: list[float], n_blocks: int) -> None:
-    """One big step gives the very outputs of many small ones, and invariants hold at each."""
+    """One big step gives the same outputs as many small ones, and the invariants hold after each step."""
     config = replace(CROWDED, n_blocks=n_blocks)
     once, often = EngineModel(config), EngineModel(config)
     submit_all(once, asked)
@@ -362,7 +360,7 @@ def test_outputs_do_not_depend_on_when_the_model_was_advanced(asked: Asked, step
 @settings(max_examples=80, deadline=None)
 @given(requests_, st.integers(9, 20))
 def test_submitting_on_arrival_equals_submitting_ahead(asked: Asked, n_blocks: int) -> None:
-    """A simulator that submits as it goes and one that queues the whole trace see the same engine."""
+    """Submitting each request at its arrival gives the same outputs as queueing the whole trace in advance."""
     asked = sorted(asked, key=lambda one: one[0])
     config = replace(CROWDED, n_blocks=n_blocks)
     ahead, live = EngineModel(config), EngineModel(config)
@@ -376,8 +374,8 @@ def test_submitting_on_arrival_equals_submitting_ahead(asked: Asked, n_blocks: i
 
 @settings(max_examples=80, deadline=None)
 @given(requests_, st.lists(st.integers(0, 300), min_size=14, max_size=14))
-def test_first_tokens_do_not_depend_on_how_late_the_server_heard_of_requests(asked: Asked, lateness: list[int]) -> None:
-    """With answers of one token and space for all, times to first token are those of the arrivals, however late."""
+def test_first_tokens_do_not_depend_on_how_late_requests_are_submitted(asked: Asked, lateness: list[int]) -> None:
+    """With answers of one token and enough space, times to first token follow from the arrivals alone."""
     asked = sorted(((arrival, tokens, 1, seed) for arrival, tokens, _, seed in asked), key=lambda one: one[0])
     punctual, late = EngineModel(replace(CONFIG, n_blocks=1000)), EngineModel(replace(CONFIG, n_blocks=1000))
     submit_all(punctual, asked)
@@ -391,7 +389,7 @@ def test_first_tokens_do_not_depend_on_how_late_the_server_heard_of_requests(ask
 @settings(max_examples=120, deadline=None)
 @given(requests_)
 def test_hits_are_those_of_a_brute_force_search_when_nothing_is_evicted(asked: Asked) -> None:
-    """The oracle compares token lists with every sequence computed before, and knows no hashes."""
+    """The oracle compares token lists with every sequence computed before, without hashes."""
     model = EngineModel(replace(CONFIG, n_blocks=1000))
     computed: list[list[int]] = []
     for at, (_, tokens, n_output, seed) in enumerate(asked):
@@ -400,7 +398,7 @@ def test_hits_are_those_of_a_brute_force_search_when_nothing_is_evicted(asked: A
         model.submit(1000.0 * at, ask(str(at), tokens, n_output, output_seed=seed))
         (finished,) = only(model.advance(1000.0 * at + 999.0), Finished)
         assert finished.cached_tokens == expected
-        # Only full blocks of what was computed can be found again; the last answer token never was.
+        # Only full blocks of computed tokens can be found again; the last token of an answer is never computed.
         answer = np.frombuffer(answer_tokens(seed, len(tokens), n_output - 1), dtype="<u4").tolist()
         sequence = tokens + answer
         computed.append(sequence[: len(sequence) // BLOCK * BLOCK])
@@ -409,8 +407,8 @@ def test_hits_are_those_of_a_brute_force_search_when_nothing_is_evicted(asked: A
 
 @settings(max_examples=120, deadline=None)
 @given(requests_, st.integers(9, 20))
-def test_a_ledger_that_counts_the_events_knows_what_is_findable(asked: Asked, n_blocks: int) -> None:
-    """Stores less removals, counted by engine hash, are the physical copies that the cache holds; parents are known."""
+def test_counting_the_events_gives_the_content_of_the_cache(asked: Asked, n_blocks: int) -> None:
+    """Stores minus removals per engine hash are the copies that the cache holds, and every parent is held."""
     model = EngineModel(replace(CROWDED, n_blocks=n_blocks))
     submit_all(model, asked)
     copies: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The shared pool, pure: its room, its link and its news against oracles; engines that load from it; traces with it."""
+"""The shared pool: capacity, link and events against oracles; engines that load from it; traces that use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_TRANSIT, POOLED, EVICTED, PLAIN_STATE = (
     CxlMemoryState.LOCAL_GPU,
 )
 
-#: 2 ms a block towards it, 1 ms a block from it, and half a millisecond a transfer: times that a reader can add up.
+#: 2 ms per block to the pool, 1 ms per block from it, 0.5 ms per transfer: times that a reader can add up.
 POOL = PoolConfig(
     pool_id="p",
     block_size=4,
@@ -44,14 +44,14 @@ POOL = PoolConfig(
 )
 
 
-def said(pool: SharedPool, to_ms: float) -> list[tuple[float, str, CxlMemoryState, tuple[int, ...]]]:
-    pool_events = pool.advance(to_ms)
+def events_until(pool: SharedPool, to_ms: float) -> list[tuple[float, str, CxlMemoryState, tuple[int, ...]]]:
+    events = pool.advance(to_ms)
     pool.check()
-    return [(each.at_ms, each.owner, each.state, each.keys) for each in pool_events]
+    return [(each.at_ms, each.owner, each.state, each.keys) for each in events]
 
 
 def holding(*chains: Sequence[int], config: PoolConfig = POOL) -> SharedPool:
-    """A pool into which these came, one behind the other."""
+    """Give a pool into which these chains were offloaded one after the other."""
     pool = SharedPool(config)
     for at, chain in enumerate(chains):
         pool.offload(100.0 * at, "a", chain)
@@ -62,79 +62,83 @@ def holding(*chains: Sequence[int], config: PoolConfig = POOL) -> SharedPool:
 # -- the link ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_offload_arrives_as_a_whole_when_its_bytes_and_its_latency_are_over() -> None:
-    """Three blocks of 2 ms begun at 10 are there at 16.5, all at once, and not before."""
+def test_an_offload_arrives_as_a_whole_after_its_bytes_and_its_latency() -> None:
+    """Three blocks of 2 ms each that begin at 10 arrive together at 16.5, and not before."""
     pool = SharedPool(POOL)
     pool.offload(10.0, "a", [1, 2, 3])
     assert pool.next_event_ms() == 16.5
-    assert said(pool, 16.4) == []
+    assert events_until(pool, 16.4) == []
     assert pool.pooled() == []
     assert pool.load(16.4, [1]).n_blocks == 0
-    assert said(pool, 16.5) == [(16.5, "a", POOLED, (1, 2, 3))]
+    assert events_until(pool, 16.5) == [(16.5, "a", POOLED, (1, 2, 3))]
     assert pool.next_event_ms() is None
 
 
 def test_offloads_queue_for_the_link_and_loads_have_their_own_direction() -> None:
-    """Of two offloads at once the second arrives when both have passed; a load in between waits for neither."""
+    """Of two simultaneous offloads, the second arrives after the bytes of both; a load waits for neither."""
     pool = holding([9])
     pool.offload(200.0, "a", [1])
     pool.offload(200.0, "b", [2])
     assert pool.load(200.0, [9]) == PoolLoad(1, 201.5)
     assert pool.load(200.0, [9]) == PoolLoad(1, 202.5)
-    assert said(pool, FOREVER) == [(202.5, "a", POOLED, (1,)), (204.5, "b", POOLED, (2,))]
+    assert events_until(pool, FOREVER) == [(202.5, "a", POOLED, (1,)), (204.5, "b", POOLED, (2,))]
 
 
-def test_a_load_gives_the_leading_blocks_that_are_there() -> None:
-    """A hole ends it, and so does what is on its way."""
+def test_a_load_gives_the_leading_blocks_that_have_arrived() -> None:
+    """A missing block ends a load, and so does a block in transit."""
     pool = holding([1, 2])
     pool.offload(100.0, "a", [3])
     assert pool.load(100.0, [1, 2, 3]) == PoolLoad(2, 102.5)
     assert pool.load(100.0, [7, 1]) == PoolLoad(0, 100.0)
 
 
-def test_what_the_pool_has_is_not_written_again_and_has_one_more_owner() -> None:
-    """Of what is there the second owner hears at once, of what is on its way when it arrives; both hear of its end."""
+def test_a_block_that_the_pool_has_gets_one_more_owner_and_is_not_written_again() -> None:
+    """The second owner gets an event at once, or on arrival if the block is in transit; both get its eviction."""
     pool = holding([1])
     pool.offload(100.0, "a", [2])
     pool.offload(101.0, "b", [1, 2, 3])
-    assert said(pool, 102.5) == [(101.0, "b", POOLED, (1,)), (102.5, "a", POOLED, (2,)), (102.5, "b", POOLED, (2,))]
-    assert said(pool, 104.5) == [(104.5, "b", POOLED, (3,))]
+    assert events_until(pool, 102.5) == [
+        (101.0, "b", POOLED, (1,)),
+        (102.5, "a", POOLED, (2,)),
+        (102.5, "b", POOLED, (2,)),
+    ]
+    assert events_until(pool, 104.5) == [(104.5, "b", POOLED, (3,))]
     assert (pool.stats().offloaded, pool.stats().joined) == (3, 2)
     pool.offload(200.0, "c", [11, 12, 13, 14])
-    assert sorted(said(pool, 200.0)) == [(200.0, "a", EVICTED, (1, 2)), (200.0, "b", EVICTED, (1, 2, 3))]
+    assert sorted(events_until(pool, 200.0)) == [(200.0, "a", EVICTED, (1, 2)), (200.0, "b", EVICTED, (1, 2, 3))]
 
 
-# -- room --------------------------------------------------------------------------------------------------------------
+# -- capacity ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_goes_first_and_of_a_chain_its_tail() -> None:
-    """Chain 1, 2 was loaded since chain 3, 4 came: these go, tail first, then 2."""
+def test_the_least_recently_used_chain_is_evicted_first_and_from_its_tail() -> None:
+    """If chain 1, 2 is loaded after chain 3, 4 was written, 4 is evicted first, then 3, then 2."""
     pool = holding([1, 2], [3, 4])
     pool.load(200.0, [1, 2])
     pool.advance(300.0)
-    for at, gone in enumerate((4, 3, 2)):
+    for at, evicted in enumerate((4, 3, 2)):
         pool.offload(300.0 + 100 * at, "a", [10 + at])
-        assert said(pool, 300.0 + 100 * at) == [(300.0 + 100 * at, "a", EVICTED, (gone,))]
+        assert events_until(pool, 300.0 + 100 * at) == [(300.0 + 100 * at, "a", EVICTED, (evicted,))]
         pool.advance(399.0 + 100 * at)
 
 
-def test_what_is_loaded_or_on_its_way_is_not_evicted_and_what_finds_no_room_is_refused() -> None:
-    """Two blocks that are loaded until 202.5 and one on its way leave room for one: the others hear no."""
+def test_blocks_in_use_or_in_transit_are_not_evicted_and_an_offload_over_capacity_is_refused() -> None:
+    """Two blocks that are loaded until 202.5 and one in transit leave space for one; the others are refused."""
     pool = holding([1, 2])
     pool.load(200.0, [1, 2])
     pool.offload(200.0, "b", [3])
     pool.offload(201.0, "c", [4, 5, 6])
-    assert said(pool, 201.0) == [(201.0, "c", PLAIN_STATE, (5, 6))]
-    pool.offload(202.5, "c", [5])  # the load is over, to the moment
-    assert said(pool, 202.5) == [(202.5, "b", POOLED, (3,)), (202.5, "a", EVICTED, (2,))]
+    assert events_until(pool, 201.0) == [(201.0, "c", PLAIN_STATE, (5, 6))]
+    pool.offload(202.5, "c", [5])  # exactly when the load ends
+    assert events_until(pool, 202.5) == [(202.5, "b", POOLED, (3,)), (202.5, "a", EVICTED, (2,))]
     assert (pool.stats().refused, pool.stats().evicted) == (2, 1)
 
 
-def test_an_offload_longer_than_the_pool_keeps_its_head() -> None:
-    """Leading blocks are what a prefix needs; its own head is not evicted for its tail."""
+def test_of_an_offload_larger_than_the_pool_the_head_is_kept() -> None:
+    """A prefix needs its leading blocks, so the head of an offload is not evicted for its tail."""
     pool = holding([1, 2])
     pool.offload(100.0, "a", [1, 2, 3, 4, 5, 6])
-    assert said(pool, 100.0) == [(100.0, "a", POOLED, (1, 2)), (100.0, "a", PLAIN_STATE, (5, 6))]
+    assert events_until(pool, 100.0) == [(100.0, "a", POOLED, (1, 2)), (100.0, "a", PLAIN_STATE, (5, 6))]
     pool.advance(200.0)
     assert set(pool.pooled()) == {1, 2, 3, 4}
 
@@ -142,36 +146,36 @@ def test_an_offload_longer_than_the_pool_keeps_its_head() -> None:
 # -- owners ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_dead_engine_was_writing_never_arrives_and_what_it_wrote_stays() -> None:
-    """Whoever had joined the write hears that it is over; the next in line keeps its time."""
+def test_the_unfinished_writes_of_an_engine_that_left_are_dropped_and_its_other_blocks_stay() -> None:
+    """An engine that had joined the write gets an eviction, and the next write keeps its time."""
     pool = holding([1])
     pool.offload(100.0, "a", [2])
     pool.offload(100.0, "b", [2, 3])
     pool.leave(101.0, "a")
-    assert (101.0, "b", EVICTED, (2,)) in said(pool, 101.0)
-    assert said(pool, FOREVER) == [(104.5, "b", POOLED, (3,))]
+    assert (101.0, "b", EVICTED, (2,)) in events_until(pool, 101.0)
+    assert events_until(pool, FOREVER) == [(104.5, "b", POOLED, (3,))]
     assert pool.load(FOREVER, [1]).n_blocks == 1
-    pool.leave(FOREVER, "a")  # twice is once
+    pool.leave(FOREVER, "a")  # leaving twice changes nothing
     pool.check()
 
 
-def test_an_eviction_that_nobody_can_tell_is_counted() -> None:
-    """The owner is gone: his block stays what routers know until the pool's epoch grows."""
+def test_an_eviction_that_no_engine_reports_is_counted() -> None:
+    """When a block of an engine that left is evicted, there is no event, and the eviction counts as unreported."""
     pool = holding([1, 2])
     pool.leave(100.0, "a")
     pool.offload(100.0, "b", [3, 4, 5])
-    assert said(pool, 100.0) == []
+    assert events_until(pool, 100.0) == []
     assert (pool.stats().evicted, pool.stats().unreported) == (1, 1)
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
 
-#: Chains of a small tree, so that content is shared, and more of it than there is room for.
+#: Chains of a small tree, so that content is shared and exceeds the capacity.
 chains = st.builds(lambda root, length: [root * 10 + at for at in range(length)], st.integers(1, 4), st.integers(1, 4))
 actions = st.lists(
     st.tuples(
         st.floats(0.0, 6.0),
-        st.sampled_from(["offload"] * 4 + ["load"] * 2 + ["die", "lose"]),
+        st.sampled_from(["offload"] * 4 + ["load"] * 2 + ["leave", "lose"]),
         st.integers(0, 2),
         chains,
     ),
@@ -180,26 +184,26 @@ actions = st.lists(
 
 
 class Owner:
-    """One engine as its bridge follows it: what it told, by the table of states."""
+    """One engine as its bridge sees it: the metadata that its reports lead to, by the table of states."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.lives = 0
+        self.n_begun = 0
         self.begin()
 
     def begin(self) -> None:
-        self.lives += 1
-        self.name = f"{self.number}/{self.lives}"
+        self.n_begun += 1
+        self.name = f"{self.number}/{self.n_begun}"
         self.blocks = EnginePoolBlocks(POOL.pool_id)
-        self.told: dict[int, CxlMemoryMetadata] = {}
+        self.metadata: dict[int, CxlMemoryMetadata] = {}
 
     def report(self, changed: CxlChanged | None) -> None:
         for name in [] if changed is None else changed.engine.tolist():
             assert changed is not None
             pool_id = changed.pool_id
-            after = transition(self.told.get(name, NOT_POOLED), changed.state, pool_id)
+            after = transition(self.metadata.get(name, NOT_POOLED), changed.state, pool_id)
             assert not isinstance(after, Refused), after
-            self.told[name] = after
+            self.metadata[name] = after
 
     def store(self, chain: list[int]) -> tuple[int, ...]:
         keys: Any = np.array(chain, dtype=np.uint64)
@@ -209,7 +213,8 @@ class Owner:
         return keys_new
 
 
-def heard(owners: Sequence[Owner], pool_events: Sequence[PoolEvent]) -> None:
+def deliver(owners: Sequence[Owner], pool_events: Sequence[PoolEvent]) -> None:
+    """Let each owner report the events that concern it."""
     names = {owner.name: owner for owner in owners}
     for each in pool_events:
         if each.owner in names:
@@ -218,19 +223,20 @@ def heard(owners: Sequence[Owner], pool_events: Sequence[PoolEvent]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(actions, st.integers(1, 9))
-def test_room_link_news_and_numbers_are_those_of_an_oracle(done: list[Any], capacity: int) -> None:
-    """Whatever happens: never more blocks than room, no byte before the link carried it, no illegal transition, nothing
-    that is loaded evicted, and each block that came is there, on its way, evicted, or died with its mover."""
+def test_capacity_link_events_and_counts_are_those_of_an_oracle(done: list[Any], capacity: int) -> None:
+    """In any sequence of actions, the capacity is never exceeded, no block arrives before the link carried it, no
+    transition is illegal, and no block is evicted while it is loaded. Each block that was offloaded is pooled, in
+    transit, evicted, or was dropped with its writer."""
     pool = SharedPool(replace(POOL, capacity_blocks=capacity))
     owners = [Owner(number) for number in range(3)]
     now_ms = write_free = read_free = 0.0
-    writes: list[tuple[float, str, int]] = []  # end, mover, blocks
+    writes: list[tuple[float, str, int]] = []  # end, writer, blocks
     loading: dict[int, float] = {}
-    n_died = 0
+    n_dropped = 0
     for wait_ms, action, number, chain in done:
         now_ms += wait_ms
         owner = owners[number]
-        heard(owners, pool.advance(now_ms))
+        deliver(owners, pool.advance(now_ms))
         before, before_ms = set(pool.pooled()), pool.stats()
         if action == "offload":
             keys = owner.store(chain)
@@ -242,41 +248,41 @@ def test_room_link_news_and_numbers_are_those_of_an_oracle(done: list[Any], capa
                 writes.append((write_free + POOL.latency_ms, owner.name, n_new))
         elif action == "load":
             load = pool.load(now_ms, chain)
-            n_there = next((at for at, key in enumerate(chain) if key not in before), len(chain))
-            assert load.n_blocks == n_there
-            if n_there:
-                read_free = max(now_ms, read_free) + n_there * POOL.load_ms_per_block
+            n_arrived = next((at for at, key in enumerate(chain) if key not in before), len(chain))
+            assert load.n_blocks == n_arrived
+            if n_arrived:
+                read_free = max(now_ms, read_free) + n_arrived * POOL.load_ms_per_block
                 assert load.end_ms == pytest.approx(read_free + POOL.latency_ms)
-                loading.update({key: max(loading.get(key, 0.0), load.end_ms) for key in chain[:n_there]})
+                loading.update({key: max(loading.get(key, 0.0), load.end_ms) for key in chain[:n_arrived]})
         else:
             pool.leave(now_ms, owner.name)
-            n_died += sum(n for end, mover, n in writes if mover == owner.name and end > now_ms)
+            n_dropped += sum(n for end, writer, n in writes if writer == owner.name and end > now_ms)
             writes = [write for write in writes if write[1] != owner.name]
             if action == "lose":
                 owner.report(owner.blocks.lost())
-                assert POOLED not in {each.state for each in owner.told.values()}
+                assert POOLED not in {each.state for each in owner.metadata.values()}
             owner.begin()
-        heard(owners, pool.advance(now_ms))
+        deliver(owners, pool.advance(now_ms))
         pool.check()
         stats = pool.stats()
         assert stats.n_in_transit == sum(n for end, _, n in writes if end > now_ms)
         assert stats.n_pooled + stats.n_in_transit <= capacity
-        assert stats.offloaded == stats.n_pooled + stats.n_in_transit + stats.evicted + n_died
-        there = set(pool.pooled())
-        assert {key for key, end in loading.items() if end > now_ms} <= there
+        assert stats.offloaded == stats.n_pooled + stats.n_in_transit + stats.evicted + n_dropped
+        arrived = set(pool.pooled())
+        assert {key for key, end in loading.items() if end > now_ms} <= arrived
         for each in owners:
             pooled = {key for key, state in each.blocks.states().items() if state is POOLED}
-            assert pooled <= there
-            assert {name - 1000 * each.number for name, meta in each.told.items() if meta.state is POOLED} == pooled
-    heard(owners, pool.advance(FOREVER))
+            assert pooled <= arrived
+            assert {name - 1000 * each.number for name, meta in each.metadata.items() if meta.state is POOLED} == pooled
+    deliver(owners, pool.advance(FOREVER))
     assert pool.stats().n_in_transit == 0
     assert all(state is POOLED for owner in owners for state in owner.blocks.states().values())
 
 
 @settings(max_examples=60, deadline=None)
 @given(actions)
-def test_news_do_not_depend_on_how_often_the_pool_was_asked(done: list[Any]) -> None:
-    """One look at the end gives the very news of looks at every moment."""
+def test_events_do_not_depend_on_how_often_the_pool_was_advanced(done: list[Any]) -> None:
+    """Advancing once at the end gives the same events as advancing at every step."""
     often, once = SharedPool(POOL), SharedPool(POOL)
     pool_events: list[PoolEvent] = []
     now_ms = 0.0
@@ -310,8 +316,8 @@ def test_news_do_not_depend_on_how_often_the_pool_was_asked(done: list[Any]) -> 
         {"latency_class": ""},
     ],
 )
-def test_a_pool_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
-    """Numbers, and names that the registry would refuse."""
+def test_an_invalid_pool_is_refused(wrong: dict[str, Any]) -> None:
+    """Invalid numbers are refused, and so are names that the registry would refuse."""
     with pytest.raises(KvStreamsError):
         PoolConfig(**wrong)
 
@@ -326,7 +332,7 @@ def engine_with_pool() -> EngineModel:
 
 
 def test_a_prefill_loads_what_the_pool_gives_and_computes_the_rest() -> None:
-    """Of 14 tokens two blocks come in 3 ms, 6 tokens take 10 + 6: the first token is out at 119, and all is stored."""
+    """Two blocks of 14 tokens are loaded in 3 ms and 6 tokens take 10 + 6 ms, so the first token is out at 119."""
     engine = engine_with_pool()
     engine.submit(100.0, ask("a", range(14)))
     (asked,) = only(engine.advance(FOREVER), PoolAsked)
@@ -338,15 +344,15 @@ def test_a_prefill_loads_what_the_pool_gives_and_computes_the_rest() -> None:
     assert only(out, FirstToken) == [FirstToken("a", 119.0, 19.0, 8, 14, 8)]
     assert [len(stored.sequence) for stored in only(out, KvStored)] == [3]
     assert (engine.stats().computed_tokens, engine.stats().loaded_tokens) == (6, 8)
-    engine.submit(200.0, ask("b", range(14)))  # by now they are its own
+    engine.submit(200.0, ask("b", range(14)))  # the engine now holds them itself
     assert only(engine.advance(FOREVER), FirstToken) == [FirstToken("b", 212.0, 12.0, 12, 14, 0)]
     engine.check()
 
 
-def test_the_pool_is_asked_for_what_follows_the_engines_own_blocks_and_never_for_a_whole_prompt() -> None:
-    """Own blocks first; of 12 tokens the last block is computed whatever the pool has."""
+def test_the_pool_is_asked_for_blocks_after_the_engines_own_and_never_for_a_whole_prompt() -> None:
+    """The engine uses its own blocks first, and computes the last block of 12 tokens even if the pool has it."""
     engine = engine_with_pool()
-    engine.submit(0.0, ask("a", range(4)))  # one block is its whole prompt: nothing to ask for
+    engine.submit(0.0, ask("a", range(4)))  # its whole prompt is one block, so there is nothing to ask for
     assert only(engine.advance(FOREVER), PoolAsked) == []
     engine.submit(100.0, ask("b", range(12)))
     (asked,) = only(engine.advance(FOREVER), PoolAsked)
@@ -355,8 +361,8 @@ def test_the_pool_is_asked_for_what_follows_the_engines_own_blocks_and_never_for
     assert only(engine.advance(FOREVER), FirstToken) == [FirstToken("b", 118.0, 18.0, 4, 12, 0)]
 
 
-def test_nothing_starts_while_a_request_waits_for_the_pool_and_answers_go_on() -> None:
-    """A prefill that loads holds the GPU; what was decoding finishes."""
+def test_no_request_starts_while_another_waits_for_the_pool_and_decoding_continues() -> None:
+    """A prefill that loads occupies the GPU, and requests that were decoding finish."""
     engine = EngineModel(CONFIG)
     engine.submit(0.0, ask("decoding", range(4), 10))
     engine.advance(15.0)
@@ -374,10 +380,10 @@ def test_nothing_starts_while_a_request_waits_for_the_pool_and_answers_go_on() -
 @pytest.mark.parametrize(
     ("request_id", "n_blocks", "wait_ms"), [("b", 1, 0.0), ("a", 4, 0.0), ("a", -1, 0.0), ("a", 1, float("nan"))]
 )
-def test_an_answer_that_cannot_be_is_refused_and_the_right_one_still_taken(
+def test_an_impossible_answer_of_the_pool_is_refused_and_a_valid_one_is_still_accepted(
     request_id: str, n_blocks: int, wait_ms: float
 ) -> None:
-    """Another request's, more than was asked for, less than nothing, or never."""
+    """An answer for another request, with too many or negative blocks, or without an end is refused."""
     engine = engine_with_pool()
     engine.submit(0.0, ask("a", range(14)))
     engine.advance(0.0)
@@ -391,7 +397,7 @@ def test_an_answer_that_cannot_be_is_refused_and_the_right_one_still_taken(
 @settings(max_examples=120, deadline=None)
 @given(requests_, st.lists(st.floats(0.0, 60.0), min_size=14, max_size=14), st.integers(0, 1))
 def test_times_do_not_depend_on_when_the_pools_answer_came(asked: Asked, lateness: list[float], n_missing: int) -> None:
-    """Answers that a live engine hears late give the first tokens of prompt ones, and no token is counted twice."""
+    """Late answers give the same first tokens as immediate ones, and no token is counted twice."""
 
     def run(lateness: Sequence[float]) -> tuple[list[FirstToken], EngineStats]:
         engine = EngineModel(replace(CONFIG, n_blocks=1000))
@@ -400,22 +406,22 @@ def test_times_do_not_depend_on_when_the_pools_answer_came(asked: Asked, latenes
         out: list[Output] = []
         n_asked = 0
         while (due_ms := engine.next_event_ms()) is not None:
-            pool_events = engine.advance(due_ms)
-            for question in only(pool_events, PoolAsked):
-                pool_events += engine.advance(due_ms + lateness[n_asked])
+            outputs = engine.advance(due_ms)
+            for question in only(outputs, PoolAsked):
+                outputs += engine.advance(due_ms + lateness[n_asked])
                 engine.check()
                 n_asked += 1
                 n_given = max(0, len(question.keys) - n_missing)
                 engine.pool_answered(question.request_id, n_given, 2.0 * n_given)
-            out += pool_events
+            out += outputs
         engine.check()
         return only(out, FirstToken), engine.stats()
 
-    prompt_ones, stats = run([0.0] * 14)
-    assert sorted(run(lateness)[0], key=lambda token: token.at_ms) == prompt_ones
-    assert len(prompt_ones) == len(asked)
-    assert sum(token.pooled_tokens for token in prompt_ones) == stats.loaded_tokens
-    assert sum(token.prompt_tokens - token.cached_tokens for token in prompt_ones) == stats.computed_tokens
+    immediate, stats = run([0.0] * 14)
+    assert sorted(run(lateness)[0], key=lambda token: token.at_ms) == immediate
+    assert len(immediate) == len(asked)
+    assert sum(token.pooled_tokens for token in immediate) == stats.loaded_tokens
+    assert sum(token.prompt_tokens - token.cached_tokens for token in immediate) == stats.computed_tokens
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -433,8 +439,8 @@ def hit_share(outcomes: list[Outcome]) -> float:
 
 
 @pytest.mark.parametrize("mode", [RouterMode.KV, RouterMode.ROUND_ROBIN])
-def test_a_trace_with_a_pool_saves_prefill_up_to_the_bound_and_is_the_same_each_time(mode: RouterMode) -> None:
-    """More is reused than without a pool, what more comes from it, and nothing that no cache could reuse."""
+def test_a_pool_increases_reuse_up_to_the_bound_and_runs_are_reproducible(mode: RouterMode) -> None:
+    """More tokens are reused than without a pool, some of them from the pool, and no more than the bound allows."""
     without, with_pool = run(None, mode), run(PoolConfig(), mode)
     assert with_pool == run(PoolConfig(), mode)
     assert hit_share(without) < hit_share(with_pool) <= infinite_cache_hit_share(TRACE, SMALL.block_size)
@@ -443,12 +449,12 @@ def test_a_trace_with_a_pool_saves_prefill_up_to_the_bound_and_is_the_same_each_
     assert sum(each.pooled_tokens for each in with_pool) > 0
 
 
-def test_a_pool_of_one_block_saves_next_to_nothing() -> None:
-    """Room is what it is worth."""
+def test_a_pool_of_one_block_is_worth_less_than_a_large_one() -> None:
+    """A pool with little capacity increases reuse less than one with more."""
     assert hit_share(run(PoolConfig(capacity_blocks=1))) < hit_share(run(PoolConfig()))
 
 
 def test_a_pool_of_other_blocks_is_refused() -> None:
-    """Its keys would mean other tokens."""
+    """The pool's block size must be that of the engines, because its keys would otherwise mean other tokens."""
     with pytest.raises(SettingsError, match="blocks of 32"):
         run(PoolConfig(block_size=32))

@@ -1,4 +1,4 @@
-"""Traces: reading, tokens, generation, and the bound on reuse, against brute force and the published trace."""
+"""Traces: parsing, tokens, generation, and the bound on reuse, against brute force and the published trace."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def line(**changes: object) -> str:
     return json.dumps({**GOOD, **changes})
 
 
-def test_a_line_is_read_as_it_says() -> None:
-    """Blank lines are passed over and the limit counts requests."""
+def test_a_line_is_parsed_to_a_request() -> None:
+    """Blank lines are skipped, and the limit counts requests."""
     assert parse_trace([line(), "", line(timestamp=6), line(timestamp=7)], limit=2) == [
         TraceRequest(5, 600, 7, (3, 9)),
         TraceRequest(6, 600, 7, (3, 9)),
@@ -54,20 +54,20 @@ def test_a_line_is_read_as_it_says() -> None:
         (line(hash_ids=[1, 2, 3]), "expected 2"),
     ],
 )
-def test_a_bad_line_is_refused_by_its_number(bad: str, word: str) -> None:
-    """The number counts from 1 and blank lines count."""
+def test_the_error_for_a_bad_line_has_its_number(bad: str, word: str) -> None:
+    """Lines are counted from 1, including blank ones."""
     with pytest.raises(InvalidRequest, match=f"line 3.*{word}"):
         parse_trace([line(), "", bad])
 
 
-def test_what_was_dumped_is_read_back() -> None:
-    """A generated trace survives its own format."""
+def test_a_dumped_trace_is_read_back() -> None:
+    """Parsing the lines of a generated trace gives the same requests."""
     requests = generate(50, np.random.default_rng(1))
     assert parse_trace(dump(requests)) == requests
 
 
-def test_tokens_agree_exactly_where_block_ids_do() -> None:
-    """Equal ids give equal blocks wherever they stand, a partial block is the beginning of the whole one."""
+def test_tokens_are_equal_exactly_if_block_ids_are() -> None:
+    """Equal ids give equal blocks at any position, and a partial block is the beginning of the whole one."""
     whole = np.frombuffer(tokens_for(TraceRequest(0, 1536, 1, (7, 8, 9))), dtype="<u4").reshape(3, 512)
     other = np.frombuffer(tokens_for(TraceRequest(0, 600, 1, (8, 9))), dtype="<u4")
     assert other[:512].tolist() == whole[1].tolist()
@@ -84,7 +84,7 @@ def test_tokens_agree_exactly_where_block_ids_do() -> None:
 def test_the_bound_is_what_an_engine_without_evictions_reuses(
     shapes: list[tuple[list[int], int]], block_size: int
 ) -> None:
-    """On prompts from a tree of 8-token ids, in engine blocks that do and do not divide them."""
+    """For prompts of ids with 8 tokens each, the bound equals the hits of a large engine at any block size."""
     requests = []
     for path, n_last in shapes:
         steps = [*path, 0]
@@ -99,14 +99,14 @@ def test_the_bound_is_what_an_engine_without_evictions_reuses(
     assert infinite_cache_hit_share(requests, block_size, 8) == stats.hit_tokens / stats.queried_tokens
 
 
-def test_no_requests_reuse_nothing() -> None:
-    """The share of nothing is 0, not a fault."""
+def test_a_trace_without_requests_reuses_nothing() -> None:
+    """The share is 0.0 and not a division by zero."""
     assert infinite_cache_hit_share([], 16) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_generated_trace_is_a_chat_workload(seed: int) -> None:
-    """400 requests, 3,000 to 6,000 tokens on average, 40 to 60 % reusable, by time, each id with its one prefix."""
+    """It has 400 requests by time, 3,000 to 6,000 tokens on average, 40 to 60 % reusable, and one prefix per id."""
     requests = generate(400, np.random.default_rng(seed))
     assert len(requests) == 400
     assert 3000 <= np.mean([request.input_length for request in requests]) <= 6000
@@ -118,19 +118,19 @@ def test_a_generated_trace_is_a_chat_workload(seed: int) -> None:
     positions: dict[int, tuple[int, ...]] = {}
     for request in requests:
         for at, hash_id in enumerate(request.hash_ids):
-            # What makes an id reusable: whoever has it has the same blocks before it.
+            # An id can be reused because every prompt that contains it has the same blocks before it.
             assert positions.setdefault(hash_id, request.hash_ids[:at]) == request.hash_ids[:at]
 
 
-def test_one_seed_is_one_trace() -> None:
-    """Runs of one seed are equal, of two are not."""
+def test_a_seed_determines_the_trace() -> None:
+    """Equal seeds give equal traces, and different seeds give different ones."""
     one, same, other = (generate(30, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert one == same != other
 
 
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the published trace is not part of a checkout")
-def test_the_published_trace_is_read_whole() -> None:
-    """12,031 requests, 182,790 distinct ids, 36.64 % of all blocks seen before; the token bound is within a point."""
+def test_the_published_trace_is_parsed_completely() -> None:
+    """It has 12,031 requests, 182,790 distinct ids and 36.64 % repeated blocks; the token bound is within a point."""
     with REAL_TRACE.open() as lines:
         requests = parse_trace(lines)
     n_blocks = sum(len(request.hash_ids) for request in requests)

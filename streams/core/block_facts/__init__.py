@@ -1,1 +1,1 @@
-"""Facts about blocks other than who holds them: CXL pools that hold a copy, and MoE labels."""
+"""Facts about blocks in addition to who holds them: placements in CXL pools, and MoE labels."""

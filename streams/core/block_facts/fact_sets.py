@@ -1,11 +1,13 @@
-"""What is told of blocks beside who holds them: sets of facts by sequence hash, and who may count which block.
+"""Sets of facts by sequence hash, and which ranks may use which block.
 
-What lives here: `FactSets`, its two maps (of compiled kernels, and plain), and the `QueryMasks` to each `FactQuery`,
-bitmaps that say for each set of facts who may count a block that has it. What must not: what a fact is
-(core.moe_labels, cxl.pooled_index).
+A rank may use a block if the block counts for it in a query: because the rank can read it from a pool, or because the
+rank's labels of it match. What lives here: `FactSets` with its two maps (compiled, and in pure Python), and the
+`QueryMasks` of each `FactQuery`: bitmaps with the ranks that may use the blocks of each fact set. What must not: what a
+fact is (block_facts.moe_labels, cxl.pooled_index).
 
-Blocks that went together have the same facts, so that a million of them have few sets: a block is one slot of a map,
-and who may count it is worked out once a set, not once a block, and again when the fleet has changed. Not thread-safe.
+Blocks that were stored together have the same facts, so that a million blocks have few sets. A block is one slot of a
+map. The ranks that may use it are worked out once per set, not once per block, and again when the fleet has changed.
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ from streams.core.ids import U64_MASK, Float64Array, HashArray, Int64Array, Rank
 from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
 
-#: Sets in use at a time. Memory alone limits them: some 400 bytes each where four facts are a set, a kilobyte for
-#: sixteen, and 8 for each question that is asked. Pooled blocks that went together share theirs. Labels are of a rank:
-#: where any four of 64 ranks hold a block there are 635,376, which must find room.
+#: Sets in use at a time. Only memory limits them: a set of four facts takes about 400 bytes, one of sixteen 1 kB, and
+#: each query 8 bytes more per set. Pooled blocks that were stored together share a set. A label belongs to one rank, so
+#: that there are 635,376 sets if any four of 64 ranks may hold a block; all of these must fit.
 SETS_MAX = 1_048_576
 
-#: Steps from a set to the next one remembered; beyond it all are forgotten. Each saves 2 us of making a set.
+#: Cached steps from a set to the set with one more fact; beyond this limit the cache is cleared. A step saves the 2 us
+#: that building a set takes.
 _STEPS_MAX = 65_536
-#: Questions whose answers are kept: models, or slices of experts that requests ask for. Beyond it all are forgotten.
+
+#: Cached queries: models, or slices of experts that requests select. Beyond this limit the cache is cleared.
 _QUERIES_CACHED_MAX = 64
 
-#: Rows of one question's answers, each another mask of ranks; beyond it they begin anew, at the next request. Sets that
-#: ended leave theirs behind. With 64 ranks these are 10 MB, and to work one out again takes some microseconds.
+#: Mask rows of one query, each a different set of ranks. Beyond this limit the next request starts over with no rows,
+#: because sets that ended leave theirs behind. 64 ranks take 10 MB then; a row takes a few microseconds to rebuild.
 ROWS_MAX = 65_536
-
 
 _EMPTY: frozenset[int] = frozenset()
 _UNKNOWN = -1
@@ -43,9 +46,9 @@ _BLOCKS_MASK = (1 << 32) - 1
 
 
 class RankNumbering:
-    """Ranks of a fleet by number, as bits of an answer; a value, made anew when the fleet changes.
+    """Numbers for the ranks of a fleet, used as bit positions of masks. Recreated when the fleet changes.
 
-    workers: for each worker the bits of its ranks.
+    words: 64-bit words of a mask. workers: for each worker the bits of its ranks.
     """
 
     def __init__(self, ranks: tuple[RankId, ...]) -> None:
@@ -57,12 +60,12 @@ class RankNumbering:
             self.workers[rank.worker_id] = self.workers.get(rank.worker_id, 0) | 1 << index
 
     def mask_of(self, rank: RankId) -> int:
-        """The bit of a rank; 0 for one that is none of them."""
+        """Return the bit of a rank; 0 for a rank that has no number."""
         number = self.number.get(rank)
         return 0 if number is None else 1 << number
 
     def of(self, candidates: Candidates) -> Int64Array:
-        """Number of each candidate, -1 for one that is none of them: int64[n], kept with the candidates."""
+        """Return the number of each candidate, -1 for none: int64[n], cached with the candidates."""
         known = candidates.kept.get("numbers")
         if known is None or known[0] is not self:
             numbers = np.array([self.number.get(rank, -1) for rank in candidates.ranks], dtype=np.int64)
@@ -72,64 +75,64 @@ class RankNumbering:
 
 
 class QueryMasks:
-    """Who may count a block, by its set, for one question; as many bits as there are numbers of ranks.
+    """The ranks that may use the blocks of each set, for one query: one mask row per different set of ranks.
 
-    row_of: int64 by number of a set, UNKNOWN where nobody asked yet. Row 0 of bits is nobody's; n_rows: with it, see
-    ROWS_MAX. address: of int64[4],
-    where the map, row_of and bits lie, and words of a row, for kernels.
+    row_of: int64 by set number, _UNKNOWN for a set that no request has needed yet. bits: the rows, `words` int64 each,
+    one bit per rank number. Row 0 has no ranks. n_rows: rows in use, including row 0; see ROWS_MAX. address: address of
+    an int64[4] for kernels: addresses of the map, of row_of and of bits, and the words of a row.
     """
 
-    __slots__ = ("_make", "_places", "_rows", "address", "bits", "n_rows", "numbers", "row_of", "sets", "words")
+    __slots__ = ("_layout", "_mask_of", "_rows", "address", "bits", "n_rows", "numbers", "row_of", "sets", "words")
 
-    def __init__(self, sets: FactSets, numbers: RankNumbering, make: Callable[[frozenset[int]], int]) -> None:
+    def __init__(self, sets: FactSets, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int]) -> None:
         self.sets = sets
         self.numbers = numbers
         self.words = numbers.words
-        self._make = make
+        self._mask_of = mask_of
         self._rows: dict[int, int] = {0: 0}
         self.n_rows = 1
         self.bits = np.zeros(self.words * 4, dtype=np.int64)
         self.row_of = np.full(16, _UNKNOWN, dtype=np.int64)
-        self._places = np.array([sets.map_address, 0, 0, self.words], dtype=np.int64)
-        self.address = int(self._places.ctypes.data)
-        self._note_places()
+        self._layout = np.array([sets.map_address, 0, 0, self.words], dtype=np.int64)
+        self.address = int(self._layout.ctypes.data)
+        self._note_addresses()
 
-    def _note_places(self) -> None:
-        self._places[1:3] = self.row_of.ctypes.data, self.bits.ctypes.data
+    def _note_addresses(self) -> None:
+        self._layout[1:3] = self.row_of.ctypes.data, self.bits.ctypes.data
 
-    def learn(self, number: int, facts: frozenset[int]) -> None:
-        """Work out who may count a set's blocks."""
-        mask = self._make(facts)
+    def add_set(self, number: int, facts: frozenset[int]) -> None:
+        """Work out which ranks may use a set's blocks."""
+        mask = self._mask_of(facts)
         row = self._rows.get(mask)
         if row is None:
             row = self._rows[mask] = self.n_rows
             self.n_rows += 1
             if self.n_rows * self.words > len(self.bits):
-                # Another array: whoever reads the older one has all the rows that he knows of.
+                # A new array: a RequestPath that still reads the older one refers only to rows that are in it.
                 self.bits = np.concatenate([self.bits, np.zeros_like(self.bits)])
-                self._note_places()
+                self._note_addresses()
             for word in range(self.words):
                 part = mask >> (64 * word) & U64_MASK
                 self.bits[row * self.words + word] = _signed(part)
         self.row_of[number] = row
 
     def widen(self, n_sets: int) -> None:
-        """Have room for so many sets."""
+        """Grow `row_of` to at least this many sets."""
         if len(self.row_of) < n_sets:
             more = np.full(max(n_sets, 2 * len(self.row_of)) - len(self.row_of), _UNKNOWN, dtype=np.int64)
             self.row_of = np.concatenate([self.row_of, more])
-            self._note_places()
+            self._note_addresses()
 
-    def forget(self, number: int) -> None:
-        """A set's number will be another's."""
+    def drop_set(self, number: int) -> None:
+        """Drop a set's row reference, because another set will reuse its number."""
         if number < len(self.row_of):
             self.row_of[number] = _UNKNOWN
 
 
 class RequestPath:
-    """A request's blocks with the rows of one question's answers: what was found stays what it was.
+    """The mask rows of a request's blocks for one query, as they were at the lookup; later changes do not affect it.
 
-    found: int64[2 * n], see kernels.block_sets.
+    found: int64[2 * n], see kernels.fact_sets.
     """
 
     __slots__ = ("_bits", "_numbers", "_sets", "_words", "found")
@@ -140,70 +143,71 @@ class RequestPath:
         self.found = found
 
     def rows(self) -> Int64Array:
-        """The row of each block, 0 where nobody may count it: int64[n]."""
+        """Return the row of each block, 0 for a block that no rank may use: int64[n]."""
         return self.found[: len(self.found) // 2]
 
     def walk(self, candidates: Candidates, starts: Int64Array, held: HolderBitmaps) -> Int64Array | None:
-        """Go on from where each candidate's own blocks end, over what it may count and what it holds.
+        """Walk on from the end of each candidate's own blocks, over blocks that it may use or holds.
 
-        starts: int64[m]. held: rows int64[n], bitmaps over the candidates' positions, words of one. Gives the blocks
-        that each may count, int64[m], None where nobody may count any.
+        starts: int64[m], own leading blocks. held: the candidates that hold each block, see HolderBitmaps. Returns the
+        number of blocks that each candidate may use, int64[m], or None if no candidate may use any.
         """
         return self._sets.walk(self.found, self._bits, self._words, self._numbers.of(candidates), starts, held)
 
 
 class FactQuery:
-    """What is asked of what is told of blocks, and who asks; kept for as long as the fleet is the same.
+    """A query of the fact sets on behalf of a fleet's ranks; cached for as long as the fleet is the same.
 
-    make: gives, for the facts of a set, a mask of the numbers of the ranks that may count its blocks; asked once a set,
-    until invalidate_masks.
+    mask_of: returns, for the facts of a set, the mask of the ranks that may use its blocks. It is evaluated once per
+    set, until invalidate_masks is called.
     """
 
-    __slots__ = ("_key", "_make", "numbers", "sets")
+    __slots__ = ("_key", "_mask_of", "numbers", "sets")
 
     def __init__(
-        self, sets: FactSets, key: Hashable, numbers: RankNumbering, make: Callable[[frozenset[int]], int]
+        self, sets: FactSets, key: Hashable, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int]
     ) -> None:
         self.sets = sets
         self.numbers = numbers
         self._key = key
-        self._make = make
+        self._mask_of = mask_of
 
     def masks(self) -> QueryMasks:
-        """What is known of who may count which set's blocks."""
-        return self.sets.masks(self._key, self.numbers, self._make)
+        """Return the masks worked out so far."""
+        return self.sets.masks(self._key, self.numbers, self._mask_of)
 
     def path(self, sequence: HashArray) -> RequestPath | None:
-        """Look a whole request up; None where nobody may count any of its blocks. sequence: uint64[n], contiguous."""
+        """Look up a whole request; None if no rank may use any of its blocks. sequence: uint64[n], contiguous."""
         return self.sets.path(sequence, self.masks())
 
 
 class FactQueries:
-    """The questions that come again and again, by what they ask."""
+    """A cache of queries, by what they select."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, FactQuery] = {}
+        self._cached: dict[Hashable, FactQuery] = {}
 
     def get(self, key: Hashable, numbers: RankNumbering) -> FactQuery | None:
-        """The question, if it was put for this fleet."""
-        query = self._kept.get(key)
+        """Return the cached query, None if there is none for this fleet."""
+        query = self._cached.get(key)
         return query if query is not None and query.numbers is numbers else None
 
     def put(self, key: Hashable, query: FactQuery) -> FactQuery:
-        """Keep a question."""
-        if len(self._kept) >= _QUERIES_CACHED_MAX:
-            self._kept.clear()
-        self._kept[key] = query
+        """Cache a query and return it."""
+        if len(self._cached) >= _QUERIES_CACHED_MAX:
+            self._cached.clear()
+        self._cached[key] = query
         return query
 
 
 class WeighedMatches(NamedTuple):
-    """Both kinds for each of m candidates, and what these have then.
+    """CXL-accessible and MoE-matching blocks of m candidates, and the candidates' effective blocks with these.
 
-    pooled, labelled: int64[m], pooled blocks right behind its own leading ones that it may count, and its own leading
-    ones whose labels match; None where nobody has any. with_pooled, with_both: float64[m]. first_end: the first block
-    at which a candidate that counts pooled ones ends, n where none does. rows: int64[n], for each block before which
-    any of these ends whether a pool has it, 0 for no; what is said of others is void.
+    cxl_accessible_scores: int64[m], pooled blocks directly after a candidate's own leading blocks that it may use;
+    moe_scores: int64[m], its own leading blocks whose labels match; either is None if it is 0 for all. with_pooled,
+    with_both: float64[m], effective blocks with the pooled blocks, and with both kinds. first_end: the first block at
+    which a candidate that uses pooled blocks ends, n if there is none. rows: int64[n], for each block at which such a
+    candidate ends, the block's row, 0 if no pool has it; other entries have no meaning.
     """
 
     cxl_accessible_scores: Int64Array | None
@@ -215,12 +219,13 @@ class WeighedMatches(NamedTuple):
 
 
 class FactSets:
-    """Facts, as numbers, of blocks. The same fact may be told of a block several times, and goes with the last.
+    """The facts of each block, as numbers. A fact can be added to a block several times; the last removal removes it.
 
-    _sets, _uses: facts of each set's number and how many blocks have it; number 0 is no set.
+    _sets: the facts of each set, by set number; number 0 is the empty set. _uses: how many blocks have the set.
+    _duplicates: for each (block, fact) added more than once, the number of additional times.
     """
 
-    #: Where the map is, for kernels; 0 for none.
+    #: Address of the map, for kernels; 0 without kernels.
     map_address = 0
 
     def __init__(self) -> None:
@@ -229,22 +234,22 @@ class FactSets:
         self._numbers: dict[frozenset[int], int] = {}
         self._free: list[int] = []
         self._steps: dict[tuple[int, int], int] = {}
-        self._again: Counter[tuple[int, int]] = Counter()  # (block, fact) told more than once: how many times more
+        self._duplicates: Counter[tuple[int, int]] = Counter()
         self._masks: dict[Hashable, QueryMasks] = {}
         self._n_blocks = 0
 
     def __len__(self) -> int:
-        """Blocks of which anything is told."""
+        """Return the number of blocks that have any fact."""
         return self._n_blocks
 
     def add_fact(self, block: int, fact: int) -> None:
-        """A fact is told of a block. Raises IndexFull, and nothing has changed, where there is no room for its set."""
+        """Add a fact to a block; raises IndexFull, and changes nothing, if that would be one set too many."""
         before = self._get(block)
         after = self._steps.get((before, fact))
         if after is None:
             facts = self._sets[before]
             if fact in facts:
-                self._again[block, fact] += 1
+                self._duplicates[block, fact] += 1
                 return
             after = self._number_of(facts | {fact})
             if len(self._steps) >= _STEPS_MAX:
@@ -258,60 +263,62 @@ class FactSets:
             self._n_blocks += 1
 
     def remove_fact(self, block: int, fact: int) -> None:
-        """A fact is told of a block once less; one that was not told changes nothing."""
+        """Undo one addition of a fact to a block; a fact that the block does not have changes nothing."""
         before = self._get(block)
         facts = self._sets[before]
         if fact not in facts:
             return
-        if self._again and (block, fact) in self._again:
-            self._again[block, fact] -= 1
-            if not self._again[block, fact]:
-                del self._again[block, fact]
+        if self._duplicates and (block, fact) in self._duplicates:
+            self._duplicates[block, fact] -= 1
+            if not self._duplicates[block, fact]:
+                del self._duplicates[block, fact]
             return
         if len(facts) == 1:
             self._drop(block)
             self._n_blocks -= 1
         else:
-            after = self._number_of(facts - {fact}, sets_max=len(self._numbers) + 1)  # what ends must not find no room
+            # A removal is never refused: its set may exceed the limit, until the sets that it replaces are released.
+            after = self._number_of(facts - {fact}, sets_max=len(self._numbers) + 1)
             self._uses[after] += 1
             self._put(block, after)
         self._release(before)
 
     def facts_of(self, block: int) -> frozenset[int]:
-        """What is told of a block."""
+        """Return the facts of a block."""
         return self._sets[self._get(block)]
 
     def invalidate_masks(self) -> None:
-        """The fleet, or what facts mean, has changed."""
+        """Drop all masks, because the fleet or the meaning of facts has changed."""
         self._masks.clear()
 
-    def masks(self, query: Hashable, numbers: RankNumbering, make: Callable[[frozenset[int]], int]) -> QueryMasks:
-        """What is known of the answers to a question; see Question. Good until anything is told or taken back."""
+    def masks(self, query: Hashable, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int]) -> QueryMasks:
+        """Return the masks of a query, see FactQuery. They are valid until a fact is added or removed."""
         masks = self._masks.get(query)
         if masks is None or masks.numbers is not numbers or masks.n_rows > ROWS_MAX:
             if len(self._masks) >= _QUERIES_CACHED_MAX:
                 self._masks.clear()
-            masks = self._masks[query] = QueryMasks(self, numbers, make)
+            masks = self._masks[query] = QueryMasks(self, numbers, mask_of)
         masks.widen(len(self._sets))
         return masks
 
     def path(self, sequence: HashArray, masks: QueryMasks) -> RequestPath | None:
-        """Look a request up; None where nobody may count any of its blocks. sequence: uint64[n], contiguous."""
+        """Look up a request; None if no rank may use any of its blocks. sequence: uint64[n], contiguous."""
         found = np.empty(2 * len(sequence), dtype=np.int64)
         while True:
             n_found = self._find(masks.row_of, sequence, found)
             if n_found >= 0:
                 return RequestPath(masks, found) if n_found else None
-            self._learn(masks, -n_found)
+            self._add_set_to(masks, -n_found)
 
-    def _learn(self, masks: QueryMasks, number: int) -> None:
-        masks.learn(number, self._sets[number])
+    def _add_set_to(self, masks: QueryMasks, number: int) -> None:
+        masks.add_set(number, self._sets[number])
 
     def _number_of(self, facts: frozenset[int], sets_max: int = SETS_MAX) -> int:
         number = self._numbers.get(facts)
         if number is None:
-            if len(self._numbers) >= sets_max:  # not the free ones: there are more than the limit where much has ended
-                raise IndexFull(f"blocks have {sets_max} different sets of facts", sets_max=sets_max)
+            # Free numbers do not count: after many removals there are more numbers than the limit.
+            if len(self._numbers) >= sets_max:
+                raise IndexFull(f"blocks already have {sets_max} different sets of facts", sets_max=sets_max)
             if self._free:
                 number = self._free.pop()
                 self._sets[number] = facts
@@ -329,9 +336,9 @@ class FactSets:
         del self._numbers[self._sets[number]]
         self._sets[number] = _EMPTY
         self._free.append(number)
-        self._steps.clear()  # some of them lead here
+        self._steps.clear()  # some steps lead to this set
         for masks in self._masks.values():
-            masks.forget(number)
+            masks.drop_set(number)
 
     # -- the map and the walks ---------------------------------------------------------------------------------------
 
@@ -346,7 +353,7 @@ class FactSets:
 
     @abstractmethod
     def _find(self, row_of: Int64Array, sequence: HashArray, found: Int64Array) -> int:
-        """As kernels.block_sets.find_rows."""
+        """See kernels.fact_sets.find_rows."""
 
     @abstractmethod
     def walk(
@@ -358,7 +365,7 @@ class FactSets:
         starts: Int64Array,
         held: HolderBitmaps,
     ) -> Int64Array | None:
-        """See Path.walk and kernels.block_sets.walk."""
+        """See RequestPath.walk and kernels.fact_sets.walk."""
 
     @abstractmethod
     def weigh(
@@ -372,15 +379,16 @@ class FactSets:
         cxl_weight: float,
         moe_weight: float,
     ) -> WeighedMatches:
-        """Count both kinds for each candidate and weigh them; pooled and labelled are answers of sets of this class.
+        """Count and weigh CXL-accessible and MoE-matching blocks of each candidate.
 
-        sequence: uint64[n], contiguous; numbers: int64[m], of each candidate, -1 for one that has none; overlap:
-        int64[m], its own leading blocks; effective: float64[m], what those count.
+        pooled, labelled: masks of fact sets of this class. sequence: uint64[n], contiguous. numbers: int64[m], the rank
+        number of each candidate, -1 for none. overlap: int64[m], its own leading blocks. effective: float64[m], the
+        weight of those.
         """
 
 
-class PlainFactSets(FactSets):
-    """A dict, and walks in Python: where numba cannot be imported, and what the kernels are compared with."""
+class PythonFactSets(FactSets):
+    """The pure-Python fallback without numba, which is also the reference for tests of the kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +424,7 @@ class PlainFactSets(FactSets):
         starts: Int64Array,
         held: HolderBitmaps,
     ) -> Int64Array | None:
-        """See Path.walk."""
+        """See RequestPath.walk."""
         rows = found[: len(found) // 2].tolist()
         counts = np.zeros(len(starts), dtype=np.int64)
         for candidate, number in enumerate(numbers.tolist()):
@@ -443,10 +451,10 @@ class PlainFactSets(FactSets):
         n_pooled, n_labelled = np.zeros_like(overlap), np.zeros_like(overlap)
         for candidate, (number, n_own) in enumerate(zip(numbers.tolist(), overlap.tolist(), strict=True)):
             if pooled is not None:
-                reached = itertools.takewhile(lambda block: _counts(pooled, block, number), blocks[n_own:])  # noqa: B023
+                reached = itertools.takewhile(lambda block: _may_use(pooled, block, number), blocks[n_own:])  # noqa: B023
                 n_pooled[candidate] = sum(1 for _ in reached)
             if labelled is not None:
-                n_labelled[candidate] = sum(_counts(labelled, block, number) for block in blocks[:n_own])
+                n_labelled[candidate] = sum(_may_use(labelled, block, number) for block in blocks[:n_own])
         with_pooled = effective + cxl_weight * n_pooled
         return WeighedMatches(
             n_pooled if n_pooled.any() else None,
@@ -461,16 +469,16 @@ class PlainFactSets(FactSets):
         )
 
 
-def _counts(masks: QueryMasks, block: int, number: int) -> bool:
-    """Whether the rank of this number may count a block."""
-    row = _row_of(masks, block)  # first: where it is worked out there may be another array of bits
+def _may_use(masks: QueryMasks, block: int, number: int) -> bool:
+    """Return whether the rank with this number may use a block."""
+    row = _row_of(masks, block)  # before masks.bits is read, because adding a row can replace that array
     return number >= 0 and _is_set(masks.bits, masks.words, row, number)
 
 
 def _row_of(masks: QueryMasks, block: int) -> int:
     known = masks.sets._get(block)
     if known and masks.row_of[known] == _UNKNOWN:
-        masks.sets._learn(masks, known)
+        masks.sets._add_set_to(masks, known)
     return int(masks.row_of[known]) if known else 0
 
 
@@ -479,20 +487,20 @@ def _is_set(bits: Int64Array, words: int, row: int, number: int) -> bool:
 
 
 class CompiledFactSets(FactSets):
-    """The map and the walks by compiled kernels; see kernels.block_sets."""
+    """The map and the walks as compiled kernels; see kernels.fact_sets."""
 
     def __init__(self) -> None:
         super().__init__()
-        from streams.core.block_facts.kernels import fact_sets as block_sets
+        from streams.core.block_facts.kernels import fact_sets as kernels
 
-        self._kernels = block_sets
-        self._slots = [np.zeros(32, dtype=np.int64) for _ in range(block_sets.SEGMENTS)]
+        self._kernels = kernels
+        self._slots = [np.zeros(32, dtype=np.int64) for _ in range(kernels.SEGMENTS)]
         words = [(int(slots.ctypes.data), len(slots) // 2 - 1, 0) for slots in self._slots]
         self._directory = np.array(words, dtype=np.int64).ravel()
         self.map_address = int(self._directory.ctypes.data)
 
     def memory_bytes(self) -> int:
-        """Bytes of the map."""
+        """Return the size of the map."""
         return sum(slots.nbytes for slots in self._slots) + self._directory.nbytes
 
     def _get(self, block: int) -> int:
@@ -522,7 +530,7 @@ class CompiledFactSets(FactSets):
         starts: Int64Array,
         held: HolderBitmaps,
     ) -> Int64Array | None:
-        """See Path.walk."""
+        """See RequestPath.walk."""
         out = np.empty(len(numbers), dtype=np.int64)
         return out if self._kernels.walk(found, bits, words, numbers, starts, *held, out) else None
 
@@ -537,7 +545,7 @@ class CompiledFactSets(FactSets):
         cxl_weight: float,
         moe_weight: float,
     ) -> WeighedMatches:
-        """See FactSets.weigh and kernels.block_sets.weigh."""
+        """See FactSets.weigh and kernels.fact_sets.weigh."""
         kernels, m = self._kernels, len(numbers)
         counts = np.empty(2 * m + 3 * len(sequence), dtype=np.int64)
         weighed = np.empty(2 * m)
@@ -564,13 +572,13 @@ class CompiledFactSets(FactSets):
                     counts[2 * m :],
                 )
             if found < -kernels.LABELLED_SET:
-                assert labelled is not None  # the kernel has read its map
-                labelled.sets._learn(labelled, -found - kernels.LABELLED_SET)
+                assert labelled is not None  # the kernel found a set in its map
+                labelled.sets._add_set_to(labelled, -found - kernels.LABELLED_SET)
             else:
                 assert pooled is not None
-                pooled.sets._learn(pooled, -found)
+                pooled.sets._add_set_to(pooled, -found)
 
 
 def _signed(value: int) -> int:
-    """Give a u64 as the int64 of the same bits, which is what kernels take."""
+    """Return a u64 as the int64 with the same bits, which is the type that kernels take."""
     return value - (1 << 64) if value >> 63 else value

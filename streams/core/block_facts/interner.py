@@ -1,6 +1,6 @@
-"""Facts by number: equal values have one, for as long as somebody uses it.
+"""Numbers for facts: equal values have one number for as long as they are used.
 
-What lives here: `FactInterner`. What must not: what facts are told of (block_sets).
+What lives here: `FactInterner`. What must not: which blocks have a fact (fact_sets).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _Fact = TypeVar("_Fact", bound=Hashable)
 
 
 class FactInterner(Generic[_Fact]):
-    """Numbers of values. facts: by number; where nobody uses one, its value is void."""
+    """Numbers of values. facts: the values by number; the value of an unused number has no meaning."""
 
     def __init__(self) -> None:
         self.facts: list[_Fact] = []
@@ -21,7 +21,7 @@ class FactInterner(Generic[_Fact]):
         self._free: list[int] = []
 
     def intern(self, fact: _Fact) -> int:
-        """Number of a value, which one more uses."""
+        """Return the number of a value and add one use."""
         number = self._numbers.get(fact)
         if number is None:
             if self._free:
@@ -36,15 +36,15 @@ class FactInterner(Generic[_Fact]):
         return number
 
     def retain(self, number: int) -> None:
-        """One more uses a number that somebody uses."""
+        """Add one use of a number that is in use."""
         self._uses[number] += 1
 
     def number_of(self, fact: _Fact) -> int | None:
-        """Number of a value, None where nobody uses it."""
+        """Return the number of a value, None if it is not in use."""
         return self._numbers.get(fact)
 
     def release(self, number: int) -> None:
-        """One uses a number no more."""
+        """End one use of a number; the last one frees it."""
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._numbers[self.facts[number]]

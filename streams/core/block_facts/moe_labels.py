@@ -1,11 +1,11 @@
-"""Which blocks of which rank belong to which slice of a mixture of experts, and who matches what a request asks for.
+"""The labels of ranks' blocks in a mixture of experts, and which of them match a request's query.
 
-What lives here: `MoeSelector`, a request's question, and `LabelIndex`, the labels of run records. What must not: bytes,
-who holds a block (the index), what a match is worth (cost). Not thread-safe: its shell has a lock.
+What lives here: `MoeSelector`, the slices that a request selects, and `LabelIndex`, the labels of run records. What
+must not: bytes, who holds a block (the index), the weight of a match (cost). Not thread-safe: the view has a lock.
 
-Labels follow the index: a record replaces what its key had, and a rank's epoch ends all older ones. What is held is the
-index's to say; here a label of a block that a rank does not hold any more counts for nobody, as only blocks of the
-rank's own leading prefix are counted.
+Labels follow the index: a record replaces the labels that its key had, and a rank's epoch ends all older ones. The
+index decides which blocks a rank holds. A label of a block that the rank no longer holds has no effect here, because
+only labels of the rank's own leading blocks are used.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, RankId, SequenceHash
 from streams.errors import IndexFull
 
-#: Labels of ended lives taken out behind each record: some 200 us.
+#: Labels of ended epochs that are removed after each record, which takes about 200 us.
 _DROP_BUDGET = 128
 
 
 class MoeSelector(NamedTuple):
-    """Which slices a request will use. What is None, or empty, is not asked for."""
+    """The slices that a request will use. A field that is None or empty selects nothing."""
 
     layer_id: int | None = None
     expert_ids: frozenset[int] = frozenset()
     expert_group: int | None = None
 
     @property
-    def asks(self) -> bool:
-        """Whether anything is asked for: what asks for nothing matches nothing."""
+    def selects_any(self) -> bool:
+        """Whether any field selects something; otherwise no block matches."""
         return self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
 
     def matches(self, labels: MoeLabels) -> bool:
-        """Whether a block is of such a slice: all that is asked for must be in its labels."""
+        """Return whether a block with these labels matches, which it does if it has everything that is selected."""
         return (
-            self.asks
+            self.selects_any
             and (self.layer_id is None or labels.layer_id == self.layer_id)
             and (not self.expert_ids or labels.expert_id in self.expert_ids)
             and (self.expert_group is None or labels.expert_group == self.expert_group)
@@ -50,7 +50,7 @@ class MoeSelector(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """A rank's block has these labels. life: of the rank here, so that older ones count for nothing at once."""
+    """A rank's block has these labels. generation: ends the effect of older facts at once."""
 
     rank: RankId
     generation: int
@@ -58,7 +58,7 @@ class _Fact:
 
 
 class _RankLabels:
-    """One rank's: the epoch that its labels are of, the keys of its records, and the numbers of its facts."""
+    """One rank's labels: their epoch, the keys of its records, and the number of the fact for each set of labels."""
 
     __slots__ = ("epoch", "generation", "keys", "numbers")
 
@@ -66,7 +66,7 @@ class _RankLabels:
         self.epoch = epoch
         self.generation = generation
         self.keys: set[Hashable] = set()
-        self.numbers: dict[MoeLabels, int] = {}  # each used by this too, for as long as the life lasts
+        self.numbers: dict[MoeLabels, int] = {}  # each number has one use by this dict
 
 
 class LabelIndex:
@@ -77,46 +77,46 @@ class LabelIndex:
         self._facts: FactInterner[_Fact] = FactInterner()
         self._ranks: dict[RankId, _RankLabels] = {}
         self._records: dict[Hashable, tuple[RankId, set[tuple[int, int]]]] = {}  # (block, fact) each
-        self._ended: deque[tuple[int | None, int]] = deque()  # None: the rank's own use of a fact
-        # Records some of whose labels found no room, by rank, as long as they are the rank's: then it is not known
-        # which of its blocks match.
+        self._ended: deque[tuple[int | None, int]] = deque()  # None: the use by a _RankLabels
+        # By rank: records of which labels were dropped because the fact sets were over capacity. Which of the rank's
+        # blocks match is not known as long as it has such records.
         self._incomplete: dict[RankId, set[Hashable]] = {}
         self._queries = FactQueries()
         self._n_generations = 0
         self.over_capacity = 0
 
     def __len__(self) -> int:
-        """Records that have labels, also where none of these found room."""
+        """Return the number of records that have labels, including those whose labels were all dropped."""
         return len(self._records)
 
     def __bool__(self) -> bool:
-        """Whether there are any, or any that are still to be taken out."""
+        """Return whether there are labels, or ended ones that are still to be removed."""
         return bool(self._records or self._ended)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether a record has labels."""
+        """Return whether a record has labels."""
         return key in self._records
 
     def ranks(self) -> list[tuple[RankId, Epoch]]:
-        """Ranks that have labels, and the epoch that these are of."""
+        """Return the ranks that have labels, and the epoch of these labels."""
         return [(rank, rank_labels.epoch) for rank, rank_labels in self._ranks.items()]
 
     @property
     def incomplete(self) -> Set[RankId]:
-        """Ranks of which labels are lacking that found no room: what is not known to match may match.
+        """Ranks of which labels were dropped over capacity, so that blocks may match without being counted.
 
-        A rank is complete again when the records in question have ended, or have been written again and found room.
+        A rank is complete again when those records have ended, or have been folded again with all their labels.
         """
         return self._incomplete.keys()
 
     def fold(
         self, key: Hashable, rank: RankId, epoch: Epoch, labelled: Iterable[tuple[SequenceHash, MoeLabels]]
     ) -> None:
-        """Take in the labels of a record's held blocks; they replace what its key had.
+        """Fold the labels of a record's held blocks; they replace those that its key had.
 
-        A record of an older epoch than its rank's changes nothing. Labels for which there is no room are counted, and
-        make their rank incomplete. A record that is written again for one more block is compared with what it had: only
-        what differs is told.
+        A record of an older epoch than its rank's changes nothing. Labels over capacity are dropped and counted, and
+        make their rank incomplete. A record that is written again for one more block is compared with its previous
+        labels, so that only the difference is applied.
         """
         rank_labels = self._ranks.get(rank)
         if rank_labels is not None and epoch < rank_labels.epoch:
@@ -132,7 +132,7 @@ class LabelIndex:
                 number = rank_labels.numbers[labels] = self._facts.intern(_Fact(rank, rank_labels.generation, labels))
             now.add((block, number))
         before = self._records.pop(key, (rank, set[tuple[int, int]]()))[1]
-        self._remove_facts(before - now)  # first: it may make the room that the others need
+        self._remove_facts(before - now)  # first: it may free the space that the others need
         n_refused = 0
         for each, fact in now - before:
             try:
@@ -143,7 +143,7 @@ class LabelIndex:
             else:
                 self._facts.retain(fact)
         self.over_capacity += n_refused
-        self._note_incomplete(rank, key, lacking=n_refused > 0)
+        self._note_incomplete(rank, key, incomplete=n_refused > 0)
         if now or n_refused:
             rank_labels.keys.add(key)
             self._records[key] = (rank, now)
@@ -151,25 +151,25 @@ class LabelIndex:
             rank_labels.keys.discard(key)
 
     def end(self, key: Hashable) -> None:
-        """A record is no more, or has no labels any more."""
+        """Remove a record that ended, or that has no labels any more."""
         rank, facts = self._records.pop(key, (None, set[tuple[int, int]]()))
         if rank is not None:
             self._ranks[rank].keys.discard(key)
-            self._note_incomplete(rank, key, lacking=False)
+            self._note_incomplete(rank, key, incomplete=False)
         self._remove_facts(facts)
 
     def tidy(self) -> None:
-        """Take out some of what ended."""
+        """Remove some of the labels that ended."""
         self._remove_facts([self._ended.popleft() for _ in range(min(_DROP_BUDGET, len(self._ended)))])
 
     def enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
-        """The index knows a rank's epoch: labels of an older one count for nothing."""
+        """Drop a rank's labels if they are of an older epoch than the index now has for the rank."""
         rank_labels = self._ranks.get(rank)
         if rank_labels is not None and epoch > rank_labels.epoch:
             self.forget_rank(rank)
 
     def forget_rank(self, rank: RankId) -> None:
-        """A rank's labels count for nothing; they are taken out bit by bit."""
+        """Drop a rank's labels; they have no effect from now on, and are removed in small steps."""
         rank_labels = self._ranks.pop(rank, None)
         self._incomplete.pop(rank, None)
         if rank_labels is not None:
@@ -179,7 +179,7 @@ class LabelIndex:
             self._sets.invalidate_masks()
 
     def query(self, selector: MoeSelector, numbers: RankNumbering) -> FactQuery:
-        """Who of these has blocks of the slices that are wanted; the same object for the same question."""
+        """Return the query for the ranks with matching labels; the same object for the same selector and fleet."""
         known = self._queries.get(selector, numbers)
         if known is not None:
             return known
@@ -194,8 +194,8 @@ class LabelIndex:
                 mask |= numbers.mask_of(fact.rank)
         return mask
 
-    def _note_incomplete(self, rank: RankId, key: Hashable, *, lacking: bool) -> None:
-        if lacking:
+    def _note_incomplete(self, rank: RankId, key: Hashable, *, incomplete: bool) -> None:
+        if incomplete:
             self._incomplete.setdefault(rank, set()).add(key)
         elif rank in self._incomplete:
             keys = self._incomplete[rank]

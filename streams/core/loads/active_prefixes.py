@@ -1,10 +1,11 @@
-"""Blocks in use by requests under way: a radix tree of runs of sequence hashes, with the ranks that use each.
+"""Blocks that running requests use: a radix tree of runs of sequence hashes, with the ranks that use each run.
 
 What lives here: which ranks use which prefixes, and how many blocks of a request each of them uses already. What must
-not: bookings (loads). Chains are packed u64, 8 bytes a block: comparing two takes a memory comparison and no loop.
+not: bookings (bookings). Chains are packed u64, 8 bytes per block, so that two of them are compared as bytes, without
+a loop.
 
-A request uses its whole chain from the root, so the ranks of a run are among those of the run before it. Ranks are
-rows, small numbers, and a set of them is the bits of one int.
+A request uses its whole chain from the root. The ranks of a run are therefore a subset of those of the run before it.
+A rank is a row, which is a small number, and a set of ranks is an int with one bit per row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _BYTES_PER_BLOCK = 8
 
 
 class PrefixNode:
-    """Consecutive blocks that the same requests use. uses: by row, the number of requests that pass through."""
+    """A run: consecutive blocks that the same requests use. uses: the number of requests that use it, by row."""
 
     __slots__ = ("bits", "chain", "children", "parent", "uses")
 
@@ -30,20 +31,20 @@ class PrefixNode:
 
     @property
     def n_blocks(self) -> int:
-        """Its length."""
+        """The run's length."""
         return len(self.chain) // _BYTES_PER_BLOCK
 
 
 class ActivePrefixes:
-    """The tree. Its limit is that of whoever adds: a run is there as long as a request passes through it."""
+    """The tree. A run exists as long as a request uses it, so that the caller's limit on requests limits the tree."""
 
     def __init__(self) -> None:
         self._root = PrefixNode(b"", None)
 
     def add(self, row: int, chain: bytes) -> tuple[PrefixNode, int]:
-        """A request on this row uses these blocks from the root.
+        """Add a request on this row that uses these blocks from the root.
 
-        Gives the run to be handed back to `remove`, and how many of the blocks the row did not use before.
+        Returns the run at its end, which `remove` takes, and how many of the blocks the row did not use before.
         """
         node, at, n_fresh = self._root, 0, 0
         while at < len(chain):
@@ -65,7 +66,7 @@ class ActivePrefixes:
         return node, n_fresh
 
     def remove(self, row: int, node: PrefixNode) -> int:
-        """The request that `add` gave this run for is over; gives how many blocks the row uses no more."""
+        """Remove a request by the run that `add` returned for it; return how many blocks the row no longer uses."""
         n_ended = 0
         at: PrefixNode | None = node
         while at is not None and at.parent is not None:
@@ -84,9 +85,9 @@ class ActivePrefixes:
         return n_ended
 
     def match(self, chain: bytes) -> list[tuple[int, int]]:
-        """Leading blocks of a chain that are in use: rows as bits, and the number of blocks that just they use.
+        """Return the leading blocks of a chain that are in use, as pairs of rows (bits) and number of blocks.
 
-        Each entry's rows are among those of the one before it.
+        The rows of each pair are a subset of those of the pair before it.
         """
         found: list[tuple[int, int]] = []
         node, at = self._root, 0
@@ -106,7 +107,7 @@ class ActivePrefixes:
         return found
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Every run, parents first; for tests and debugging."""
+        """Every run, parents first. For tests and debugging."""
         todo = list(self._root.children.values())
         while todo:
             node = todo.pop()
@@ -114,30 +115,30 @@ class ActivePrefixes:
             todo += node.children.values()
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        """Raise IndexCorrupt, which names the first broken invariant. Slow; for tests and debugging."""
         for node in self.nodes():
             if not node.chain or len(node.chain) % _BYTES_PER_BLOCK or not node.uses:
                 raise IndexCorrupt("a run is empty", chain=node.chain.hex())
             if node.bits != sum(1 << row for row in node.uses) or min(node.uses.values()) < 1:
-                raise IndexCorrupt("a run's rows are not its uses'", bits=node.bits)
+                raise IndexCorrupt("the bits of a run differ from the rows that use it", bits=node.bits)
             through: dict[int, int] = {}
             for first, child in node.children.items():
                 if child.parent is not node or child.chain[:_BYTES_PER_BLOCK] != first:
-                    raise IndexCorrupt("a run hangs where it does not belong")
+                    raise IndexCorrupt("a run is attached to the wrong parent")
                 for row, uses in child.uses.items():
                     through[row] = through.get(row, 0) + uses
             if any(uses > node.uses.get(row, 0) for row, uses in through.items()):
                 raise IndexCorrupt("more requests leave a run than enter it")
             if len(node.children) == 1 and through == node.uses:
-                raise IndexCorrupt("two runs might be one")
+                raise IndexCorrupt("two runs should have been joined")
 
 
 def _common_length(node: bytes, chain: bytes, at: int) -> int:
-    """Bytes of whole blocks that a run has in common with a chain from `at` on; the first block is known to be."""
+    """Bytes of whole blocks that a run and a chain from `at` on have in common. Their first blocks are equal."""
     if chain.startswith(node, at):
         return len(node)
     low, high = 1, min(len(node), len(chain) - at) // _BYTES_PER_BLOCK
-    while low < high:  # the least length at which they differ is above `low`, or there is none up to `high`
+    while low < high:  # they are equal up to `low` blocks
         middle = (low + high + 1) // 2
         end = middle * _BYTES_PER_BLOCK
         if chain.startswith(node[:end], at):
@@ -148,8 +149,10 @@ def _common_length(node: bytes, chain: bytes, at: int) -> int:
 
 
 def _split(node: PrefixNode, at: int) -> PrefixNode:
-    """Put what is before `at` bytes into a run of its own, and give that; `node` goes on as what is behind, since
-    requests that end there hold it."""
+    """Split a run at `at` bytes and return the new run with its first part.
+
+    `node` becomes the second part, since requests that end in the run refer to it.
+    """
     head = PrefixNode(node.chain[:at], node.parent)
     head.uses = dict(node.uses)
     head.bits = node.bits
@@ -162,7 +165,7 @@ def _split(node: PrefixNode, at: int) -> PrefixNode:
 
 
 def _join_only_child(node: PrefixNode) -> None:
-    """Put a run into its only child if the same requests use both; none ends in it then."""
+    """Join a run with its only child if the same requests use both, so that no request ends in the run."""
     (child,) = node.children.values()
     if child.bits == node.bits and child.uses == node.uses:
         assert node.parent is not None

@@ -1,8 +1,8 @@
-"""Active load: what the requests under way cost each rank (docs/architecture.md, Loads).
+"""Active load: what running requests cost each rank (docs/architecture.md, Loads).
 
 What lives here: bookings and their three phases, folded in any order and any number of times into the same loads.
-What must not: Kafka, clocks. Owner of the state: one router. Blocks shared on a rank count once; a booking lives while
-it has an add and no free; free implies prefill-complete.
+What must not: Kafka, clocks. The state belongs to one router. Blocks that requests share on a rank count once. A
+booking is active while it has an add and no free. A free implies prefill-complete.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from streams.core.ids import Int64Array, RankId
 from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
 from streams.errors import IndexCorrupt
 
-#: What an ActiveLoads' array holds of each rank, and for how many ranks at first.
+#: The numbers that the table of loads has for each rank, and its number of rows at first.
 _PREFILL, _DECODE, _REQUESTS, _OUTPUT = range(4)
 _ROWS_FIRST = 64
 
-#: Prefixes in use by sets of ranks, of which it is kept how many blocks each row has of them: a system prompt's set
-#: changes seldom. Beyond it all are forgotten.
-_SHARED_KEPT_MAX = 256
+#: Arrays of shared blocks that are cached, by set of ranks and number of blocks: the set of ranks that uses a system
+#: prompt rarely changes. Beyond this limit the cache is cleared.
+_SHARED_CACHED_MAX = 256
 
-#: Bookings remembered at once; beyond it the oldest is dropped and counted, since a router that runs out of memory
-#: serves nobody. A fleet of 1,000 ranks with 256 running requests each stays below it.
+#: Bookings kept at once. Beyond this limit the oldest one is dropped and counted, so that the router does not run out
+#: of memory. A fleet of 1,000 ranks with 256 running requests each stays below it.
 BOOKINGS_MAX = 1_000_000
 
 
 class BookingId(NamedTuple):
-    """A request id, the router that booked it and that router's own count: a retry is a new booking of one id."""
+    """A request id, the router that booked it, and that router's counter: an id that is used again is a new booking."""
 
     request_id: str
     router_id: str
@@ -42,7 +42,7 @@ class BookingId(NamedTuple):
 
 
 class BookingPhase(enum.StrEnum):
-    """What happened to a booking; the names are on Kafka."""
+    """What happened to a booking. The values are part of the records on Kafka."""
 
     ADD = "add"
     PREFILL = "prefill"
@@ -50,11 +50,11 @@ class BookingPhase(enum.StrEnum):
 
 
 class Booking(NamedTuple):
-    """What a request costs its rank; a tuple, since one is made in every decision.
+    """What a request costs its rank. It is a tuple because one is made for every decision.
 
-    sequence: the request's sequence hashes from the root, packed u64 as of hashing.pack_hashes, so that shared blocks
-    count once.
-    prefill_tokens: those that the rank must compute. output_blocks: blocks of generated tokens so far.
+    prefill_tokens: the prompt tokens that the rank must compute. sequence: the request's sequence hashes from the root,
+    packed by hashing.pack_hashes, so that shared blocks count once. output_blocks: blocks of the tokens generated so
+    far.
     """
 
     rank: RankId
@@ -68,18 +68,28 @@ class Booking(NamedTuple):
 
 
 def with_output(booking: Booking, output_tokens: int, block_size: int) -> Booking:
-    """A booking with the blocks that so many generated tokens take, a last one that is not full included.
+    """Return a booking with the blocks that its generated tokens take, including a partial last block.
 
-    output_tokens: all so far, so that it may be told again, and late. Gives the same booking where they fill no more
-    blocks than it has.
+    output_tokens: all tokens generated so far, so that reports may be repeated or late. Returns the same object if they
+    fill no more blocks than the booking already has.
     """
     output_blocks = -(-output_tokens // block_size)
     return booking if output_blocks <= booking.output_blocks else booking._replace(output_blocks=output_blocks)
 
 
+def _lowers_load(before: Booking | None, after: Booking) -> bool:
+    """Whether any number of any rank's load may be lower after a booking was replaced."""
+    return before is not None and (
+        before.rank != after.rank
+        or before.prefill_tokens > after.prefill_tokens
+        or before.output_blocks > after.output_blocks
+        or before.sequence != after.sequence
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Sum over one rank's live bookings. prompt_blocks: distinct ones."""
+    """Sums over one rank's active bookings. prompt_blocks: distinct blocks of prompts."""
 
     prefill_tokens: int = 0
     output_blocks: int = 0
@@ -88,7 +98,7 @@ class RankLoad:
 
     @property
     def decode_blocks(self) -> int:
-        """Distinct prompt blocks in use, and generated ones."""
+        """Distinct prompt blocks plus blocks of generated tokens."""
         return self.prompt_blocks + self.output_blocks
 
 
@@ -96,7 +106,7 @@ _NO_LOAD = RankLoad()
 
 
 class LoadColumns(NamedTuple):
-    """Loads of several ranks, int64[n] each. decode_blocks: with the blocks of the request that was asked for."""
+    """Loads of n ranks, int64[n] each. decode_blocks: including those of the request that is being priced."""
 
     prefill_tokens: Int64Array
     decode_blocks: Int64Array
@@ -110,8 +120,8 @@ class _State:
     freed: bool = False
     counted_prefill: int = 0
     clock: int = 0
-    expires_ms: int | None = None  # None as long as no time of it is known
-    node: PrefixNode | None = None  # its end in the tree of active prefixes, while it is counted
+    expires_ms: int | None = None  # None until the log has given the booking a time
+    node: PrefixNode | None = None  # the end of its chain in the tree of active prefixes, while it is active
 
     @property
     def live(self) -> bool:
@@ -119,38 +129,43 @@ class _State:
 
 
 class ActiveLoads:
-    """All bookings that this router knows, its own and its peers'.
+    """All bookings of which this router has read or written a record, its own and those of other routers.
 
-    What ends a booking that nobody frees is a clock, of which there may be several that have nothing in common: each
-    partition of a log has one, its newest record's append time. A booking belongs to one of them. at_ms is a time of
-    that clock, None where the log does not have the word yet: a booking without any time does not expire by itself.
+    A booking that is not freed expires by a clock. There is one clock per partition of the log, the append time of its
+    newest record, and clocks of different partitions are unrelated. A booking belongs to one of them. `at_ms` is a time
+    of that clock, or None if the log does not have the record yet: a booking without a time does not expire by itself.
+
+    n_falls: counts changes that lowered some rank's load; LoadsSync announces them.
     """
 
     def __init__(self, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms
-        self._states: dict[BookingId, _State] = {}  # the one told of last is the last
-        # A heap for each clock: an entry for each state with a time, never later than it expires. The order of the
-        # states is none of expiry: a router that starts reads one partition's last hour after another's.
+        self._states: dict[BookingId, _State] = {}  # in order of their last records
+        # A heap per clock with an entry for each state that has a time, never later than the state expires. The order
+        # of the states is not that of expiry, since a starting router reads one partition's last hour after another's.
         self._expiries: dict[int, list[tuple[int, BookingId]]] = {}
         self._n_expiries = 0
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
-        # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS and, of the blocks, those of _OUTPUT. Row 0 is of
-        # all ranks without bookings: nothing is ever counted there.
+        # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS, and how many of the blocks are _OUTPUT. Row 0 stands
+        # for all ranks without bookings and is always zero.
         self._rows: dict[RankId, int] = {}
         self._set_table(np.zeros((4, _ROWS_FIRST), dtype=np.int64))
-        self._numbering = 0  # changes when a row may have gone to another rank
+        self._numbering = 0  # changes when a row may belong to another rank
         self._prefixes = ActivePrefixes()
         self.expired = 0
         self.dropped = 0
+        self.n_falls = 0
 
     def add(self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0) -> None:
-        """Book, or state an older booking anew (its output grew, or it is kept alive).
+        """Book, or replace an existing booking because its output grew or its time is to be renewed.
 
-        at_ms: append time of the record; of two adds of one booking the later one's time counts for expiry.
+        at_ms: append time of the record. If a booking has two adds, the later time decides when it expires.
         """
         state = self._state(booking_id, at_ms, clock)
         if state.live:
+            if _lowers_load(state.booking, booking):
+                self.n_falls += 1
             self._uncount(state)
         elif not state.freed:
             self._live_by_request.setdefault(booking_id.request_id, []).append(booking_id)
@@ -159,24 +174,26 @@ class ActiveLoads:
             self._count(state)
 
     def prefill_complete(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
-        """The rank computed the prompt: its prefill tokens weigh no more."""
+        """The rank has computed the prompt: its prefill tokens are no longer charged."""
         state = self._state(booking_id, at_ms, clock)
         if state.live and not state.prefilled:
             assert state.booking is not None
             self._cells[_PREFILL * self._n_rows + self._rows[state.booking.rank]] -= state.counted_prefill
             state.counted_prefill = 0
+            self.n_falls += 1
         state.prefilled = True
 
     def free(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
-        """The request is over, however it ended. Stays known until it expires, so that a late add changes nothing."""
+        """The request has ended, in whatever way. It is kept until it expires, so that a late add changes nothing."""
         state = self._state(booking_id, at_ms, clock)
         if state.live:
             self._uncount(state)
             self._forget_live(booking_id)
+            self.n_falls += 1
         state.freed = True
 
     def logged(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
-        """The log has this add; False, and nothing is changed, where the booking is not known to be just so."""
+        """Note that the log has this add. Returns False and changes nothing if the booking is not exactly this one."""
         state = self._states.get(booking_id)
         if state is None or state.booking != booking:
             return False
@@ -184,15 +201,16 @@ class ActiveLoads:
         return True
 
     def forget(self, booking_id: BookingId) -> None:
-        """End a booking as if it had never been; one that is not known is none."""
+        """End a booking as if it had never been made. An unknown id is ignored."""
         state = self._states.get(booking_id)
         if state is not None:
             self._end(booking_id, state)
 
     def expire(self, now_ms: int, clock: int = 0) -> int:
-        """End every booking of this clock whose last word is older than the TTL; gives their number.
+        """End every booking of this clock whose last record is older than the TTL; return their number.
 
-        Looks at those only whose first word is as old, or the word at which it was looked at last.
+        Examines only bookings whose entry in the heap is due. The entry of a renewed booking is then moved to its later
+        time.
         """
         expiries = self._expiries.get(clock)
         if not expiries or expiries[0][0] > now_ms:
@@ -203,7 +221,7 @@ class ActiveLoads:
             self._n_expiries -= 1
             state = self._states.get(booking_id)
             if state is None or state.expires_ms is None:
-                continue  # dropped, and perhaps booked anew since
+                continue  # dropped, and perhaps booked again since
             if state.expires_ms > now_ms:
                 heapq.heappush(expiries, (state.expires_ms, booking_id))
                 self._n_expiries += 1
@@ -214,11 +232,11 @@ class ActiveLoads:
         return ended
 
     def expiring(self) -> list[int]:
-        """Clocks by which anything is still to end."""
+        """Clocks that still have bookings to expire."""
         return [clock for clock, expiries in self._expiries.items() if expiries]
 
     def live(self, request_id: str) -> tuple[BookingId, Booking] | None:
-        """The earliest live booking of a request id."""
+        """The earliest active booking of a request id."""
         ids = self._live_by_request.get(request_id)
         if not ids:
             return None
@@ -227,20 +245,20 @@ class ActiveLoads:
         return ids[0], booking
 
     def live_ids(self, request_id: str) -> tuple[BookingId, ...]:
-        """Every live booking of a request id, the earliest first; there are several where routers booked at once."""
+        """Every active booking of a request id, the earliest first. Routers that book at once make several."""
         return tuple(self._live_by_request.get(request_id, ()))
 
     def booking(self, booking_id: BookingId) -> Booking | None:
-        """What is booked under this id; None where it is over or not known."""
+        """The active booking with this id, or None."""
         state = self._states.get(booking_id)
         return state.booking if state is not None and state.live else None
 
     def knows(self, request_id: str) -> bool:
-        """Whether any booking of this id is remembered, an ended one too."""
+        """Whether any booking of this request id is kept, active or ended."""
         return request_id in self._known_by_request
 
     def load(self, rank: RankId) -> RankLoad:
-        """A rank's load; all zero for a rank without bookings."""
+        """A rank's load; all zeros for a rank without bookings."""
         row = self._rows.get(rank)
         if row is None:
             return _NO_LOAD
@@ -248,58 +266,58 @@ class ActiveLoads:
         return RankLoad(prefill, output, requests, decode - output)
 
     def ranks(self) -> dict[RankId, RankLoad]:
-        """Loads of every rank with live bookings."""
+        """Loads of every rank with active bookings."""
         return {rank: self.load(rank) for rank, row in self._rows.items() if self._loads[_REQUESTS, row]}
 
     @property
     def numbering(self) -> int:
-        """Rows of `rows_of` are good as long as this does not change."""
+        """Rows returned by `rows_of` are valid as long as this number does not change."""
         return self._numbering
 
     def rows_of(self, ranks: Iterable[RankId]) -> Int64Array:
-        """Where the loads of these ranks are, for `columns`."""
+        """Return the rows of these ranks' loads, int64[n], for `columns`."""
         return np.array([self._rows.get(rank, 0) for rank in ranks], dtype=np.int64)
 
     def columns(self, rows: Int64Array, sequence: bytes) -> LoadColumns:
-        """Loads of the ranks at these rows. sequence: that of a request, which may join any of them."""
-        prefill, decode, requests, _ = self._loads.take(rows, axis=1)  # a third of what indexing takes
+        """Loads of the ranks at these rows, as if a request joined each of them. sequence: the request's, packed."""
+        prefill, decode, requests, _ = self._loads.take(rows, axis=1)  # takes a third of the time of indexing
         decode += len(sequence) // 8
         decode -= self.shared_blocks(sequence).take(rows)
         return LoadColumns(prefill, decode, requests)
 
     def requests(self, rows: Int64Array) -> list[int]:
-        """Requests in flight of the ranks at these rows."""
+        """Requests in flight on the ranks at these rows."""
         in_flight: list[int] = self._loads[_REQUESTS].take(rows).tolist()
         return in_flight
 
     @property
     def table(self) -> Int64Array:
-        """Loads by row: int64[4, n_rows], prefill tokens, decode blocks, requests, and of the blocks those of output.
+        """Loads by row: int64[4, n_rows] of prefill tokens, decode blocks, requests, and output blocks.
 
-        It is the state itself: nobody else writes there, and it is another one after the next booking.
+        It is the state itself: callers must not write to it, and the next booking may replace it.
         """
         return self._loads
 
     def shared_blocks(self, sequence: bytes) -> Int64Array:
-        """How many leading blocks of a request each rank has in use, by row: int64[n_rows], which nobody may change."""
+        """How many leading blocks of a request each rank has in use, by row: int64[n_rows]. Read-only."""
         shared: Int64Array | None = None
         for bits, n_blocks in self._prefixes.match(sequence):
             if bits & (bits - 1):
                 these = self._shared_by(bits, n_blocks)
                 shared = these if shared is None else shared + these
-            else:  # one rank's own, as most long matches are; they are deeper than all that others share
+            else:  # only one rank uses them, as in most long matches; what several ranks share came before
                 shared = (self._shared_by_none if shared is None else shared).copy()
                 shared[bits.bit_length() - 1] += n_blocks
         return self._shared_by_none if shared is None else shared
 
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
-        """Distinct active blocks of the rank if a request with this chain joined it."""
+        """Distinct active blocks of a rank if a request with this chain joined it."""
         row = self._rows.get(rank, 0)
         shared = sum(n_blocks for bits, n_blocks in self._prefixes.match(sequence) if bits >> row & 1)
         return self.load(rank).decode_blocks + len(sequence) // 8 - shared
 
     def check(self) -> None:
-        """Raise IndexCorrupt, naming the first invariant found broken; for tests and debugging, it takes long."""
+        """Raise IndexCorrupt, which names the first broken invariant. Slow; for tests and debugging."""
         self._prefixes.check()
         prompt = [0] * self._n_rows
         for node in self._prefixes.nodes():
@@ -309,7 +327,7 @@ class ActiveLoads:
             raise IndexCorrupt("distinct blocks are miscounted")
 
     def __len__(self) -> int:
-        """Number of bookings remembered, the ended ones that have not expired among them."""
+        """Number of bookings kept, including ended ones that have not expired."""
         return len(self._states)
 
     def _state(self, booking_id: BookingId, at_ms: int | None, clock: int) -> _State:
@@ -325,14 +343,14 @@ class ActiveLoads:
             expires_ms = at_ms + self._ttl_ms
             if state.expires_ms is None:
                 state.clock, state.expires_ms = clock, expires_ms
-                self._remember_expiry(clock, booking_id, expires_ms)
+                self._push_expiry(clock, booking_id, expires_ms)
             elif expires_ms > state.expires_ms:
                 state.expires_ms = expires_ms
         self._states[booking_id] = state
         return state
 
-    def _remember_expiry(self, clock: int, booking_id: BookingId, expires_ms: int) -> None:
-        if self._n_expiries >= 2 * BOOKINGS_MAX:  # mostly of bookings that were dropped
+    def _push_expiry(self, clock: int, booking_id: BookingId, expires_ms: int) -> None:
+        if self._n_expiries >= 2 * BOOKINGS_MAX:  # most of them belong to bookings that were dropped
             self._expiries.clear()
             for known, state in self._states.items():
                 if state.expires_ms is not None:
@@ -369,17 +387,17 @@ class ActiveLoads:
 
     def _set_table(self, loads: Int64Array) -> None:
         self._loads = loads
-        # The same numbers in one row: to change one through an array takes five times as long.
+        # The same numbers as one row: changing a number through the array takes five times as long.
         self._cells: memoryview = loads.reshape(-1).data
         self._n_rows: int = loads.shape[1]
         self._shared: dict[tuple[int, int], Int64Array] = {}
         self._shared_by_none = np.zeros(self._n_rows, dtype=np.int64)
 
     def _shared_by(self, bits: int, n_blocks: int) -> Int64Array:
-        """n_blocks at the rows whose bit is set, 0 at all others."""
+        """An array with n_blocks in the rows whose bit is set and 0 in all others."""
         shared = self._shared.get((bits, n_blocks))
         if shared is None:
-            if len(self._shared) >= _SHARED_KEPT_MAX:
+            if len(self._shared) >= _SHARED_CACHED_MAX:
                 self._shared.clear()
             packed = np.frombuffer(bits.to_bytes(self._n_rows // 8, "little"), dtype=np.uint8)
             shared = np.unpackbits(packed, bitorder="little") * np.int64(n_blocks)
@@ -387,8 +405,8 @@ class ActiveLoads:
         return shared
 
     def _new_row(self, rank: RankId) -> int:
-        """Give a rank a row; when all are taken those of ranks without bookings are given out again."""
-        self._numbering += 1  # the rank was at row 0
+        """Give a rank a row. When all are taken, those of ranks without bookings are reused."""
+        self._numbering += 1  # the rank had row 0
         n_rows = self._n_rows
         if len(self._rows) + 1 >= n_rows:
             idle = [each for each, row in self._rows.items() if not self._loads[_REQUESTS, row]]
@@ -407,6 +425,7 @@ class ActiveLoads:
         if state.live:
             self._uncount(state)
             self._forget_live(booking_id)
+            self.n_falls += 1
         del self._states[booking_id]
         if self._known_by_request[booking_id.request_id] == 1:
             del self._known_by_request[booking_id.request_id]

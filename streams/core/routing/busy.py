@@ -1,6 +1,6 @@
-"""Which ranks have so much to do that nothing more is sent to them: the busy thresholds, pure.
+"""Busy thresholds: which ranks have so much load that they get no new requests.
 
-What lives here: the filter. What must not: where its numbers come from.
+What lives here: the filter. What must not: the sources of its numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from streams.core.workers import Worker
 
 @dataclass(frozen=True, slots=True)
 class BusyThresholds:
-    """Beyond which a rank is busy; 0 switches one off.
+    """A rank over either threshold is busy. 0 switches a threshold off.
 
-    decode_blocks: share of the rank's blocks in use, by our bookings or by its engine, whichever says more. Of a rank
-    whose room neither its registration nor its engine tells, nothing is known and it is not busy.
-    prefill_tokens: tokens that are still to be computed there.
+    decode_blocks: share of the rank's blocks that are in use, by its bookings or as its engine reports, whichever is
+    greater. A rank is never over it if neither its registration nor its engine gives its number of blocks.
+    prefill_tokens: prompt tokens that the rank has still to compute.
     """
 
     decode_blocks: float = 0.0
@@ -32,7 +32,7 @@ class BusyThresholds:
     def is_busy(
         self, rank: RankId, worker: Worker | None, loads: ActiveLoads, metrics: Mapping[RankId, WorkerMetrics]
     ) -> bool:
-        """Whether a rank is beyond either threshold."""
+        """Whether a rank is over either threshold."""
         load = loads.load(rank)
         if 0 < self.prefill_tokens < load.prefill_tokens:
             return True
@@ -51,7 +51,7 @@ def idle_ranks(
     loads: ActiveLoads,
     metrics: Mapping[RankId, WorkerMetrics],
 ) -> Sequence[RankId]:
-    """Leave out busy ranks; gives `ranks` itself where none is."""
+    """Return the ranks that are not busy; `ranks` itself if none is busy."""
     if not thresholds:
         return ranks
     idle = [rank for rank in ranks if not thresholds.is_busy(rank, workers.get(rank.worker_id), loads, metrics)]

@@ -1,6 +1,6 @@
 """The price of sending a request to a rank, in blocks (docs/architecture.md, Cost).
 
-What lives here: the cost formula and its terms, so that an answer can show them. What must not: choosing (selection).
+What lives here: the cost formula, and its terms, which an answer can show. What must not: choosing (selection).
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, RankId
 
-#: Weight of a cached block by the tier of its fastest copy: device, host, disk, external. A host copy comes back over
-#: PCIe at about a quarter of what computing it costs; external memory is not counted until a pool says who reaches it.
+#: Weight of a cached block by the tier of its fastest copy: device, host, disk, external. Loading a host copy over PCIe
+#: costs about a quarter of computing the block. External memory has no weight, since it is not known which ranks reach
+#: it; CXL pools have a weight of their own.
 TIER_WEIGHTS = (1.0, 0.75, 0.25, 0.0)
 
-#: Weight of a block that a rank reaches in a CXL pool: loading one goes over the same PCIe as a host copy does.
+#: Weight of a block that a rank reaches in a CXL pool: it is loaded over the same PCIe as a host copy.
 CXL_SCORE_WEIGHT = 0.75
-#: What a cached block counts more where its labels match the request's slice of experts: of two ranks that hold as much
-#: and are as busy the matching one wins, and one without labels wins where it holds more than half as much again. Own
-#: prefill is never below 0: of ranks that hold the whole request labels prefer none.
+
+#: Additional weight of a cached block whose labels match the request's experts. Of two ranks with equal load and equal
+#: scores, the matching one wins; a rank without labels wins if it holds more than one and a half times as much. Own
+#: prefill is never below 0, so that labels do not distinguish ranks that hold the whole request.
 MOE_SCORE_WEIGHT = 0.5
 
 
 class RankTerms(NamedTuple):
-    """Every term of one rank's cost, in blocks unless said.
+    """Every term of one rank's cost, in blocks.
 
-    effective_cached_blocks: the rank's own, weighted by tier, and the weighted cxl_accessible_scores and moe_scores.
-    cached_blocks: the same without the last, which say what a block is worth and not what need not be computed.
+    scores: the rank's own leading blocks. effective_cached_blocks: these weighted by tier, plus the weighted
+    cxl_accessible_scores and moe_scores. cached_blocks: the same without moe_scores, which express a preference and do
+    not reduce what must be computed.
     """
 
     rank: RankId
@@ -44,7 +47,7 @@ class RankTerms(NamedTuple):
 
 
 def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
-    """Tokens of a request that a rank must compute. cached_blocks: those it holds, weighted by tier."""
+    """Return how many tokens of a request a rank must compute. cached_blocks: those that it holds, weighted by tier."""
     return max(0, n_tokens - int(cached_blocks * block_size))
 
 
@@ -56,20 +59,20 @@ def price_terms(
     block_size: int,
     overlap_score_weight: float,
 ) -> Float64Array:
-    """Price a request at n ranks; gives float64[4, n]: own prefill, active prefill and decode blocks, and the cost.
+    """Price a request at n ranks; return float64[4, n]: own prefill, active prefill and decode blocks, and the cost.
 
-    decode_blocks: distinct active blocks of each rank with this request's among them.
+    decode_blocks: distinct active blocks of each rank, including this request's.
     """
     own = np.maximum(0.0, request_blocks - effective_cached_blocks)
-    queued = active_prefill_tokens / block_size
-    return np.array([own, queued, decode_blocks, overlap_score_weight * (own + queued) + decode_blocks])
+    active = active_prefill_tokens / block_size
+    return np.array([own, active, decode_blocks, overlap_score_weight * (own + active) + decode_blocks])
 
 
 class TermColumns:
-    """Terms of all candidates, in their order: what a choice reads, without an object for each.
+    """Terms of all candidates, in their order, as columns: a choice needs no object for each candidate.
 
-    scores, cxl_accessible_scores, moe_scores: int64[n], None for cxl and moe blocks that are all 0;
-    cached_blocks, effective_cached_blocks: float64[n], as of RankTerms; terms: float64[4, n], as of `price_terms`.
+    scores, cxl_accessible_scores, moe_scores: int64[n]; the last two may be None, which stands for all 0.
+    cached_blocks, effective_cached_blocks: float64[n], as in RankTerms. terms: float64[4, n], as from `price_terms`.
     """
 
     __slots__ = (
@@ -93,7 +96,7 @@ class TermColumns:
         cxl_accessible_scores: Int64Array | None = None,
         moe_scores: Int64Array | None = None,
     ) -> None:
-        """cached_blocks: left out, they are the effective ones."""
+        """cached_blocks: if left out, the same as effective_cached_blocks."""
         self.ranks = ranks
         self.scores = scores
         self.cxl_accessible_scores = cxl_accessible_scores
@@ -104,13 +107,13 @@ class TermColumns:
 
     @property
     def own_prefill_blocks(self) -> Float64Array:
-        """What each rank would have to compute of the request."""
+        """What each rank would have to compute of the request, in blocks."""
         own: Float64Array = self._terms[0]
         return own
 
     @property
     def cost(self) -> Float64Array:
-        """What the choice was made by, lower is better: the formula's, or that of one of core.policies."""
+        """What the choice is made by, lower is better: from the cost formula, or from one of core.routing.policies."""
         cost: Float64Array = self._terms[3]
         return cost
 
@@ -120,7 +123,7 @@ class TermColumns:
 
     def row(self, index: int) -> RankTerms:
         """One candidate's terms."""
-        own, queued, decode, cost = self._terms[:, index].tolist()
+        own, active, decode, cost = self._terms[:, index].tolist()
         return RankTerms(
             self.ranks[index],
             self.scores.item(index),
@@ -129,7 +132,7 @@ class TermColumns:
             self.cached_blocks.item(index),
             self.effective_cached_blocks.item(index),
             own,
-            queued,
+            active,
             decode,
             cost,
         )

@@ -1,7 +1,7 @@
 """One routing decision: candidates, their costs, the choice.
 
-What lives here: the composition that the live router and the offline simulator share, so that both follow one policy.
-What must not: booking (the caller's), HTTP, time.
+What lives here: the composition that the live router and the offline simulator share, so that both follow the same
+policy. What must not: booking (the caller books), HTTP, time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
@@ -41,16 +42,17 @@ from streams.core.routing.selection import (
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy
 
-#: Modes whose choice depends on what ranks hold, as long as the weight is not 0.
+#: Modes whose choice depends on what ranks hold, unless the weight is 0.
 _OVERLAP_MODES = frozenset({RouterMode.KV, RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION})
 
 
 @dataclass(frozen=True, slots=True)
 class RoutePolicy:
-    """What decides between ranks that may all serve the request.
+    """What decides between ranks that can all serve the request.
 
-    track_active_blocks: whether decode blocks are part of the cost. temperature counts in mode kv. cxl_score_weight,
-    moe_score_weight: of a block that a rank reaches in a CXL pool, and of a cached one whose labels match.
+    temperature: used in mode kv only. cxl_score_weight: weight of a block that a rank reaches in a CXL pool.
+    moe_score_weight: additional weight of a cached block whose labels match. track_active_blocks: whether decode blocks
+    are part of the cost.
     """
 
     mode: RouterMode = RouterMode.KV
@@ -70,22 +72,25 @@ class RoutePolicy:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """What some modes want to know of the ranks' engines. cpu_workers: workers whose device class is `cpu`."""
+    """What some modes read about the ranks' engines. cpu_workers: workers whose device class is `cpu`."""
 
     metrics: Mapping[RankId, WorkerMetrics] = field(default_factory=dict)
     cpu_workers: Set[WorkerId] = frozenset()
 
 
-_NOTHING_KNOWN = FleetState()
+_NOTHING_REPORTED = FleetState()
 
-#: Tuples of candidates of which it is kept where their numbers are found, as many as there are models and filters in
-#: use at a time; beyond it all are forgotten. 64 ranks take 20 us to be looked up anew.
+#: Tuples of candidates whose columns are cached: one for each combination of model and filters in use. Looking up 64
+#: ranks takes 20 us. Beyond this limit the cache is cleared.
 _CANDIDATES_CACHED_MAX = 256
 
 
 class Decision:
-    """The choice, and every candidate's terms. preferred: False where the mode had nothing to go by and chose as
-    least-loaded would, or by lot; its answer is `fallback`."""
+    """The choice, and every candidate's terms.
+
+    preferred: False if the mode had nothing to choose by and fell back to least-loaded or random; the answer is then
+    `fallback`.
+    """
 
     __slots__ = ("_columns", "chosen", "preferred")
 
@@ -96,12 +101,12 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[RankTerms, ...]:
-        """Terms in the candidates' order, made when they are asked for."""
+        """Every candidate's terms, in the candidates' order. They are made on each call."""
         return tuple(self._columns.row(index) for index in range(len(self._columns)))
 
 
 class _CandidateColumns:
-    """Where the candidates' loads and overlaps are found; `rows` are good for `numbering` of `loads`."""
+    """Where the loads and overlaps of candidates are stored. rows: valid while `loads` has this `numbering`."""
 
     __slots__ = ("candidates", "loads", "numbering", "rows")
 
@@ -113,14 +118,13 @@ class _CandidateColumns:
 
 
 class Chooser:
-    """Chooses ranks; its only state is whose turn it is and the generator it was given."""
+    """Chooses ranks. Its only state is whose turn it is, the given generator, and caches."""
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
         self._turns = RoundRobin()
-        self._located: dict[
-            int, _CandidateColumns
-        ] = {}  # by the identity of the candidates, which are kept so that it stays theirs
+        # By the id() of a tuple of candidates. The value refers to the tuple, so that no other object gets its id.
+        self._cached_columns: dict[int, _CandidateColumns] = {}
 
     def choose(
         self,
@@ -132,42 +136,41 @@ class Chooser:
         sequence: bytes,
         request_blocks: int,
         block_size: int,
-        fleet: FleetState = _NOTHING_KNOWN,
+        fleet: FleetState = _NOTHING_REPORTED,
         supplementary: SupplementaryMatches | None = None,
     ) -> Decision:
-        """Choose one of `ranks`, which must not be empty; a tuple that comes again takes less time. Raises
-        AllWorkersBusy.
+        """Choose one of `ranks`, which must not be empty. A tuple that was used before takes less time.
 
-        sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks, a
-        partial last one included. beside: what is pooled and labelled of it, None for nothing.
+        sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks,
+        including a partial last one. supplementary: its supplementary matches, or None. Raises AllWorkersBusy.
         """
-        located = self._columns_of(ranks, loads)
+        found = self._columns_of(ranks, loads)
         n = len(ranks)
         if policy.reads_index:
-            overlap, effective = scores.columns(located.candidates, policy.tier_weights)
+            own_scores, effective = scores.columns(found.candidates, policy.tier_weights)
         else:
-            overlap, effective = np.zeros(n, np.int64), np.zeros(n)
-        cached, cxl, moe = effective, None, None
+            own_scores, effective = np.zeros(n, np.int64), np.zeros(n)
+        cached, cxl_accessible_scores, moe_scores = effective, None, None
         if supplementary is not None and policy.reads_index:
             weighed = supplementary.weigh(
-                located.candidates, overlap, effective, policy.cxl_score_weight, policy.moe_score_weight
+                found.candidates, own_scores, effective, policy.cxl_score_weight, policy.moe_score_weight
             )
             if weighed is not None:
-                cxl, moe, cached, effective = weighed[:4]
+                cxl_accessible_scores, moe_scores, cached, effective = weighed[:4]
         columns, first, n_lowest = price(
             ranks,
             loads,
-            located.rows,
+            found.rows,
             sequence=sequence,
             request_blocks=request_blocks,
-            scores=overlap,
+            scores=own_scores,
             effective_cached_blocks=effective,
             block_size=block_size,
             overlap_score_weight=policy.overlap_score_weight,
             track_active_blocks=policy.track_active_blocks,
             cached_blocks=cached,
-            cxl_accessible_scores=cxl,
-            moe_scores=moe,
+            cxl_accessible_scores=cxl_accessible_scores,
+            moe_scores=moe_scores,
         )
         rng = self._rng
         preferred = True
@@ -180,50 +183,58 @@ class Chooser:
                 index = self._turns.select(n)
             case RouterMode.RANDOM:
                 index = select_random(n, rng)
-            # Direct: the request has named its worker, and what is left to choose are that worker's ranks.
+            # In mode direct the request names its worker, and only that worker's ranks are candidates.
             case RouterMode.LEAST_LOADED | RouterMode.DIRECT:
-                index = select_least_loaded(loads.requests(located.rows), rng)
+                index = select_least_loaded(loads.requests(found.rows), rng)
             case RouterMode.POWER_OF_TWO:
-                index = select_power_of_two(loads.requests(located.rows), rng)
+                index = select_power_of_two(loads.requests(found.rows), rng)
             case RouterMode.DEVICE_AWARE_WEIGHTED:
                 on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
-                index = select_device_aware(loads.requests(located.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
-            case RouterMode.HIT_USAGE_WAITING | RouterMode.LOAD_DEVIATION:
-                in_flight = loads.requests(located.rows)
-                index, preferred = self._choose_by_policy(policy.mode, columns, request_blocks, in_flight, fleet)
+                index = select_device_aware(loads.requests(found.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
+            case RouterMode.HIT_USAGE_WAITING:
+                index, preferred = self._by_hit_usage_waiting(columns, request_blocks, fleet)
+            case RouterMode.LOAD_DEVIATION:
+                in_flight = loads.requests(found.rows)
+                index, preferred = self._by_load_deviation(columns, request_blocks, in_flight, fleet)
+            case _:
+                assert_never(policy.mode)
         return Decision(columns, index, preferred)
 
     def _columns_of(self, ranks: Sequence[RankId], loads: ActiveLoads) -> _CandidateColumns:
-        located = self._located.get(id(ranks))
-        if located is None or located.loads is not loads:
-            located = _CandidateColumns(Candidates(ranks), loads)
-            if isinstance(ranks, tuple):  # a list may hold others the next time
-                if len(self._located) >= _CANDIDATES_CACHED_MAX:
-                    self._located.clear()
-                self._located[id(ranks)] = located
-        if located.numbering != loads.numbering:
-            located.numbering, located.rows = loads.numbering, loads.rows_of(ranks)
-        return located
+        found = self._cached_columns.get(id(ranks))
+        if found is None or found.loads is not loads:
+            found = _CandidateColumns(Candidates(ranks), loads)
+            if isinstance(ranks, tuple):  # the contents of a list may change
+                if len(self._cached_columns) >= _CANDIDATES_CACHED_MAX:
+                    self._cached_columns.clear()
+                self._cached_columns[id(ranks)] = found
+        if found.numbering != loads.numbering:
+            found.numbering, found.rows = loads.numbering, loads.rows_of(ranks)
+        return found
 
-    def _choose_by_policy(
-        self, mode: RouterMode, columns: TermColumns, request_blocks: int, in_flight: list[int], fleet: FleetState
-    ) -> tuple[int, bool]:
+    def _by_hit_usage_waiting(self, columns: TermColumns, request_blocks: int, fleet: FleetState) -> tuple[int, bool]:
+        """Return the index of the choice, and whether there was a preference."""
         metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
-        blocks = max(1, request_blocks)
-        if mode is RouterMode.HIT_USAGE_WAITING:
-            costs = hit_usage_waiting((columns.effective_cached_blocks / blocks).tolist(), metrics)
-            if costs is None:
-                return select_random(len(columns), self._rng), False
-        else:
-            costs = load_deviation((columns.own_prefill_blocks / blocks).tolist(), metrics)
-            if costs is None:
-                return select_least_loaded(in_flight, self._rng), False
-            if min(costs) == math.inf:
-                raise AllWorkersBusy(
-                    f"all {len(costs)} ranks that may serve the request say that they are full",
-                    remedy="Try again, or add workers",
-                    ranks=len(costs),
-                )
+        costs = hit_usage_waiting((columns.effective_cached_blocks / max(1, request_blocks)).tolist(), metrics)
+        if costs is None:
+            return select_random(len(columns), self._rng), False
+        columns.cost = costs
+        return select_by_cost(costs, 0.0, self._rng), True
+
+    def _by_load_deviation(
+        self, columns: TermColumns, request_blocks: int, in_flight: list[int], fleet: FleetState
+    ) -> tuple[int, bool]:
+        """Return the index of the choice, and whether there was a preference. Raises AllWorkersBusy."""
+        metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
+        costs = load_deviation((columns.own_prefill_blocks / max(1, request_blocks)).tolist(), metrics)
+        if costs is None:
+            return select_least_loaded(in_flight, self._rng), False
+        if min(costs) == math.inf:
+            raise AllWorkersBusy(
+                f"the engines of all {len(costs)} ranks that pass the request's filters report that they are full",
+                remedy="Try again, or add workers",
+                ranks=len(costs),
+            )
         columns.cost = costs
         return select_by_cost(costs, 0.0, self._rng), True
 
@@ -238,7 +249,7 @@ def booking_of(
     block_size: int,
     expected_output_tokens: int | None = None,
 ) -> Booking:
-    """What the chosen rank is to be charged: tokens that it must compute, and the request's blocks."""
+    """Return what the chosen rank is charged: the tokens that it must compute, and the request's blocks."""
     return Booking(
         rank=chosen.rank,
         model=model,

@@ -1,9 +1,9 @@
-"""The two older KV policies, by name: what each makes of a rank's hits and its engine's metrics.
+"""The two older KV policies: costs from a rank's cache hits and the metrics that its engine reports.
 
-What lives here: their formulas, pure. What must not: choosing among equals (selection), and the cost in blocks (cost).
-Both are written as costs, so that the lower one wins in every mode.
+What lives here: their formulas. What must not: breaking ties (selection), and the cost in blocks (cost). Both are
+written as costs, so that the lowest one wins in every mode.
 
-metrics: one for each candidate, None where nothing is known of it.
+metrics: one per candidate, None if its engine has reported none.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from streams.core.engine_metrics import WorkerMetrics
 
 #: Weight of the share of busy slots in `load_deviation`.
 GAMMA = 0.1
-#: Weight of the deviation where loads differ and where they do not, and the ratio of their standard deviation to their
-#: mean that divides the two.
+#: Weight of a load's deviation if loads are uneven and if they are even. They are uneven if their standard deviation
+#: is greater than this share of their mean.
 ALPHA_UNEVEN = 0.7
 ALPHA_EVEN = 0.3
 BALANCE_THRESHOLD = 0.1
 
 
 def hit_usage_waiting(hit_rates: Sequence[float], metrics: Sequence[WorkerMetrics | None]) -> list[float] | None:
-    """-(2 * hit rate - cache usage - normalised waiting) of each candidate; None where all are zero: no preference.
+    """Return -(2 * hit rate - cache usage - normalised waiting) for each candidate, or None if all are zero.
 
-    hit_rates: cached share of the request. Waiting requests are normalised by the greatest number of them. Of a rank
-    whose metrics nobody knows the hits alone count.
+    hit_rates: the cached share of the request. Waiting requests are divided by the greatest number of them. For a rank
+    without metrics, only the hit rate is used.
     """
     waiting_max = max((each.num_requests_waiting for each in metrics if each), default=0)
     costs = []
@@ -40,11 +40,11 @@ def hit_usage_waiting(hit_rates: Sequence[float], metrics: Sequence[WorkerMetric
 
 
 def load_deviation(new_shares: Sequence[float], metrics: Sequence[WorkerMetrics | None]) -> list[float] | None:
-    """alpha * load deviation + (1 - alpha) * normalised new tokens + gamma * request load ratio of each candidate.
+    """Return alpha * load deviation + (1 - alpha) * new share + gamma * request load ratio for each candidate.
 
-    new_shares: share of the request that each would have to compute. A load's deviation is its distance from the mean
-    of all known ones. Full ranks cost infinity. A rank whose metrics nobody knows counts as one of mean load without
-    requests; None where that is every rank.
+    new_shares: the share of the request that each candidate would have to compute. A load's deviation is its distance
+    from the mean of all reported loads. The cost of a full rank is infinite. A rank without metrics is priced at the
+    mean load and without requests. Returns None if no rank has metrics.
     """
     loads = [each.load for each in metrics if each]
     if not loads:

@@ -1,7 +1,7 @@
-"""All candidates' terms and the cheapest of them: by a kernel, and in NumPy where numba cannot be imported.
+"""The terms of all candidates and the cheapest of them, computed by a kernel, or by NumPy if numba is missing.
 
-What lives here: what a price is made of, from where it is kept. What must not: the formula (core.cost), and choosing
-between equals (selection). Kernel and NumPy give the same bits.
+What lives here: gathering what a price is made of. What must not: the formula (cost), and breaking ties (selection).
+The kernel and NumPy return the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def price_in_numpy(
     tracked: bool,
     terms: Float64Array,
 ) -> int:
-    """As kernels.price.price_ranks."""
+    """The same as kernels.price.price_ranks."""
     tokens, decode = table[0].take(rows), table[1].take(rows) + full_blocks - shared.take(rows)
     if not tracked:
         decode = np.zeros_like(decode)
@@ -48,7 +48,7 @@ else:
 
 
 class Priced(NamedTuple):
-    """Terms of all candidates. first: index of the first of the cheapest; n_lowest: how many are as cheap."""
+    """Terms of all candidates. first: index of the first candidate with the lowest cost. n_lowest: how many have it."""
 
     columns: TermColumns
     first: int
@@ -73,9 +73,9 @@ def price(
 ) -> Priced:
     """Price a request at each of `ranks`, which must not be empty.
 
-    rows: int64[n], where their loads are (ActiveLoads.rows_of); sequence: the request's, packed; overlap_blocks:
-    int64[n]; effective_cached_blocks: float64[n], of which cached, cxl_accessible and moe blocks are parts, here to be
-    told. Without track_active_blocks decode blocks are none.
+    rows: int64[n], the rows of their loads (ActiveLoads.rows_of). sequence: the request's, packed. scores: int64[n].
+    effective_cached_blocks: float64[n], what the cost is computed from. cached_blocks, cxl_accessible_scores and
+    moe_scores are parts of it, and are only passed on to the terms. Without track_active_blocks, decode blocks are 0.
     """
     terms = np.empty((4, len(rows)))
     lowest = price_ranks(

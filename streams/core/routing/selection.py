@@ -1,5 +1,8 @@
-"""Choosing one rank of several, given what each costs. A selector never books and never mutates anything but its own
-turn counter or generator."""
+"""Choosing one of several ranks, given the cost or load of each.
+
+What lives here: the selectors. What must not: computing costs (cost, policies), and booking. A selector changes nothing
+but its own turn counter or its generator.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-#: Throughput of a worker on another device in those of one on a CPU, NVIDIA Dynamo's default.
+#: Throughput of a worker on another device divided by that of a worker on a CPU; the default of NVIDIA Dynamo.
 CUDA_TO_CPU_RATIO = 8.0
 
 
 class RouterMode(enum.StrEnum):
-    """How a router chooses. The last two are older cost functions, kept by name (core.policies)."""
+    """How a router chooses. The last two are older cost functions (core.routing.policies)."""
 
     KV = "kv"
     ROUND_ROBIN = "round-robin"
@@ -30,21 +33,21 @@ class RouterMode(enum.StrEnum):
 
 
 class Rng(Protocol):
-    """The one thing asked of a generator: uniform floats in [0, 1)."""
+    """A generator of uniform floats in [0, 1)."""
 
     def random(self) -> float:
-        """Give the next float."""
+        """Return the next float."""
 
 
 def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
-    """Choose an index of `costs`; lower cost wins.
+    """Choose an index of `costs`, which must not be empty; lower costs win.
 
-    temperature 0 takes the minimum, exact ties uniformly; above 0 samples softmax of -cost / ((max - min) * T), uniform
-    where all are equal. costs must not be empty. Source: docs/architecture.md, Cost.
+    Temperature 0 takes the minimum and breaks exact ties at random. A temperature above 0 samples the softmax of
+    -cost / ((max - min) * temperature), which is uniform if all costs are equal. Source: docs/architecture.md, Cost.
     """
     low = min(costs)
     scale = (max(costs) - low) * temperature if temperature else 0.0
-    if not scale > 0.0:  # also where the product of two small numbers is none, or nothing times infinity no number
+    if not scale > 0.0:  # also if the product of two small numbers is 0, or 0 times infinity is NaN
         return _any_of_the_lowest(costs, low, rng)
     weights = [math.exp((low - cost) / scale) for cost in costs]
     point = rng.random() * math.fsum(weights)
@@ -56,8 +59,10 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
 
 
 def select_lowest(costs: npt.NDArray[np.float64], first: int, n_lowest: int, rng: Rng) -> int:
-    """As `select_by_cost` at temperature 0, where it is known already which index is the first of the cheapest, and how
-    many cost as much: draws the same, and chooses the same."""
+    """Choose as `select_by_cost` does at temperature 0, with the same draws.
+
+    first: index of the first candidate with the lowest cost. n_lowest: how many candidates have it.
+    """
     if n_lowest == 1:
         return first
     ties = np.flatnonzero(costs == costs[first])
@@ -65,18 +70,20 @@ def select_lowest(costs: npt.NDArray[np.float64], first: int, n_lowest: int, rng
 
 
 def select_random(n: int, rng: Rng) -> int:
-    """Choose one of n uniformly."""
+    """Choose one of n at random, uniformly."""
     return _uniform(n, rng)
 
 
 def select_least_loaded(in_flight: Sequence[int], rng: Rng) -> int:
-    """Choose one of those with the fewest requests in flight, uniformly; in_flight must not be empty."""
+    """Choose one of those with the fewest requests in flight, at random. in_flight must not be empty."""
     return _any_of_the_lowest(in_flight, min(in_flight), rng)
 
 
 def select_power_of_two(in_flight: Sequence[int], rng: Rng) -> int:
-    """Draw two different ones uniformly and choose the one with fewer requests in flight; the first drawn where they
-    are equal, and the only one where there is one."""
+    """Draw two different candidates at random and choose the one with fewer requests in flight.
+
+    If both have the same number, the first one drawn is chosen. A single candidate is chosen without a draw.
+    """
     if len(in_flight) == 1:
         return 0
     first = _uniform(len(in_flight), rng)
@@ -86,17 +93,17 @@ def select_power_of_two(in_flight: Sequence[int], rng: Rng) -> int:
 
 
 def select_device_aware(in_flight: Sequence[int], on_cpu: Sequence[bool], cuda_to_cpu_ratio: float, rng: Rng) -> int:
-    """Choose between CPUs and other devices by normalised load, then the least loaded within.
+    """Choose between CPUs and other devices by normalised load, then the least loaded candidate of that group.
 
-    Normalised load of a group: requests in flight / (candidates * throughput weight); the weight is 1 for CPUs and
-    cuda_to_cpu_ratio for the others, which win where both are equal since they are faster. One group alone is
-    least-loaded. Source: NVIDIA Dynamo's mode of this name.
+    The normalised load of a group is its requests in flight / (candidates * throughput weight). The weight is 1 for
+    CPUs and cuda_to_cpu_ratio for other devices. If both loads are equal, the other devices win, since they are faster.
+    If there is only one group, its least loaded candidate is chosen. Source: NVIDIA Dynamo's mode of this name.
     """
     cpus = [index for index, cpu in enumerate(on_cpu) if cpu]
     others = [index for index, cpu in enumerate(on_cpu) if not cpu]
     group = others or cpus
     if cpus and others:
-        # Both loads times both denominators: exact for whole ratios, where quotients of equals might differ.
+        # Both loads are multiplied by both denominators, which is exact for whole ratios; quotients might be rounded.
         load_cpus = sum(in_flight[index] for index in cpus) * len(others) * cuda_to_cpu_ratio
         load_others = sum(in_flight[index] for index in others) * len(cpus)
         group = cpus if load_cpus < load_others else others
@@ -104,21 +111,21 @@ def select_device_aware(in_flight: Sequence[int], on_cpu: Sequence[bool], cuda_t
 
 
 class RoundRobin:
-    """Takes turns over however many candidates there are at the time."""
+    """Takes turns over the candidates, whose number may differ from call to call."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def select(self, n: int) -> int:
-        """Choose the next of n."""
+        """Choose the next one of n."""
         chosen = self._turn % n
         self._turn += 1
         return chosen
 
 
 def _any_of_the_lowest(values: Sequence[float], low: float, rng: Rng) -> int:
-    """Choose uniformly an index where `low`, the least of the values, stands."""
-    if values.count(low) == 1:  # by far the most, and 64 take 2 us less
+    """Choose at random one of the indices of `low`, which is the least of the values."""
+    if values.count(low) == 1:  # by far the most frequent case; for 64 values this saves 2 us
         return values.index(low)
     ties = [index for index, value in enumerate(values) if value == low]
     return ties[_uniform(len(ties), rng)]

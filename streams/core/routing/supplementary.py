@@ -1,7 +1,7 @@
-"""What counts for a rank in addition to the blocks that it holds: pooled blocks that it reaches, and labels that match.
+"""Supplementary matches: what counts for a rank in addition to its own cached prefix.
 
-What lives here: `SupplementaryMatches`, both for one request. What must not: their weights (cost), and where they are
-kept (block_facts, cxl.pooled_index).
+What lives here: `SupplementaryMatches`, the pooled blocks that candidates reach and the labels that match, for one
+request. What must not: their weights (cost), and where they are stored (block_facts, cxl.pooled_index).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def locked_holders(index: RunFold, index_lock: AbstractContextManager[object]) -
 
 
 class SupplementaryMatches:
-    """Of one request. pooled, labelled: None where nothing of the kind is known, or asked for.
+    """The supplementary matches of one request.
 
-    sequence: uint64[n], the request's sequence hashes, contiguous. facts_lock: within it what is told of blocks
-    stays as it is; it is taken for microseconds.
+    sequence: uint64[n], the request's sequence hashes, contiguous. pooled, labelled: queries, None if the request does
+    not use such facts or there are none. facts_lock: facts change only under it; it is held for microseconds.
     """
 
     __slots__ = ("_facts_lock", "_holders_along", "_labelled", "_pooled", "_sequence")
@@ -56,63 +56,64 @@ class SupplementaryMatches:
         self._facts_lock = facts_lock
 
     def weigh(
-        self, candidates: Candidates, overlap: Int64Array, effective: Float64Array, cxl_weight: float, moe_weight: float
+        self, candidates: Candidates, scores: Int64Array, effective: Float64Array, cxl_weight: float, moe_weight: float
     ) -> WeighedMatches | None:
-        """Count both kinds for each candidate, beside its own leading blocks, and what it has then; None for nothing.
+        """Count CXL-accessible and MoE-matching blocks of each candidate, and add their weights; None without a query.
 
-        overlap: int64[m], its own leading blocks; effective: float64[m], what those count. Of pooled blocks those count
-        that it reaches on its unbroken prefix beyond its own: the prefix goes on over blocks that it reaches in a pool
-        and over its own behind those, and ends at the first one that is neither; a block of its own that lies behind a
-        pooled one is no leading block and is not counted, unless a pool has it too. Of labels those of its own leading
-        blocks.
+        scores: int64[m], the candidates' own leading blocks. effective: float64[m], these weighted by tier.
+
+        CXL-accessible blocks are those that a candidate reaches in a pool on its unbroken prefix, after its own leading
+        blocks. The prefix continues over blocks that it reaches in a pool and over its own blocks after those, and ends
+        at the first block that is neither. Own blocks that follow a pooled one are not leading blocks and are not
+        counted, unless a pool has them too. MoE-matching blocks are own leading blocks whose labels match.
         """
-        sequence, asked = self._sequence, self._pooled or self._labelled
-        if asked is None:
+        sequence, query = self._sequence, self._pooled or self._labelled
+        if query is None:
             return None
-        numbers = asked.numbers.of(candidates)
+        numbers = query.numbers.of(candidates)
         with self._facts_lock:
-            weighed = asked.sets.weigh(
+            weighed = query.sets.weigh(
                 None if self._pooled is None else self._pooled.masks(),
                 None if self._labelled is None else self._labelled.masks(),
                 sequence,
                 numbers,
-                overlap,
+                scores,
                 effective,
                 cxl_weight,
                 moe_weight,
             )
         if weighed.first_end < len(sequence):
-            # Behind the pooled blocks may be some of its own, and then pooled ones again.
-            reached = self._reached_over_own(candidates, overlap, weighed)
-            if reached is not None:
-                with_pooled = effective + cxl_weight * reached
+            # The pooled blocks may be followed by a candidate's own blocks, and those by pooled ones again.
+            cxl_accessible_scores = self._count_over_own(candidates, scores, weighed)
+            if cxl_accessible_scores is not None:
+                with_pooled = effective + cxl_weight * cxl_accessible_scores
                 with_both = with_pooled
                 if weighed.moe_scores is not None:
                     with_both = with_pooled + moe_weight * weighed.moe_scores
-                return weighed._replace(cxl_accessible_scores=reached, with_pooled=with_pooled, with_both=with_both)
+                return weighed._replace(
+                    cxl_accessible_scores=cxl_accessible_scores, with_pooled=with_pooled, with_both=with_both
+                )
         return weighed
 
-    def _reached_over_own(
-        self, candidates: Candidates, overlap: Int64Array, weighed: WeighedMatches
-    ) -> Int64Array | None:
-        """The pooled blocks again, where anybody holds blocks behind the first end; None where nobody does."""
-        assert self._pooled is not None  # nobody counts pooled blocks otherwise
+    def _count_over_own(self, candidates: Candidates, scores: Int64Array, weighed: WeighedMatches) -> Int64Array | None:
+        """Count CXL-accessible blocks across own blocks that follow them; None if no candidate holds such blocks."""
+        assert self._pooled is not None  # the first end is before the end of the request only if pools were queried
         held = self._holders_along(self._sequence, weighed.first_end, weighed.rows, candidates)
         if held is None:
             return None
-        # What was told meanwhile is in the path, and counts as far as what is held goes.
+        # The path may include facts that were folded since the first count. They are used as far as `held` goes.
         with self._facts_lock:
             path = self._pooled.path(self._sequence)
-        return None if path is None else path.walk(candidates, overlap, held)
+        return None if path is None else path.walk(candidates, scores, held)
 
     def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:
-        """Ranks of which any own leading block has labels that match."""
+        """Return the ranks that have MoE-matching blocks."""
         if self._labelled is None:
             return set()
         candidates = Candidates(ranks)
-        overlap = np.array([scores.scores.get(rank, 0) for rank in ranks], dtype=np.int64)
+        own_scores = np.array([scores.scores.get(rank, 0) for rank in ranks], dtype=np.int64)
         labels_alone = SupplementaryMatches(self._sequence, None, self._labelled, self._holders_along, self._facts_lock)
-        weighed = labels_alone.weigh(candidates, overlap, np.zeros(len(ranks)), 0.0, 0.0)
+        weighed = labels_alone.weigh(candidates, own_scores, np.zeros(len(ranks)), 0.0, 0.0)
         if weighed is None or weighed.moe_scores is None:
             return set()
         return {rank for rank, n_blocks in zip(ranks, weighed.moe_scores.tolist(), strict=True) if n_blocks}

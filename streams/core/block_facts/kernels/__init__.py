@@ -1,4 +1,4 @@
-"""Compiled kernels of the sets of facts about blocks."""
+"""Compiled kernels of the fact sets."""
 
 #: What Python calls, as module and kernel, the slowest to compile first.
 ENTRY_POINTS = (

@@ -1,14 +1,16 @@
-"""What is told of blocks beside who holds them: a map of sequence hash to set number, and walks along a request.
+"""Fact sets by block, compiled: a map from sequence hash to set number, and walks along the blocks of a request.
 
-What lives here: reading and changing the map, and counting for each candidate. What must not: what a set says
-(core.block_sets). A kernel here keeps the GIL, so that a query and a change never meet.
+What lives here: reading and changing the map, and counting blocks for each candidate. What must not: what a set
+contains (block_facts.fact_sets). The kernels keep the GIL, so that no change runs during a query.
 
-The map: SEGMENTS segments by the hash's highest bits, each a power of two of slots of two int64, hash and number, 0 for
-a free one. Directory: three words a segment: address of its slots, their number less one, entries. A segment that is
-half full is moved to one of twice the slots, so that no change waits for more than one of them.
+The map has SEGMENTS segments, selected by the hash's highest bits. A segment is a power of two of slots, and a slot is
+two int64: hash and set number. Number 0 marks a free slot. The directory has three words per segment: the address of
+its slots, the number of slots minus one, and the number of entries. A segment that is half full is moved to one with
+twice the slots, so that a change never waits for more than one segment to move.
 
-A request's rows: `found` is int64[2 * n]: of each block the row of the answers' bitmaps that says who may count it, 0
-for nobody; and where the stretch of blocks with the same row ends.
+The rows of a request, `found`, are int64[2 * n]. The first half has, for each block, the row of the query's bitmaps in
+which the ranks that may use the block are set; row 0 means no rank. The second half has the end of the stretch of
+blocks that share the row.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from streams.core.kernels.memory import HASHES, address_of, load, store
 _WORDS = types.Array(types.int64, 1, "C")
 _FLOATS = types.Array(types.float64, 1, "C")
 
-#: A million blocks are 4,000 a segment, which move in some 40 us.
+#: With a million blocks a segment has 4,000 of them, which move in about 40 us.
 SEGMENTS = 256
 _SEGMENT_SHIFT = 56
 DIRECTORY_WORDS = 3
 
-#: What `weigh` gives, beside a number of blocks.
+#: Bits that `weigh` sets in its result, which otherwise is a number of blocks.
 POOLED_ANY, LABELLED_ANY = 1 << 32, 1 << 33
 LABELLED_SET = 1 << 32
-#: A row that was not asked for yet.
+#: Marks a row that has not been looked up yet.
 UNREAD = -1
 
 
@@ -54,13 +56,13 @@ def _find(directory: int, block: int) -> int:
 
 @kernel(nogil=False)
 def get_set(directory: int, block: int) -> int:
-    """Number of a block's set, 0 for none."""
+    """Return the number of a block's set, 0 for none."""
     return _find(directory, block)
 
 
 @kernel(nogil=False)
 def put_set(directory: int, block: int, number: int) -> bool:
-    """Give a block a set; says whether its segment is half full now and must be moved before the next one."""
+    """Assign a set to a block; returns whether the segment is now half full and must be moved before the next call."""
     segment = _segment(directory, block)
     slots, mask = load(segment), load(segment + 8)
     position = block & mask
@@ -76,7 +78,7 @@ def put_set(directory: int, block: int, number: int) -> bool:
 
 @kernel(nogil=False)
 def drop_set(directory: int, block: int) -> None:
-    """A block has no set any more; those that were put behind it move up."""
+    """Remove a block's entry, and move up the entries that collided with it."""
     segment = _segment(directory, block)
     slots, mask = load(segment), load(segment + 8)
     free = block & mask
@@ -90,7 +92,7 @@ def drop_set(directory: int, block: int) -> None:
         slot = slots + (position << 4)
         if load(slot + 8) == 0:
             break
-        # It may move where its home does not lie between the free slot and itself, going round.
+        # An entry may move if its home is not between the free slot and the entry, wrapping around.
         if (position - load(slot)) & mask >= (position - free) & mask:
             store(slots + (free << 4), load(slot))
             store(slots + (free << 4) + 8, load(slot + 8))
@@ -101,7 +103,7 @@ def drop_set(directory: int, block: int) -> None:
 
 @kernel(nogil=False)
 def move_segment(directory: int, number: int, slots: int, mask: int) -> None:
-    """Move a segment into these slots, mask + 1 of them and all zeros; there are more than entries."""
+    """Move a segment into `mask + 1` new slots, all zero, which must be more than the segment has entries."""
     segment = directory + number * (DIRECTORY_WORDS * 8)
     old, old_mask = load(segment), load(segment + 8)
     for index in range(old_mask + 1):
@@ -118,9 +120,10 @@ def move_segment(directory: int, number: int, slots: int, mask: int) -> None:
 
 @kernel(int64(int64, _WORDS, HASHES, _WORDS), nogil=False)
 def find_rows(directory: int, row_of: Int64Array, query: HashArray, found: Int64Array) -> int:
-    """Rows of a request's blocks: gives how many have one, or -number of a set of which no row is known yet.
+    """Write the rows of a request's blocks to `found`.
 
-    row_of: a row by number of a set, -1 where it is not known. query: uint64[n], sequence hashes. found: int64[2 * n].
+    row_of: int64[n_sets], the row of each set, -1 if it has none yet. query: uint64[n], sequence hashes. found:
+    int64[2 * n]. Returns the number of blocks with a row other than 0, or -number of a set that has no row yet.
     """
     n_blocks, at, rows, out = query.size, address_of(query), address_of(row_of), address_of(found)
     n_found = 0
@@ -161,12 +164,12 @@ def walk(
     held_words: int,
     out: Int64Array,
 ) -> int:
-    """Go on, for each candidate, from where its own blocks end, as long as it may count the next block or holds it.
+    """Walk on, for each candidate, from the end of its own blocks while it may use the next block or holds it.
 
-    found: of find_rows. bits: bitmaps of `words` int64 a row, a bit for each number. numbers: int64[m], of each
-    candidate, -1 for one that has none. starts: int64[m], its own leading blocks. held_rows: int64[n], of each block
-    the row of held_bits, whose bits are positions of candidates. out: int64[m]: how many blocks each may count. Gives
-    how many candidates count any.
+    found: from find_rows. bits: bitmaps with `words` int64 per row and one bit per rank number. numbers: int64[m], the
+    rank number of each candidate, -1 for none. starts: int64[m], the number of its own leading blocks. held_rows:
+    int64[n], for each block the row of held_bits, which has one bit per candidate. out: int64[m], written: the number
+    of blocks that each candidate may use. Returns the number of candidates that may use any block.
     """
     n_blocks, n_candidates = found.size >> 1, numbers.size
     rows, bitmap = address_of(found), address_of(bits)
@@ -191,7 +194,7 @@ def walk(
 
 @inlined
 def _row_at(masks: int, blocks: int, rows: int, at: int) -> int:
-    """Row of a request's block, looked up when it is first asked for; -number of a set of which no row is known yet."""
+    """Return the row of a block, looked up at the first call, or -number of a set that has no row yet."""
     row = load(rows + (at << 3))
     if row == UNREAD:
         row = 0
@@ -206,7 +209,7 @@ def _row_at(masks: int, blocks: int, rows: int, at: int) -> int:
 
 @inlined
 def _end_of(masks: int, blocks: int, rows: int, ends: int, at: int, stop: int) -> int:
-    """End of the stretch of blocks that have the row of the one at `at`; -number as `_row_at`."""
+    """Return the end of the stretch of blocks that share the row of the one at `at`, or -number as `_row_at` does."""
     end = load(ends + (at << 3))
     if end == 0:
         row = load(rows + (at << 3))
@@ -246,18 +249,18 @@ def weigh(
     counts: Int64Array,
     weighed: Float64Array,
 ) -> int:
-    """Count both kinds for each candidate and weigh them, looking up no block that counts for nobody.
+    """Count and weigh CXL-accessible and MoE-matching blocks of each candidate.
 
-    pooled, labelled: `Answers.address`, 0 for none. query: uint64[n], sequence hashes. numbers: int64[m],
-    of each candidate, -1 for one that has none. overlap: int64[m], its own leading blocks; effective: float64[m], what
-    they count. counts: int64[2 * m + 3 * n], to be written: of each candidate the pooled blocks right behind its own
-    ones that it may count, and the blocks among its own ones whose labels match; then of each block its row of pooled
-    ones, UNREAD where nobody came; the rest is scratch. weighed: float64[2 * m], to be written: effective blocks with
-    the pooled ones, and with both.
+    Blocks that cannot count for any candidate are not looked up. pooled, labelled: `QueryMasks.address`, 0 for none.
+    query: uint64[n], sequence hashes. numbers: int64[m], the rank number of each candidate, -1 for none. overlap:
+    int64[m], its own leading blocks. effective: float64[m], the weight of those. counts: int64[2 * m + 3 * n], written:
+    for each candidate the pooled blocks directly after its own that it may use, then for each candidate its own blocks
+    whose labels match, then for each block its row of pooled blocks, UNREAD if no candidate needed it; the rest is
+    scratch space. weighed: float64[2 * m], written: effective blocks with the pooled ones, then with both.
 
-    Gives the first block at which a candidate that counts pooled ones ends, n for none, with bit POOLED_ANY and
-    LABELLED_ANY set where anybody counts any; or -number of a set of pooled blocks of which no row is known yet, or
-    -(number + LABELLED_SET) of one of labels.
+    Returns the first block at which a candidate that uses pooled blocks ends, n if there is none, with POOLED_ANY and
+    LABELLED_ANY set if any candidate has such blocks. Returns -number of a set of pooled blocks that has no row yet, or
+    -(number + LABELLED_SET) of a set of labels.
     """
     n_blocks, n_candidates, blocks = query.size, numbers.size, address_of(query)
     rows = address_of(counts) + (n_candidates << 4)

@@ -1,7 +1,7 @@
-"""The price of a request at every candidate, and the lowest of them, in one pass; core.cost says the formula in Python.
+"""The price of a request at every candidate, and the lowest price, in one pass (the formula is in core.routing.cost).
 
-What lives here: arithmetic over columns. What must not: which of several equals is chosen, which is for selection and a
-generator. Sums and products are done in the order of core.cost, so that both give the same bits.
+What lives here: arithmetic over columns. What must not: breaking ties, which selection does with a generator. Sums and
+products are computed in the same order as in core.routing.cost, so that both return the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INTS = types.Array(int64, 1, "C")
 _FLOATS = types.Array(float64, 1, "C")
 
 
-# Keeps the GIL: it ends within a microsecond, and to get it back from a thread that folds would take longer.
+# It keeps the GIL: it takes less than a microsecond, and getting the GIL back from a folding thread would take longer.
 @kernel(
     int64(
         types.Array(int64, 2, "C"),
@@ -44,21 +44,21 @@ def price_ranks(
     tracked: bool,
     terms: Float64Array,
 ) -> int:
-    """Price candidates; gives index << 32 | number of equals, the index being that of the first of the cheapest.
+    """Price n candidates; return index << 32 | count: the first candidate with the lowest cost, and how many have it.
 
-    table: int64[4, n_rows] of ActiveLoads; rows: int64[n], where each candidate's load is there; shared: int64[n_rows],
-    how many of the request's full_blocks are in use at each row; effective: float64[n] cached blocks; tracked: whether
-    decode blocks count. terms: float64[4, n], to be written: own prefill, active prefill, decode blocks, cost.
+    table: int64[4, n_rows], as of ActiveLoads. rows: int64[n], the row of each candidate. shared: int64[n_rows], how
+    many of the request's full_blocks each row has in use. effective: float64[n], cached blocks. tracked: whether decode
+    blocks are part of the cost. terms: float64[4, n], the output: own prefill, active prefill, decode blocks, cost.
     """
     lowest, first, n_equal = np.inf, 0, 0
     for index in range(rows.size):
         row = rows[index]
         own = max(0.0, request_blocks - effective[index])
-        queued = table[0, row] / block_size
+        active = table[0, row] / block_size
         decode = float64(table[1, row] + full_blocks - shared[row]) if tracked else 0.0
-        cost = weight * (own + queued) + decode
+        cost = weight * (own + active) + decode
         terms[0, index] = own
-        terms[1, index] = queued
+        terms[1, index] = active
         terms[2, index] = decode
         terms[3, index] = cost
         if cost < lowest:

@@ -1,0 +1,242 @@
+"""Kernels: compiled when they are needed and not before, once, by one process; and what happens without numba."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from numba.core import caching
+from numba.core.dispatcher import Dispatcher
+from rich.console import Console
+
+import streams
+from streams import warming
+from streams.core.index import tree_inspection
+from streams.core.kernels.compiling import _alone, compile_ahead, is_cached, is_ready
+from streams.errors import ProcessError
+
+PATIENCE_S = 120.0
+
+SOURCE = """
+from __future__ import annotations
+from numba import int64
+from streams.core.kernels.compiling import kernel
+
+@kernel()
+def scaled(value: int, factor: int) -> int:
+    return value * factor
+
+@kernel()
+def summed(value: int) -> int:
+    return scaled(value, 2) + scaled(value, 3) + scaled(3, value)
+
+@kernel(int64(int64))
+def declared(value: int) -> int:
+    return value + 1
+
+@kernel()
+def other(value: int) -> int:
+    return value - 1
+
+@kernel()
+def more(value: int, really: bool) -> int:
+    return value + 2 if really else value
+
+@kernel()
+def broken(value: int) -> int:
+    return value.no_such_attribute
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module of kernels of this test alone; its folder is on the path of child processes as well."""
+    name = f"kernels_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def again(package: ModuleType) -> Any:
+    """The same module as a process sees it that starts later."""
+    del sys.modules[package.__name__]
+    return importlib.import_module(package.__name__)
+
+
+def kernels_of(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Dispatcher)}
+
+
+# -- which kernels there are -----------------------------------------------------------------------------------------
+
+
+def test_every_kernel_that_python_calls_is_an_entry_point() -> None:
+    """Each kernel that is imported outside its package is declared there, so that it is compiled before it is used."""
+    called: set[str] = set()
+    for found in pkgutil.walk_packages(streams.__path__, "streams."):
+        if ".kernels" in found.name or found.name in ("streams.worker", "streams.cli.__main__"):
+            continue
+        module = importlib.import_module(found.name)
+        if module is tree_inspection:  # for tests and for people; it may wait for a compiler
+            continue
+        called |= {f"{kernel.py_func.__module__}.{name}" for name, kernel in kernels_of(module).items()}
+    assert called <= set(warming.EVERYTHING)
+    assert len(called) > 20
+
+
+@pytest.mark.parametrize("name", warming.EVERYTHING)
+def test_every_entry_point_is_a_kernel(name: str) -> None:
+    """The declared names exist, and their annotations or signatures suffice to compile them ahead."""
+    module, _, kernel = name.rpartition(".")
+    compiled = vars(importlib.import_module(module))[kernel]
+    compile_ahead(compiled)
+    assert is_ready(compiled)
+
+
+def test_a_router_and_an_agent_each_need_a_part() -> None:
+    """No command compiles the kernels that only the index as a library calls."""
+    assert [name for name in warming.EVERYTHING if ".index.kernels.events." in name]
+    assert not [name for name in warming.WORKER if ".index.kernels.events." in name]
+    assert set(warming.ROUTER) | set(warming.AGENT) == set(warming.WORKER) < set(warming.EVERYTHING)
+    assert set(warming.HASHING) == set(warming.ROUTER) & set(warming.AGENT)
+
+
+# -- one kernel ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_before_it_is_called(package: Any) -> None:
+    """Importing a module of kernels compiles none of them, declared signatures or not."""
+    assert not any(is_ready(kernel) or is_cached(kernel) for kernel in kernels_of(package).values())
+    assert package.declared(1) == 2
+    assert is_ready(package.declared)
+    assert is_cached(package.declared)
+    assert not is_ready(package.other)
+
+
+def test_a_declared_signature_is_the_only_one(package: Any) -> None:
+    """Other arguments are refused, at the first call as at later ones."""
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            package.declared("1")
+    assert package.declared(1) == 2
+
+
+def test_constants_do_not_make_another_variant(package: Any) -> None:
+    """A kernel that is called with several constants is compiled once for all of them."""
+    assert package.summed(5) == 40
+    assert len(package.scaled.signatures) == 1
+
+
+def test_compiled_code_is_loaded_by_the_next_process(package: Any) -> None:
+    """From numba's cache, with its callees in it."""
+    compile_ahead(package.summed)
+    later = again(package)
+    assert is_cached(later.summed)
+    compile_ahead(later.summed)
+    assert later.summed.stats.cache_misses == {}
+    assert later.summed(5) == 40
+
+
+def test_a_process_waits_for_another_that_compiles_the_same_kernel(package: Any, tmp_path: Path) -> None:
+    """It then loads what the other one has compiled, instead of compiling it again."""
+    program = (
+        f"import {package.__name__} as package; from streams.core.kernels.compiling import compile_ahead\n"
+        "print('ready', flush=True); compile_ahead(package.other)\n"
+        "print(sum(package.other.stats.cache_hits.values()), len(package.other.stats.cache_misses))"
+    )
+    path = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n"
+    with _alone(package.other):
+        child = subprocess.Popen([sys.executable, "-c", path + program], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        assert not is_cached(package.other)
+        compile_ahead(package.other)
+    rest, _ = child.communicate(timeout=PATIENCE_S)
+    assert rest == "1 0\n"
+
+
+# -- all of a command ------------------------------------------------------------------------------------------------
+
+
+def names_in(package: ModuleType, *kernels: str) -> list[str]:
+    return [f"{package.__name__}.{each}" for each in kernels]
+
+
+def warm(names: list[str]) -> tuple[int, str]:
+    out = io.StringIO()
+    return warming.warm(names, Console(file=out, width=200)), out.getvalue()
+
+
+def test_children_compile_and_this_process_loads(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two children share the kernels; here they are loaded, and the next time there is nothing to do or to print."""
+    monkeypatch.setattr(warming, "_n_cores", lambda: 2)
+    monkeypatch.setattr(warming, "KERNELS_A_CHILD_MIN", 1)
+    names = names_in(package, "summed", "declared", "other", "more")
+    compiled, text = warm(names)
+    assert compiled == 4
+    assert "Compiling 4 kernels in 2 processes. This is done once." in text
+    assert "compiling kernels: 4 of 4" in text
+    kernels = kernels_of(package)
+    assert all(not kernels[name].stats.cache_misses for name in ("summed", "scaled", "declared", "other", "more"))
+    assert package.summed(5) == 40
+    again(package)
+    assert warm(names) == (0, "")
+
+
+def test_a_kernel_that_cannot_be_compiled_is_named(package: Any) -> None:
+    """A child that fails prints its trace, and the error has the kernel's name."""
+    with pytest.raises(ProcessError, match=r"broken"):
+        warm(names_in(package, "other", "broken"))
+
+
+def test_without_a_cache_this_process_compiles_and_says_why(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names NUMBA_CACHE_DIR, since nothing that children compile could be kept."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    fresh = again(package)
+    compiled, text = warm(names_in(package, "other", "declared"))
+    assert compiled == 2
+    assert "NUMBA_CACHE_DIR" in text
+    assert fresh.declared(1) == 2
+
+
+# -- without numba ---------------------------------------------------------------------------------------------------
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def test_without_numba_plain_python_serves_and_one_warning_says_so() -> None:
+    """Hashing, pricing, a router's fold and an agent's store all fall back, and warming does nothing."""
+    done = run(
+        "import sys; sys.modules['numba'] = None\n"
+        "from streams import warming\n"
+        "from streams.core import hashing\n"
+        "from streams.core.routing import pricing\n"
+        "from streams.router_api.view import fast_fold\n"
+        "from streams.tables.run_backend import run_backend\n"
+        "print(hashing.KERNELS_AVAILABLE, pricing.price_ranks.__name__, type(fast_fold()).__name__,\n"
+        "      type(run_backend()[0]).__name__, warming.warm())"
+    )
+    assert done.stdout.split() == ["False", "price_in_numpy", "PlainRunFold", "PlainIndexRuns", "0"]
+    assert done.stderr.count("numba is not installed") == 1
+    assert "pip install numba" in done.stderr
+
+
+def test_a_numba_that_cannot_be_imported_is_an_error(tmp_path: Path) -> None:
+    """An installed numba that refuses this NumPy is not taken for a missing one."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    done = run(f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\nfrom streams.core import hashing")
+    assert done.returncode != 0
+    assert "ImportError: Numba needs NumPy 2.4 or less" in done.stderr

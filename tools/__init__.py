@@ -1,0 +1,1 @@
+"""Programs of this checkout that are not part of the installed package."""
