@@ -1,19 +1,30 @@
 """kvstreams: the router that sends each LLM request to the engine that already holds its KV cache.
 
-The map:
+The map of the package. docs/architecture.md describes every file.
 
-    core/             pure: ids, events, hashing, prefix index, holdings, loads, cost, selection, decision
-    codec, topics     Avro bytes to events and back; the topics as data
-    tables/           the transactional table: records, RocksDB, changelog, the order of effects
-    indexer_agent     feeds the tables from Faust
-    engines/          what engines say (pure), publisher and bridge (I/O)
-    router_api/       the router: view, loads, HTTP
-    sim/              one pure engine model; a live server and an offline simulator around it
-    local/            a real Kafka for one machine, child processes, the demo
-    worker            the Faust App of `faust -A streams worker`
-    settings, cli     every knob; the command line
+    core/             pure, without I/O, clock, randomness or logging
+      index/            which rank holds which blocks: the run tree, predictions, folding run records
+      reducer/          what events do to the ranks of one partition: order, holdings, restatements, leases
+      loads/            bookings, and the blocks that active requests use
+      block_facts/      sets of facts about blocks: expert labels, placements in CXL pools
+      routing/          a request becomes a choice: filters, cost, policies, sessions
+      kernels/          what compiled kernels share
+    tables/           the transactional tables of the agents: records, reducers, transactions, RocksDB, changelogs
+    cxl/              blocks in CXL memory: states, records, views
+    engines/          dialects, ledger, publisher, and the bridge that reads engines' events
+    router_api/       the router: its view of the tables, bookings, HTTP
+    indexer_agent     the Faust agent, which feeds partitions of the tables from a stream
+    delivery          how Faust delivers records
+    worker            the Faust App that `faust -A streams worker` runs
+    reset, warming    emptying a scope; compiling kernels before they are needed
+    topics, codec     the topics as data; Avro bytes to values and back
+    kafka, settings, metrics, agent_metrics, log, errors, progress, waiting, faults
+                      one concern each, used everywhere
+    sim/              simulated engines without GPUs, and the CXL pool that they share
+    local/            a Kafka, child processes and the demo for one machine
+    cli/              the command line, one module per group of commands
 
-`streams.app` is made when it is first asked for: importing a part must not build a Faust app.
+The attribute `streams.app` is created when it is first used, because importing a part must not build a Faust App.
 """
 
 from __future__ import annotations

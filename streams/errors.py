@@ -1,7 +1,7 @@
-"""Every fault that kvstreams reports, one class for each kind.
+"""Every error that kvstreams raises, one class for each kind.
 
-What lives here: the exceptions, their HTTP status and what the operator does next. What must not: logic. A verdict
-(duplicate, gap) is a value and lives with the code that gives it.
+What lives here: the exceptions, with their codes and HTTP status. What must not: logic. A verdict such as a duplicate
+or a gap is a value and lives with the code that returns it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class KvStreamsError(Exception):
-    """Base of all; `detail` holds the ids and numbers, `remedy` what the operator does next."""
+    """Base class. `detail` contains the ids and numbers, `remedy` what the operator does next."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
@@ -26,7 +26,7 @@ class KvStreamsError(Exception):
 
 
 class SettingsError(KvStreamsError):
-    """A knob has a value that cannot be used; the message names the knob and where the value came from."""
+    """A setting has a value that cannot be used; the message names the setting and where the value came from."""
 
     code = "bad_setting"
 
@@ -39,7 +39,7 @@ class InvalidRequest(KvStreamsError):
 
 
 class BlockSizeMismatch(InvalidRequest):
-    """A block size that is not this model's, or not a whole number of at least one token."""
+    """A block size differs from the model's, or is not a whole number of at least one token."""
 
     code = "wrong_block_size"
 
@@ -59,56 +59,56 @@ class UnknownId(KvStreamsError):
 
 
 class EpochConflict(KvStreamsError):
-    """A CXL pool was to begin an epoch that is over already."""
+    """A CXL pool cannot begin an epoch that has already ended."""
 
     code = "epoch_conflict"
     http_status = 409
 
 
 class BookingConflict(KvStreamsError):
-    """The request id is booked already, on another rank."""
+    """The request id is already booked on another rank."""
 
     code = "booking_conflict"
     http_status = 409
 
 
 class RequestTooLarge(KvStreamsError):
-    """More tokens or bytes than the router accepts."""
+    """The request has more tokens or bytes than the router accepts."""
 
     code = "too_large"
     http_status = 413
 
 
 class NoEligibleWorker(KvStreamsError):
-    """Every worker is unknown, excluded, busy or filtered out."""
+    """No registered worker passes the request's filters."""
 
     code = "no_eligible_worker"
     http_status = 503
 
 
 class AllWorkersBusy(NoEligibleWorker):
-    """Workers that might serve the request are there, and all of them are busy or full."""
+    """Workers that could serve the request exist, and all of them are busy or full."""
 
     code = "all_workers_busy"
 
 
 class NotReady(KvStreamsError):
-    """The process has not read its topics to their ends yet."""
+    """The process cannot answer yet: topics are missing or not fully read, or too few workers are registered."""
 
     code = "not_ready"
     http_status = 503
 
 
 class InvalidEvent(InvalidRequest):
-    """What an engine is said to have told cannot be: hashes of a wrong type or number, an id out of range."""
+    """An engine event contains impossible values: hashes of a wrong type or number, or an id out of range."""
 
     code = "invalid_event"
 
 
 class UnknownParent(KvStreamsError):
-    """An index was to hold blocks behind one that the rank does not hold; `detail` names `rank` and `parent`.
+    """Stored blocks follow a parent that the rank does not hold; `detail` contains `rank` and `parent`.
 
-    Raised by an index that is fed events directly; on Kafka the agents' holdings count such stores and go on.
+    Raised by an index that is fed events directly. On Kafka, agents count such stores and continue.
     """
 
     code = "unknown_parent"
@@ -116,26 +116,26 @@ class UnknownParent(KvStreamsError):
 
 
 class IndexFull(KvStreamsError):
-    """The index has no room left for this event and is as it was before it."""
+    """The index is over capacity. It has not applied any part of the event."""
 
     code = "index_full"
     http_status = 507
 
 
 class TooManyRanks(KvStreamsError):
-    """More ranks, or ranks in more tiers, than an index has columns for."""
+    """There are more ranks, or ranks in more tiers, than the index has columns for."""
 
     code = "too_many_ranks"
 
 
 class IndexCorrupt(KvStreamsError, AssertionError):
-    """An index found one of its own invariants broken: a bug of kvstreams, and the answers since then are in doubt."""
+    """An invariant of an index is broken. This is a bug of kvstreams, and earlier answers may be wrong."""
 
     code = "index_corrupt"
 
 
 class BadRecord(KvStreamsError):
-    """A Kafka record or engine message that cannot be used; it goes to the dead letters with `reason`."""
+    """A Kafka record or engine message cannot be used; it goes to the dead letters with `reason`."""
 
     code = "bad_record"
 
@@ -145,42 +145,42 @@ class BadRecord(KvStreamsError):
 
 
 class TopicMismatch(KvStreamsError):
-    """A topic exists with another number of partitions or other settings than this scope needs."""
+    """A topic exists, but its number of partitions or its settings differ from what this scope needs."""
 
     code = "topic_mismatch"
 
 
 class TableError(KvStreamsError):
-    """A table partition cannot go on: fenced, unreadable, or its store belongs to something else."""
+    """A table partition cannot continue: it was fenced, is unreadable, or its local copy belongs to another scope."""
 
     code = "table"
 
 
 class ScopeInUse(KvStreamsError):
-    """A scope is to be emptied while somebody works in it."""
+    """A scope cannot be emptied while a process uses it."""
 
     code = "scope_in_use"
     http_status = 409
 
 
 class OffsetLost(TableError):
-    """A log has no record at the offset that a reader wants: it begins later, or ends before."""
+    """A log does not contain the offset that a reader needs: it starts later, or ends earlier."""
 
 
 class LocalKafkaError(KvStreamsError):
-    """The Kafka for one machine could not be fetched, started or stopped."""
+    """The Kafka for one machine could not be downloaded, started or stopped."""
 
     code = "local_kafka"
 
 
 class ProcessError(KvStreamsError):
-    """A child process ended, or did not become ready in time."""
+    """A child process exited, or did not become ready in time."""
 
     code = "process"
 
 
-#: What the HTTP API answers with, each as docs/http.md tells it. Any other error there is a fault of ours, `internal`,
-#: or one of these by inheritance.
+#: Errors that the HTTP API returns; docs/http.md documents each. Any other error is returned as its nearest base class
+#: among these, which may be KvStreamsError itself (`internal`).
 API_ERRORS: tuple[type[KvStreamsError], ...] = (
     KvStreamsError,
     InvalidRequest,
@@ -202,5 +202,5 @@ HTTP_ERROR = "http_error"
 
 
 def api_error(exc: KvStreamsError) -> type[KvStreamsError]:
-    """The error as which the HTTP API tells of one: its class, or the nearest above it that the API knows."""
+    """The class as which the HTTP API returns an error: its own, or the nearest base class in API_ERRORS."""
     return next(kind for kind in type(exc).__mro__ if kind in API_ERRORS)

@@ -1,6 +1,7 @@
-"""Clients of the user's Kafka, each configured in one place, and the topics' creation.
+"""Clients of Kafka, each configured in one place, and the creation of topics.
 
-What lives here: admin calls, producers, consumers, and why they are set as they are. What must not: what is sent.
+What lives here: admin calls, producers, consumers, and the reasons for their configuration. What must not: the content
+of records.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from streams.settings import Settings
 from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
-#: A broker answers a question about its topics within milliseconds. One that is silent for this long is not there, and
-#: whoever typed a wrong address wants to know soon.
+#: A broker answers questions about its topics within milliseconds. After this time there is no broker at the address,
+#: and a user who mistyped it should learn that soon.
 ANSWER_TIMEOUT_S = 8.0
 
-#: Creating topics takes a laden broker seconds: each partition is a folder with files of its own.
+#: Creating topics takes a busy broker seconds, since each partition is a folder with files of its own.
 CREATE_TIMEOUT_S = 20.0
 
-#: The client ends a call at its own time-out with the reason; its future is given a little longer, so that the reason
-#: arrives before our patience ends.
+#: A client's call ends at its own timeout, with the reason. We wait for its future a little longer, to receive that
+#: reason.
 _FUTURE_SLACK_S = 5.0
 
-#: A reader that no broker tells of its topics' leaders for this long begins without knowing them.
+#: A reader that does not learn its topics' leaders within this time starts without them.
 LEADERS_TIMEOUT_S = 2.0
 
-#: Workers of which it is kept what their partition is: the hash is Python, and every answer asks it of every rank.
+#: Workers whose partition is cached: the hash is computed in Python, and every answer needs it for every rank.
 PARTITIONS_KEPT_MAX = 65_536
 
-#: How often a partition without a leader is asked again, and how that looks.
+#: Interval at which a partition without a leader is queried again, and the errors that mean this.
 _LEADER_POLL_S = 0.05
 _NO_LEADER_YET = frozenset(
     {KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
 )
 
-#: These codes mean that no broker was reached; any other is an answer, and says itself what is wrong.
+#: Codes which mean that no broker was reached. Any other code is a broker's answer and explains itself.
 _UNREACHED = frozenset(
     {
         KafkaError._ALL_BROKERS_DOWN,
@@ -62,13 +63,13 @@ _UNREACHED = frozenset(
     }
 )
 
-#: Librdkafka's own default would split a worker over two partitions: Faust and Java hash keys with murmur2.
+#: The hash of Faust and Java. With librdkafka's own default, one worker's records would be in two partitions.
 PARTITIONER = "murmur2_random"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record as a reader gives it. timestamp_ms: append time."""
+    """One record as a reader returns it. timestamp_ms: append time."""
 
     topic: str
     partition: int
@@ -80,7 +81,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """A topic as the broker has it; config: only the entries that our spec names."""
+    """A topic as the broker has it. config: only the entries that our TopicSpec contains."""
 
     name: str
     topic_id: str
@@ -90,7 +91,7 @@ class TopicState:
 
 
 def producer(settings: Settings, **overrides: Any) -> Producer:
-    """Idempotent producer, acks=all, partitioned as Faust and Java do."""
+    """An idempotent producer with acks=all, which partitions keys in the same way as Faust and Java."""
     return Producer(
         {
             "bootstrap.servers": settings.kafka,
@@ -98,7 +99,7 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
             "acks": "all",
             "partitioner": PARTITIONER,
             "linger.ms": 2,
-            # The client refuses what is larger before the broker sees it; its own default is 1 MB.
+            # The client refuses larger records before the broker sees them; its own default is 1 MB.
             "message.max.bytes": DEAD_LETTER_BYTES_MAX + 64 * 1024,
             "log_level": 3,
             **overrides,
@@ -107,20 +108,21 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
 
 
 def reader(settings: Settings, **overrides: Any) -> Consumer:
-    """Consumer of assigned partitions, without a group, that sees committed records only.
+    """A consumer of assigned partitions, without a group, that reads committed records only.
 
-    auto.offset.reset=error: a saved offset beyond a recreated topic would otherwise read nothing and call it the end.
+    auto.offset.reset is `error`: otherwise a saved offset beyond the end of a recreated topic would be taken for that
+    topic's end.
     """
     return Consumer(
         {
             "bootstrap.servers": settings.kafka,
-            "group.id": f"{settings.app_id}-reader",  # librdkafka wants one even where nothing is committed
+            "group.id": f"{settings.app_id}-reader",  # librdkafka requires one even if nothing is committed
             "enable.auto.commit": False,
             "isolation.level": "read_committed",
             "enable.partition.eof": True,
             "auto.offset.reset": "error",
             "fetch.wait.max.ms": 50,
-            # A broker that restarts is asked again at once, not after the default 10 s.
+            # Reconnect to a restarted broker after 1 s at most, not after the default 10 s.
             "reconnect.backoff.max.ms": 1000,
             "log_level": 3,
             **overrides,
@@ -129,41 +131,42 @@ def reader(settings: Settings, **overrides: Any) -> Consumer:
 
 
 def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
-    """Read from these partitions, each from its own offset.
+    """Read these partitions, each from its own offset.
 
-    The client looks for the leaders of what it was assigned 0.5 s later (measured); of topics that it knows already it
-    has them, and the first record comes within 20 ms.
+    After an assignment, the client takes 0.5 s to look up the leaders (measured). If it already has the topics'
+    metadata, the first record arrives within 20 ms.
     """
     try:
         for topic in sorted({each.topic for each in where}):
             consumer.list_topics(topic, LEADERS_TIMEOUT_S)
     except KafkaException:
-        pass  # no broker answers; the client goes on asking by itself
+        pass  # no broker answers; the client keeps trying by itself
     consumer.assign(list(where))
 
 
 def consume(consumer: Consumer, n_messages: int, timeout_s: float) -> list[Message]:
-    """What has come, at most so many messages; waits only while there is none.
+    """At most n_messages messages that have arrived; waits only while there is none.
 
-    The client's own `consume` waits its whole timeout unless so many come: each record of a quiet topic would wait.
+    The client's own `consume` waits its whole timeout unless n_messages arrive, which would delay every record of a
+    quiet topic.
     """
     first = consumer.poll(timeout_s)
     return [] if first is None else [first, *consumer.consume(n_messages - 1, 0)]
 
 
 def worker_key(worker_id: int) -> bytes:
-    """Key of a worker's records in every topic that has them."""
+    """Key of a worker's records, the same in every topic."""
     return str(worker_id).encode()
 
 
 @functools.lru_cache(maxsize=PARTITIONS_KEPT_MAX)
 def partition_of(worker_id: int, n_partitions: int) -> int:
-    """Partition of a worker's records: murmur2 of its key, as Faust, Java and our producers hash it."""
+    """Partition of a worker's records: murmur2 of its key, as in Faust, Java and our producers."""
     return partition_of_key(worker_key(worker_id), n_partitions)
 
 
 def partition_of_key(key: bytes, n_partitions: int) -> int:
-    """Partition that Java's default partitioner gives a key."""
+    """Partition that Java's default partitioner chooses for a key."""
     digest: int = murmur2(key)
     return (digest & 0x7FFFFFFF) % n_partitions
 
@@ -171,8 +174,8 @@ def partition_of_key(key: bytes, n_partitions: int) -> int:
 def dead_letter_headers(
     origin: str, exc: BadRecord, size: int, partition: int | None = None, offset: int | None = None
 ) -> list[tuple[str, str | bytes | None]]:
-    """Where a dead letter came from and why it is one. size: bytes of what was received, before any cut."""
-    facts = {
+    """Headers that state where a dead letter came from, and the reason. size: bytes received, before truncation."""
+    values = {
         "topic": origin,
         "partition": partition,
         "offset": offset,
@@ -180,23 +183,23 @@ def dead_letter_headers(
         "message": str(exc),
         "bytes": size,
     }
-    return [(f"kvstreams.{name}", str(fact).encode()) for name, fact in facts.items() if fact is not None]
+    return [(f"kvstreams.{name}", str(value).encode()) for name, value in values.items() if value is not None]
 
 
 def dead_letter_value(value: bytes | None) -> bytes | None:
-    """What was received; of more than a topic of ours can hold, the beginning (its header says the whole size)."""
+    """The bytes received, truncated if a topic of ours cannot hold them; the header has the full size."""
     return value[:EVENT_BYTES_MAX] if value is not None and len(value) > EVENT_BYTES_MAX else value
 
 
 def as_record(message: Message) -> Record:
-    """A message without an error, as a value; a record without a key has b""."""
+    """Convert a message without an error; a record without a key gets b""."""
     topic, partition, offset = message.topic(), message.partition(), message.offset()
     assert topic is not None and partition is not None and offset is not None  # only an error may lack them
     return Record(topic, partition, offset, message.timestamp()[1], message.key() or b"", message.value())
 
 
 def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None) -> AdminClient:
-    """Admin client, without a log: its calls say what went wrong, and `on_error` is told why no broker is reached."""
+    """An admin client that logs nothing. Its calls raise; on_error receives the reasons why no broker is reached."""
     config: dict[str, Any] = {"bootstrap.servers": settings.kafka, "log_level": 0}
     if on_error is not None:
         config["error_cb"] = on_error
@@ -204,7 +207,7 @@ def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = No
 
 
 def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
-    """What the broker has of each topic; None where it has none. Raises KvStreamsError where no broker answers."""
+    """Each topic as the broker has it, or None if it has none. Raises KvStreamsError if no broker answers."""
     specs = list(specs)
     found: dict[str, TopicState | None] = {}
     reasons: list[KafkaError] = []
@@ -230,7 +233,7 @@ def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str,
             )
         }
     except KafkaException as exc:
-        client.poll(0)  # hands out the reasons that the client has met
+        client.poll(0)  # calls on_error with the reasons that the client has collected
         raise _refused(settings, exc.args[0], reasons) from exc
     for spec in specs:
         topic = existing.get(spec.name)
@@ -248,9 +251,9 @@ def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str,
 
 
 def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:
-    """Create what is missing and check what is there; an existing topic is never altered.
+    """Create the topics that are missing and check the others; an existing topic is never altered.
 
-    Raises TopicMismatch with the remedy for other partitions or settings, KvStreamsError where no broker answers.
+    Raises TopicMismatch, with the remedy, for other partitions or settings, and KvStreamsError if no broker answers.
     """
     specs = list(specs)
     states = describe_topics(settings, specs)
@@ -276,9 +279,9 @@ def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, T
 
 
 def missing_topics(settings: Settings, specs: Iterable[TopicSpec]) -> list[str]:
-    """Names of the topics that the broker does not have; those that it has are checked, and none is created.
+    """Names of the topics that the broker does not have; the others are checked, and none is created.
 
-    Raises as `ensure_topics`.
+    Raises the same errors as `ensure_topics`.
     """
     specs = list(specs)
     states = describe_topics(settings, specs)
@@ -290,27 +293,28 @@ def missing_topics(settings: Settings, specs: Iterable[TopicSpec]) -> list[str]:
 
 
 def check_topic(spec: TopicSpec, state: TopicState) -> None:
-    """Raise TopicMismatch where a topic is not as its spec says."""
+    """Raise TopicMismatch if a topic differs from its spec."""
     if state.partitions != spec.partitions:
         raise TopicMismatch(
-            f"topic {spec.name} has {state.partitions} partitions, the settings say {spec.partitions}",
-            remedy="The number is fixed for a scope: set partitions to what is there, or take another topic_prefix",
+            f"topic {spec.name} has {state.partitions} partitions, but the settings have {spec.partitions}",
+            remedy="The number cannot be changed within a scope: set `partitions` to the topic's number, or take "
+            "another topic_prefix",
         )
     other = {
         key: (state.config.get(key), value) for key, value in spec.config.items() if state.config.get(key) != value
     }
     if other:
-        words = "; ".join(f"{key} is {has}, not {wants}" for key, (has, wants) in sorted(other.items()))
+        differences = "; ".join(f"{key} is {has}, not {wants}" for key, (has, wants) in sorted(other.items()))
         changes = ",".join(f"{key}=[{wants}]" for key, (_, wants) in sorted(other.items()))
         raise TopicMismatch(
-            f"topic {spec.name} has other settings: {words}",
+            f"topic {spec.name} has other settings: {differences}",
             remedy=f"kafka-configs --alter --entity-type topics --entity-name {spec.name} --add-config '{changes}', "
             "or take another topic_prefix",
         )
 
 
 def require_topic(settings: Settings, name: str) -> None:
-    """Raise KvStreamsError where no broker answers or none has the topic. Asks for what a writer may know."""
+    """Raise KvStreamsError if no broker answers, or if the topic does not exist. Needs only a writer's rights."""
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
     try:
@@ -326,21 +330,21 @@ def require_topic(settings: Settings, name: str) -> None:
 
 
 def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, TopicState | None]:
-    """A created topic may stay unknown to a broker for a moment; ask until all are there."""
+    """Poll until the broker has all created topics; for a moment it may not list them."""
     states: dict[str, TopicState | None] = {}
 
     def all_there() -> bool:
         states.update(describe_topics(settings, specs))
         return all(state is not None for state in states.values())
 
-    wait_for(all_there, CREATE_TIMEOUT_S, "the created topics to be known to the broker")
+    wait_for(all_there, CREATE_TIMEOUT_S, "the created topics to appear on the broker")
     return states
 
 
 def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
     if error.code() not in _UNREACHED:
         return KvStreamsError(f"Kafka at {settings.kafka} refuses: {error.str()}")
-    why = reasons[0] if reasons else error  # the call itself knows only that time ran out
+    why = reasons[0] if reasons else error  # the call's own error only has the timeout
     return KvStreamsError(
         f"no Kafka answers at {settings.kafka}: {why.str()}",
         remedy="Set --kafka or KVSTREAMS_KAFKA, or start one with `kvstreams kafka up`",
@@ -349,9 +353,10 @@ def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -
 
 @dataclass(frozen=True, slots=True)
 class FirstOffset:
-    """low: start of the log. first: offset of the first record at or behind the one asked for, None where none is.
+    """Result of `first_offset`.
 
-    end: where a reader stands who found none, behind whatever markers lie there.
+    low: start of the log. first: offset of the first record at or after the given one, or None. end: if there is no
+    such record, the offset that a reader has reached, after any markers.
     """
 
     low: int
@@ -360,7 +365,7 @@ class FirstOffset:
 
 
 def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
-    """Start and end of a partition's log; a partition that was just created may have no leader for a moment."""
+    """Start and end of a partition's log. A partition that was just created may have no leader for a moment."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         try:
@@ -373,9 +378,9 @@ def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
 
 
 def log_end(settings: Settings, topic: str, partition: int) -> int:
-    """Offset behind everything that a partition's log holds, markers and open transactions too.
+    """Offset after everything in a partition's log, including markers and open transactions.
 
-    Raises KafkaException where no broker answers.
+    Raises KafkaException if no broker answers.
     """
     consumer = reader(settings, **{"isolation.level": "read_uncommitted"})
     try:
@@ -385,9 +390,9 @@ def log_end(settings: Settings, topic: str, partition: int) -> int:
 
 
 def first_offset(settings: Settings, topic: str, partition: int, wanted: int) -> FirstOffset:
-    """Find the first record at or behind `wanted`: retention, and markers of transactions, leave offsets without one.
+    """Find the first record at or after offset `wanted`, since retention and markers leave offsets without records.
 
-    Raises KafkaException where no broker answers.
+    Raises KafkaException if no broker answers.
     """
     consumer = reader(settings)
     try:
@@ -408,7 +413,7 @@ def first_offset(settings: Settings, topic: str, partition: int, wanted: int) ->
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A member of the agents' consumer group. assigned: topic and partition, nothing while it is being rebalanced."""
+    """A member of the agents' consumer group. assigned: pairs of topic and partition, none during a rebalance."""
 
     client_id: str
     host: str
@@ -416,12 +421,12 @@ class GroupMember:
 
 
 def group_members(settings: Settings) -> list[GroupMember] | None:
-    """Members of the agents' group as its coordinator has them; None while it is between two assignments.
+    """Members of the agents' group as its coordinator has them, or None during a rebalance.
 
-    Raises KvStreamsError where no broker answers.
+    Raises KvStreamsError if no broker answers.
     """
-    # Not `describe_consumer_groups`: where a broker goes away while that is asked, librdkafka aborts the process (issue
-    # 4605 of it, open), and an owner asks just when something went wrong.
+    # Not `describe_consumer_groups`: if a broker disconnects during that call, librdkafka aborts the process (its open
+    # issue 4605), and an owner calls this exactly when something went wrong.
     try:
         groups = admin(settings).list_groups(settings.app_id, ANSWER_TIMEOUT_S)
     except KafkaException as exc:
@@ -436,20 +441,20 @@ def group_members(settings: Settings) -> list[GroupMember] | None:
     return members
 
 
-#: States of a group as DescribeGroups names them, in which its members' assignments are of no round.
+#: States of a group, as DescribeGroups names them, in which its members' assignments are not valid.
 _BETWEEN_ASSIGNMENTS = frozenset({"PreparingRebalance", "CompletingRebalance"})
 
 
-def _member(description: Any) -> GroupMember:  # a client's class, whose fields have no types
+def _member(description: Any) -> GroupMember:  # a class of the client, without types
     assigned: frozenset[tuple[str, int]] = frozenset()
-    if description.assignment:  # as the consumers' group protocol encodes it
+    if description.assignment:  # encoded by the consumer group protocol
         partitions = ConsumerProtocolMemberAssignment.decode(description.assignment).partitions()
         assigned = frozenset((each.topic, each.partition) for each in partitions)
     return GroupMember(description.client_id, description.client_host, assigned)
 
 
 def delete_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
-    """Delete the topics of a scope that is over; those that are not there are passed over."""
+    """Delete the topics of a scope that is no longer used; topics that do not exist are skipped."""
     client = admin(settings)
     for future in client.delete_topics([spec.name for spec in specs], operation_timeout=CREATE_TIMEOUT_S).values():
         try:

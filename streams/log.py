@@ -1,4 +1,4 @@
-"""Structured logs: one line a fact, key=value for people or JSON for machines."""
+"""Logs of a process: one line per record, as text for people or as JSON for machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"m
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; whatever is passed as `extra` becomes a field."""
+    """One JSON object per line; every entry of `extra` becomes a field."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
@@ -33,14 +33,14 @@ class JsonFormatter(logging.Formatter):
         try:
             return orjson.dumps(fields, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
         except orjson.JSONEncodeError:
-            # Text that is no UTF-8, or a number beyond 64 bits: a log line must not fail for what it is about.
+            # Text that is not UTF-8, or a number beyond 64 bits. Logging must not fail because of a value.
             return json.dumps({key: str(value) for key, value in fields.items()})
 
 
 def dict_config(settings: Settings) -> dict[str, Any]:
-    """The logging of a process, in the form that `logging.config` and Faust take."""
+    """Configuration for `logging.config.dictConfig`, which Faust takes as well."""
     level = settings.log_level.upper()
-    # Kafka's Python clients tell every rebalance and fetch in several lines; ours say what matters of it.
+    # Faust and aiokafka log several lines for every rebalance and fetch; our own lines contain what matters.
     quiet = max(logging.WARNING, logging.getLevelNamesMapping()[level])
     formatter = (
         {"()": JsonFormatter} if settings.log_json else {"format": "%(asctime)s %(levelname)-7s %(name)s  %(message)s"}
@@ -56,5 +56,5 @@ def dict_config(settings: Settings) -> dict[str, Any]:
 
 
 def configure(settings: Settings) -> None:
-    """Send the logs of this process to standard error in the form that the settings ask for."""
+    """Send the logs of this process to standard error, in the format that the settings choose."""
     logging.config.dictConfig(dict_config(settings))

@@ -1,9 +1,11 @@
-"""Every knob, in one frozen, validated object.
+"""All settings, in one frozen, validated object.
 
-What lives here: the settings, and where their values come from: command line over `KVSTREAMS_*` environment over a TOML
-file over defaults. What must not: reading them behind a caller's back; whoever needs settings is given them.
+What lives here: the settings, their ranges and help, and where their values come from: the command line, then
+`KVSTREAMS_*` variables, then a TOML file, then defaults. What must not: hidden reads. A function that needs settings
+takes them as an argument.
 
-Faust's command line refuses options that it does not know, so a worker's settings come by environment or file.
+Faust's command line refuses options that it does not define, so a worker's settings come from the environment or a
+file.
 """
 
 from __future__ import annotations
@@ -28,194 +30,228 @@ from streams.faults import FAULT_ENV
 
 ENV_PREFIX = "KVSTREAMS_"
 
-#: Names the TOML file; without it `kvstreams.toml` in the current folder is read if it is there.
+#: Names the TOML file. Without it, `kvstreams.toml` in the current folder is read if it exists.
 CONFIG_ENV = "KVSTREAMS_CONFIG"
 CONFIG_FILE_DEFAULT = "kvstreams.toml"
 
 _TESTS_PREFIX = "KVSTREAMS_TEST_"
 
-#: A weight or a temperature beyond this drowns every other term of a cost; near the end of floats it makes costs
-#: infinite, and an infinite cost chooses nothing.
+#: A greater weight or temperature outweighs every other term of a cost. Near the largest float, costs become infinite,
+#: and ranks with infinite costs cannot be compared.
 WEIGHT_MAX = 1e6
 
-#: Numbers of ours reach Kafka and Avro as signed longs.
+#: Kafka and Avro take our numbers as signed 64-bit integers.
 NUMBER_MAX = (1 << 63) - 1
 
-#: What Kafka allows in a topic's name; its 249 characters less room for the longest name behind the prefix.
+#: Characters that Kafka allows in a topic's name. Of its 249 characters, 49 are left for the name after the prefix.
 _TOPIC_PREFIX = re.compile(r"[a-zA-Z0-9._-]{0,200}")
 
 
-def _knob(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
+def _setting(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All knobs. Each field's help is what `kvstreams config` and `--help` print."""
+    """All settings. `kvstreams config` and `--help` print each field's help."""
 
-    kafka: str = _knob("127.0.0.1:9092", "bootstrap servers, host:port, separated by commas")
-    topic_prefix: str = _knob("", "put before every topic's name: one scope, one fleet")
-    partitions: int = _knob(8, "partitions of every topic; fixed for a scope", low=1, high=1024)
-    replication: int = _knob(1, "replicas of every topic; 3 on a Kafka of three brokers or more", low=1, high=7)
-    data_dir: str = _knob(".kvstreams/state", "RocksDB of the tables; one folder a process, locked")
-    block_size: int = _knob(
-        16, "tokens of a KV block, for models that model_block_sizes does not name", low=1, high=4096
+    kafka: str = _setting("127.0.0.1:9092", "bootstrap servers, host:port, separated by commas")
+    topic_prefix: str = _setting(
+        "", "prefix of every topic's name; processes with the same prefix form one scope, that is one fleet"
+    )
+    partitions: int = _setting(8, "partitions of every topic; cannot be changed later", low=1, high=1024)
+    replication: int = _setting(1, "replicas of every topic; use 3 with three or more brokers", low=1, high=7)
+    data_dir: str = _setting(".kvstreams/state", "folder of the tables' RocksDB; each process needs its own")
+    block_size: int = _setting(
+        16, "tokens per KV block, for models that model_block_sizes does not name", low=1, high=4096
     )
     model_block_sizes: dict[str, int] = field(
-        default_factory=dict, metadata={"help": "tokens of a KV block by model, as in llama=64,qwen=16"}
+        default_factory=dict, metadata={"help": "tokens per KV block by model, for example llama=64,qwen=16"}
     )
-    router: bool = _knob(True, "serve the HTTP API in the Faust worker's process")
-    host: str = _knob("127.0.0.1", "address the HTTP API listens on; 0.0.0.0 for every interface")
-    port: int = _knob(8000, "port of the HTTP API", low=0, high=65535)
-    metrics_port: int = _knob(
+    router: bool = _setting(True, "serve the HTTP API in the Faust worker's process")
+    host: str = _setting("127.0.0.1", "address that the HTTP API listens on; 0.0.0.0 for all interfaces")
+    port: int = _setting(8000, "port of the HTTP API", low=0, high=65535)
+    metrics_port: int = _setting(
         0,
-        "port of /metrics and /healthz in a bridge, and in a Faust worker that does not serve the HTTP API, on "
-        "the address `host`; 0 serves neither",
+        "port of /metrics and /healthz in a bridge, and in a Faust worker with router off; "
+        "they listen on the same host as the API; 0 disables them",
         low=0,
         high=65535,
     )
-    router_mode: RouterMode = _knob(RouterMode.KV, f"how a rank is chosen: {', '.join(RouterMode)}")
-    kv_overlap_score_weight: float = _knob(
-        1.0, "weight of prefill against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
+    router_mode: RouterMode = _setting(RouterMode.KV, f"routing policy: {', '.join(RouterMode)}")
+    kv_overlap_score_weight: float = _setting(
+        1.0, "weight of prefill load against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
     )
-    router_temperature: float = _knob(0.0, "0 takes the cheapest rank, more samples", low=0.0, high=WEIGHT_MAX)
-    encoder_cuda_to_cpu_ratio: float = _knob(
+    router_temperature: float = _setting(
+        0.0,
+        "0 chooses the cheapest rank; greater values choose at random, cheaper ranks more often",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    encoder_cuda_to_cpu_ratio: float = _setting(
         CUDA_TO_CPU_RATIO,
-        "mode device-aware-weighted: throughput of a worker on another device in those of one on a CPU",
+        "for device-aware-weighted: throughput of a worker on another device, relative to one on a CPU",
         low=0.001,
         high=WEIGHT_MAX,
     )
-    kv_events: bool = _knob(True, "know what ranks hold from their events; off predicts it from own decisions")
-    router_ttl_s: float = _knob(120.0, "with --no-kv-events: a prediction lasts this long", low=0.01, high=86_400.0)
-    router_predicted_ttl_s: float = _knob(
-        0.0, "with events: a decision counts as held for this long, until they come; 0 does not", low=0.0, high=86_400.0
+    kv_events: bool = _setting(
+        True, "learn what ranks hold from their events; off predicts it from this router's own choices"
     )
-    router_replica_sync: bool = _knob(True, "tell other routers of bookings and hear of theirs")
-    track_active_blocks: bool = _knob(True, "count blocks in use in the cost; off for workers that only prefill")
-    active_decode_blocks_threshold: float = _knob(
-        0.0, "a rank with a greater share of its blocks in use is busy and gets nothing; 0: never", low=0.0, high=100.0
+    router_ttl_s: float = _setting(
+        120.0, "with kv_events off: how long a routed prompt is assumed to be cached", low=0.01, high=86_400.0
     )
-    active_prefill_tokens_threshold: int = _knob(
-        0, "a rank with more tokens still to be computed is busy and gets nothing; 0: never", low=0
+    router_predicted_ttl_s: float = _setting(
+        0.0,
+        "with kv_events on: how long a routed prompt is assumed to be cached, until its events arrive; 0 disables this",
+        low=0.0,
+        high=86_400.0,
     )
-    router_min_initial_workers: int = _knob(
-        0, "a router that starts is not ready before so many workers are registered", low=0, high=1_000_000
+    router_replica_sync: bool = _setting(True, "share bookings with other routers")
+    track_active_blocks: bool = _setting(True, "include blocks in use in the cost; off for workers that only prefill")
+    active_decode_blocks_threshold: float = _setting(
+        0.0,
+        "a rank with a greater share of its blocks in use is busy and gets no requests; 0 disables this",
+        low=0.0,
+        high=100.0,
     )
-    router_session_affinity_ttl_s: float = _knob(
-        0.0, "a session stays on its rank until idle for this long; 0: no affinity", low=0.0, high=31_536_000.0
+    active_prefill_tokens_threshold: int = _setting(
+        0, "a rank with more tokens still to prefill is busy and gets no requests; 0 disables this", low=0
     )
-    router_event_threads: int = _knob(4, "threads that fold the topics' partitions into a router", low=1, high=64)
-    router_seed: int = _knob(0, "seed of the router's generator; 0 takes one from the system", low=0)
-    tier_weights: tuple[float, ...] = _knob(
-        (1.0, 0.75, 0.25, 0.0), "worth of a cached block on device, host, disk, external"
+    router_min_initial_workers: int = _setting(
+        0, "a starting router is not ready until this many workers are registered", low=0, high=1_000_000
     )
-    cxl_score_weight: float = _knob(
+    router_session_affinity_ttl_s: float = _setting(
+        0.0,
+        "a session stays on its rank until it has been idle for this long; 0 disables this",
+        low=0.0,
+        high=31_536_000.0,
+    )
+    router_event_threads: int = _setting(4, "threads of a router that read topics", low=1, high=64)
+    router_seed: int = _setting(0, "seed of the router's random generator; 0 takes one from the system", low=0)
+    tier_weights: tuple[float, ...] = _setting(
+        (1.0, 0.75, 0.25, 0.0), "value of a cached block on device, host, disk and external storage"
+    )
+    cxl_score_weight: float = _setting(
         CXL_SCORE_WEIGHT,
-        "worth of a block reached in a CXL pool; 0 looks for none",
+        "value of a block that a rank can read from a CXL pool; 0 ignores pools",
         low=0.0,
         high=WEIGHT_MAX,
     )
-    moe_score_weight: float = _knob(
+    moe_score_weight: float = _setting(
         MOE_SCORE_WEIGHT,
-        "worth of matching a moe_query, beside that of the cached block",
+        "additional value of a cached block that matches the request's moe_query",
         low=0.0,
         high=WEIGHT_MAX,
     )
-    booking_ttl_s: float = _knob(600.0, "a booking that nobody frees ends after this", low=1.0, high=30 * 86_400.0)
-    request_tokens_max: int = _knob(1_048_576, "tokens of the longest request accepted", low=1)
-    body_bytes_max: int = _knob(16 * 1024 * 1024, "bytes of the largest HTTP body accepted", low=1024)
-    stale_after_ms: int = _knob(3000, "a partition record older than this makes answers degraded", low=100)
-    behind_after_ms: int = _knob(1000, "an owner this far behind its source makes answers degraded", low=10)
-    session_timeout_s: float = _knob(
-        6.0, "a Faust worker silent for this long loses its partitions", low=1.0, high=1800.0
+    booking_ttl_s: float = _setting(
+        600.0, "a booking that is not freed ends after this time", low=1.0, high=30 * 86_400.0
     )
-    transaction_timeout_ms: int = _knob(10_000, "Kafka ends a transaction left open after this", low=1000)
-    batch_records_max: int = _knob(500, "source records of one transaction", low=1)
-    queue_records_high: int = _knob(4096, "records waiting for one partition before its source is paused", low=1)
-    queue_bytes_high: int = _knob(
-        64 * 1024 * 1024, "bytes of records waiting for one partition before its source is paused", low=1
+    request_tokens_max: int = _setting(1_048_576, "most tokens that a request may have", low=1)
+    body_bytes_max: int = _setting(16 * 1024 * 1024, "most bytes that an HTTP body may have", low=1024)
+    stale_after_ms: int = _setting(
+        3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
     )
-    rocksdb_cache_mb: int = _knob(8, "block cache of one partition's RocksDB", low=1)
-    worker_grace_s: float = _knob(
-        300.0, "a worker silent for this long beyond its lease is removed", low=1.0, high=30 * 86_400.0
+    behind_after_ms: int = _setting(
+        1000, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
     )
-    clear_degraded_after_s: float = _knob(
-        0.0, "a rank degraded for this long is cleared; 0 leaves it to its engine", low=0.0, high=30 * 86_400.0
+    session_timeout_s: float = _setting(
+        6.0, "a Faust worker that is silent for this long loses its partitions", low=1.0, high=1800.0
     )
-    retention_ms: int = _knob(3_600_000, "kv-events and cxl-events are kept this long", low=60_000)
-    cxl_evicted_ttl_s: float = _knob(
-        3600.0, "metadata of a block that a CXL pool evicted are kept this long", low=1.0, high=30 * 86_400.0
+    transaction_timeout_ms: int = _setting(10_000, "Kafka aborts a transaction that stays open for longer", low=1000)
+    batch_records_max: int = _setting(500, "most source records in one transaction", low=1)
+    queue_records_high: int = _setting(
+        4096, "records that may wait for one partition before its source is paused", low=1
+    )
+    queue_bytes_high: int = _setting(
+        64 * 1024 * 1024, "bytes of records that may wait for one partition before its source is paused", low=1
+    )
+    rocksdb_cache_mb: int = _setting(8, "size of the block cache of one partition's RocksDB, in MiB", low=1)
+    worker_grace_s: float = _setting(
+        300.0,
+        "a worker that stays silent for this long after its lease has expired is removed",
+        low=1.0,
+        high=30 * 86_400.0,
+    )
+    clear_degraded_after_s: float = _setting(
+        0.0, "clear a rank that has been degraded for this long; 0 never does", low=0.0, high=30 * 86_400.0
+    )
+    retention_ms: int = _setting(3_600_000, "retention of kv-events and cxl-events", low=60_000)
+    cxl_evicted_ttl_s: float = _setting(
+        3600.0, "how long metadata of a block evicted from a CXL pool are kept", low=1.0, high=30 * 86_400.0
     )
     schema_ids: dict[str, int] = field(
-        default_factory=dict, metadata={"help": "Confluent registry ids accepted by schema, as in kv-events=12"}
+        default_factory=dict,
+        metadata={"help": "ids that a Confluent schema registry gave our schemas, for example kv-events=12"},
     )
-    bridge_lease_s: float = _knob(
-        6.0, "a bridge silent for this long has lost its engines to the next one", low=0.3, high=600.0
+    bridge_lease_s: float = _setting(
+        6.0, "a bridge that is silent for this long loses its engines to another bridge", low=0.3, high=600.0
     )
-    metrics_interval_s: float = _knob(
-        1.0, "a bridge reads each engine's Prometheus page this often; 0 does not", low=0.0, high=180.0
+    metrics_interval_s: float = _setting(
+        1.0, "interval at which a bridge reads each engine's Prometheus metrics; 0 disables this", low=0.0, high=180.0
     )
-    router_reset_states: bool = _knob(
-        False, "empty the scope's index, loads and events at start; refused while another member lives"
+    router_reset_states: bool = _setting(
+        False,
+        "empty the scope's index, loads and events at start; refused while another process of the scope is running",
     )
-    router_reset_force: bool = _knob(False, "reset although another member of the scope lives")
-    log_level: str = _knob("info", "debug, info, warning or error")
-    log_json: bool = _knob(False, "write logs as JSON, one object a line")
+    router_reset_force: bool = _setting(False, "reset even if another process of the scope is running")
+    log_level: str = _setting("info", "debug, info, warning or error")
+    log_json: bool = _setting(False, "write logs as JSON, one object per line")
 
     def __post_init__(self) -> None:
-        for knob in fields(self):
-            _check_range(knob.name, getattr(self, knob.name), knob.metadata)
+        for setting in fields(self):
+            _check_range(setting.name, getattr(self, setting.name), setting.metadata)
         if self.log_level not in ("debug", "info", "warning", "error"):
-            raise SettingsError(f"log_level is {self.log_level!r}; one of debug, info, warning, error")
-        weights, wanted = self.tier_weights, len(TIER_NAMES)
-        if len(weights) != wanted or not all(0.0 <= weight <= WEIGHT_MAX for weight in weights):
-            raise SettingsError(f"tier_weights is {weights}; {wanted} numbers of 0 to {WEIGHT_MAX:g}")
+            raise SettingsError(f"log_level is {self.log_level!r}; it must be one of debug, info, warning, error")
+        weights, n_tiers = self.tier_weights, len(TIER_NAMES)
+        if len(weights) != n_tiers or not all(0.0 <= weight <= WEIGHT_MAX for weight in weights):
+            raise SettingsError(f"tier_weights is {weights}; it must be {n_tiers} numbers from 0 to {WEIGHT_MAX:g}")
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():
             raise SettingsError("kafka is empty; give host:port of a broker")
         if not _TOPIC_PREFIX.fullmatch(self.topic_prefix):
             raise SettingsError(
-                f"topic_prefix is {self.topic_prefix!r}; at most 200 of a-z, A-Z, 0-9, dot, hyphen, underscore"
+                f"topic_prefix is {self.topic_prefix!r}; it must be at most 200 characters of a-z, A-Z, 0-9, dot, "
+                "hyphen and underscore"
             )
 
     @property
     def reads_index(self) -> bool:
-        """Whether a router reads the index's changelog: not where overlap has no weight or is only predicted."""
+        """Whether a router reads the index's changelog: not if overlap has no weight or is only predicted."""
         return self.kv_events and self.kv_overlap_score_weight > 0.0
 
     def block_size_of(self, model: str) -> int:
-        """Tokens of a KV block of a model, one size for each model within a scope."""
+        """Tokens per KV block of a model. Each model has one block size within a scope."""
         return self.model_block_sizes.get(model, self.block_size)
 
     @property
     def faust_arguments(self) -> list[str]:
-        """The arguments behind the interpreter that run a Faust worker; its settings go by `as_environ`.
+        """Arguments of the Python interpreter that run a Faust worker, whose settings come from `as_environ`.
 
-        Faust's own log level caps ours, and knows it as `warn`.
+        Faust's own log level caps ours, and its name for `warning` is `warn`.
         """
         level = "warn" if self.log_level == "warning" else self.log_level
         return ["-m", "faust", "--quiet", "-A", "streams", "worker", "--loglevel", level]
 
     @property
     def app_id(self) -> str:
-        """Faust's app id, which names consumer group and changelogs."""
+        """Faust's app id, which names the consumer group and the changelogs."""
         return f"{self.topic_prefix}kvstreams"
 
 
 def tables_path(settings: Settings) -> Path:
-    """Folder of the tables' local copies, a folder for each partition."""
+    """Folder of the tables' local copies, with one folder per partition."""
     return Path(settings.data_dir) / "tables"
 
 
 TIER_NAMES = ("device", "host", "disk", "external")
 
-_DURABLE = "events are on Kafka, which is durable; there is no other way to switch on or off"
+_DURABLE = "events are on Kafka, which is always durable"
 
-#: Knobs of NVIDIA Dynamo's router that mean nothing here, accepted from everywhere so that a launch script runs as it
-#: is, and why they are needless. docs/from-dynamo.md maps all others.
+#: Options of NVIDIA Dynamo's router that have no effect here, and why. They are accepted from every source, so that a
+#: launch script runs unchanged. docs/from-dynamo.md maps all other options.
 UNNEEDED_OPTIONS = {
-    "router_snapshot_threshold": "nothing is snapshotted; the compacted changelog is the snapshot",
+    "router_snapshot_threshold": "there are no snapshots; the compacted changelog takes their place",
     "durable_kv_events": _DURABLE,
     "router_durable_kv_events": _DURABLE,
 }
@@ -223,7 +259,7 @@ UNNEEDED_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, for each knob where its value came from, and what whoever gave them should know."""
+    """Settings, the source of each value, and warnings for the user."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -235,9 +271,9 @@ def load(
     environ: Mapping[str, str] | None = None,
     config_file: Path | None = None,
 ) -> Resolved:
-    """Resolve every knob; raises SettingsError naming the knob and where its value came from.
+    """Resolve every setting; raises SettingsError, which names the setting and the source of its value.
 
-    overrides: from the command line, None values are not given.
+    overrides: values from the command line; None means that the option was not given.
     """
     env = os.environ if environ is None else environ
     hints = get_type_hints(Settings)
@@ -258,45 +294,45 @@ def load(
                 warnings.append(f"{name} (from: {label}) is not needed: {UNNEEDED_OPTIONS[name]}")
                 continue
             if name not in hints:
-                raise SettingsError(f"{name} in {source} is no knob", remedy="`kvstreams config` prints all of them")
+                raise SettingsError(f"{name} in {source} is not a setting", remedy="`kvstreams config` lists them all")
             values[name] = _convert(name, value, hints[name], label)
             sources[name] = label
     try:
         settings = Settings(**values)
-        asked = sources["router_reset_states"]
-        if asked != "default" and not settings.router_reset_states and not settings.reads_index:
-            reason = "kv_events is off" if not settings.kv_events else "kv_overlap_score_weight is 0"
-            warnings.append(
-                f"state persists on Kafka (router_reset_states is off, from: {asked}), and this router reads no index, "
-                f"since {reason}: what it predicts of caches ends with its process"
-            )
-        return Resolved(settings, sources, tuple(warnings))
     except SettingsError as exc:
-        knob = exc.message.split(" ", 1)[0]
-        raise SettingsError(exc.message, remedy=f"It came from: {sources.get(knob, 'default')}") from exc
+        name = exc.message.split(" ", 1)[0]
+        raise SettingsError(exc.message, remedy=f"It came from: {sources.get(name, 'default')}") from exc
+    source = sources["router_reset_states"]
+    if source != "default" and not settings.router_reset_states and not settings.reads_index:
+        reason = "kv_events is off" if not settings.kv_events else "kv_overlap_score_weight is 0"
+        warnings.append(
+            f"router_reset_states is off (from: {source}), which keeps state on Kafka, but this router reads no index "
+            f"since {reason}: its predictions are lost when its process ends"
+        )
+    return Resolved(settings, sources, tuple(warnings))
 
 
 def as_environ(settings: Settings) -> dict[str, str]:
     """Settings as `KVSTREAMS_*`, for a child process.
 
-    Every knob, those with their default too: a child inherits our environment and folder, and must not take another
+    Settings with default values are included: a child inherits our environment and folder, and must not take another
     value from there or from a file.
     """
-    return {ENV_PREFIX + knob.name.upper(): _to_text(getattr(settings, knob.name)) for knob in fields(settings)}
+    return {ENV_PREFIX + each.name.upper(): _to_text(getattr(settings, each.name)) for each in fields(settings)}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`KVSTREAMS_*` variables that nobody reads, each with what to say of it; those of our tests are passed over."""
-    knobs = [*(ENV_PREFIX + knob.name.upper() for knob in fields(Settings)), CONFIG_ENV]
-    read = {*knobs, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in UNNEEDED_OPTIONS)}
-    messages = {}
+    """`KVSTREAMS_*` variables that have no effect, each with a warning; those of our tests are skipped."""
+    settings = [*(ENV_PREFIX + each.name.upper() for each in fields(Settings)), CONFIG_ENV]
+    in_use = {*settings, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in UNNEEDED_OPTIONS)}
+    warnings = {}
     for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in read and not name.startswith(_TESTS_PREFIX):
-            nearest = difflib.get_close_matches(name, knobs, n=1, cutoff=0.0)[0]
-            messages[name] = (
-                f"{name} is set and is no knob; the nearest is {nearest}, and `kvstreams config` prints all"
+        if name.startswith(ENV_PREFIX) and name not in in_use and not name.startswith(_TESTS_PREFIX):
+            nearest = difflib.get_close_matches(name, settings, n=1, cutoff=0.0)[0]
+            warnings[name] = (
+                f"{name} is set but is not a setting; the nearest is {nearest}, and `kvstreams config` lists them all"
             )
-    return messages
+    return warnings
 
 
 def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
@@ -304,9 +340,9 @@ def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
         return tomllib.loads(file.read_text())
     except FileNotFoundError as exc:
         if explicit:
-            raise SettingsError(f"{file} is not there", remedy=f"Mend {CONFIG_ENV} or --config") from exc
+            raise SettingsError(f"{file} does not exist", remedy=f"Correct {CONFIG_ENV} or --config") from exc
         return {}
-    except (OSError, ValueError) as exc:  # not TOML, not UTF-8, or a number of thousands of digits
+    except (OSError, ValueError) as exc:  # not TOML, not UTF-8, or a number with thousands of digits
         raise SettingsError(f"{file} cannot be read: {exc}") from exc
 
 
@@ -314,7 +350,7 @@ def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str,
     found = {}
     for key, value in env.items():
         name = key.removeprefix(ENV_PREFIX).lower()
-        # Other KVSTREAMS_ variables belong to other parts (the tests, the demo); only a knob's own name is one.
+        # Other KVSTREAMS_ variables belong to other parts, such as the tests.
         if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_OPTIONS):
             found[name] = value
     return found
@@ -341,7 +377,10 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
 
 
 def _parse_dict(text: str) -> Any:
-    """`name=1,other=2`, or a JSON object for names with a comma or an equals sign; what is neither is given back."""
+    """Parse `name=1,other=2`, or a JSON object for names with a comma or an equals sign.
+
+    Invalid JSON is returned unchanged, and its conversion fails later.
+    """
     if text.lstrip().startswith("{"):
         try:
             return json.loads(text)
@@ -357,7 +396,7 @@ def _expected_kind(kind: Any) -> str:
     if kind is bool:
         return "on or off"
     if kind == dict[str, int]:
-        return "whole numbers by name, as in a=1,b=2"
+        return "whole numbers by name, for example a=1,b=2"
     if kind == tuple[float, ...]:
         return "numbers separated by commas"
     return {"int": "a whole number", "float": "a number", "str": "text"}.get(getattr(kind, "__name__", ""), str(kind))
@@ -379,7 +418,7 @@ def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         return
     if high is None:
         high = NUMBER_MAX
-    if not value >= low:  # this way round, since NaN compares as false
-        raise SettingsError(f"{name} is {value}; at least {low}")
+    if not value >= low:  # written this way because every comparison with NaN is false
+        raise SettingsError(f"{name} is {value}; it must be at least {low}")
     if not value <= high:
-        raise SettingsError(f"{name} is {value}; at most {high}")
+        raise SettingsError(f"{name} is {value}; it must be at most {high}")

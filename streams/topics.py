@@ -1,7 +1,7 @@
 """The topics of a scope, as data (docs/architecture.md, Topics).
 
-What lives here: name, key, schema, partitions, replication, retention and cleanup of every topic. What must not:
-talking to Kafka (kafka). An operator may read this page instead of a broker's settings.
+What lives here: name, key, schema, partitions, replication, retention and cleanup of every topic. What must not: calls
+to Kafka (streams.kafka). An operator can read this file instead of a broker's settings.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX
 from streams.settings import Settings
 
-#: Compaction that really happens: Kafka's defaults (1 GiB segments, 7 days, half of the log dirty) would leave hours of
-#: superseded records to every reader that starts: 85 GB and 18 minutes for an hour at full rate.
+#: Settings with which compaction takes place soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
+#: would leave hours of superseded records, which every starting reader has to read: for one hour at full rate, 85 GB
+#: and 18 minutes.
 _COMPACTED = {
     "cleanup.policy": "compact",
     "segment.bytes": str(64 * 1024 * 1024),
@@ -22,25 +23,26 @@ _COMPACTED = {
     "min.compaction.lag.ms": str(60 * 1000),
     "delete.retention.ms": str(24 * 3600 * 1000),
 }
-#: Who asked and got no answer asks again; an older request is nobody's any more.
+#: A partition owner whose request is not answered sends another one, so that older requests are of no use.
 _CONTROL_RETENTION_MS = 10 * 60 * 1000
 _DEAD_LETTER_RETENTION_MS = 7 * 24 * 3600 * 1000
 
-#: Bytes of one record of kv-events: 16 a block, so a prompt of 8 million tokens in blocks of 16 is one record.
+#: Bytes of one record of kv-events: 16 per block, so that a prompt of 8 million tokens in blocks of 16 is one record.
 EVENT_BYTES_MAX = 8 * 1024 * 1024
 
-#: Bytes of one record of router-loads: 8 a block, so that the longest request accepted fits whatever its blocks hold. A
+#: Bytes of one record of router-loads: 8 per block, so that the longest request accepted fits with any block size. A
 #: booking that does not reach the other routers is a load that they do not see.
 LOAD_BYTES_MAX = 8 * 1024 * 1024 + 64 * 1024
 
-#: A dead letter is its record and headers that say why.
+#: A dead letter is the record itself, with headers that state the reason.
 DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
 
-#: Bytes of a chunk of a restatement, parked in the index's changelog as it came; bridges cut at 1 MiB of hashes.
+#: Bytes of a chunk of a restatement, which is parked in the index's changelog unchanged. Bridges start a new chunk at
+#: 1 MiB of hashes.
 PARKED_CHUNK_BYTES_MAX = 1536 * 1024
 
-#: Bytes of one record of cxl-events: 28 a block, 4,096 blocks and as many workers. It is parked in a changelog as it
-#: came, where what is larger than a broker's own limit, 1 MB, would stop its partition.
+#: Bytes of one record of cxl-events: 28 per block, for 4,096 blocks and as many workers. A record may be parked in a
+#: changelog unchanged, where one larger than the broker's own limit of 1 MB would stop its partition.
 CXL_EVENT_BYTES_MAX = 256 * 1024
 
 PREFIX_INDEX = "prefix-index"
@@ -49,7 +51,7 @@ CXL_BLOCKS = "cxl-blocks"
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """One topic. key: what records are keyed by. schema: name of the .avsc file, None for bytes as received."""
+    """One topic. key: what records are keyed by. schema: name of the .avsc file, or None for bytes as received."""
 
     name: str
     key: str
@@ -74,7 +76,7 @@ class Topics:
     cxl_changelog: TopicSpec
 
     def all(self) -> tuple[TopicSpec, ...]:
-        """In the order in which they are created."""
+        """All topics, in the order in which they are created."""
         return (
             self.kv_events,
             self.cxl_events,
@@ -89,7 +91,7 @@ class Topics:
 
 
 def topics(settings: Settings) -> Topics:
-    """Give the topics of a scope."""
+    """The topics of the scope that the settings describe."""
 
     def spec(name: str, key: str, schema: str | None, config: Mapping[str, str]) -> TopicSpec:
         return TopicSpec(name, key, schema, settings.partitions, settings.replication, config)
@@ -117,7 +119,7 @@ def topics(settings: Settings) -> Topics:
             f"{prefix}worker-metrics",
             "worker id, ASCII decimal",
             "worker-metrics",
-            # Readers begin at its end: what is older than the next record is of no use to anybody but people.
+            # Routers start reading at its end, since only the newest record of a rank is of use to them.
             {"cleanup.policy": "delete", "retention.ms": str(METRICS_TTL_MS_MAX), "segment.ms": str(60 * 1000)},
         ),
         router_loads=spec(
@@ -127,9 +129,9 @@ def topics(settings: Settings) -> Topics:
             {
                 **_COMPACTED,
                 "cleanup.policy": "compact,delete",
-                # Bookings expire by append time: one clock, the broker's, for every router.
+                # Bookings expire by append time, so that all routers use one clock: the broker's.
                 "message.timestamp.type": "LogAppendTime",
-                # Twice the TTL: a router that starts must still see every add whose booking may be alive.
+                # Twice the TTL: a starting router must see the `add` of every booking that may still be active.
                 "retention.ms": str(int(settings.booking_ttl_s * 2 * 1000)),
                 "segment.ms": str(60 * 1000),
                 "min.compaction.lag.ms": "0",
@@ -156,7 +158,7 @@ def topics(settings: Settings) -> Topics:
             f"{settings.app_id}-{PREFIX_INDEX}-changelog",
             "run, progress or partition key, big-endian",
             "prefix-index-run",
-            # Broker and clients take 1 MB unless told otherwise.
+            # The default limit of brokers and clients is 1 MB.
             {**_COMPACTED, "max.message.bytes": str(PARKED_CHUNK_BYTES_MAX + 64 * 1024)},
         ),
         cxl_changelog=spec(

@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a limit and a name for what did not come."""
+"""Waiting for a condition, with a limit and a name for what is missing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ POLL_S = 0.05
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str, poll_s: float = POLL_S) -> None:
-    """Poll until the condition holds; raises ProcessError naming `what` after timeout_s."""
+    """Poll until the condition is true; raises ProcessError, which names `what`, after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise ProcessError(f"waited {timeout_s:g} s in vain for {what}")
+            raise ProcessError(f"timed out after {timeout_s:g} s, waiting for {what}")
         time.sleep(poll_s)

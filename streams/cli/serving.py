@@ -48,7 +48,9 @@ def router(resolved: Resolved) -> None:
     required=True,
     metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]"
     "[,dialect=NAME]",
-    help="one engine; repeat the option for each engine",
+    help="one engine; repeat the option for each. replay: address of its replay socket. dp: number of data-parallel "
+    "ranks. model: name of its model, by default as the engine reports it. metrics: its Prometheus page, if not "
+    "at URL/metrics. dialect: format of its events, by default vllm; an unknown name is refused with a list of all",
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""

@@ -47,7 +47,7 @@ def test_another_number_of_partitions_is_refused(scope: Settings, run: Run) -> N
     assert described.stdout.count("differs, see below") == len(before)
     line = assert_one_line(run("topics", "create", env=other))
     for text in (described.stdout, line):
-        assert "has 4 partitions, the settings say 5" in text
+        assert "has 4 partitions, but the settings have 5" in text
         assert "take another topic_prefix" in text
     assert describe_topics(scope, topics(scope).all()) == before
 

@@ -1,4 +1,4 @@
-"""What a router tells Prometheus of its scope: ranks by state, errors by code, dead letters by source and reason."""
+"""Metrics on a real Kafka: ranks by state, errors by code, dead letters by reason, and what each process serves."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def of(api: Api, name: str) -> dict[str, float]:
 
 
 def await_ranks(api: Api, wanted: dict[str, int], reasons: dict[str, int]) -> None:
-    def told() -> tuple[dict[str, float], dict[str, float]]:
+    def counted() -> tuple[dict[str, float], dict[str, float]]:
         degraded_reasons = {reason: n for reason, n in of(api, "kvstreams_degraded_ranks").items() if n}
         return of(api, "kvstreams_ranks"), degraded_reasons
 
     try:
-        wait_for(lambda: told() == (wanted, reasons), PATIENCE_S, "ranks by state")
+        wait_for(lambda: counted() == (wanted, reasons), PATIENCE_S, "ranks by state")
     finally:
-        assert told() == (wanted, reasons)
+        assert counted() == (wanted, reasons)
 
 
 def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings) -> None:
-    """A rank may be in several states, and is one of the registered."""
+    """Every rank is counted as registered, and in each other state that applies to it."""
     settings = replace(scope, block_size=BLOCK_SIZE, stale_after_ms=2000)
     fresh, stale = range(settings.partitions - 1), settings.partitions - 1
     agents = Agents(settings, fresh)
@@ -70,13 +70,11 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
         api.call("PUT", f"/workers/{ids[0]}/cordon").given()
         await_ranks(api, {**counts, "silent": 1, "cordoned": 2}, reasons)
         agents.state_partition(stale, behind_ms=settings.behind_after_ms + 1)
-        wait_for(
-            lambda: of(api, "kvstreams_degraded_ranks")["owner_lagging"] == 1, PATIENCE_S, "an owner that is behind"
-        )
+        wait_for(lambda: of(api, "kvstreams_degraded_ranks")["owner_behind"] == 1, PATIENCE_S, "an owner that lags")
 
 
 def test_errors_are_counted_by_code(scope: Settings) -> None:
-    """The caller's, the fleet's and the server's own refusals; answers that are none are not."""
+    """Every refusal is counted: of the caller, of the fleet, and of the HTTP server. Successful answers are not."""
     with served(scope) as api:
         assert of(api, "kvstreams_errors_total") == {}
         api.call("GET", "/nowhere").refused(404, "not_found")
@@ -88,8 +86,8 @@ def test_errors_are_counted_by_code(scope: Settings) -> None:
         assert of(api, "kvstreams_errors_total") == counted
 
 
-def test_dead_letters_are_counted_whoever_wrote_them(scope: Settings) -> None:
-    """By source and reason, from the router's start on; what a stranger wrote is another's."""
+def test_dead_letters_of_every_writer_are_counted(scope: Settings) -> None:
+    """They are counted by source and reason since the router started; those of foreign writers count as `other`."""
     names = topics(scope)
     kafka = producer(scope)
 
@@ -121,14 +119,14 @@ def test_dead_letters_are_counted_whoever_wrote_them(scope: Settings) -> None:
 
 
 @pytest.mark.parametrize(("n", "others"), [(PAIRS_MAX, 0), (PAIRS_MAX + 1, 1), (PAIRS_MAX + 2, 2)])
-def test_a_stranger_does_not_fill_memory_with_reasons(n: int, others: int) -> None:
-    """Beyond the limit all are one, and none is lost."""
+def test_a_foreign_writer_cannot_fill_memory_with_reasons(n: int, others: int) -> None:
+    """Reasons beyond the limit are counted together, and no count is lost."""
     counts = DeadLetterCounts(Settings())
     for number in range(n):
         counts._count("tcp://e", f"reason{number}")
-    told = counts.counts()
-    assert sum(told.values()) == n
-    assert told.get((OTHER, OTHER), 0) == others
+    counted = counts.counts()
+    assert sum(counted.values()) == n
+    assert counted.get((OTHER, OTHER), 0) == others
 
 
 def test_a_router_serves_every_metric_that_is_declared_and_no_other(scope: Settings) -> None:

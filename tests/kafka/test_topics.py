@@ -62,7 +62,8 @@ def test_another_number_of_partitions_is_refused(change: int, scope: Settings) -
     """Settings with more or fewer partitions than the topics have are refused, and the error has both numbers."""
     ensure_topics(scope, topics(scope).all())
     other = replace(scope, partitions=scope.partitions + change)
-    with pytest.raises(TopicMismatch, match=rf"has {scope.partitions} partitions, the settings say {other.partitions}"):
+    refusal = rf"has {scope.partitions} partitions, but the settings have {other.partitions}"
+    with pytest.raises(TopicMismatch, match=refusal):
         ensure_topics(other, topics(other).all())
 
 

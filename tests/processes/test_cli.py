@@ -48,7 +48,7 @@ def test_config_prints_values_verbatim(run: Run) -> None:
     [
         (("config", "--port", "x"), {}, ("port is 'x'", "command line")),
         (("config",), {"KVSTREAMS_PORT": "70000"}, ("port is 70000", "at most 65535", "KVSTREAMS_PORT")),
-        (("config", "--config", "nowhere.toml"), {}, ("nowhere.toml is not there",)),
+        (("config", "--config", "nowhere.toml"), {}, ("nowhere.toml does not exist",)),
         (("router", "--router-mode", "best"), {}, ("router_mode is 'best'", "kv, round-robin, random")),
         (("worker", "--partitions", "0"), {}, ("partitions is 0", "at least 1")),
         (("topics", "create", "--topic-prefix", "a/b"), {}, ("topic_prefix is 'a/b'",)),
@@ -75,10 +75,10 @@ def test_a_wrong_value_is_reported_in_one_line(
 def test_a_variable_that_is_not_a_setting_is_reported_once_with_the_nearest_setting(run: Run) -> None:
     """Commands warn about an unknown KVSTREAMS_ variable once; variables that other parts read are ignored."""
     strange = {"KVSTREAMS_PROT": "1", "KVSTREAMS_TEST_KAFKA": "x", "KVSTREAMS_CONFIG": "none.toml"}
-    warning = "kvstreams: KVSTREAMS_PROT is set and is no knob; the nearest is KVSTREAMS_PORT"
+    warning = "kvstreams: KVSTREAMS_PROT is set but is not a setting; the nearest is KVSTREAMS_PORT"
     lines = run("config", env=strange).stderr.splitlines()
     assert lines[0].startswith(warning)
-    assert "none.toml is not there" in lines[1]
+    assert "none.toml does not exist" in lines[1]
     assert len(lines) == 2
     for arguments in (("config",), ("worker",)):
         # x is not a valid fault, so a worker exits while its App is built.
@@ -97,7 +97,8 @@ def test_faust_reports_a_variable_that_is_not_a_setting(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode != 0
-    assert done.stderr.count("KVSTREAMS_BLOCKSIZE is set and is no knob; the nearest is KVSTREAMS_BLOCK_SIZE") == 1
+    warning = "KVSTREAMS_BLOCKSIZE is set but is not a setting; the nearest is KVSTREAMS_BLOCK_SIZE"
+    assert done.stderr.count(warning) == 1
 
 
 @pytest.mark.parametrize("arguments", [("config", "--prot", "1"), ("nothing",), ("bridge",), ("topics", "drop")])

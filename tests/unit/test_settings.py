@@ -113,7 +113,7 @@ def test_the_environment_can_name_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_named_must_exist(by: str, tmp_path: Path) -> None:
     """A missing file is an error if an option or the environment names it, and the error contains the name."""
     missing = tmp_path / "missing.toml"
-    with pytest.raises(SettingsError, match=r"missing\.toml is not there"):
+    with pytest.raises(SettingsError, match=r"missing\.toml does not exist"):
         load({}, {"KVSTREAMS_CONFIG": str(missing)} if by == "environment" else {}, missing if by == "option" else None)
 
 
@@ -138,7 +138,7 @@ def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_setting_in_a_file_is_refused(tmp_path: Path) -> None:
     """The error has the unknown name, the file, and the command that prints all settings."""
     file = toml(tmp_path / "a.toml", "prot = 1\n")
-    with pytest.raises(SettingsError, match=r"prot in .*a\.toml is no knob.*kvstreams config"):
+    with pytest.raises(SettingsError, match=r"prot in .*a\.toml is not a setting.*kvstreams config"):
         load({}, {}, file)
 
 
