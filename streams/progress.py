@@ -88,29 +88,37 @@ def _bar(console: Console, step: Step, keep: bool) -> Iterator[None]:
         draw()
 
 
+#: When the last line was printed, whatever its step: many short steps in a row must not be silent either.
+_last_line_s = time.monotonic()
+
+
 @contextmanager
 def _lines(console: Console, step: Step, keep: bool) -> Iterator[None]:
     began = time.monotonic()
 
-    def say() -> None:
-        console.print(step.line(time.monotonic() - began), markup=False, highlight=False, soft_wrap=True)
+    def print_line() -> None:
+        global _last_line_s
+        _last_line_s = time.monotonic()
+        console.print(step.line(_last_line_s - began), markup=False, highlight=False, soft_wrap=True)
         console.file.flush()
 
-    with _repeated(LINE_EVERY_S, say):
+    with _repeated(LINE_EVERY_S, print_line, first_s=_last_line_s + LINE_EVERY_S - began):
         yield
     if keep:
         step.doing = ""
-        say()
+        print_line()
 
 
 @contextmanager
-def _repeated(every_s: float, show: Callable[[], None]) -> Iterator[None]:
-    """Call `show` in a thread for as long as the block runs, for the first time after `every_s`."""
+def _repeated(every_s: float, show: Callable[[], None], first_s: float = 0.0) -> Iterator[None]:
+    """Call `show` in a thread for as long as the block runs: after `first_s`, and then after every `every_s`."""
     over = threading.Event()
 
     def repeat() -> None:
-        while not over.wait(every_s):
+        wait_s = max(0.0, first_s)
+        while not over.wait(wait_s):
             show()
+            wait_s = every_s
 
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()
