@@ -13,47 +13,47 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-#: Where there is no terminal, a line is printed this often. A reader of a log begins to doubt after ten seconds.
+#: Without a terminal, a line is printed at this interval. After ten silent seconds a reader suspects a fault.
 LINE_EVERY_S = 5.0
 
-#: A bar moves this often, together with its clock, so that a long part does not look like a standstill.
+#: A bar is redrawn at this interval, with its clock, so that a long part does not look like a standstill.
 BAR_EVERY_S = 0.1
 
 
 class Step:
-    """How far a step is. The thread that does the work writes it; the one that shows it reads it."""
+    """The progress of a step. The thread that does the work writes it, and the one that shows it reads it."""
 
     def __init__(self, name: str, total: int | None) -> None:
-        """total: parts of the step; None where it has no countable parts."""
+        """total: number of parts; None if the step has no countable parts."""
         self.name = name
         self.total = total
         self.done = 0
         self.doing = ""
 
     def advance(self, doing: str = "") -> None:
-        """Count one part more. doing: what is being done now, in a word or two."""
+        """Count one more part. doing: the current part, in a word or two."""
         self.update(self.done + 1, doing)
 
     def update(self, done: int, doing: str = "", total: int | None = None) -> None:
-        """Set the parts that are done; total: set it as well, where it was not known before."""
+        """Set the number of parts that are done, and the total if it was not known before."""
         self.done, self.doing = done, doing
         if total is not None:
             self.total = total
 
     def line(self, elapsed_s: float) -> str:
-        """The step in one line."""
+        """The progress as one line."""
         count = "" if self.total is None else f"{self.done} of {self.total}, "
         return f"{self.name}: {count}{elapsed_s:.0f} s" + (f" ({self.doing})" if self.doing else "")
 
 
 @contextmanager
 def shown(console: Console, name: str, total: int | None = None, keep: bool = False) -> Iterator[Step]:
-    """Show the step that runs inside the block, which reports to the value given.
+    """Show the progress of the step that runs inside the block. The block updates the `Step` that it gets.
 
-    keep: leave the finished bar in the terminal, or print a last line, instead of removing every trace of the bar.
+    keep: leave the finished bar in the terminal, or print a last line, instead of removing the bar.
     """
     step = Step(name, total)
-    # Not `console.is_terminal`: FORCE_COLOR, which CI services set, makes that true for a file.
+    # `console.is_terminal` is true for a file as well if FORCE_COLOR is set, as in many CI services.
     interactive = console.file.isatty() and not console.is_dumb_terminal
     with _bar(console, step, keep) if interactive else _lines(console, step, keep):
         yield step
@@ -88,29 +88,37 @@ def _bar(console: Console, step: Step, keep: bool) -> Iterator[None]:
         draw()
 
 
+#: When the last line was printed, by any step: many short steps in a row must not be silent either.
+_last_line_s = time.monotonic()
+
+
 @contextmanager
 def _lines(console: Console, step: Step, keep: bool) -> Iterator[None]:
     began = time.monotonic()
 
-    def say() -> None:
-        console.print(step.line(time.monotonic() - began), markup=False, highlight=False, soft_wrap=True)
+    def print_line() -> None:
+        global _last_line_s
+        _last_line_s = time.monotonic()
+        console.print(step.line(_last_line_s - began), markup=False, highlight=False, soft_wrap=True)
         console.file.flush()
 
-    with _repeated(LINE_EVERY_S, say):
+    with _repeated(LINE_EVERY_S, print_line, first_s=_last_line_s + LINE_EVERY_S - began):
         yield
     if keep:
         step.doing = ""
-        say()
+        print_line()
 
 
 @contextmanager
-def _repeated(every_s: float, show: Callable[[], None]) -> Iterator[None]:
-    """Call `show` in a thread for as long as the block runs, for the first time after `every_s`."""
+def _repeated(every_s: float, show: Callable[[], None], first_s: float = 0.0) -> Iterator[None]:
+    """Call `show` in a thread for as long as the block runs: after `first_s`, and then after every `every_s`."""
     over = threading.Event()
 
     def repeat() -> None:
-        while not over.wait(every_s):
+        wait_s = max(0.0, first_s)
+        while not over.wait(wait_s):
             show()
+            wait_s = every_s
 
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()

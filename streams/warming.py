@@ -1,11 +1,11 @@
-"""Compiling the kernels that a command needs, before it serves.
+"""Compiles the kernels that a command needs, before the command serves.
 
-What lives here: which packages of kernels each command needs, the processes that compile them, and what the reader
-sees meanwhile. What must not: the entry points of a package, which it declares itself.
+What lives here: which packages of kernels each command needs, the processes that compile them, and what is printed in
+the meantime. What must not: the entry points of a package, which the package declares itself.
 
-numba compiles a kernel in one thread, and all kernels take half a minute of a fast core. So child processes compile
-them side by side into numba's cache, one kernel each at a time, and this process loads them from there. From the cache
-it takes a few tenths of a second, without children and without a word.
+numba compiles in one thread, and all kernels take about 50 s of a core. Therefore child processes compile them in
+parallel into numba's cache, one kernel each at a time, and this process loads them from there. If all kernels are in
+the cache, this takes less than half a second, starts no child and prints nothing.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def _named(package: ModuleType, entry_points: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{package.__name__}.{each}" for each in entry_points)
 
 
-# Kernels by their full names, the slowest to compile first: the last to end should be a short one.
+# Kernels by their full names. Children take them in this order, so the slowest come first. Those that share most of
+# their callees are far apart: a child that needs a kernel which another child is compiling waits for it.
 
-#: What a bridge, a publisher and a simulated engine need.
+#: For a bridge, a publisher and a simulated engine.
 HASHING = _named(hashing, hashing.ENTRY_POINTS)
 ROUTER = (
     *_named(index, index.FOLDING),
@@ -50,25 +51,25 @@ ROUTER = (
     *_named(block_facts, block_facts.ENTRY_POINTS),
     *_named(routing, routing.ENTRY_POINTS),
 )
-#: What a Faust worker without a router needs.
+#: For a Faust worker without a router.
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))
-#: What a Faust worker needs, and all processes of the demo together.
+#: For a Faust worker with a router, and for all processes of the demo together.
 WORKER = tuple(dict.fromkeys((*ROUTER, *AGENT)))
-#: The index as a library as well.
-EVERYTHING = (*_named(index, index.EVENTS), *WORKER)
+#: For the index as a library as well.
+EVERYTHING = tuple(dict.fromkeys((*ROUTER, *_named(index, index.EVENTS), *AGENT)))
 
-#: A child needs 200 MB, and beyond the longest chain of kernels that call each other more children gain nothing.
+#: Each child takes 300 MB. More children would wait for the longest chain of kernels that call each other.
 CHILDREN_MAX = 8
 
-#: Fewer kernels are compiled in this process: a child takes a second to start.
-KERNELS_A_CHILD_MIN = 4
+#: A child takes a second to start, which does not pay off for fewer kernels than this.
+KERNELS_PER_CHILD_MIN = 4
 
 
 def warm(names: Sequence[str] = EVERYTHING, console: Console | None = None) -> int:
-    """Compile or load kernels; returns how many had to be compiled, 0 as well where numba is missing.
+    """Compile or load kernels; returns how many had to be compiled, or 0 if numba is missing.
 
-    console: where progress is shown, by default on standard error: a worker warms before its logs are set up. Raises
-    ProcessError where a kernel cannot be compiled.
+    console: where progress is shown. The default is standard error, since a worker calls this before it sets up its
+    logs. Raises ProcessError if a kernel cannot be compiled.
     """
     if not kernels_available():
         return 0
@@ -90,7 +91,7 @@ def warm(names: Sequence[str] = EVERYTHING, console: Console | None = None) -> i
 
 
 _NO_CACHE = (
-    "Compiled kernels cannot be kept, because neither the installation nor the user's cache folder is writable, so"
+    "Compiled kernels cannot be stored, because neither the installation nor the user's cache folder is writable:"
     " every start compiles them again. Set NUMBA_CACHE_DIR to a writable folder."
 )
 
@@ -115,8 +116,8 @@ def _compile_here(kernels: dict[str, Any], console: Console) -> None:
 
 
 def _compile_in_children(names: list[str], console: Console) -> None:
-    """Have children compile kernels into numba's cache, each the next one when it is ready. Raises ProcessError."""
-    n_children = min(_n_cores(), CHILDREN_MAX, -(-len(names) // KERNELS_A_CHILD_MIN))
+    """Compile kernels into numba's cache, in child processes. Raises ProcessError."""
+    n_children = min(_n_cores(), CHILDREN_MAX, -(-len(names) // KERNELS_PER_CHILD_MIN))
     text = f"Compiling {len(names)} kernels in {n_children} processes. This is done once."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     with shown(console, "compiling kernels", len(names), keep=True) as step:
@@ -133,10 +134,10 @@ def _n_cores() -> int:
 
 
 class _Children:
-    """Children that share a list of kernels: one thread for each child, which gives it the next kernel."""
+    """Child processes that share a list of kernels. One thread per child gives it the next kernel."""
 
     def __init__(self, names: Sequence[str], report: Callable[[int, list[str]], None]) -> None:
-        """report: called with how many kernels are compiled, and those that are being compiled."""
+        """report: called with the number of compiled kernels, and with those that are being compiled."""
         self._waiting = deque(names)
         self._compiling: list[str] = []
         self._n_compiled = 0
@@ -150,13 +151,13 @@ class _Children:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         children = [
             subprocess.Popen(
-                # -P: the folder that the reader happens to be in holds no module of ours.
+                # -P: modules in the current folder must not replace ours.
                 [sys.executable, "-P", "-m", "streams.warming"],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends them
+                start_new_session=True,  # Ctrl-C reaches only this process, which then stops the children
             )
             for _ in range(n_children)
         ]
@@ -184,7 +185,7 @@ class _Children:
                 answer = ""
             if not answer:
                 with self._lock:
-                    self._error = ProcessError(f"the process that compiled the kernel {name} ended")
+                    self._error = ProcessError(f"the process that was compiling the kernel {name} exited")
                     self._waiting.clear()
                 return
             self._note_compiled(name)
@@ -206,7 +207,7 @@ class _Children:
 
 
 def _serve(names: IO[str]) -> None:
-    """What a child does: compile each kernel that is named on standard input, and answer with its name."""
+    """Run as a child: compile each kernel that is named on standard input, and answer with its name."""
     from streams.core.kernels.compiling import compile_ahead
 
     for line in names:

@@ -104,7 +104,7 @@ class Installer:
         return 0
 
     def _n_installed(self) -> int:
-        return sum(1 for _ in self._folder.glob("lib/python*/site-packages/*.dist-info"))
+        return sum(1 for _ in self._folder.glob("lib/python*/site-packages/*.dist-info/INSTALLER"))  # written last
 
     def _print(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:4.0f} s  {text}", flush=True)

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import time
 import urllib.request
 import uuid
@@ -87,6 +88,9 @@ class DemoConfig:
             raise SettingsError(f"--speedup is {self.speedup}; it must be above 0")
 
 
+#: Width of what is printed where there is no terminal: the table of act one needs more than 80 on a slow machine.
+LINE_CHARS = 120
+
 #: Starts a Kafka in a folder and returns its state.
 StartKafka = Callable[[Path], Any]
 
@@ -103,7 +107,7 @@ def require_extra(*packages: str) -> None:
 
 def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
     """Run both acts; returns what is written to result.json. A Kafka that was running before is left running."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else LINE_CHARS)
     requests = _requests(config)
     speedup = config.speedup or SPEEDUP_PER_CORE * (os.cpu_count() or 1)
     engine_config = EngineConfig(n_blocks=config.blocks)
@@ -167,7 +171,7 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
     """Start everything and stay in the foreground until Ctrl-C."""
     if workers < 1:
         raise SettingsError(f"--workers is {workers}; at least 1")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else LINE_CHARS)
     shutil.rmtree(directory, ignore_errors=True)
     with (
         _kafka(kafka_directory, start_kafka, console) as bootstrap,

@@ -32,7 +32,10 @@ def test_each_phase_of_pip_is_named(tmp_path: Path) -> None:
         "downloading numba-0.68.1-cp311-cp311-manylinux_2_28_x86_64.whl (3.9 MB)",
         "installing: 0 of 3 packages",
     ]
-    (tmp_path / "lib/python3.11/site-packages/numpy-2.4.6.dist-info").mkdir(parents=True)
+    packages = tmp_path / "lib/python3.11/site-packages"
+    (packages / "llvmlite-0.50.0.dist-info").mkdir(parents=True)  # still being copied
+    (packages / "numpy-2.4.6.dist-info").mkdir()
+    (packages / "numpy-2.4.6.dist-info" / "INSTALLER").write_text("pip")
     assert installer.doing() == "installing: 1 of 3 packages"
 
 

@@ -46,9 +46,21 @@ def test_a_step_without_parts_shows_its_time() -> None:
         wait_for_text(out, "starting Kafka: 0 s\n")
 
 
+def test_short_steps_in_a_row_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line is due as long after the last one as within a step, though every step ends sooner."""
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.2)
+    out = io.StringIO()
+    began = time.monotonic()
+    while not out.getvalue():
+        assert time.monotonic() < began + 30.0
+        with shown(Console(file=out), "short"):
+            time.sleep(0.02)
+
+
 def test_a_short_step_prints_nothing_unless_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept one ends with a line that says how long it took."""
     monkeypatch.setattr(progress, "LINE_EVERY_S", 60.0)
+    monkeypatch.setattr(progress, "_last_line_s", time.monotonic())
     out = io.StringIO()
     with shown(Console(file=out), "short"):
         pass

@@ -1,6 +1,6 @@
-"""What happens where numba is missing: the functions in plain Python serve, and a warning says so, once.
+"""What happens if numba is missing: functions in pure Python are used instead, and one warning is printed.
 
-What lives here: that decision. What must not: kernels; modules that have them import them only after asking here.
+What lives here: that decision. What must not: kernels. A module that uses kernels imports them only if this allows it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cache
 
 @cache
 def kernels_available() -> bool:
-    """Whether numba is installed. Warns once, with a RuntimeWarning, where it is not.
+    """Whether numba is installed. If it is not, this warns once, with a RuntimeWarning.
 
-    Raises ImportError where numba is installed and cannot be imported, as with a NumPy that it does not support.
+    Raises ImportError if numba is installed but cannot be imported, for example with a NumPy that it does not support.
     """
     try:
         importlib.import_module("numba")
@@ -22,7 +22,7 @@ def kernels_available() -> bool:
         if exc.name is None or exc.name.partition(".")[0] not in ("numba", "llvmlite"):
             raise
         warnings.warn(
-            f"kvstreams runs in plain Python, which is much slower, because {exc.name} is not installed:"
+            f"kvstreams runs in pure Python, which is much slower, because {exc.name} is not installed:"
             " run `pip install numba`",
             RuntimeWarning,
             stacklevel=2,

@@ -181,7 +181,7 @@ def warm(names: list[str]) -> tuple[int, str]:
 def test_children_compile_and_this_process_loads(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two children share the kernels; here they are loaded, and the next time there is nothing to do or to print."""
     monkeypatch.setattr(warming, "_n_cores", lambda: 2)
-    monkeypatch.setattr(warming, "KERNELS_A_CHILD_MIN", 1)
+    monkeypatch.setattr(warming, "KERNELS_PER_CHILD_MIN", 1)
     names = names_in(package, "summed", "declared", "other", "more")
     compiled, text = warm(names)
     assert compiled == 4
