@@ -32,7 +32,7 @@ RANK_DEGRADED_REASONS = (
     DegradedReason.REMOVED,
     DegradedReason.OVER_CAPACITY,
     DegradedReason.OWNER_SILENT,
-    DegradedReason.OWNER_LAGGING,
+    DegradedReason.OWNER_BEHIND,
 )
 
 _RANK_STATES = ("registered", "cordoned", "silent", "degraded", "approximate")

@@ -35,11 +35,11 @@ class DegradedReason(enum.StrEnum):
     REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
     OVER_CAPACITY = "over_capacity"  # this router's index is over capacity and lacks a record of the rank
     OWNER_SILENT = "owner_silent"  # no partition record was received for stale_after_ms
-    OWNER_LAGGING = "owner_lagging"  # the partition owner lags behind its source by more than behind_after_ms
+    OWNER_BEHIND = "owner_behind"  # the partition owner lags behind its source by more than behind_after_ms
     LABELS_OVER_CAPACITY = "labels_over_capacity"  # the request queries labels, and some of the rank's were dropped
     POOLED_OVER_CAPACITY = "pooled_over_capacity"  # rows of pooled blocks were dropped
     POOLED_OWNER_SILENT = "pooled_owner_silent"
-    POOLED_OWNER_LAGGING = "pooled_owner_lagging"
+    POOLED_OWNER_BEHIND = "pooled_owner_behind"
     BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is away, and routers do not read each other's bookings
 
 
@@ -59,7 +59,7 @@ FALLBACK = _TRUSTED[AnswerMode.FALLBACK]
 NOT_IN_SYNC = _DEGRADED[DegradedReason.BOOKINGS_NOT_IN_SYNC]
 _POOLED = {
     DegradedReason.OWNER_SILENT: DegradedReason.POOLED_OWNER_SILENT,
-    DegradedReason.OWNER_LAGGING: DegradedReason.POOLED_OWNER_LAGGING,
+    DegradedReason.OWNER_BEHIND: DegradedReason.POOLED_OWNER_BEHIND,
 }
 
 
@@ -175,4 +175,4 @@ class TrustTracker:
             return DegradedReason.OWNER_SILENT
         if all(source.behind_ms <= self._behind_after_ms for source in record.sources):
             return None
-        return DegradedReason.OWNER_LAGGING
+        return DegradedReason.OWNER_BEHIND

@@ -322,7 +322,7 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     becomes("degraded: owner_silent", live, silent)
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms + 1)
     fleet.wait(lambda: fleet.main.get("/state")["applied_offsets"].get(str(BEHIND)) == 7, "the owner's record")
-    assert mode(behind) == "degraded: owner_lagging"
+    assert mode(behind) == "degraded: owner_behind"
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms)
     becomes("exact", behind)
     assert mode(live, silent, never, gap, hybrid, behind) == "degraded: removed"

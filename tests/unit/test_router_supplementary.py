@@ -220,7 +220,7 @@ def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
     alive(router, other)
     assert ask(router)["mode"] == "exact"
     alive(router, other, behind_ms=5000)
-    assert ask(router)["degraded_because"] == "pooled_owner_lagging"
+    assert ask(router)["degraded_because"] == "pooled_owner_behind"
     router.view.fold_pooled(key, None)
     assert ask(router)["mode"] == "exact"
 
