@@ -3,14 +3,16 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# What the demo needs, and what the tests need as well.
+LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
 .PHONY: demo test up lint unit fast warm soak chaos replicas conformance bench bench-stream clean
 
-demo: $(INSTALLED)
+demo: $(LOCAL)
 	$(BIN)/kvstreams demo
 
-up: $(INSTALLED)
+up: $(LOCAL)
 	$(BIN)/kvstreams up
 
 test: lint unit
@@ -61,11 +63,12 @@ clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down
 	rm -rf .venv .kvstreams
 
-# The stamp is written last: an install that was cut off is done again.
-$(INSTALLED): pyproject.toml constraints.txt
+# The stamp is written last, so that an installation that was cut off is repeated. dev includes all of local.
+$(LOCAL): EXTRA := local
+$(INSTALLED): EXTRA := dev
+$(LOCAL) $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvstreams needs Python 3.11 or newer; set PYTHON to one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@echo "installing into .venv (once; half a minute)"
-	@$(PYTHON) -m venv .venv
-	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --editable '.[dev]'
-	@touch $@
+	@echo "installing kvstreams[$(EXTRA)] into .venv, once"
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(PYTHON) tools/install.py .venv '.[$(EXTRA)]'
+	@touch $(LOCAL) $@

@@ -27,6 +27,7 @@ from benchmarks.ours import clock
 from benchmarks.report import OURS, Bar, Report, Samples, ratio_bar, select
 from streams import __version__
 from streams.codec import encode_worker
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
@@ -34,7 +35,6 @@ from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.cxl.states import CxlMemoryState
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
@@ -165,17 +165,17 @@ def check(fleet: Fleet, router: Router, prompt: Prompt, asked: RouteRequest, *, 
     """The terms are those that were planted, and the cheapest rank was chosen."""
     answer = router.route(asked, prompt.tokens)
     members = set() if prompt.pool is None else set(fleet.members(prompt.pool))
-    for each in answer["candidates"]:
-        own = N_OWN if each["worker_id"] == prompt.holder else N_SHARED
+    for each in answer.candidates or ():
+        own = N_OWN if each.rank.worker_id == prompt.holder else N_SHARED
         reached = (
-            prompt.n_known - own if each["worker_id"] in members and (prompt.holder is None or own == N_OWN) else 0
+            prompt.n_known - own if each.rank.worker_id in members and (prompt.holder is None or own == N_OWN) else 0
         )
         wanted = (own, reached if supplementary else 0, own if supplementary else 0)
-        found = (each["scores"], each["cxl_accessible_scores"], each["moe_scores"])
+        found = (each.scores, each.cxl_accessible_scores, each.moe_scores)
         if found != wanted:
-            raise SystemExit(f"worker {each['worker_id']}: {found}, and {wanted} were planted")
-    if answer["cost"] != min(each["cost"] for each in answer["candidates"]):
-        raise SystemExit(f"worker {answer['worker_id']} was chosen at {answer['cost']}")
+            raise SystemExit(f"worker {each.rank.worker_id}: {found}, and {wanted} were planted")
+    if answer.cost != min(each.cost for each in answer.candidates or ()):
+        raise SystemExit(f"worker {answer.rank.worker_id} was chosen at {answer.cost}")
 
 
 def measure(router: Router, prompts: list[Prompt], asked: RouteRequest) -> tuple[float, float]:
@@ -199,7 +199,7 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     fleet = Fleet(ranks, pooled)
     plain = fleet.router(pooled=False, labelled=False)
     without_query = fleet.router(pooled=False, labelled=False)  # as plain, and the question what is beside is left out
-    without_query._supplementary = lambda *_: None  # type: ignore[method-assign]
+    without_query.view.supplementary = lambda *_, **__: None  # type: ignore[method-assign]
     begun = time.monotonic()
     full = fleet.router(pooled=True, labelled=True)
     case = f"{ranks} ranks, {N_TOKENS} tokens, {full.view.n_pooled()} rows, {full.view.labelled()[0]} labelled records"

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
     BEFORE_FIRST,
@@ -28,7 +29,6 @@ from streams.core.events import (
     BlocksRemoved,
     BlocksStored,
     Body,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -53,7 +53,7 @@ from streams.core.ids import (
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.workers import BridgeLease, Role, Worker, WorkerState
-from streams.errors import BadRecord, InvalidRequest, KvStreamsError
+from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 
 _SINGLE_OBJECT = b"\xc3\x01"
 _SINGLE_OBJECT_HEADER_BYTES = 10
@@ -407,6 +407,8 @@ def _body_datum(body: Body) -> tuple[str, dict[str, Any]]:
             return "io.kvstreams.WorkerRemoved", {"reason": body.reason, "seen_sequence": body.seen_sequence}
         case Heartbeat():
             return "io.kvstreams.Heartbeat", {"bridge": body.bridge, "lease_ms": body.lease_ms}
+        case _:
+            assert_never(body)
 
 
 def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
@@ -427,7 +429,7 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
                 "cxl_metadata": None
                 if event.cxl is None
                 else {
-                    "state": event.cxl.state,
+                    "state": event.cxl.state.value,
                     "pool_id": event.cxl.pool_id,
                     "accessible_workers": [to_long(worker) for worker in event.cxl.accessible_workers],
                 },
@@ -439,6 +441,8 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
             }
         case AllBlocksCleared():
             return "io.kvstreams.AllBlocksCleared", {}
+        case _:
+            assert_never(event)
 
 
 def _body(datum: dict[str, Any]) -> Body:
@@ -487,13 +491,18 @@ def _event(datum: dict[str, Any]) -> KvEvent:
             local=local,
             tier=Tier[datum["tier"].upper()],
             moe=None if moe is None else MoeLabels(moe["layer_id"], moe["expert_id"], moe["expert_group"]),
-            cxl=None
-            if cxl is None
-            else CxlMetadata(cxl["state"], cxl["pool_id"], tuple(map(from_long, cxl["accessible_workers"]))),
+            cxl=None if cxl is None else _cxl_metadata(cxl),
         )
     if "engine_hashes" in datum:
         return BlocksRemoved(_hashes(datum["engine_hashes"]), Tier[datum["tier"].upper()])
     return AllBlocksCleared()
+
+
+def _cxl_metadata(datum: dict[str, Any]) -> CxlMemoryMetadata:
+    try:
+        return CxlMemoryMetadata(datum["state"], datum["pool_id"], tuple(map(from_long, datum["accessible_workers"])))
+    except InvalidEvent as exc:
+        raise BadRecord("bad_state", exc.message) from exc
 
 
 def _paired(datum: dict[str, Any]) -> tuple[HashArray, HashArray]:

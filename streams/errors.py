@@ -196,6 +196,11 @@ API_ERRORS: tuple[type[KvStreamsError], ...] = (
 )
 
 
+#: Codes of refusals by the HTTP server itself, by status; HTTP_ERROR is the code of all others.
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+HTTP_ERROR = "http_error"
+
+
 def api_error(exc: KvStreamsError) -> type[KvStreamsError]:
     """The error as which the HTTP API tells of one: its class, or the nearest above it that the API knows."""
     return next(kind for kind in type(exc).__mro__ if kind in API_ERRORS)

@@ -67,6 +67,13 @@ class Settings:
     router: bool = _knob(True, "serve the HTTP API in the Faust worker's process")
     host: str = _knob("127.0.0.1", "address the HTTP API listens on; 0.0.0.0 for every interface")
     port: int = _knob(8000, "port of the HTTP API", low=0, high=65535)
+    metrics_port: int = _knob(
+        0,
+        "port of /metrics and /healthz in a bridge, and in a Faust worker that does not serve the HTTP API, on "
+        "the address `host`; 0 serves neither",
+        low=0,
+        high=65535,
+    )
     router_mode: RouterMode = _knob(RouterMode.KV, f"how a rank is chosen: {', '.join(RouterMode)}")
     kv_overlap_score_weight: float = _knob(
         1.0, "weight of prefill against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
@@ -207,7 +214,7 @@ _DURABLE = "events are on Kafka, which is durable; there is no other way to swit
 
 #: Knobs of NVIDIA Dynamo's router that mean nothing here, accepted from everywhere so that a launch script runs as it
 #: is, and why they are needless. docs/from-dynamo.md maps all others.
-UNNEEDED_KNOBS = {
+UNNEEDED_OPTIONS = {
     "router_snapshot_threshold": "nothing is snapshotted; the compacted changelog is the snapshot",
     "durable_kv_events": _DURABLE,
     "router_durable_kv_events": _DURABLE,
@@ -247,8 +254,8 @@ def load(
     for source, layer in layers:
         for name, value in layer.items():
             label = f"{ENV_PREFIX}{name.upper()}" if source == "environment" else source
-            if name in UNNEEDED_KNOBS:
-                warnings.append(f"{name} (from: {label}) is not needed: {UNNEEDED_KNOBS[name]}")
+            if name in UNNEEDED_OPTIONS:
+                warnings.append(f"{name} (from: {label}) is not needed: {UNNEEDED_OPTIONS[name]}")
                 continue
             if name not in hints:
                 raise SettingsError(f"{name} in {source} is no knob", remedy="`kvstreams config` prints all of them")
@@ -281,7 +288,7 @@ def as_environ(settings: Settings) -> dict[str, str]:
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`KVSTREAMS_*` variables that nobody reads, each with what to say of it; those of our tests are passed over."""
     knobs = [*(ENV_PREFIX + knob.name.upper() for knob in fields(Settings)), CONFIG_ENV]
-    read = {*knobs, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in UNNEEDED_KNOBS)}
+    read = {*knobs, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in UNNEEDED_OPTIONS)}
     messages = {}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in read and not name.startswith(_TESTS_PREFIX):
@@ -308,7 +315,7 @@ def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str,
     for key, value in env.items():
         name = key.removeprefix(ENV_PREFIX).lower()
         # Other KVSTREAMS_ variables belong to other parts (the tests, the demo); only a knob's own name is one.
-        if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_KNOBS):
+        if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_OPTIONS):
             found[name] = value
     return found
 

@@ -18,10 +18,12 @@ import faust
 from faust.types import TP
 
 from streams import faults, log
+from streams.agent_metrics import agent_registry
 from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
+from streams.metrics import monitoring_routes
 from streams.reset import reset_scope
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
@@ -54,9 +56,9 @@ def create_app(settings: Settings) -> faust.App:
         topic_disable_leader=True,
         topic_partitions=settings.partitions,
         topic_replication_factor=settings.replication,
-        web_enabled=settings.router,
+        web_enabled=settings.router or settings.metrics_port > 0,
         web_bind=settings.host,
-        web_port=settings.port,
+        web_port=settings.port if settings.router else settings.metrics_port or settings.port,
         web_host=settings.host,
         web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
         stream_wait_empty=False,
@@ -116,8 +118,11 @@ def create_app(settings: Settings) -> faust.App:
         if router is not None:
             await asyncio.to_thread(router.stop)
 
+    agent_metrics = agent_registry(indexer)
     if router is not None:
-        Handlers(router).add_to(app.web.web_app)
+        Handlers(router, [agent_metrics]).add_to(app.web.web_app)
+    elif settings.metrics_port:
+        app.web.web_app.add_routes(monitoring_routes(agent_metrics))
     return app
 
 

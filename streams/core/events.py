@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.ids import EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier
 from streams.errors import BadRecord
 
@@ -41,15 +42,6 @@ def check_labels(labels: MoeLabels) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CxlMetadata:
-    """Where in CXL memory a stored block lies; for `state` see docs/architecture.md, Words."""
-
-    state: str
-    pool_id: str | None
-    accessible_workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class BlocksStored:
     """Consecutive blocks of one chain now held in one tier.
 
@@ -62,7 +54,7 @@ class BlocksStored:
     local: HashArray
     tier: Tier = Tier.DEVICE
     moe: MoeLabels | None = None
-    cxl: CxlMetadata | None = None
+    cxl: CxlMemoryMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,13 @@ import numpy.typing as npt
 import xxhash
 
 from streams.core.ids import U32_MAX, U64_MASK, HashArray, SequenceHash
+from streams.core.kernels.available import kernels_available
 from streams.errors import BlockSizeMismatch, InvalidRequest
 
-try:
+#: Kernels read tokens in the machine's own byte order.
+KERNELS_AVAILABLE = sys.byteorder == "little" and kernels_available()
+if KERNELS_AVAILABLE:
     from streams.core.kernels.xxh3 import chain_blocks, hash_blocks
-except ImportError:
-    KERNELS_AVAILABLE = False
-else:
-    KERNELS_AVAILABLE = sys.byteorder == "little"  # they read tokens as the machine does
 
 #: Dynamo's seed; equal seeds are what makes our hashes comparable with every Dynamo component.
 BASE_SEED = 1337

@@ -1,7 +1,7 @@
-"""What owners tell of their blocks in CXL memory: values of `cxl-events` and of the registry's pools.
+"""What owners report about their blocks in CXL memory: the values of `cxl-events` and of the registry's pools.
 
 What lives here: dataclasses and their limits. What must not: bytes (records), what a transition does (states,
-pooled_blocks).
+tables.pooled_block_table).
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from streams.core.cxl_memory import CxlMemoryState, state_of
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Incarnation, RankId, SequenceHash, WorkerId
-from streams.cxl.states import RULES, CxlMemoryState
+from streams.cxl.states import RULES
 from streams.errors import InvalidEvent, InvalidRequest
 
-#: Blocks of one record: each becomes a row of 100 to 200 bytes, written in the transaction that takes the record in.
+#: Blocks per record. Each becomes a row of 100 to 200 bytes, written in the transaction that applies the record.
 TRANSITION_BLOCKS_MAX = 4096
 
-#: Characters of a pool's id and of its latency class: they stand in keys and rows.
+#: Characters of a pool's id and of its latency class, both of which are part of keys and rows.
 POOL_NAME_CHARS_MAX = 128
 
-#: Hosts that one pool has, and workers that one block names; the largest switches announced connect some hundreds.
+#: Members of one pool, and accessible workers of one block. The largest CXL switches announced connect a few hundred
+#: hosts.
 POOL_MEMBERS_MAX = 4096
 
-
-#: The greatest epoch that a pool may be given: exact in every JSON reader, and room above it to be lost as often again.
+#: The greatest epoch that a caller can set: every JSON reader represents it exactly, and the pool can still be lost as
+#: many times again.
 POOL_EPOCH_GIVEN_MAX = (1 << 52) - 1
 
-#: The greatest that it can come to by being lost.
+#: The greatest epoch that a pool can reach by being lost.
 POOL_EPOCH_MAX = (1 << 53) - 1
 
 
 class BlockAddress(NamedTuple):
-    """Where a block lies on its chain, in words that are the same on every worker. parent: None at the root."""
+    """A block's position in its chain, in terms that are the same on every worker. parent: None at the root."""
 
     sequence: SequenceHash
     parent: SequenceHash | None
@@ -44,9 +46,10 @@ class BlockAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CxlStateChanged:
-    """What an engine says: blocks, by its own hashes, enter a state.
+    """What an engine reports: blocks, named by its own hashes, enter a state.
 
-    engine: uint64[n]. accessible_workers: who can reach them, for in_transit; none named are all members of the pool.
+    engine: uint64[n]. accessible_workers: the workers that can read the blocks, for in_transit; if empty, all members
+    of the pool.
     """
 
     event_id: int
@@ -63,37 +66,34 @@ def state_changed(
     pool_id: str | None,
     accessible_workers: Sequence[WorkerId] | None,
 ) -> CxlStateChanged:
-    """What a caller tells, checked; hashes and event id may be signed.
+    """Check a caller's arguments and build the event; hashes and event id may be signed.
 
-    Raises InvalidEvent where no state has that name or in_transit names no pool, InvalidRequest for a pool's id that is
-    none or too many workers.
+    Raises InvalidEvent for an unknown state, too many workers, or in_transit without a pool, and InvalidRequest for an
+    invalid pool id.
     """
-    try:
-        state = CxlMemoryState(new_state)
-    except ValueError as exc:
-        raise InvalidEvent(f"{new_state!r} is no state of CXL memory; one of {', '.join(CxlMemoryState)}") from exc
     engine = np.array([value & U64_MASK for value in block_hashes], dtype=np.uint64)
-    changed = CxlStateChanged(event_id & U64_MASK, engine, state, pool_id, tuple(accessible_workers or ()))
+    state, workers = state_of(new_state), tuple(accessible_workers or ())
+    changed = CxlStateChanged(event_id & U64_MASK, engine, state, pool_id, workers)
     check_change(changed)
     return changed
 
 
 def check_change(changed: CxlStateChanged) -> None:
-    """Raise InvalidEvent or InvalidRequest for what is illegal whatever state a block is in."""
+    """Raise InvalidEvent or InvalidRequest for a change that is illegal for a block in any state."""
     if changed.pool_id is not None:
         check_pool_id(changed.pool_id)
     elif RULES[changed.state].needs_pool:
-        raise InvalidEvent(f"{changed.state} names no pool")
+        raise InvalidEvent(f"{changed.state} must name a pool")
     if len(changed.accessible_workers) > POOL_MEMBERS_MAX:
         raise InvalidEvent(f"{len(changed.accessible_workers)} accessible workers; at most {POOL_MEMBERS_MAX}")
 
 
 @dataclass(frozen=True, slots=True)
 class AddressedBlocks:
-    """Blocks of one transition, column by column.
+    """The blocks of one transition, as columns.
 
-    sequence, parents, engine: uint64[n]; positions: uint32[n]. parents of blocks at position 0 say nothing. engine: the
-    owner's own names, for whoever must find his blocks again.
+    sequence, parents, engine: uint64[n]; positions: uint32[n]. The parent of a block at position 0 has no meaning.
+    engine: the owner's own names, by which a restarted bridge finds the blocks of its engine again.
     """
 
     sequence: HashArray
@@ -108,7 +108,7 @@ class AddressedBlocks:
         return AddressedBlocks(self.sequence[part], self.parents[part], self.positions[part], self.engine[part])
 
     def rows(self) -> list[tuple[BlockAddress, EngineHash]]:
-        """One block after the other."""
+        """Return one entry per block."""
         return [
             (BlockAddress(SequenceHash(block), SequenceHash(parent) if position else None, position), EngineHash(name))
             for block, parent, position, name in zip(
@@ -122,7 +122,7 @@ class AddressedBlocks:
 
 
 def addressed(blocks: list[tuple[BlockAddress, EngineHash]]) -> AddressedBlocks:
-    """Columns of blocks."""
+    """Turn one entry per block into columns."""
     return AddressedBlocks(
         np.array([address.sequence for address, _ in blocks], dtype=np.uint64),
         np.array([address.parent or 0 for address, _ in blocks], dtype=np.uint64),
@@ -135,8 +135,9 @@ def addressed(blocks: list[tuple[BlockAddress, EngineHash]]) -> AddressedBlocks:
 class CxlTransition:
     """One record of `cxl-events`: blocks of one rank enter a state.
 
-    follows: the last batch of this life on `kv-events` that it comes behind, BEFORE_FIRST for none. event_id: the
-    engine's own, told to people. pool_epoch: of the pool as its owner knew it, 0 where he knew none.
+    follows: the number of the last batch on `kv-events`, within the same incarnation, that the engine published before
+    this transition; BEFORE_FIRST for none. event_id: the engine's own number, shown to people. pool_epoch: the pool's
+    epoch as its owner knew it, 0 if it knew none.
     """
 
     rank: RankId
@@ -154,11 +155,11 @@ class CxlTransition:
 
 @dataclass(frozen=True, slots=True)
 class CxlPool:
-    """A pool as the registry knows it.
+    """A pool as the registry has it.
 
-    epoch: grows when what the pool held is lost; blocks of older epochs count for nothing. lost: it is not there at
-    all. members: workers whose hosts reach it. latency_class, capacity_blocks: for people to see, nothing is decided by
-    them; capacity_blocks is None where unknown.
+    epoch: grows when the pool loses its contents; blocks of older epochs are ignored. lost: the pool does not exist at
+    the moment. members: workers whose hosts can address it. latency_class, capacity_blocks: shown to people, and used
+    for no decision; capacity_blocks is None if unknown.
     """
 
     pool_id: str
@@ -173,18 +174,21 @@ class CxlPool:
         check_pool_id(self.pool_id)
         if not 1 <= len(self.latency_class) <= POOL_NAME_CHARS_MAX or not self.latency_class.isprintable():
             raise InvalidRequest(
-                f"pool {self.pool_id}: latency_class has 1 to {POOL_NAME_CHARS_MAX} printable characters"
+                f"pool {self.pool_id}: latency_class must have 1 to {POOL_NAME_CHARS_MAX} printable characters"
             )
         if len(self.members) > POOL_MEMBERS_MAX:
             raise InvalidRequest(f"pool {self.pool_id}: {len(self.members)} members; at most {POOL_MEMBERS_MAX}")
         if not 0 <= self.epoch <= POOL_EPOCH_MAX or (self.capacity_blocks is not None and self.capacity_blocks < 1):
-            raise InvalidRequest(f"pool {self.pool_id}: epoch {self.epoch}, {self.capacity_blocks} blocks")
+            raise InvalidRequest(
+                f"pool {self.pool_id}: epoch {self.epoch} or capacity of {self.capacity_blocks} blocks is out of range"
+            )
 
 
 def newest_pool(known: CxlPool | None, arriving: CxlPool) -> CxlPool:
-    """Of two records of a pool, in order of the log, the one that counts: of the greater epoch, of equal ones the lost.
+    """Return which of two records of a pool is in effect; `arriving` is later in the log.
 
-    Whoever wrote the other had not read this one yet, and would bring back what was lost. Of equals the later counts.
+    The greater epoch wins; within an epoch the record that marks the pool as lost wins, and otherwise the later one.
+    A writer of the losing record had not read the other, and its record would bring back what was lost.
     """
     if known is not None and (arriving.epoch, arriving.lost) < (known.epoch, known.lost):
         return known
@@ -192,14 +196,14 @@ def newest_pool(known: CxlPool | None, arriving: CxlPool) -> CxlPool:
 
 
 def check_pool_id(pool_id: str) -> None:
-    """Raise InvalidRequest for what is no pool's id: a name of printable characters that a path of a URL can have.
+    """Raise InvalidRequest unless this is a valid pool id: printable characters that fit in the path of a URL.
 
-    What is not printable is a newline, NUL, half of a surrogate pair, or a space other than the plain one. `.` and `..`
-    are taken out of a path before it is sent.
+    Line breaks, NUL, halves of surrogate pairs and all spaces except U+0020 are not printable. `.` and `..` are removed
+    from a path before it is sent.
     """
-    if not isinstance(pool_id, str):  # as an engine's message may have it
-        raise InvalidRequest(f"a pool's id is a text, not {pool_id!r}")
+    if not isinstance(pool_id, str):  # an engine's message can contain any type
+        raise InvalidRequest(f"a pool id must be a string, not {pool_id!r}")
     if not 1 <= len(pool_id) <= POOL_NAME_CHARS_MAX:
-        raise InvalidRequest(f"a pool's id has 1 to {POOL_NAME_CHARS_MAX} characters, not {len(pool_id)}")
+        raise InvalidRequest(f"a pool id must have 1 to {POOL_NAME_CHARS_MAX} characters, not {len(pool_id)}")
     if not pool_id.isprintable() or pool_id in (".", ".."):
-        raise InvalidRequest(f"a pool's id has printable characters, and is neither . nor .., not {pool_id!a}")
+        raise InvalidRequest(f"a pool id must consist of printable characters and be neither . nor .., not {pool_id!a}")

@@ -16,11 +16,11 @@ from functools import partial
 
 from streams.core.block_facts.fact_sets import FactQueries, FactQuery, FactSets, RankNumbering
 from streams.core.block_facts.interner import FactInterner
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import reachable_workers
 from streams.cxl.records import Placement
-from streams.cxl.states import CxlMemoryState
 from streams.errors import IndexFull
 
 

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import CxlPool, newest_pool
 from streams.cxl.records import (
@@ -40,7 +41,7 @@ from streams.cxl.records import (
     parse_owner_key,
     parse_pool_key,
 )
-from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState, after_owner_ended
+from streams.cxl.states import after_owner_ended
 from streams.errors import BadRecord
 
 #: Rows of all pooled blocks: some 4 GB of a router's memory, where a stranger's rows must not fill it.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.codec import codec, from_hash, from_long, to_hash, to_long
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import BEFORE_FIRST
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
@@ -26,7 +27,6 @@ from streams.cxl.events import (
     CxlTransition,
     check_pool_id,
 )
-from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, InvalidRequest
 from streams.topics import CXL_EVENT_BYTES_MAX
 
@@ -325,11 +325,11 @@ def encode_owner(row: OwnerRow) -> bytes:
     """Value of an owner's row."""
     return codec("cxl-owner").encode(
         {
-            "told": to_long(row.newest_incarnation),
+            "newest_incarnation": to_long(row.newest_incarnation),
             "incarnation": to_long(row.incarnation),
             "ended": row.ended,
             "ended_at_ms": row.ended_at_ms,
-            "lives": [
+            "ended_incarnations": [
                 {
                     "incarnation": to_long(ended.incarnation),
                     "sequence": ended.sequence,
@@ -357,13 +357,13 @@ def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
     rank = parse_owner_key(key)
     datum = codec("cxl-owner").decode(value)
     return rank, OwnerRow(
-        newest_incarnation=Incarnation(from_long(datum["told"])),
+        newest_incarnation=Incarnation(from_long(datum["newest_incarnation"])),
         incarnation=Incarnation(from_long(datum["incarnation"])),
         ended=datum["ended"],
         ended_at_ms=datum["ended_at_ms"],
         ended_incarnations=tuple(
             EndedIncarnation(Incarnation(from_long(ended["incarnation"])), ended["sequence"], ended["ended_at_ms"])
-            for ended in datum["lives"]
+            for ended in datum["ended_incarnations"]
         ),
     )
 

@@ -1,9 +1,10 @@
-"""States of a block in CXL memory, and which may follow which: a table, as data, and the one function that reads it.
+"""Which state of CXL memory may follow which: a table, as data, and the functions that read it.
 
 What lives here: `RULES`, `transition`, `after_owner_ended`, and the diagram of docs/cxl.md, which is drawn from the
-rules. What must not: who owns a block, when a transition counts (pooled_block_table), bytes.
+rules. What must not: the states themselves (core.cxl_memory), who owns a block, when a transition is applied
+(tables.pooled_block_table), bytes.
 
-A block that no pool knows of is in `local_gpu`: to be unknown and to be plain are the same state.
+A block that is in no pool is in `local_gpu`: an unknown block and a block without metadata are in the same state.
 """
 
 from __future__ import annotations
@@ -11,37 +12,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import assert_never
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.ids import WorkerId
 
-
-class CxlMemoryState(enum.StrEnum):
-    """Where a block is, as far as CXL memory is concerned; the names are on Kafka."""
-
-    LOCAL_GPU = "local_gpu"
-    IN_TRANSIT = "in_transit"
-    CXL_POOLED = "cxl_pooled"
-    EVICTED = "evicted"
-
-
-@dataclass(frozen=True, slots=True)
-class CxlMemoryMetadata:
-    """State of one block of one owner. pool_id: None where no pool has or had it.
-
-    accessible_workers: who was told to reach it, as the owner named them; none named are all members of the pool.
-    """
-
-    state: CxlMemoryState
-    pool_id: str | None = None
-    accessible_workers: tuple[WorkerId, ...] = ()
-
-
-#: Of a block that nobody told anything about.
-PLAIN = CxlMemoryMetadata(CxlMemoryState.LOCAL_GPU)
+#: The metadata of a block about which nothing was reported.
+NOT_POOLED = CxlMemoryMetadata(CxlMemoryState.LOCAL_GPU)
 
 
 class PlacementEffect(enum.Enum):
-    """What entering a state does to pool and accessible workers."""
+    """What entering a state does to the pool and the accessible workers."""
 
     SET = "sets"
     KEPT = "keeps"
@@ -54,40 +35,40 @@ class Rule:
 
     sources: frozenset[CxlMemoryState]
     needs_pool: bool
-    place: PlacementEffect
+    placement: PlacementEffect
 
 
 _ANY = frozenset(CxlMemoryState)
 
-#: By the state entered. Whatever is not here is refused.
+#: The rule of each state that can be entered. A transition that no rule allows is refused.
 RULES: Mapping[CxlMemoryState, Rule] = {
-    CxlMemoryState.LOCAL_GPU: Rule(_ANY, needs_pool=False, place=PlacementEffect.DROPPED),
-    CxlMemoryState.IN_TRANSIT: Rule(_ANY, needs_pool=True, place=PlacementEffect.SET),
+    CxlMemoryState.LOCAL_GPU: Rule(_ANY, needs_pool=False, placement=PlacementEffect.DROPPED),
+    CxlMemoryState.IN_TRANSIT: Rule(_ANY, needs_pool=True, placement=PlacementEffect.SET),
     CxlMemoryState.CXL_POOLED: Rule(
-        frozenset({CxlMemoryState.IN_TRANSIT}), needs_pool=False, place=PlacementEffect.KEPT
+        frozenset({CxlMemoryState.IN_TRANSIT}), needs_pool=False, placement=PlacementEffect.KEPT
     ),
-    CxlMemoryState.EVICTED: Rule(_ANY, needs_pool=False, place=PlacementEffect.KEPT),
+    CxlMemoryState.EVICTED: Rule(_ANY, needs_pool=False, placement=PlacementEffect.KEPT),
 }
 
-#: What a block is found in when its owner's life is over: what was on its way never arrives.
+#: The state of a block after its owner's incarnation has ended: a block in transit never arrives.
 AFTER_OWNER_ENDED: Mapping[CxlMemoryState, CxlMemoryState] = {CxlMemoryState.IN_TRANSIT: CxlMemoryState.EVICTED}
 
-#: States in which a block has a place in a pool that a transition may contradict.
+#: States in which a block has a pool that a transition may contradict.
 _PLACED = frozenset({CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED})
 
 
 class RefusalReason(enum.StrEnum):
-    """Why a transition changes nothing; the names are in dead letters and in metrics."""
+    """Why a transition changes nothing. The values are in dead letters and in metrics."""
 
-    NO_POOL = "no_pool"  # in_transit without saying where to
-    NOT_IN_TRANSIT = "not_in_transit"  # cxl_pooled of a block that was not on its way
-    OTHER_POOL = "other_pool"  # the pool named is not the one that the block is in, or on its way to
-    TABLE_FULL = "table_full"  # its partition has as many rows as it may
+    NO_POOL = "no_pool"  # in_transit without a pool
+    NOT_IN_TRANSIT = "not_in_transit"  # cxl_pooled for a block that was not in transit
+    OTHER_POOL = "other_pool"  # a pool other than the one that the block is in, or on its way to
+    TABLE_FULL = "table_full"  # the partition already has the maximum number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An illegal transition: a value, since whoever told it goes on."""
+    """An illegal transition. It is a value, because the other blocks of the record are still processed."""
 
     reason: RefusalReason
     message: str
@@ -99,37 +80,46 @@ def transition(
     pool_id: str | None = None,
     accessible_workers: tuple[WorkerId, ...] = (),
 ) -> CxlMemoryMetadata | Refused:
-    """Give a block's metadata behind a transition, or say why it is refused; `known` is then as it was.
+    """Return a block's metadata after a transition, or why it is refused, which leaves the block as it was.
 
-    known: PLAIN for a block that no pool knows of. A pool named on leaving a pool must be that pool.
+    known: NOT_POOLED for a block that is in no pool. If a block leaves a pool, a pool named must be that pool.
     """
     rule = RULES[new_state]
     if known.state not in rule.sources:
-        return Refused(RefusalReason.NOT_IN_TRANSIT, f"{new_state} follows in_transit, and the block is {known.state}")
+        return Refused(
+            RefusalReason.NOT_IN_TRANSIT, f"{new_state} must follow in_transit, but the block is {known.state}"
+        )
     if rule.needs_pool and not pool_id:
-        return Refused(RefusalReason.NO_POOL, f"{new_state} names no pool")
-    if rule.place is PlacementEffect.SET:
+        return Refused(RefusalReason.NO_POOL, f"{new_state} must name a pool")
+    effect = rule.placement
+    if effect is PlacementEffect.SET:
         return CxlMemoryMetadata(new_state, pool_id, accessible_workers)
     if pool_id and known.state in _PLACED and pool_id != known.pool_id:
         return Refused(RefusalReason.OTHER_POOL, f"the block is {known.state} in {known.pool_id!r}, not {pool_id!r}")
-    return CxlMemoryMetadata(new_state) if rule.place is PlacementEffect.DROPPED else replace(known, state=new_state)
+    match effect:
+        case PlacementEffect.KEPT:
+            return CxlMemoryMetadata(new_state, known.pool_id, known.accessible_workers)
+        case PlacementEffect.DROPPED:
+            return CxlMemoryMetadata(new_state)
+        case _:
+            assert_never(effect)
 
 
 def after_owner_ended(known: CxlMemoryMetadata) -> CxlMemoryMetadata:
-    """Give a block's metadata when its owner's life is over: what is in a pool stays there."""
+    """Return a block's metadata after its owner's incarnation has ended; a block in a pool stays there."""
     state = AFTER_OWNER_ENDED.get(known.state)
     return known if state is None else replace(known, state=state)
 
 
 def stored_as(state: CxlMemoryState) -> tuple[CxlMemoryState, ...]:
-    """The transitions that a block stored with this state goes through: into a pool it goes by way of the bus."""
+    """Return the transitions of a block that is stored with this state; it enters a pool through in_transit."""
     pooled = state is CxlMemoryState.CXL_POOLED
     return (CxlMemoryState.IN_TRANSIT, state) if pooled else (state,)
 
 
 def diagram() -> str:
-    """The rules as a Mermaid state diagram, which docs/cxl.md shows."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {PLAIN.state}", *_edges()])
+    """Return the rules as a Mermaid state diagram, which docs/cxl.md contains."""
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {NOT_POOLED.state}", *_edges()])
 
 
 def _edges() -> Iterator[str]:
@@ -138,6 +128,6 @@ def _edges() -> Iterator[str]:
             rule = RULES[target]
             if source in rule.sources:
                 needs = ", needs a pool" if rule.needs_pool else ""
-                yield f"    {source} --> {target}: {rule.place.value} the place{needs}"
+                yield f"    {source} --> {target}: {rule.placement.value} the placement{needs}"
         if source in AFTER_OWNER_ENDED:
-            yield f"    {source} --> {AFTER_OWNER_ENDED[source]}: its owner's life ends"
+            yield f"    {source} --> {AFTER_OWNER_ENDED[source]}: its owner's incarnation ends"

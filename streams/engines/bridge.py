@@ -1,7 +1,7 @@
-"""`kvstreams bridge`: engines' ZMQ events to `kv-events`, and the engines themselves to `workers`.
+"""`kvstreams bridge`: publishes engines' ZMQ events to `kv-events`, and registers the engines in `workers`.
 
-What lives here: the parts of a bridge, joined; an engine is fed while this bridge holds its lease. What must not: the
-order of batches and which life they belong to (feed), and who holds a lease (lease).
+What lives here: the parts of a bridge, joined. An engine is fed while this bridge holds its lease. What must not: the
+order of batches and their incarnation (gap_filling, feed), and which bridge holds a lease (lease).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection
-from urllib.parse import urlsplit
+from collections.abc import Collection, Mapping
 
 import aiohttp
 import zmq
@@ -21,39 +20,35 @@ from confluent_kafka import KafkaException
 
 from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
-from streams.core.ids import U64_MASK, RankId, WorkerId
-from streams.core.workers import DP_SIZE_MAX, Worker
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
-from streams.engines.feed import RETRY_S, EngineAddress, FeedWiring, RankFeed
+from streams.engines.address import EngineAddress
+from streams.engines.feed import RETRY_S, RankFeed
+from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.publisher import event_producer
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
 from streams.engines.scraping import Scraper
-from streams.errors import KvStreamsError, SettingsError
+from streams.engines.wiring import EngineWiring
+from streams.errors import KvStreamsError
 from streams.kafka import worker_key
 from streams.settings import Settings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: What a stopping bridge still says must reach Kafka within this.
+#: A stopping bridge waits this long for Kafka to acknowledge its last records.
 FLUSH_TIMEOUT_S = 3.0
 
-#: Changelogs read at once. Each is a partition's whole table; a bridge that starts has many engines to look up.
+#: Changelogs read at the same time. Each is the whole table of a partition, and a starting bridge has many engines to
+#: look up.
 RECOVERIES_AT_ONCE = 2
 
-#: Leases are looked at this often within one: a claim comes this much late at most.
+#: Checks of the leases per lease length; a claim is late by at most one such interval.
 _TICKS_PER_LEASE = 30
-
-#: What each address of an engine may begin with, and what one looks like.
-_SCHEMES = {
-    "url": (("http", "https"), "http://HOST:PORT"),
-    "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
-    "events": (("tcp", "ipc"), "tcp://HOST:PORT"),
-    "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
-}
 
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -70,6 +65,7 @@ class Bridge:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._lease_handles = {engine.worker_id: self._lease_handle(engine.worker_id) for engine in engines}
         self._feeds: dict[RankId, RankFeed] = {}
+        self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
 
     async def run(self) -> None:
@@ -89,22 +85,29 @@ class Bridge:
             self._context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
 
-    # -- told by the inbox, on the loop --------------------------------------------------------------------------------
+    def feed_counts(self) -> Mapping[RankId, Mapping[str, int]]:
+        """Return a copy of the counters of every rank that this bridge has fed, by rank and name (see FeedCounters).
+
+        A rank's totals survive a lost lease, so none of them decreases while the process runs. Call it on the loop.
+        """
+        return {rank: counters.counts() for rank, counters in self._counters.items()}
+
+    # -- called by the registry reader, on the loop --------------------------------------------------------------------
 
     def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
-        """See inbox.Reader."""
+        """See registry_reader.RegistryListener."""
         self._lease_handles[worker_id].on_record(worker)
 
     def on_end(self, worker_ids: Collection[WorkerId]) -> None:
-        """See inbox.Reader."""
+        """See registry_reader.RegistryListener."""
         for worker_id in worker_ids:
             self._lease_handles[worker_id].on_end()
 
     def on_resync(self, request: ResyncRequest) -> None:
-        """See inbox.Reader."""
+        """See registry_reader.RegistryListener."""
         feed = self._feeds.get(request.rank)
-        if feed is not None:  # else another bridge feeds it, and is asked by the same record
-            feed.ask(request)
+        if feed is not None:  # otherwise another bridge feeds the rank, and reads the same request
+            feed.request_restatement(request)
 
     # -- engines -------------------------------------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class Bridge:
             await asyncio.sleep(min(0.05, self._settings.bridge_lease_s / _TICKS_PER_LEASE))
 
     async def _bridge(self, engine: EngineAddress, http: aiohttp.ClientSession) -> None:
-        """Want an engine's lease as soon as the engine answers, and feed it whenever that is held."""
+        """Claim an engine's lease once the engine answers, and feed the engine whenever the lease is held."""
         while True:
             try:
                 model = engine.model or await _served_model(http, engine.url)
@@ -128,8 +131,8 @@ class Bridge:
         lease_handle.lease.want(self._registration(engine, model))
         while True:
             term = await lease_handle.held()
-            log.info("worker %d: %s serves %s; term %d is ours", engine.worker_id, engine.url, model, term)
-            wiring = FeedWiring(
+            log.info("worker %d: %s serves %s; this bridge holds term %d", engine.worker_id, engine.url, model, term)
+            wiring = EngineWiring(
                 self._settings, self._kafka, self._context, http, engine, model, lease_handle, term, self._epoch_of
             )
             try:
@@ -137,13 +140,16 @@ class Bridge:
             except* LeaseLost as lost:
                 log.warning("worker %d: %s", engine.worker_id, lost.exceptions[0])
             except* Exception:
-                log.exception("worker %d: the feeds begin again", engine.worker_id)
+                log.exception("worker %d: the feeds failed and start again", engine.worker_id)
                 await asyncio.sleep(RETRY_S)
 
-    async def _feed(self, wiring: FeedWiring) -> None:
-        """Feed every rank of an engine until one cannot be fed any more."""
+    async def _feed(self, wiring: EngineWiring) -> None:
+        """Feed every rank of an engine, until one of the feeds ends with an exception."""
         recovered_ranks = await self._recover(wiring.engine.worker_id)
-        feeds = [RankFeed(wiring, rank, recovered_ranks.get(rank)) for rank in range(wiring.engine.dp_size)]
+        feeds = [
+            RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(wiring.engine.worker_id, dp_rank))
+            for dp_rank in range(wiring.engine.dp_size)
+        ]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for feed in feeds:
@@ -154,14 +160,17 @@ class Bridge:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
 
+    def _counters_of(self, worker_id: WorkerId, dp_rank: int) -> FeedCounters:
+        return self._counters.setdefault(RankId(worker_id, DpRank(dp_rank)), FeedCounters())
+
     def _epoch_of(self, pool_id: str) -> int:
-        """A CXL pool's epoch; the registry's pools are read when the first engine names one."""
+        """Return a CXL pool's epoch; the registry's pools are read when the first engine names one."""
         if self._pools is None:
             self._pools = PoolDirectory(self._settings)
         return self._pools.epoch_of(pool_id)
 
     async def _recover(self, worker_id: WorkerId) -> dict[int, RecoveredRank]:
-        """What Kafka has of a worker, after everything that this process has said of it."""
+        """Read the state of a worker's ranks from Kafka, once Kafka has everything that this process published."""
         async with self._recoveries:
             left = await asyncio.to_thread(self._kafka.flush, FLUSH_TIMEOUT_S)
             if left:
@@ -177,8 +186,8 @@ class Bridge:
         def write(worker: Worker | None) -> None:
             try:
                 self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
-            except BufferError as exc:  # Kafka is away; the lease runs out, and is claimed again when it is back
-                log.warning("worker %d: the lease is not written: %s", worker_id, exc)
+            except BufferError as exc:  # Kafka does not answer; the lease expires, and is claimed again when it does
+                log.warning("worker %d: the lease was not written: %s", worker_id, exc)
 
         return LeaseHandle(EngineLease(self.name, self._settings.bridge_lease_s), write)
 
@@ -202,47 +211,3 @@ async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
     if not models:
         raise KvStreamsError(f"{url} serves no model")
     return str(models[0]["id"])
-
-
-def engine_address(text: str) -> EngineAddress:
-    """Read `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…]`; raises SettingsError naming what is wrong."""
-    parts = dict(part.partition("=")[::2] for part in text.split(","))
-    unknown = parts.keys() - {"id", "url", "events", "replay", "dp", "model", "metrics"}
-    missing = {"id", "url", "events"} - {name for name, value in parts.items() if value}
-    if unknown or missing:
-        words = [f"{', '.join(sorted(missing))} missing"] if missing else []
-        words += [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
-        raise SettingsError(f"--engine {text!r}: {'; '.join(words)}")
-    try:
-        worker_id, dp_size = int(parts["id"]), int(parts.get("dp", "1"))
-    except ValueError as exc:
-        raise SettingsError(f"--engine {text!r}: id and dp are whole numbers") from exc
-    if not 0 <= worker_id <= U64_MASK or not 1 <= dp_size <= DP_SIZE_MAX:
-        raise SettingsError(f"--engine {text!r}: id is 0 to 2^64-1, dp 1 to {DP_SIZE_MAX}")
-    _check_urls(text, parts)
-    return EngineAddress(
-        worker_id=WorkerId(worker_id),
-        url=parts["url"].rstrip("/"),
-        events=parts["events"],
-        replay=parts.get("replay") or None,
-        dp_size=dp_size,
-        model=parts.get("model") or None,
-        metrics=parts.get("metrics") or None,
-    )
-
-
-def _check_urls(text: str, parts: dict[str, str]) -> None:
-    """Raise SettingsError for an address that no client could use: each would try it for ever, and say so each time."""
-    for name, (schemes, example) in _SCHEMES.items():
-        value = parts.get(name)
-        if not value:
-            continue
-        try:
-            url = urlsplit(value)
-            fits = url.scheme in schemes and (url.scheme == "ipc" or bool(url.hostname))
-            # ZMQ has no port of its own for a scheme; asking for one that is no number raises.
-            fits = fits and (url.port is not None or url.scheme != "tcp")
-        except ValueError:
-            fits = False
-        if not fits:
-            raise SettingsError(f"--engine {text!r}: {name} is {value!r}", remedy=f"It looks like {example}")

@@ -9,10 +9,11 @@ goes on calling it by the same name. So a name is kept from in_transit until the
 
 from __future__ import annotations
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import BlocksStored, KvEvent
-from streams.core.ids import EngineHash, HashArray, WorkerId
+from streams.core.ids import EngineHash, HashArray
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
-from streams.cxl.states import RULES, CxlMemoryState, PlacementEffect, stored_as
+from streams.cxl.states import RULES, PlacementEffect, stored_as
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
 
@@ -51,7 +52,7 @@ class CxlNames:
         A name on its way into a pool is the ledger's; later it is that of the block that went there under it, whatever
         the engine has given it to since. Raises BadRecord where there is no room for more names.
         """
-        enters = RULES[state].place is PlacementEffect.SET
+        enters = RULES[state].placement is PlacementEffect.SET
         found: list[tuple[BlockAddress, EngineHash]] = []
         unknown: list[int] = []
         for name in map(EngineHash, engine.tolist()):
@@ -91,12 +92,10 @@ def _changes(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
 
 
 def stored_states(event: BlocksStored) -> list[CxlStateChanged]:
-    """What a store's CXL metadata says, as transitions; raises BadRecord for a state that is none."""
-    if event.cxl is None:
+    """The transitions that a store's CXL metadata amounts to."""
+    cxl = event.cxl
+    if cxl is None:
         return []
-    try:
-        states = stored_as(CxlMemoryState(event.cxl.state))
-    except ValueError as exc:
-        raise BadRecord("bad_state", f"{event.cxl.state!r} is no state of CXL memory") from exc
-    workers = tuple(map(WorkerId, event.cxl.accessible_workers))
-    return [CxlStateChanged(0, event.engine, state, event.cxl.pool_id, workers) for state in states]
+    return [
+        CxlStateChanged(0, event.engine, state, cxl.pool_id, cxl.accessible_workers) for state in stored_as(cxl.state)
+    ]

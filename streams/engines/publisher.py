@@ -17,13 +17,13 @@ import xxhash
 from confluent_kafka import KafkaError, Message, Producer
 
 from streams.codec import encode_batch
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     Body,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -277,7 +277,7 @@ class KvEventPublisher:
         lora_name: str | None = None,
         namespace: str | None = None,
         moe: MoeLabels | None = None,
-        cxl: CxlMetadata | None = None,
+        cxl: CxlMemoryMetadata | None = None,
     ) -> None:
         """Blocks are held now. token_ids: those of all blocks, len(engine_hashes) * block_size of them.
 

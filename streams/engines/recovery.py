@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from streams.codec import decode_batch
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
@@ -48,7 +49,6 @@ from streams.cxl.records import (
     decode_transition,
     owner_of_row,
 )
-from streams.cxl.states import CxlMemoryState
 from streams.engines.continuity import KnownIncarnation
 from streams.engines.cxl_names import CxlNames
 from streams.engines.ledger import Ledger

@@ -1,8 +1,8 @@
-"""Reading an engine's Prometheus page again and again, and publishing what it says of its ranks.
+"""Reads an engine's Prometheus page at intervals, and publishes each rank's gauges.
 
-What lives here: when, with which limits, and what is counted. What must not: what the names mean (metrics), and whether
-this bridge may speak for the engine (tenure). An engine that does not tell is told of nobody: its last numbers run out
-on every router.
+What lives here: when the page is read, within which limits, and what is counted. What must not: the meaning of the
+names (metrics), and whether this bridge may publish for the engine (lease). If an engine's page cannot be read, nothing
+is published, and its last numbers expire on every router.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from streams.codec import encode_metrics
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport
 from streams.core.ids import RankId
-from streams.engines.feed import FeedWiring
 from streams.engines.metrics import parse_metrics
+from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
 from streams.kafka import worker_key
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: A page that takes longer is of a time that is over.
+#: A page that takes longer would be too old to use.
 SCRAPE_TIMEOUT_S = 2.0
 
-#: Bytes of a page: vLLM's of eight ranks with all its histograms is some 500 KB.
+#: Bytes of a page. vLLM's page of eight ranks with all its histograms is about 500 KB.
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 
-#: So many scrapes may fail in a row before what was told last is too old.
+#: How many scrapes may fail in a row before the last report expires.
 INTERVALS_KEPT = 3
 
-#: Between two scrapes at least, however long one took: an engine that is slow to tell has other things to do.
+#: The shortest pause between two scrapes, however long one took, so that a slow engine is not kept busy with them.
 _PAUSE_S_MIN = 0.05
 
 
 @dataclass(slots=True)
 class ScrapeCounters:
-    """What happened. failed: the engine did not answer, or not with a page that can be used; unpublished: Kafka."""
+    """failed: the engine did not answer, or its page cannot be used. unpublished: Kafka did not take the report."""
 
     scrapes: int = 0
     failed: int = 0
@@ -55,7 +55,7 @@ class ScrapeCounters:
 class Scraper:
     """Reads one engine's page while this bridge holds its lease."""
 
-    def __init__(self, wiring: FeedWiring) -> None:
+    def __init__(self, wiring: EngineWiring) -> None:
         self._wiring = wiring
         self._interval_s = wiring.settings.metrics_interval_s
         self._ttl_ms = min(METRICS_TTL_MS_MAX, round((INTERVALS_KEPT * self._interval_s + SCRAPE_TIMEOUT_S) * 1000))
@@ -64,7 +64,7 @@ class Scraper:
         self.counters = ScrapeCounters()
 
     async def run(self) -> None:
-        """Scrape until cancelled; returns at once where the knob says that nothing is to be scraped."""
+        """Scrape until cancelled; return at once if `metrics_interval_s` is 0."""
         if not self._interval_s:
             return
         try:
@@ -73,7 +73,7 @@ class Scraper:
                 await self._scrape()
                 await asyncio.sleep(max(_PAUSE_S_MIN, self._interval_s - (time.monotonic() - began_s)))
         finally:
-            log.info("worker %d: the scraping ends: %s", self._wiring.engine.worker_id, self.counters)
+            log.info("worker %d: scraping ends: %s", self._wiring.engine.worker_id, self.counters)
 
     async def _scrape(self) -> None:
         engine, settings = self._wiring.engine, self._wiring.settings
@@ -86,7 +86,7 @@ class Scraper:
             self._failed(exc)
             return
         if self._failing:
-            log.info("worker %d: %s tells again", engine.worker_id, engine.metrics_url)
+            log.info("worker %d: %s can be read again", engine.worker_id, engine.metrics_url)
             self._failing = 0
         for dp_rank, metrics in ranks.items():
             rank = RankId(engine.worker_id, dp_rank)
@@ -94,16 +94,16 @@ class Scraper:
             self._publish(MetricsReport(rank, metrics, self._ttl_ms, scraped_at_ms, self.counters.failed))
 
     def _failed(self, exc: Exception) -> None:
-        """Count it; the first of a row is told, since the others would fill the log of a fleet that restarts."""
+        """Count a failure, and log the first one in a row; the others would fill the log of a restarting fleet."""
         self.counters.failed += 1
         self._failing += 1
         if self._failing == 1:
             engine = self._wiring.engine
-            log.warning("worker %d: %s does not tell: %s", engine.worker_id, engine.metrics_url, str(exc) or repr(exc))
+            log.warning("worker %d: %s cannot be read: %s", engine.worker_id, engine.metrics_url, str(exc) or repr(exc))
 
     def _publish(self, report: MetricsReport) -> None:
         if not self._wiring.lease_handle.may_publish():
-            return  # another bridge may speak for the engine by now
+            return  # another bridge may feed the engine by now
         try:
             self._wiring.kafka.produce(
                 self._topic,
@@ -112,7 +112,7 @@ class Scraper:
                 on_delivery=self._on_delivery,
             )
         except (BufferError, KafkaException):
-            self.counters.unpublished += 1  # the next one says more than this one would
+            self.counters.unpublished += 1  # not repeated, since the next report replaces it
 
     def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
         if error is None:
@@ -122,7 +122,7 @@ class Scraper:
 
 
 async def _fetch(http: aiohttp.ClientSession, url: str) -> bytes:
-    """A page as it is; raises ClientError, TimeoutError, and BadRecord for one that is no page or too long."""
+    """Fetch a page. Raises ClientError, TimeoutError, and BadRecord for another status or a page that is too long."""
     async with asyncio.timeout(SCRAPE_TIMEOUT_S), http.get(url) as response:
         if response.status != 200:
             raise BadRecord("bad_status", f"the answer's status is {response.status}")

@@ -11,10 +11,10 @@ import contextlib
 import time
 from dataclasses import dataclass
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import RankId
 from streams.cxl.events import CxlStateChanged
 from streams.cxl.pool_registry import PoolDirectory
-from streams.cxl.states import CxlMemoryState
 from streams.cxl.verdicts import TransitionVerdict, VerdictWatch
 from streams.engines.publisher import PUBLISH_TIMEOUT_S, RankWriter, event_producer
 from streams.engines.recovery import recover_ranks

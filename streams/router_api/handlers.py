@@ -10,27 +10,33 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.workers import Worker
 from streams.cxl.events import check_pool_id
-from streams.errors import InvalidRequest, KvStreamsError, NotReady, RequestTooLarge, api_error
-from streams.router_api.dead_letters import DeadLetterCounts
+from streams.errors import (
+    HTTP_CODES,
+    HTTP_ERROR,
+    InvalidRequest,
+    KvStreamsError,
+    NotReady,
+    RequestTooLarge,
+    api_error,
+)
+from streams.metrics import MetricsRegistry, metrics_response
+from streams.router_api.metrics import RouterMetrics
 from streams.router_api.router import Router
-from streams.router_api.view import DegradedReason
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     RouteRequest,
+    answer_json,
     parse_book,
     parse_output,
     parse_pool,
@@ -55,22 +61,8 @@ FACT = struct.Struct("<QIBQ")
 #: A request id in a path; aiohttp's own pattern leaves out ids with braces, which /route takes.
 _ANY_ID = "{request_id:[^/]+}"
 
-#: Codes of what no class of ours is about: the server's own refusals.
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
-HTTP_ERROR = "http_error"
-
 #: Errors of an application by their code; only its own loop writes it.
 _ERRORS = web.AppKey("errors", Counter)
-
-#: Doubts that a rank is the reason of.
-RANK_DEGRADED_REASONS = (
-    DegradedReason.NO_EVENTS_YET,
-    DegradedReason.EVENTS_LOST,
-    DegradedReason.REMOVED,
-    DegradedReason.OVER_CAPACITY,
-    DegradedReason.OWNER_SILENT,
-    DegradedReason.OWNER_BEHIND,
-)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,51 +73,11 @@ class Handlers:
     Calls that wait for Kafka run on a thread, so that a broker which is away delays them and no answer to /route.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
+        """more_metrics: of the same process, served after the router's own."""
         self._router = router
-        self._registry = CollectorRegistry()
-        self._seconds = Histogram(
-            "kvstreams_route_seconds",
-            "Time inside POST /route",
-            registry=self._registry,
-            buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
-        )
-        self._gauges = {
-            name: Gauge(f"kvstreams_{name}", text, registry=self._registry)
-            for name, text in (
-                ("index_blocks", "Facts held in the index: one block, one rank, one tier"),
-                ("workers", "Registered workers"),
-                ("pooled_blocks", "Rows of the table of pooled blocks, in whatever state"),
-                (
-                    "pooled_over_capacity",
-                    "Rows of pooled blocks that found no room; answers are degraded",
-                ),
-                ("labelled_records", "Run records with labels of experts"),
-                ("labels_over_capacity", "Labels of blocks that found no room, and count for nothing"),
-                ("ranks_with_metrics", "Ranks whose engine says how it is"),
-                ("scrapes_failed", "Scrapes that failed, as the bridges tell, of the ranks with metrics"),
-                ("bookings_known", "Bookings remembered, the ended ones that have not expired among them"),
-                ("bookings_dropped", "Records of bookings that Kafka did not take, or that found no room to wait"),
-                ("bookings_unacknowledged", "Records of bookings that Kafka has not acknowledged yet"),
-                ("bookings_in_sync", "1 while bookings of all routers are known to all, 0 while Kafka is away"),
-                ("unknown_calls", "Calls for request ids that no booking came for"),
-                ("bad_records", "Records of the router's topics that could not be used"),
-                ("records_over_capacity", "Run records that the index had no room for; their ranks are degraded"),
-                ("index_bytes", "Memory that the index takes"),
-            )
-        }
-        self._answers = Gauge("kvstreams_answers", "Answers of POST /route by mode", ["mode"], registry=self._registry)
-        self._ranks = Gauge(
-            "kvstreams_ranks",
-            "Ranks of registered workers by state; one may be in several, and is in registered",
-            ["state"],
-            registry=self._registry,
-        )
-        self._degraded_ranks = Gauge(
-            "kvstreams_degraded_ranks", "Ranks that make answers degraded, by why", ["reason"], registry=self._registry
-        )
-        self._errors: Counter[str] = Counter()
-        self._registry.register(_Totals(self._errors, router.dead_letters))
+        self._metrics = RouterMetrics(router)
+        self._more_metrics = more_metrics
 
     def routes(self) -> list[web.RouteDef]:
         """Every path."""
@@ -155,14 +107,14 @@ class Handlers:
     def add_to(self, app: web.Application) -> None:
         """Bind every path to an application whose middleware is `error_shape`, and count its errors."""
         app.add_routes(self.routes())
-        app[_ERRORS] = self._errors
+        app[_ERRORS] = self._metrics.errors
 
     async def route(self, request: web.Request) -> web.Response:
         """Choose a rank and book it."""
         started = time.perf_counter()
         asked, packed = await _route_request(request)
-        answer = self._router.route(asked, packed)
-        self._seconds.observe(time.perf_counter() - started)
+        answer = answer_json(self._router.route(asked, packed))
+        self._metrics.route_seconds.observe(time.perf_counter() - started)
         return _json(answer)
 
     async def potential(self, request: web.Request) -> web.Response:
@@ -192,23 +144,23 @@ class Handlers:
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The registry."""
-        return _json({"workers": [self._worker_json(worker) for worker in self._router.list_workers()]})
+        return _json({"workers": [self._worker_json(worker) for worker in self._router.registry.workers()]})
 
     async def put_worker(self, request: web.Request) -> web.Response:
         """Register a worker, or change it."""
         body = await _body(request)
         worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
-        await asyncio.to_thread(self._router.put_worker, worker)
+        await asyncio.to_thread(self._router.registry.put_worker, worker)
         return _json(self._worker_json(worker))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         """Remove a worker and what it held."""
-        await asyncio.to_thread(self._router.delete_worker, _worker_id(request))
+        await asyncio.to_thread(self._router.registry.delete_worker, _worker_id(request))
         return _json({"worker_id": _worker_id(request), "removed": True})
 
     async def cordon(self, request: web.Request) -> web.Response:
         """Take a worker out gently."""
-        return _json(self._worker_json(await asyncio.to_thread(self._router.cordon, _worker_id(request))))
+        return _json(self._worker_json(await asyncio.to_thread(self._router.registry.cordon, _worker_id(request))))
 
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
         """A worker of the registry, which of its ranks are not heard of, and what its engine says of them."""
@@ -263,11 +215,11 @@ class Handlers:
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
         asked = parse_pool(await _body(request))
-        return _json(pool_json(await asyncio.to_thread(self._router.put_pool, _pool_id(request), asked)))
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), asked)))
 
     async def delete_pool(self, request: web.Request) -> web.Response:
         """A CXL pool is lost, with all that it held."""
-        return _json(pool_json(await asyncio.to_thread(self._router.lose_pool, _pool_id(request))))
+        return _json(pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
 
     async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Every pooled block: its place, its state, and who can reach it."""
@@ -293,71 +245,12 @@ class Handlers:
         try:
             self._router.check_ready()
         except NotReady as exc:
-            return _json({**reported, "ready": False, "why": str(exc)}, status=exc.http_status)
+            return _json({**reported, "ready": False, "reason": str(exc)}, status=exc.http_status)
         return _json(reported)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""
-        router = self._router
-        reports = router.view.reports()
-        with router.loads.locked() as loads:
-            bookings_known = len(loads)
-        for name, value in (
-            ("index_blocks", len(router.view.index)),
-            ("workers", len(router.view.workers)),
-            ("ranks_with_metrics", len(reports)),
-            ("scrapes_failed", sum(report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0)),
-            ("pooled_blocks", router.view.n_pooled()),
-            ("pooled_over_capacity", router.view.pooled_over_capacity()),
-            ("labelled_records", router.view.labelled()[0]),
-            ("labels_over_capacity", router.view.labelled()[1]),
-            ("bookings_known", bookings_known),
-            ("bookings_dropped", router.loads.unpublished),
-            ("bookings_unacknowledged", router.loads.unacknowledged),
-            ("bookings_in_sync", float(router.loads.in_sync)),
-            ("unknown_calls", router.loads.unknown_calls),
-            ("bad_records", router.feeds.bad_records),
-            ("records_over_capacity", router.view.records_over_capacity),
-            ("index_bytes", router.view.index.memory_bytes()),
-        ):
-            self._gauges[name].set(value)
-        for mode, count in router.answers.items():
-            self._answers.labels(mode).set(count)
-        ranks = router.view.rank_counts()
-        for state, count in (
-            ("registered", ranks.registered),
-            ("cordoned", ranks.cordoned),
-            ("silent", ranks.silent),
-            ("degraded", ranks.degraded.total()),
-            ("approximate", ranks.approximate),
-        ):
-            self._ranks.labels(state).set(count)
-        for reason in RANK_DEGRADED_REASONS:
-            self._degraded_ranks.labels(reason.value).set(ranks.degraded[reason])
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-class _Totals(Collector):
-    """What is counted elsewhere, as counters."""
-
-    def __init__(self, errors: Counter[str], dead_letters: DeadLetterCounts) -> None:
-        self._counted = errors
-        self._dead_letters = dead_letters
-
-    def collect(self) -> Iterator[Metric]:
-        """Both, as they are now."""
-        errors = CounterMetricFamily("kvstreams_errors", "Calls answered with an error, by its code", labels=["code"])
-        for code, count in sorted(self._counted.items()):
-            errors.add_metric([code], count)
-        yield errors
-        letters = CounterMetricFamily(
-            "kvstreams_dead_letters",
-            "Dead letters of the scope since this router started, whoever wrote them; every router counts all",
-            labels=["source", "reason"],
-        )
-        for (source, reason), count in sorted(self._dead_letters.counts().items()):
-            letters.add_metric([source, reason], count)
-        yield letters
+        return metrics_response(self._metrics.registry, *self._more_metrics)
 
 
 @web.middleware

@@ -15,10 +15,13 @@ from streams.core.hashing import hash_seed, pack_tokens, request_hashes, sequenc
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
+from streams.core.routing.eligibility import WorkerFilter
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
+from streams.router_api.answer import RouteAnswer
+from streams.router_api.trust import Trust
 from streams.settings import NUMBER_MAX, WEIGHT_MAX
 
 OCTET_STREAM = "application/octet-stream"
@@ -334,6 +337,52 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "decode_blocks": terms.decode_blocks,
         "cost": terms.cost,
     }
+
+
+def worker_filter(request: RouteRequest) -> WorkerFilter:
+    """Return what a request requires of its worker, except for the model; raises InvalidRequest."""
+    return WorkerFilter(
+        model="",
+        worker_id=None if request.worker_id is None else worker_id(request.worker_id),
+        dp_rank=None if request.dp_rank is None else DpRank(request.dp_rank),
+        allowed=_worker_ids(request.allowed_worker_ids, "allowed_worker_ids"),
+        excluded=_worker_ids(request.excluded_worker_ids, "excluded_worker_ids") or frozenset(),
+        phase=request.phase,
+        required_taints=frozenset(request.required_taints or ()),
+    )
+
+
+def _worker_ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | None:
+    if values is None:
+        return None
+    return frozenset(worker_id(value, f"{name}[{index}]") for index, value in enumerate(values))
+
+
+def trust_json(trust: Trust) -> dict[str, Any]:
+    """How far an answer can be trusted, and why it is degraded if it is."""
+    if trust.reason is None:
+        return {"mode": trust.mode.value}
+    return {"mode": trust.mode.value, "degraded_because": trust.reason.value}
+
+
+def answer_json(answer: RouteAnswer) -> dict[str, Any]:
+    """The answer to POST /route."""
+    trust = answer.trust
+    fields: dict[str, Any] = {
+        "request_id": answer.request_id,
+        "worker_id": answer.rank.worker_id,
+        "dp_rank": answer.rank.dp_rank,
+        "url": answer.worker_url,
+        "overlap_blocks": answer.overlap_blocks,
+        "request_blocks": answer.request_blocks,
+        "cost": answer.cost,
+        "mode": trust.mode.value,
+    }
+    if trust.reason is not None:
+        fields["degraded_because"] = trust.reason.value
+    if answer.candidates is not None:
+        fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
+    return fields
 
 
 def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:

@@ -1,5 +1,11 @@
-"""A simulated LLM engine: one pure model with the clock passed in, and shells around it.
+"""Simulated LLM engines and a CXL pool that they share: pure models that take time as an argument, and processes.
 
-What lives here: `model` (one engine's scheduler and paged KV cache, pure), `trace` (workloads, pure), `server` (the
-live engine: OpenAI HTTP, vLLM's events over ZMQ). What must not: routing; a simulator asks a policy, it never is one.
+What lives here:
+- pure: `model` (one engine's scheduler) on `block_cache`, with `engine_config`, `engine_messages` and
+  `synthetic_tokens`; `pool` (the shared pool); `trace` (workloads); `offline` (a whole fleet without processes);
+  `openai` (the shapes of OpenAI's API)
+- processes: `server` (an engine over HTTP and ZMQ) with `event_publisher`, `metrics` and `pool_client`; `pool_server`;
+  `clock` (model time from wall time)
+
+What must not: routing. A simulation asks a policy, it never is one.
 """

@@ -1,7 +1,7 @@
-"""The same engines and the same policy without processes: every engine's event is known to the index at once.
+"""The same engines and the same policy without processes: the index knows each engine's event at once (pure).
 
-What lives here: the bound that the live pipeline is measured against, with a shared pool behind the engines or without.
-What must not: clocks and I/O; it is a pure function of trace, engines, pool, policy and generator.
+What lives here: the bound that the live pipeline is compared with, with or without a shared pool. What must not: clocks
+and I/O. The result is a pure function of trace, engines, pool, policy and random generator.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 
 from streams.core.block_facts.fact_sets import PlainFactSets, RankNumbering
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
@@ -25,11 +27,9 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
-from streams.cxl.states import CxlMemoryState
 from streams.errors import SettingsError
-from streams.sim.model import (
-    EngineConfig,
-    EngineModel,
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import (
     Finished,
     FirstToken,
     KvCleared,
@@ -41,18 +41,20 @@ from streams.sim.model import (
     Rejected,
     hash_prompt,
 )
+from streams.sim.model import EngineModel
 from streams.sim.pool import EnginePoolBlocks, PoolConfig, PoolEvent, SharedPool
 from streams.sim.trace import TraceRequest, tokens_for
 
-#: No booking of a simulation ends by time.
+#: Bookings of a simulation do not expire.
 _NEVER_MS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. Times are model time; ttft_ms is None for a request that no engine could take.
+    """The result of one request.
 
-    pooled_tokens: of the cached ones, those that were loaded from the pool.
+    Times are model time; ttft_ms and latency_ms are None if the chosen engine could not serve the request.
+    pooled_tokens: those of the cached tokens that were loaded from the pool.
     """
 
     request: int
@@ -73,10 +75,11 @@ def simulate(
     rng: Rng,
     pool: PoolConfig | None = None,
 ) -> list[Outcome]:
-    """Route and run a trace; gives one outcome a request, in the trace's order.
+    """Route and run a trace; returns one outcome per request, in the order of the trace.
 
-    pool: one that all engines share, whose blocks the policy counts for each of them; None for none. Equal arguments, a
-    generator in an equal state among them, give equal outcomes. Raises SettingsError for a pool of other blocks.
+    pool: a pool that all engines share and whose blocks the policy takes into account, None for no pool. Equal
+    arguments, including the state of the generator, give equal outcomes. Raises SettingsError if the block size of the
+    pool is not that of the engines.
     """
     if pool is not None and pool.block_size != config.block_size:
         raise SettingsError(f"the pool has blocks of {pool.block_size} tokens, the engines of {config.block_size}")
@@ -118,16 +121,16 @@ def simulate(
 
 
 class _Fleet:
-    """Engines, and an index, loads and pooled blocks that learn of everything the moment it happens."""
+    """Engines, with an index, loads and pooled blocks that follow every event at once."""
 
     def __init__(self, n_engines: int, config: EngineConfig, pool: PoolConfig | None) -> None:
         self.ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, n_engines + 1))
         self._engines = {rank: EngineModel(config) for rank in self.ranks}
-        self._due: dict[RankId, float] = {}  # when each engine's next event is, of those that have one
+        self._due: dict[RankId, float] = {}  # time of the next event, of engines that have one
         self.index = PlainPrefixIndex()
         self.loads = ActiveLoads(_NEVER_MS)
         self.outcomes: dict[str, Outcome] = {}
-        # One engine hash may have several physical copies; the block is held until the last of them is evicted.
+        # One engine hash may have several physical copies; the rank holds the block until the last one is evicted.
         self._copies: dict[RankId, Counter[int]] = {rank: Counter() for rank in self.ranks}
         self._pool = None if pool is None else _Pool(pool, self.ranks)
         for engine in self._engines.values():
@@ -136,34 +139,36 @@ class _Fleet:
     def submit(self, rank: RankId, at_ms: float, request: ModelRequest) -> None:
         """Hand a request to an engine."""
         self._engines[rank].submit(at_ms, request)
-        self._apply_outputs(rank)
+        self._reschedule(rank)
         self.advance(at_ms)
 
     def advance(self, to_ms: float) -> None:
-        """Let every engine go on to this moment, whoever is due first: they meet in the pool, and it has one time."""
+        """Advance all engines to this time, in the order of their events, because they share the pool's time."""
         while self._due:
             rank = min(self._due, key=self._due.__getitem__)
             due_ms = self._due[rank]
             if due_ms > to_ms:
                 break
             for output in self._engines[rank].advance(due_ms):
-                self._learn(rank, output)
-            self._apply_outputs(rank)
+                self._apply(rank, output)
+            self._reschedule(rank)
         if self._pool is not None:
             self._pool.advance(to_ms)
 
     def supplementary(self, sequence: HashArray) -> SupplementaryMatches | None:
-        """What of a request is pooled; None where there is no pool. sequence: uint64[n]."""
+        """Give the pooled blocks of a request, None without a pool. sequence: uint64[n]."""
         return None if self._pool is None else self._pool.supplementary(sequence)
 
-    def _apply_outputs(self, rank: RankId) -> None:
+    def _reschedule(self, rank: RankId) -> None:
+        """Note when the engine's next event is due."""
         due_ms = self._engines[rank].next_event_ms()
         if due_ms is None:
             self._due.pop(rank, None)
         else:
             self._due[rank] = due_ms
 
-    def _learn(self, rank: RankId, output: Output) -> None:
+    def _apply(self, rank: RankId, output: Output) -> None:
+        """Apply an engine's output to the index, the pool, the loads and the outcomes."""
         match output:
             case KvStored():
                 self._copies[rank].update(output.engine.tolist())
@@ -171,18 +176,18 @@ class _Fleet:
                 if self._pool is not None:
                     self._pool.offload(rank, output)
             case PoolAsked():
-                assert self._pool is not None  # else nobody asks
+                assert self._pool is not None  # engines ask only where there is a pool
                 load = self._pool.shared.load(output.at_ms, output.keys)
                 self._engines[rank].pool_answered(output.request_id, load.n_blocks, load.end_ms - output.at_ms)
             case KvRemoved():
                 copies = self._copies[rank]
-                gone = []
+                removed = []
                 for name in output.engine.tolist():
                     copies[name] -= 1
                     if not copies[name]:
                         del copies[name]
-                        gone.append(name)
-                self.index.remove(rank, Tier.DEVICE, np.array(gone, dtype=np.uint64))
+                        removed.append(name)
+                self.index.remove(rank, Tier.DEVICE, np.array(removed, dtype=np.uint64))
             case KvCleared():
                 self._copies[rank].clear()
                 self.index.clear(rank)
@@ -204,53 +209,55 @@ class _Fleet:
                 self.loads.free(_booking_id(output.request_id), 0)
                 number = int(output.request_id)
                 self.outcomes[output.request_id] = Outcome(number, rank.worker_id, 0, 0, 0, None, None)
+            case _:
+                assert_never(output)
 
 
 class _Pool:
-    """The shared pool, each engine's own blocks in it, and an index of them, as a router has it."""
+    """The shared pool, the blocks that each engine owns there, and an index of them like a router's."""
 
     def __init__(self, config: PoolConfig, ranks: tuple[RankId, ...]) -> None:
         self.shared = SharedPool(config)
-        self._ranks = {_owner(rank): rank for rank in ranks}
-        self._own = {owner: EnginePoolBlocks(config.pool_id) for owner in self._ranks}
+        owners = [_owner(rank) for rank in ranks]
+        self._own = {owner: EnginePoolBlocks(config.pool_id) for owner in owners}
         self._numbers = RankNumbering(ranks)
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool(config.pool_id, config.latency_class, config.capacity_blocks, members)
         self._index = PooledIndex(PlainFactSets(), {config.pool_id: pool})
         self._placed = Placement(CxlMemoryState.CXL_POOLED, config.pool_id, 0, (), "", Incarnation(0), 0)
-        self._counted: dict[str, set[int]] = {owner: set() for owner in self._ranks}  # what the index has of each
+        self._indexed: dict[str, set[int]] = {owner: set() for owner in owners}  # keys in the index, by owner
 
     def offload(self, rank: RankId, stored: KvStored) -> None:
-        """An engine's blocks are full."""
+        """Offload an engine's full blocks."""
         owner = _owner(rank)
         keys, _ = self._own[owner].stored(stored)
         if keys:
             self.shared.offload(stored.at_ms, owner, keys)
-            self._take(self.shared.advance(stored.at_ms))
+            self._apply(self.shared.advance(stored.at_ms))
 
     def advance(self, to_ms: float) -> None:
-        """Let arrive what is due, one write after the other."""
+        """Complete the writes that are due, one after the other."""
         while (due_ms := self.shared.next_event_ms()) is not None and due_ms <= to_ms:
-            self._take(self.shared.advance(due_ms))
+            self._apply(self.shared.advance(due_ms))
 
     def supplementary(self, sequence: HashArray) -> SupplementaryMatches:
-        """What of a request is pooled: all engines reach it.
+        """Give the pooled blocks of a request, which all engines can read.
 
-        An engine looks a prefix up on its GPU and goes on in the pool, and does not come back to its GPU behind that;
-        so own blocks behind pooled ones are not looked for here either.
+        An engine looks up a prefix on its GPU and continues in the pool, but does not return to its GPU after that. So
+        own blocks that follow pooled ones are ignored here as well.
         """
         query = self._index.query("", self._numbers)
         return SupplementaryMatches(np.ascontiguousarray(sequence), query, None, lambda *_: None, nullcontext())
 
-    def _take(self, all_events: list[PoolEvent]) -> None:
-        for pool_events in all_events:
-            self._own[pool_events.owner].pool_changed(pool_events.state, pool_events.keys)
-            counted = self._counted[pool_events.owner]
-            for key in pool_events.keys:
-                before = self._placed if key in counted else None
-                after = self._placed if pool_events.state is CxlMemoryState.CXL_POOLED else None
+    def _apply(self, events: list[PoolEvent]) -> None:
+        for event in events:
+            self._own[event.owner].pool_changed(event.state, event.keys)
+            indexed = self._indexed[event.owner]
+            for key in event.keys:
+                before = self._placed if key in indexed else None
+                after = self._placed if event.state is CxlMemoryState.CXL_POOLED else None
                 self._index.replace(SequenceHash(key), before, after)
-                (counted.add if after else counted.discard)(key)
+                (indexed.add if after else indexed.discard)(key)
 
 
 def _owner(rank: RankId) -> str:

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import HashArray
 from streams.cxl.events import CxlPool
-from streams.cxl.states import CxlMemoryState
 from streams.errors import SettingsError
-from streams.sim.model import BLOCK_SIZE_MAX, KvStored
+from streams.sim.engine_config import BLOCK_SIZE_MAX
+from streams.sim.engine_messages import KvStored
 
 #: Blocks of one pool: 8 TiB at 2 MiB a block, and some 2 GB of this process.
 CAPACITY_BLOCKS_MAX = 1 << 22

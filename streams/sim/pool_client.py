@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
-from streams.cxl.states import CxlMemoryState
+from streams.core.cxl_memory import CxlMemoryState
 from streams.errors import KvStreamsError
-from streams.sim.model import EngineConfig, KvStored
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import KvStored
 from streams.sim.pool import CxlChanged, EnginePoolBlocks
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.errors import InvalidRequest
-from streams.sim.model import mix64
+from streams.sim.synthetic_tokens import mix64
 
 #: Tokens that one hash id stands for in Mooncake's published traces.
 TRACE_BLOCK_TOKENS = 512

@@ -31,21 +31,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
 from streams.core.reducer.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.pooled_view import is_over, metadata_of
 from streams.cxl.records import BlockKey, BlockRow, EndedIncarnation, OwnerRow, ParkedKey, ParkedRow, Placement
-from streams.cxl.states import (
-    PLAIN,
-    CxlMemoryMetadata,
-    CxlMemoryState,
-    RefusalReason,
-    Refused,
-    after_owner_ended,
-    transition,
-)
+from streams.cxl.states import NOT_POOLED, RefusalReason, Refused, after_owner_ended, transition
 from streams.errors import BadRecord
 
 #: Lives of a rank that are over and remembered: a transition read behind more restarts than that is dropped.
@@ -434,7 +427,7 @@ class PooledBlockTable:
         refusals: list[tuple[SequenceHash, Refused]] = []
         for address, engine in change.blocks.rows():
             row = self._rows.get(change.rank, {}).get(address.sequence)
-            known = PLAIN if row is None else _found_by(change.incarnation, row.placement)
+            known = NOT_POOLED if row is None else _found_by(change.incarnation, row.placement)
             entered = transition(known, change.state, change.pool_id, change.accessible_workers)
             if isinstance(entered, Refused):
                 refusals.append((address.sequence, entered))

@@ -13,6 +13,7 @@ from typing import Protocol
 from streams.codec import decode_batch
 from streams.core.events import EngineBatch, KvEvent
 from streams.core.ids import Epoch, RankId
+from streams.core.kernels.available import kernels_available
 from streams.core.reducer.run_store import PlainRunStore, RunStore
 from streams.core.runs import Run, RunKey
 from streams.errors import BadRecord
@@ -58,15 +59,13 @@ def run_backend() -> tuple[IndexRuns, DecodeEvents]:
 
 @cache
 def _compiled() -> tuple[Callable[[], IndexRuns], DecodeEvents] | None:
-    try:
-        from streams.tables.event_decoding import decode_events
-        from streams.tables.run_table import RunTable
-        from streams.warming import warm_kernels
-    except ImportError as exc:
-        if exc.name is None or exc.name.split(".")[0] not in ("numba", "llvmlite"):
-            raise
+    if not kernels_available():
         return None
-    warm_kernels()  # before a partition is opened, so that no batch waits for a compiler
+    from streams.tables.event_decoding import decode_events
+    from streams.tables.run_table import RunTable
+    from streams.warming import AGENT, warm
+
+    warm(AGENT)  # before a partition is opened, so that no batch waits for a compiler
     return RunTable, decode_events
 
 

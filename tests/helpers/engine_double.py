@@ -1,7 +1,7 @@
-"""An engine made of its sockets alone, for tests that need to choose what is told, dropped and forgotten.
+"""An engine reduced to its sockets, for tests that choose what it reports, drops and no longer keeps.
 
-What lives here: vLLM's three surfaces (PUB, replay ROUTER, HTTP) around a list of batches. What must not: any cache;
-the test says what is stored, and `held` keeps the books.
+What lives here: vLLM's three surfaces (PUB socket, replay ROUTER socket, HTTP) around a list of batches. What must not:
+a cache. The test decides what is stored; `held` records it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from tests.helpers.reference import chain_hashes
 
 BLOCK_SIZE = 16
 
-#: A subscriber's connection takes this long at most on a machine that does other things too.
+#: How often the replay thread checks whether it must stop.
 _POLL_MS = 20
 
 
 class EngineDouble:
-    """One engine process. reports_start: whether /metrics say when it began; kept: batches of its replay buffer;
-    prefix: frames before the number in a replay's answers."""
+    """One engine process.
+
+    reports_start: whether /metrics contains the start time. kept: batches that the replay buffer holds. prefix: frames
+    before the number in a replay's answers.
+    """
 
     def __init__(self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
         self.reports_start = reports_start
@@ -47,8 +50,8 @@ class EngineDouble:
         self.held: dict[int, int] = {}  # engine hash to sequence hash
         self.sequence = -1
         self.started_s = time.time()
-        self.gauges = ""  # lines of /metrics beside the start's
-        self.answers = threading.Event()  # unset, /metrics take for ever
+        self.gauges = ""  # further lines of /metrics
+        self.answers = threading.Event()  # while it is not set, /metrics does not answer
         self.answers.set()
         self._start()
 
@@ -70,12 +73,12 @@ class EngineDouble:
         self._http.server_close()
 
     def restart(self) -> None:
-        """Another process on the same ports: nothing cached, nothing kept, numbers from 0."""
+        """Replace the process by another on the same ports, with an empty cache and buffer, and numbers from 0."""
         self.stop()
         self.start_again()
 
     def start_again(self) -> None:
-        """Behind `stop`: the same as `restart`."""
+        """Start the second process of `restart` after a call of `stop`."""
         self._buffer.clear()
         self.held.clear()
         self.sequence = -1
@@ -83,8 +86,11 @@ class EngineDouble:
         self._start()
 
     def publish(self, *events: Any, live: bool = True) -> int:
-        """One batch; live: whether the subscriber gets it, or only the replay buffer. Gives its number."""
-        payload = msgpack.packb([time.time(), list(events), 0])
+        """Publish one batch in vLLM's dialect; see `send`."""
+        return self.send(msgpack.packb([time.time(), list(events), 0]), live=live)
+
+    def send(self, payload: bytes, *, live: bool = True) -> int:
+        """Publish one payload and return its number. live: False puts it only into the replay buffer."""
         with self._lock:
             self.sequence += 1
             self._buffer.append((self.sequence, payload))
@@ -93,7 +99,7 @@ class EngineDouble:
             return self.sequence
 
     def store(self, first_token: int, n_blocks: int = 2, *, live: bool = True) -> int:
-        """Store the blocks of a prompt of its own, named by its tokens."""
+        """Store the blocks of a prompt that no other call uses, with engine hashes derived from its first token."""
         tokens = list(range(first_token, first_token + n_blocks * BLOCK_SIZE))
         names = [first_token * 1000 + n for n in range(n_blocks)]
         chain = chain_hashes(local_hashes(tokens, BLOCK_SIZE, 1337).tolist(), None)
@@ -101,7 +107,7 @@ class EngineDouble:
         return self.publish(["BlockStored", names, None, tokens, BLOCK_SIZE, None, "GPU"], live=live)
 
     def remove(self, first_token: int, n: int = 0, *, live: bool = True) -> int:
-        """Remove one block of such a prompt."""
+        """Remove block `n` of such a prompt."""
         name = first_token * 1000 + n
         del self.held[name]
         return self.publish(["BlockRemoved", [name], "GPU"], live=live)
@@ -113,7 +119,7 @@ class EngineDouble:
 
     @property
     def truth(self) -> set[tuple[Tier, int]]:
-        """What it holds."""
+        """Every block that it holds."""
         return {(Tier.DEVICE, block) for block in self.held.values()}
 
     def _answer(self) -> None:
@@ -146,13 +152,13 @@ def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
                 body = json.dumps({"data": [{"id": "m"}]})
             else:
                 engine.answers.wait()
-                told = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
-                body = f"# TYPE x gauge\n{told}\n{engine.gauges}"
+                start = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
+                body = f"# TYPE x gauge\n{start}\n{engine.gauges}"
             self.send_response(200)
             self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with suppress(BrokenPipeError, ConnectionResetError):  # who asked has gone
+            with suppress(BrokenPipeError, ConnectionResetError):  # the client has closed the connection
                 self.wfile.write(body.encode())
 
         def log_message(self, *_: Any) -> None:

@@ -27,7 +27,7 @@ from streams.kafka import Record, ensure_topics, partition_of, producer
 from streams.local.processes import Child
 from streams.local.stack import Engine, RouterProcess, Stack, get_json, known_blocks, wait_workers
 from streams.settings import Settings
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -362,7 +362,7 @@ def test_a_router_of_a_scope_without_topics_is_not_ready_and_creates_none(
     names = [spec.name for spec in topics(scope).all()]
     told = api.call("GET", "/ready")
     assert (told.status, told.json["ready"], told.json["topics_missing"]) == (503, False, names)
-    assert "kvstreams topics create" in told.json["why"]
+    assert "kvstreams topics create" in told.json["reason"]
     for method, path, body in (
         ("POST", "/route", {"token_ids": [1]}),
         ("GET", "/loads", None),

@@ -17,13 +17,15 @@ import orjson
 import pytest
 
 from streams.codec import encode_batch
-from streams.core.events import CxlMetadata, MoeLabels
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
+from streams.core.events import (
+    MoeLabels,
+)
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, SequenceHash, WorkerId
 from streams.cxl.events import BlockAddress
 from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
-from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import InvalidEvent
 from streams.kafka import ensure_topics, partition_of, producer
@@ -274,9 +276,9 @@ def test_a_pooled_block_is_reached_by_members_through_everything_that_befalls_it
         }
         with pytest.raises(InvalidEvent, match="1 of 2 hashes"):
             publisher.publish_cxl_state_transition(3, [13, 99], "in_transit", POOL, [3])
-        with pytest.raises(InvalidEvent, match="names no pool"):
+        with pytest.raises(InvalidEvent, match="must name a pool"):
             publisher.publish_cxl_state_transition(4, [13], "in_transit")
-        with pytest.raises(InvalidEvent, match="no state"):
+        with pytest.raises(InvalidEvent, match="not a state"):
             publisher.publish_cxl_state_transition(5, [13], "somewhere", POOL)
         publisher.cleared()
         publisher.publish_cxl_state_transition(6, [11], "cxl_pooled")  # it is there already: refused, and nothing lost
@@ -388,7 +390,7 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
         done.stderr
     )
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
-        publisher.stored([11, 12], list(range(32)), cxl=CxlMetadata("cxl_pooled", POOL, (2,)))
+        publisher.stored([11, 12], list(range(32)), cxl=CxlMemoryMetadata("cxl_pooled", POOL, (2,)))
         publisher.removed([11, 12])
         publisher.stored([13], list(range(100, 116)))
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2])})
@@ -401,9 +403,9 @@ def test_a_store_in_a_pool_and_scripts_are_told_like_any_transition(stack: Stack
     assert (early.returncode, early.stdout) == (1, "sent: 1 blocks of worker 1 rank 0 to cxl_pooled\n"), early.stderr
     assert early.stderr.startswith("refused: not_in_transit: ")
     done = script(stack.settings, *told, "--state", "in_transit", "--pool-id", POOL, "13", "14")
-    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait tells how\n"
+    sent = "sent: 1 blocks of worker 1 rank 0 to in_transit; the agents judge it, and --wait prints their verdict\n"
     assert (done.returncode, done.stdout) == (1, sent), done.stderr
-    assert "1 hashes name no block of it: 14" in done.stderr
+    assert "1 hashes are unknown for this rank: 14" in done.stderr
     await_reach(worker, {11: ("cxl_pooled", [2]), 12: ("cxl_pooled", [2]), 13: ("in_transit", [])})
     pooled = script(stack.settings, *told, "--state", "cxl_pooled", "--wait", "60", "13")
     assert (pooled.returncode, pooled.stdout.splitlines()[1:]) == (0, ["applied"]), pooled.stderr

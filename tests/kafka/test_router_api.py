@@ -27,7 +27,7 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import NotReady
 from streams.kafka import Record, ensure_topics, producer
 from streams.local.ports import free_port
-from streams.router_api import router as router_module
+from streams.router_api import registry as registry_module
 from streams.router_api.handlers import FACT, Handlers, error_shape
 from streams.router_api.router import Router
 from streams.router_api.wire import COUNT_MAX, parse_worker
@@ -504,9 +504,9 @@ def test_metrics_tell_what_there_is(fleet: Fleet) -> None:
     after = metrics(fleet.main)
     assert after["kvstreams_workers"] == len(fleet.main.workers())
     assert after["kvstreams_index_blocks"] == before["kvstreams_index_blocks"] + 4
-    assert after["kvstreams_answers/fallback"] == before.get("kvstreams_answers/fallback", 0) + 3
+    assert after["kvstreams_answers_total/fallback"] == before.get("kvstreams_answers_total/fallback", 0) + 3
     assert after["kvstreams_route_seconds_count"] == before["kvstreams_route_seconds_count"] + 3
-    assert after["kvstreams_bad_records"] == before["kvstreams_bad_records"]
+    assert after["kvstreams_bad_records_total"] == before["kvstreams_bad_records_total"]
 
 
 def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
@@ -578,7 +578,7 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
                         ("index", "pooled", "workers", "metrics", "dead letters", "loads"), scope.partitions
                     )
                     told = {"ready": False, "partitions_left": left, "workers_left": 0, "topics_missing": []}
-                    told["why"] = "topics are still being read"
+                    told["reason"] = "topics are still being read"
                     assert (response.status, await response.json()) == (503, told)
                 async with http.get("/healthz") as response:
                     assert response.status == 200
@@ -606,12 +606,12 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
 
 def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Kafka a worker is neither registered nor forgotten: 503, and the registry stays as it was."""
-    monkeypatch.setattr(router_module, "PUBLISH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(registry_module, "PUBLISH_TIMEOUT_S", 0.5)
     router = Router(replace(scope, kafka=f"127.0.0.1:{free_port()}"))
     body = json.dumps({"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}).encode()
     with pytest.raises(NotReady, match="Kafka did not take the change"):
-        router.put_worker(parse_worker(rank_of(1).worker_id, body, 0))
-    assert router.list_workers() == []
+        router.registry.put_worker(parse_worker(rank_of(1).worker_id, body, 0))
+    assert router.registry.workers() == []
     del router
     gc.collect()  # ends its client, which would look for the broker, and say so, until the last test
 
@@ -639,7 +639,7 @@ def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings
         kafka.produce(topic, key=key, value=value, partition=0)
     assert kafka.flush(PATIENCE_S) == 0
     with served(scope) as api:
-        assert metrics(api)["kvstreams_bad_records"] == len(strange)
+        assert metrics(api)["kvstreams_bad_records_total"] == len(strange)
         api.call("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}).given()
         agents = Agents(scope, fresh=[])
         agents.hold(rank_of(1), TOKENS)

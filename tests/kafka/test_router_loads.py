@@ -363,7 +363,7 @@ def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
         assert answer["request_blocks"] == n
         assert api.loads([1]) == {(1, 0): (n, n, 1)}
         wait_for(lambda: peer.loads([1]) == {(1, 0): (n, n, 1)}, PATIENCE_S, "the peer to see the load")
-        assert metrics(api)["kvstreams_bookings_dropped"] == 0.0
+        assert metrics(api)["kvstreams_bookings_dropped_total"] == 0.0
         peer.call("DELETE", "/loads/long").given()
         wait_for(lambda: api.loads([1]) == {(1, 0): (0, 0, 0)}, PATIENCE_S, "the load to end")
 

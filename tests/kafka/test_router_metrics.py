@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from streams.agent_metrics import AGENT_METRICS
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Health, Progress
+from streams.engines.bridge_metrics import BRIDGE_METRICS
 from streams.errors import BadRecord
 from streams.kafka import dead_letter_headers, partition_of, producer
+from streams.local.ports import free_port
+from streams.local.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_workers
 from streams.router_api.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
-from streams.settings import Settings
+from streams.router_api.metrics import ROUTER_METRICS
+from streams.settings import Settings, as_environ
+from streams.sim.engine_config import EngineConfig
 from streams.tables.records import encode_progress, progress_key
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, metrics, rank_of, served
-
-DOCS = Path(__file__).parents[2] / "docs/http.md"
 
 
 def of(api: Api, name: str) -> dict[str, float]:
@@ -125,10 +131,8 @@ def test_a_stranger_does_not_fill_memory_with_reasons(n: int, others: int) -> No
     assert told.get((OTHER, OTHER), 0) == others
 
 
-def test_the_docs_name_every_metric_and_no_other(scope: Settings) -> None:
-    """The table of docs/http.md against what a router tells, each by its own name."""
-    table = DOCS.read_text().partition("## Metrics")[2]
-    named = re.findall(r"`(kvstreams_\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line))
+def test_a_router_serves_every_metric_that_is_declared_and_no_other(scope: Settings) -> None:
+    """The declarations, from which the docs' table is made, against the page of a router."""
     with served(scope) as api:
         api.call("GET", "/nowhere").refused(404, "not_found")
         kafka = producer(scope)
@@ -138,5 +142,63 @@ def test_the_docs_name_every_metric_and_no_other(scope: Settings) -> None:
         assert kafka.flush(PATIENCE_S) == 0
         wait_for(lambda: bool(of(api, "kvstreams_dead_letters_total")), PATIENCE_S, "a dead letter to be counted")
         page = api.call("GET", "/metrics").body.decode()
-        told = re.findall(r"^# TYPE (\w+) (?:gauge|counter|histogram)$", page, re.MULTILINE)
-    assert sorted(named) == sorted(name for name in told if not name.endswith("_created"))
+    assert declared_types(page) == {metric.name: str(metric.kind) for metric in ROUTER_METRICS}
+
+
+def declared_types(page: str) -> dict[str, str]:
+    """Metrics of a page and their kinds, without the time at which a histogram was created."""
+    found = re.findall(r"^# TYPE (\w+) (gauge|counter|histogram)$", page, re.MULTILINE)
+    return {name: kind for name, kind in found if not name.endswith("_created")}
+
+
+def test_every_process_serves_its_own_metrics(stack: Stack) -> None:
+    """A worker with the API adds its own to the router's; a worker without it, and a bridge, have a port for theirs."""
+    ports = [free_port(), free_port()]
+    agents = {metric.name: str(metric.kind) for metric in AGENT_METRICS}
+    routers = {metric.name: str(metric.kind) for metric in ROUTER_METRICS}
+    bridges = {metric.name: str(metric.kind) for metric in BRIDGE_METRICS}
+    worker = stack.worker()
+    stack.worker("second", router=False, env={"KVSTREAMS_METRICS_PORT": str(ports[0])})
+    (engine,) = stack.engines(1, EngineConfig(block_size=16, n_blocks=64), "m", 100.0)
+    settings, stack.settings = stack.settings, replace(stack.settings, metrics_port=ports[1])
+    stack.bridge([engine])
+    stack.settings = settings
+    wait_workers(worker.url, 1)
+    second, bridge = (f"http://127.0.0.1:{port}" for port in ports)
+
+    def page(url: str) -> str:
+        return get_bytes(f"{url}/metrics").decode()
+
+    def total(url: str, name: str) -> float:
+        (number,) = re.findall(rf"^{name} (\S+)$", page(url), re.MULTILINE)
+        return float(number)
+
+    def healthy(url: str) -> bool:
+        try:
+            return bool(get_json(f"{url}/healthz") == {"status": "ok"})
+        except OSError:
+            return False
+
+    for url in (second, bridge):
+        wait_for(lambda url=url: healthy(url), READY_TIMEOUT_S, f"{url} to answer")  # type: ignore[misc]
+    assert declared_types(page(worker.url)) == routers | agents
+    assert declared_types(page(second)) == agents
+    assert declared_types(page(bridge)) == bridges
+    # The first batch of an incarnation is written by the bridge, and processed by one of the workers.
+    wait_for(lambda: total(bridge, "kvstreams_bridge_incarnations_total") == 1, READY_TIMEOUT_S, "the bridge to count")
+    wait_for(
+        lambda: sum(total(url, "kvstreams_agent_source_records_total") for url in (worker.url, second)) >= 1,
+        READY_TIMEOUT_S,
+        "an agent to count",
+    )
+
+
+def test_a_bridge_whose_metrics_port_is_taken_ends_with_the_remedy(scope: Settings) -> None:
+    """The address that cannot be listened on is one line, and names the setting."""
+    taken = scope.kafka.rpartition(":")[2]  # the broker itself listens there
+    command = [sys.executable, "-m", "streams.cli", "bridge", "--engine", "id=1,url=http://u,events=tcp://e:1"]
+    environ = {**os.environ, **as_environ(replace(scope, metrics_port=int(taken)))}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"cannot listen on 127.0.0.1:{taken}" in done.stderr.splitlines()[-1]
+    assert "--metrics-port" in done.stderr.splitlines()[-1]

@@ -189,10 +189,10 @@ def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
             with pytest.raises(NotReady, match=f"{left} more workers") as caught:
                 router.check_ready()
             assert caught.value.detail == {"workers_left": left}
-            router.put_worker(_worker(left))
+            router.registry.put_worker(_worker(left))
         router.check_ready()
         for worker_id in (1, 2):
-            router.delete_worker(_worker(worker_id).worker_id)
+            router.registry.delete_worker(_worker(worker_id).worker_id)
         router.check_ready()
     finally:
         router.stop()

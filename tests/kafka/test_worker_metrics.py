@@ -84,7 +84,7 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
             "scraped_at_ms": 0,
             "scrapes_failed": 0,
         }
-        by_rank = {row["worker_id"]: row["engine"] for row in api.get("/loads")["loads"]}
+        by_rank = {row["worker_id"]: row["engine_metrics"] for row in api.get("/loads")["loads"]}
         assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
         assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
         chosen = api.ask(**ASKED)
@@ -120,7 +120,7 @@ def test_an_engine_that_says_no_more_is_not_believed(stack: Stack, engines: tupl
         await_usages(api, {1: 0.3, 2: 0.5})
         failed = told(api)[1]["scrapes_failed"]
         assert failed >= 1
-        assert metrics(api)["kvstreams_scrapes_failed"] >= failed
+        assert metrics(api)["kvstreams_scrapes_failed_total"] >= failed
         first.gauges = "vllm:num_requests_waiting lots\n"
         second.gauges = ""
         await_usages(api, {})
@@ -148,7 +148,7 @@ def test_a_record_that_is_none_stops_nobody(scope: Settings) -> None:
         write(1, b"2")
         write(1, b"1")
         await_usages(api, {1: 0.5})
-        wait_for(lambda: metrics(api)["kvstreams_bad_records"] == 3.0, PATIENCE_S, "three records to be counted")
+        wait_for(lambda: metrics(api)["kvstreams_bad_records_total"] == 3.0, PATIENCE_S, "three records to be counted")
         with served(scope) as late:
             assert usages(late) == {}
             write(2, b"2", usage=0.25)

@@ -31,12 +31,12 @@ from streams.codec import (
     schemas_dir,
     to_long,
 )
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -89,7 +89,6 @@ from streams.cxl.records import (
     parked_key,
     pool_key,
 )
-from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, KvStreamsError
 from streams.tables.records import (
     PartitionRecord,
@@ -130,7 +129,12 @@ def arrays_of(n: int) -> st.SearchStrategy[HashArray]:
     return st.lists(u64s, min_size=n, max_size=n).map(u64)
 
 
-cxl = st.builds(CxlMetadata, texts, st.one_of(st.none(), texts), st.lists(u64s, max_size=3).map(tuple))
+cxl = st.builds(
+    CxlMemoryMetadata,
+    st.sampled_from(CxlMemoryState),
+    st.one_of(st.none(), texts),
+    st.lists(u64s, max_size=3),
+)
 stores = st.integers(0, 4).flatmap(
     lambda n: st.builds(
         BlocksStored,
@@ -285,7 +289,12 @@ def reason_of(decode: Callable[[], Any]) -> str | None:
 
 RANK = RankId(WorkerId(U64_MASK), DpRank(3))
 STORED = BlocksStored(
-    EngineHash(7), u64([1, U64_MASK]), u64([3, 4]), Tier.HOST, MoeLabels(1, None, 2), CxlMetadata("evicted", None, (5,))
+    EngineHash(7),
+    u64([1, U64_MASK]),
+    u64([3, 4]),
+    Tier.HOST,
+    MoeLabels(1, None, 2),
+    CxlMemoryMetadata("evicted", None, (5,)),
 )
 BATCH = EngineBatch(
     RANK,
@@ -405,6 +414,15 @@ def test_batches_come_back_as_they_were(batch: EngineBatch) -> None:
     assert (from_long(datum["worker_id"]), datum["dp_rank"]) == batch.rank
     assert (datum["model"], datum["block_size"], datum["sequence"]) == (batch.model, batch.block_size, batch.sequence)
     assert int.from_bytes(datum["digest"], "little") == batch.digest
+
+
+def test_a_store_in_an_unknown_state_of_cxl_memory_is_refused() -> None:
+    """The schema has the state as a string, so that the decoder checks it."""
+    datum = witnessed("kv-events", encode_batch(BATCH))
+    store = next(event for event in datum["body"]["events"] if event.get("cxl_metadata"))
+    assert reason_of(lambda: decode_batch(codec("kv-events").encode(datum))) is None
+    store["cxl_metadata"]["state"] = "elsewhere"
+    assert reason_of(lambda: decode_batch(codec("kv-events").encode(datum))) == "bad_state"
 
 
 @settings(max_examples=60, deadline=None)

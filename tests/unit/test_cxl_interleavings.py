@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import encode_batch
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BEFORE_FIRST, AllBlocksCleared, EngineBatch, EngineEvents, WorkerRemoved
 from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.reducer.ordering import Progress
@@ -30,7 +31,6 @@ from streams.cxl.records import (
     encode_transition,
     parse_owner_key,
 )
-from streams.cxl.states import CxlMemoryMetadata, CxlMemoryState
 from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.tables.cxl_reducer import PartitionReducer, partition_plan

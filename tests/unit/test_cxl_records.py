@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import codec
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import U64_MASK, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
     POOL_EPOCH_MAX,
@@ -44,7 +45,6 @@ from streams.cxl.records import (
     parked_key,
     pool_key,
 )
-from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, InvalidRequest
 from streams.topics import CXL_EVENT_BYTES_MAX
 from tests.unit.test_codec import RANK, TRANSITION, counts, longs, ranks, reason_of, texts, u64s, witnessed

@@ -23,6 +23,8 @@ import pytest
 from streams.cli import cli
 from streams.errors import (
     API_ERRORS,
+    HTTP_CODES,
+    HTTP_ERROR,
     AllWorkersBusy,
     BadRecord,
     EpochConflict,
@@ -33,7 +35,6 @@ from streams.errors import (
     api_error,
 )
 from streams.local.ports import free_port
-from streams.router_api.handlers import HTTP_CODES, HTTP_ERROR
 from streams.settings import ENV_PREFIX
 from streams.sim.pool_server import PoolServer, PoolServerConfig
 from streams.sim.server import SimServer, SimServerConfig

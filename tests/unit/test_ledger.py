@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CxlMetadata,
     EngineEvents,
     KvEvent,
     ResyncRequest,
@@ -168,7 +168,7 @@ def test_parts_of_a_store_keep_its_tier_and_labels() -> None:
     """Whatever else was said of the blocks is said of each part."""
     ledger = Ledger(counts_copies=False)
     ledger.apply(stored(u64(12), u64(1), tier=Tier.HOST))
-    labels, cxl = Labels(1, 2, 3), CxlMetadata("in_transit", "p", (1,))
+    labels, cxl = Labels(1, 2, 3), CxlMemoryMetadata("in_transit", "p", (1,))
     whole = BlocksStored(None, u64(12, 13), u64(1, 2), Tier.HOST, labels, cxl)
     (part,) = ledger.apply(whole)
     assert isinstance(part, BlocksStored)

@@ -10,11 +10,11 @@ import pytest
 
 from streams.core.block_facts import fact_sets as block_sets
 from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PlainFactSets, RankNumbering
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.index.interface import Candidates
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
-from streams.cxl.states import CxlMemoryState
 
 SETS: list[type[FactSets]] = [PlainFactSets, CompiledFactSets]
 RANKS = RankNumbering(tuple(RankId(WorkerId(number), DpRank(0)) for number in range(8)))

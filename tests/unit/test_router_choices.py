@@ -16,7 +16,7 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.routing.selection import RouterMode
 from streams.errors import AllWorkersBusy, InvalidRequest, NotReady
 from streams.router_api.router import Router
-from streams.router_api.wire import parse_route_query
+from streams.router_api.wire import answer_json, parse_route_query
 from streams.settings import Settings
 from tests.helpers.api import TOKENS, packed
 from tests.unit.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
@@ -32,7 +32,7 @@ def router_of(n_workers: int = 3, **knobs: Any) -> Router:
 
 def ask(router: Router, name: str = "r", tokens: Sequence[int] = tuple(TOKENS), **fields: Any) -> dict[str, Any]:
     query = {"request_id": name, **{key: str(value) for key, value in fields.items()}}
-    return router.route(parse_route_query(query), packed(tokens))
+    return answer_json(router.route(parse_route_query(query), packed(tokens)))
 
 
 def test_without_events_a_prompt_goes_where_it_went() -> None:

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from streams.core.block_facts import fact_sets as block_sets
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
 from streams.cxl import pooled_view
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.cxl.states import CxlMemoryState
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka import partition_of
 from streams.router_api.router import Router
-from streams.router_api.wire import RouteRequest, parse_route_query
+from streams.router_api.wire import RouteRequest, answer_json, parse_route_query
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,
@@ -75,7 +75,7 @@ def ask(router: Router, override: dict[str, Any] | None = None, **fields: Any) -
     asked: dict[str, Any] = {"token_ids": TOKENS, "update_states": False, "explain": True, **fields}
     if override is not None:
         asked["router_config_override"] = override
-    return router.route(msgspec.convert(asked, RouteRequest))
+    return answer_json(router.route(msgspec.convert(asked, RouteRequest)))
 
 
 def terms(answer: dict[str, Any]) -> dict[int, tuple[int, int, int, float, float]]:
@@ -123,7 +123,7 @@ def test_the_weight_is_a_setting_and_a_requests_own(weight: float, effective: fl
         hosts(router, 1)
         assert terms(ask(router, override))[1][3] == effective
     query = {"update_states": "false", "explain": "true", "cxl_score_weight": str(weight)}
-    assert terms(router.route(parse_route_query(query), packed(TOKENS)))[1][3] == effective
+    assert terms(answer_json(router.route(parse_route_query(query), packed(TOKENS))))[1][3] == effective
 
 
 def test_what_a_pool_has_is_not_booked_as_prefill_and_what_labels_are_worth_is() -> None:
@@ -282,7 +282,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     booked = {"token_ids": TOKENS, "request_id": "r", "allowed_worker_ids": [2]}
     for _ in range(2):  # the second finds the booking
         again = msgspec.convert({**booked, "router_config_override": {"moe_query": QUERY}}, RouteRequest)
-        assert router.route(again)["degraded_because"] == "labels_over_capacity"
+        assert answer_json(router.route(again))["degraded_because"] == "labels_over_capacity"
     # Another rank's leave makes room, which is taken when the record is written again.
     tell(1, labelled=False)
     assert ask(router, strict)["mode"] == "degraded"

@@ -26,7 +26,8 @@ from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, IndexFull
-from streams.router_api.view import AnswerMode, View
+from streams.router_api.trust import AnswerMode
+from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.kernels.runs import OTHER, decode_records
 from streams.tables.records import (
@@ -425,7 +426,7 @@ def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
     records = [progress(well, 1), progress(full, 1), run(well, 1), *(run(full, block) for block in range(2, 600))]
     assert view.fold_index_batch([*map(partition, range(Settings().partitions)), *records]) == []
     assert view.records_over_capacity > 100
-    assert len([record for record in caplog.records if "no room" in record.message]) == 1
+    assert len([record for record in caplog.records if "over capacity" in record.message]) == 1
     assert view.trust([well]).mode is AnswerMode.EXACT
     assert view.trust([well, full]).mode is AnswerMode.DEGRADED
     view.fold_index(*progress(full, 2))

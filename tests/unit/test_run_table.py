@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import decode_batch, encode_batch
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CxlMetadata,
     EngineBatch,
     EngineEvents,
     KvEvent,
@@ -232,7 +232,7 @@ def test_both_decoders_agree_on_any_bytes(seed: int, data: st.DataObject) -> Non
 
 def test_unusual_records_are_left_to_the_codec() -> None:
     """Stores into CXL memory, empty values and None among good records are decoded in their order."""
-    pooled = replace(stored(names(1), u64(1)), cxl=CxlMetadata("in_transit", "p", (1,)))
+    pooled = replace(stored(names(1), u64(1)), cxl=CxlMemoryMetadata("in_transit", "p", (1,)))
     values = [encode_batch(batch(1)), None, b"", encode_batch(batch(2, pooled)), encode_batch(batch(3))]
     found = decode_events(values)
     assert [isinstance(each, BadRecord) for each in found] == [False, True, True, False, False]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
-from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_KNOBS, WEIGHT_MAX, Settings, as_environ, load
+from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_OPTIONS, WEIGHT_MAX, Settings, as_environ, load
 
 KNOBS = [knob.name for knob in fields(Settings)]
 
@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "replication": (1, 7),
     "block_size": (1, 4096),
     "port": (0, 65535),
+    "metrics_port": (0, 65535),
     "kv_overlap_score_weight": (0.0, WEIGHT_MAX),
     "router_temperature": (0.0, WEIGHT_MAX),
     "router_seed": (0, NUMBER_MAX),
@@ -325,7 +326,7 @@ def test_a_child_takes_nothing_from_around_it(tmp_path: Path) -> None:
     assert load({}, inherited | as_environ(Settings())).settings == Settings()
 
 
-@pytest.mark.parametrize("knob", UNNEEDED_KNOBS)
+@pytest.mark.parametrize("knob", UNNEEDED_OPTIONS)
 @pytest.mark.parametrize("source", ["command line", "environment", "file"])
 def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source: str, tmp_path: Path) -> None:
     """From everywhere, whatever they are given, saying why they are needless; nothing of them is passed on."""
@@ -336,8 +337,8 @@ def test_needless_knobs_of_dynamo_are_accepted_with_a_warning(knob: str, source:
     assert resolved.settings == Settings()
     (warning,) = resolved.warnings
     assert warning.startswith(f"{knob} (from: ")
-    assert warning.endswith(UNNEEDED_KNOBS[knob])
-    assert load(dict.fromkeys(UNNEEDED_KNOBS), {}).warnings == ()
+    assert warning.endswith(UNNEEDED_OPTIONS[knob])
+    assert load(dict.fromkeys(UNNEEDED_OPTIONS), {}).warnings == ()
     assert f"KVSTREAMS_{knob.upper()}" not in as_environ(resolved.settings)
 
 

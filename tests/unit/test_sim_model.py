@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.errors import InvalidRequest, SettingsError
-from streams.sim.model import (
-    EngineConfig,
-    EngineModel,
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import (
     Finished,
     FirstToken,
     KvCleared,
@@ -24,9 +23,10 @@ from streams.sim.model import (
     ModelRequest,
     Output,
     Rejected,
-    answer_tokens,
     hash_prompt,
 )
+from streams.sim.model import EngineModel
+from streams.sim.synthetic_tokens import answer_tokens
 
 BLOCK = 4
 FOREVER = 1e15
@@ -302,7 +302,7 @@ def test_a_malformed_request_is_refused_at_the_door(engine: EngineModel, request
 def test_a_live_id_is_refused(engine: EngineModel) -> None:
     """Two live requests of one name could not be told apart in the outputs."""
     engine.submit(0.0, ask("a", range(4)))
-    with pytest.raises(InvalidRequest, match="live"):
+    with pytest.raises(InvalidRequest, match="already active"):
         engine.submit(0.0, ask("a", range(4)))
 
 

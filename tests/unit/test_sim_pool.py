@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
-from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, Refused, transition
+from streams.cxl.states import NOT_POOLED, Refused, transition
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.sim.model import EngineConfig, EngineModel, EngineStats, FirstToken, KvStored, Output, PoolAsked
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import EngineStats, FirstToken, KvStored, Output, PoolAsked
+from streams.sim.model import EngineModel
 from streams.sim.offline import Outcome, simulate
 from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
 from streams.sim.trace import generate, infinite_cache_hit_share
@@ -194,7 +197,7 @@ class Owner:
         for name in [] if changed is None else changed.engine.tolist():
             assert changed is not None
             pool_id = changed.pool_id
-            after = transition(self.told.get(name, PLAIN), changed.state, pool_id)
+            after = transition(self.told.get(name, NOT_POOLED), changed.state, pool_id)
             assert not isinstance(after, Refused), after
             self.told[name] = after
 

@@ -17,11 +17,12 @@ import pytest
 import zmq.asyncio
 from aiohttp import web
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BlocksStored, MoeLabels
 from streams.cxl.events import CxlStateChanged
-from streams.cxl.states import PLAIN, CxlMemoryMetadata, CxlMemoryState, Refused, transition
+from streams.cxl.states import NOT_POOLED, Refused, transition
 from streams.engines.cxl_names import CxlNames
-from streams.engines.dialects.vllm import COUNTS_COPIES, decode_payload
+from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
 from streams.errors import SettingsError
 from streams.local.processes import Children
@@ -122,7 +123,7 @@ async def pooled(client: Client, n_blocks: int) -> bool:
 
 async def told(client: Client) -> dict[int, CxlMemoryMetadata]:
     """What a bridge makes of all that an engine has told: metadata by sequence hash, every name known, all legal."""
-    ledger, names = Ledger(COUNTS_COPIES), CxlNames()
+    ledger, names = Ledger(VLLM.counts_copies), CxlNames()
     states: dict[int, CxlMemoryMetadata] = {}
     for _, payload in await client.replay(0):
         for event in decode_payload(payload, ENGINE.block_size).events:
@@ -130,7 +131,7 @@ async def told(client: Client) -> dict[int, CxlMemoryMetadata]:
                 blocks, unknown = names.resolve(event.engine, event.state, ledger)
                 assert unknown == []
                 for block in blocks.sequence.tolist():
-                    after = transition(states.get(block, PLAIN), event.state, event.pool_id)
+                    after = transition(states.get(block, NOT_POOLED), event.state, event.pool_id)
                     assert not isinstance(after, Refused), after
                     states[block] = after
             else:

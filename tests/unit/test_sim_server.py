@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.errors import SettingsError
-from streams.sim.model import EngineConfig
+from streams.sim.engine_config import EngineConfig
 from streams.sim.server import SimServer, SimServerConfig, serve
 
 ENGINE = EngineConfig(block_size=4, n_blocks=256)

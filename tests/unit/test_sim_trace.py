@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.errors import InvalidRequest
-from streams.sim.model import EngineConfig, EngineModel, ModelRequest
+from streams.sim.engine_config import EngineConfig
+from streams.sim.engine_messages import ModelRequest
+from streams.sim.model import EngineModel
 from streams.sim.trace import (
     TOKEN_VALUES_DISTINCT,
     TraceRequest,

@@ -13,6 +13,7 @@ import pytest
 
 from streams.codec import encode_worker
 from streams.core.block_facts.moe_labels import MoeSelector
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
@@ -23,7 +24,6 @@ from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.cxl.states import CxlMemoryState
 from streams.router_api import view as view_module
 from streams.router_api.view import View
 from streams.settings import Settings

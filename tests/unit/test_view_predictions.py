@@ -19,8 +19,9 @@ from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.errors import BadRecord
 from streams.kafka import partition_of
-from streams.router_api import view as view_module
-from streams.router_api.view import AnswerMode, View
+from streams.router_api import engine_reports
+from streams.router_api.trust import AnswerMode
+from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,
@@ -209,7 +210,7 @@ def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pyte
             view.fold_report(key, value)
         assert caught.value.reason == reason
     assert view.fleet().metrics == {}
-    monkeypatch.setattr(view_module, "REPORTS_MAX", 2)
+    monkeypatch.setattr(engine_reports, "REPORTS_MAX", 2)
     for worker_id in (1, 2, 1):
         report(view, rank(worker_id))
     with pytest.raises(BadRecord) as caught:

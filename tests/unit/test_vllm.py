@@ -15,11 +15,12 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, E
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import CxlStateChanged
-from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, Payload, decode_payload, engine_hash
+from streams.engines.dialects.interface import DecodedBatch
+from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, decode_payload, engine_hash
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
-from streams.sim.model import EngineConfig, KvCleared, KvRemoved, KvStored, Output
-from streams.sim.server import EventDialect, HashDialect, SimServerConfig, _wire_events
+from streams.sim.engine_messages import KvCleared, KvRemoved, KvStored
+from streams.sim.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
 
 BLOCK = 4
 TOKENS = list(range(1, 13))
@@ -46,7 +47,7 @@ def stored_event(**changes: Any) -> dict[str, Any]:
     return event | changes
 
 
-def only_stored(payload: Payload) -> BlocksStored:
+def only_stored(payload: DecodedBatch) -> BlocksStored:
     (event,) = payload.events
     assert isinstance(event, BlocksStored)
     return event
@@ -60,7 +61,7 @@ def as_array(event: dict[str, Any]) -> list[Any]:
     return list(event.values())
 
 
-def decoded_or_reason(raw: bytes) -> Payload | str:
+def decoded_or_reason(raw: bytes) -> DecodedBatch | str:
     try:
         return decode_payload(raw, BLOCK)
     except BadRecord as exc:
@@ -91,7 +92,7 @@ def test_every_form_of_a_batch_says_the_same(form: str) -> None:
 @pytest.mark.parametrize("outer", [[1.5, []], [1.5, [], None], {"ts": 1.5, "events": []}])
 def test_a_batch_that_names_no_rank_is_of_rank_0(outer: Any) -> None:
     """Engines without data parallelism leave it out."""
-    assert decode_payload(msgpack.packb(outer), BLOCK) == Payload(1500, 0, (), 0)
+    assert decode_payload(msgpack.packb(outer), BLOCK) == DecodedBatch(1500, 0, (), 0)
 
 
 def test_a_short_event_of_an_older_vllm_is_read() -> None:
@@ -133,7 +134,7 @@ def test_what_is_no_block_hash_is_refused(raw: Any) -> None:
     """Neither text nor a float nor a bool is a hash."""
     with pytest.raises(TypeError):
         engine_hash(raw)
-    with pytest.raises(BadRecord, match="no block hash"):
+    with pytest.raises(BadRecord, match="not a block hash"):
         decode_payload(pack(["BlockRemoved", [raw]]), BLOCK)
 
 
@@ -388,7 +389,7 @@ def test_any_bytes_are_a_batch_or_a_dead_letter(raw: bytes | tuple[int, int]) ->
         good[raw[0] % len(good)] = raw[1]
         raw = bytes(good)
     payload = decoded_or_reason(raw)
-    assert isinstance(payload, Payload) or payload in REASONS
+    assert isinstance(payload, DecodedBatch) or payload in REASONS
 
 
 @pytest.mark.parametrize(
@@ -420,21 +421,17 @@ def test_the_simulated_engine_speaks_this_dialect(
     event_dialect: EventDialect, hash_dialect: HashDialect, lora_name: str | None
 ) -> None:
     """What its own encoder writes is read as what its model said."""
-    config = SimServerConfig(
-        engine=EngineConfig(block_size=BLOCK),
-        event_dialect=event_dialect,
-        hash_dialect=hash_dialect,
-        lora_names=("poet",),
-    )
+    form = WireForm(BLOCK, event_dialect=event_dialect, hash_dialect=hash_dialect, lora_names=("poet",))
     engine = np.array([U64_MASK, 5, 1 << 63], dtype=np.uint64)
     local = local_hashes(TOKENS, BLOCK, hash_seed(lora_name))
     tokens = np.array(TOKENS, dtype="<u4").tobytes()
-    outputs: list[Output] = [
+    events: list[BlockEvent] = [
         KvStored(0.0, EngineHash(77), engine, local, local, tokens, 4, lora_name),
         KvRemoved(1.0, engine[:2]),
         KvCleared(2.0),
     ]
-    stored, *removals, cleared = decode_payload(pack(*_wire_events(outputs, config)), BLOCK).events
+    sent = [wire_event for event in events for wire_event in form.events(event)]
+    stored, *removals, cleared = decode_payload(pack(*sent), BLOCK).events
     assert isinstance(stored, BlocksStored)
     assert (stored.parent, stored.engine.tolist(), stored.local.tolist()) == (77, engine.tolist(), local.tolist())
     assert [event.engine.tolist() for event in removals if isinstance(event, BlocksRemoved)] == [[U64_MASK], [5]]

@@ -1,24 +1,35 @@
-"""How every kernel is compiled, and when a cached one is stale.
+"""How every kernel is compiled, when a cached one is stale, and which process compiles it.
 
-What lives here: the decorator. What must not: kernels.
+What lives here: the decorator, and compiling or looking up one kernel ahead of its first use. What must not: kernels,
+and which of them a command needs (streams.warming).
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
-from numba import njit
+from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: The folder that module names begin at.
 _ROOT = Path(__file__).resolve().parents[3]
 _IMPORT = re.compile(rb"^from (streams\.[\w.]+) import ", re.MULTILINE)
+
+#: Types of a kernel's arguments, by their annotations, where the kernel declares no signature.
+_TYPES = {"int": types.int64, "bool": types.boolean}
+
+#: In each folder of cached kernels: which of them are being compiled, as locked bytes.
+_LOCK_NAME = ".kvstreams-kernels.lock"
 
 
 @cache
@@ -53,16 +64,18 @@ def _digest_of(source: Path) -> str:
 
 
 def kernel(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
-    """Compile a function as every kernel of ours is; with signatures at once, else when it is first called.
+    """Turn a Python function into a kernel, which is compiled when it is first called or when `compile_ahead` asks.
+
+    signatures: what it is compiled for, and refuses any other arguments; without them it is compiled for the arguments
+    that it is called with.
 
     The machine code of a kernel contains its callees, from whatever file they come, but numba checks only the kernel's
     own file. So the cached code, which lies next to the source or in numba's cache directory, is valid until any source
-    changes that the kernel's module imports. Where neither place can be written, numba raises RuntimeError; such a
-    process compiles for itself, at every start.
+    changes that the kernel's module imports. Where neither place can be written, every process compiles for itself.
     """
     options = {"no_cfunc_wrapper": True, "nogil": True, "boundscheck": False, "error_model": "numpy", **options}
 
-    def compile_it(function: _Function) -> _Function:
+    def make(function: _Function) -> _Function:
         digest = _digest_of(Path(function.__code__.co_filename).resolve())
         try:
             compiled: Any = njit(cache=True, **options)(function)
@@ -72,15 +85,111 @@ def kernel(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]
             if "cannot cache function" not in str(exc):
                 raise
             compiled = njit(**options)(function)
-        for signature in signatures:
-            compiled.compile(signature)
-        if signatures:
-            compiled.disable_compile()
+        _compile_as_declared(compiled, signatures)
         result: _Function = compiled
         return result
 
-    return compile_it
+    return make
+
+
+def _compile_as_declared(compiled: Any, signatures: tuple[Any, ...]) -> None:
+    """Have a kernel compiled for the signatures that it declares, and by one process at a time.
+
+    Where it declares none, constants among its arguments are taken for their types. numba would compile a kernel again
+    for each constant that it is called with, which was half of the time that all kernels took to compile.
+    """
+    compile_one = compiled.compile
+
+    def compile_(signature: Any) -> Any:
+        with _alone(compiled):
+            if not signatures:
+                plain = tuple(map(types.unliteral, signature)) if isinstance(signature, tuple) else signature
+                return compile_one(plain)
+            for each in signatures:
+                if compiled._can_compile:
+                    compile_one(each)
+            compiled.disable_compile()
+            return None
+
+    def compile_for_arguments(*_: Any, **__: Any) -> Any:
+        compile_(None)
+        return compiled  # numba calls what is returned here; by now it knows no other types than the declared ones
+
+    compiled.signatures_declared = signatures
+    compiled.compile = compile_
+    if signatures:
+        compiled._compile_for_args = compile_for_arguments
 
 
 #: For code that every kernel that calls it contains.
 inlined = njit(nogil=True, boundscheck=False, error_model="numpy", forceinline=True)
+
+
+def is_ready(compiled: Any) -> bool:
+    """Whether a kernel has been compiled or loaded in this process, for what `compile_ahead` compiles it for."""
+    return bool(compiled.signatures)
+
+
+def is_cached(compiled: Any) -> bool:
+    """Whether `compile_ahead` would find a kernel in the cache."""
+    if compiled._cache.cache_path is None:
+        return False
+    index = compiled._cache._cache_file._load_index()
+    codegen = compiled.targetctx.codegen()
+    return all(compiled._cache._index_key(each, codegen) in index for each in _wanted(compiled))
+
+
+def is_cacheable(compiled: Any) -> bool:
+    """Whether there is a folder that the kernel's code can be kept in."""
+    return compiled._cache.cache_path is not None
+
+
+def compile_ahead(compiled: Any) -> None:
+    """Compile a kernel, or load it from the cache, before it is first called."""
+    for signature in _wanted(compiled):
+        if compiled._can_compile:
+            compiled.compile(signature)
+
+
+def _wanted(compiled: Any) -> tuple[Any, ...]:
+    """What a kernel is compiled for: the signatures that it declares, or the types of its annotations."""
+    if compiled.signatures_declared:
+        declared: tuple[Any, ...] = compiled.signatures_declared
+        return declared
+    code, annotations = compiled.py_func.__code__, compiled.py_func.__annotations__
+    return (tuple(_TYPES[annotations[each]] for each in code.co_varnames[: code.co_argcount]),)
+
+
+@contextmanager
+def _alone(compiled: Any) -> Iterator[None]:
+    """Exclude other processes from compiling the same kernel; they wait, and then load what this one has compiled.
+
+    Without this, processes that start together each compile everything, and two that write the same index of numba's
+    cache can lose entries or exchange them. A kernel's lock is held while its callees are compiled. Callees never lead
+    back to their callers, so no two processes wait for each other.
+    """
+    # Locks of bytes belong to the process and not to a thread; numba's own lock keeps its threads apart.
+    with global_compiler_lock:
+        path = compiled._cache.cache_path
+        file = None if path is None else _lock_file(Path(path))
+        if file is None:
+            yield
+            return
+        byte = zlib.crc32(compiled.py_func.__qualname__.encode(), zlib.crc32(compiled.py_func.__module__.encode()))
+        with suppress(OSError):  # some network file systems know no locks
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
+
+
+@cache
+def _lock_file(folder: Path) -> IO[bytes] | None:
+    """The file whose bytes are locked, open until the process ends; None where the folder cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / _LOCK_NAME).open("ab")
+    except OSError:
+        return None

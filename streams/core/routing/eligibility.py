@@ -1,21 +1,24 @@
 """Which ranks a request may go to.
 
-What lives here: the filters that come before cost. What must not: Kafka, HTTP, and busy thresholds (busy).
+What lives here: the filters that are applied before ranks are priced, each of them once. What must not: Kafka, HTTP,
+and busy thresholds (busy).
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.workers import Role, Worker, WorkerState
 
+_NO_RANKS: frozenset[RankId] = frozenset()
+
 
 class WorkerFilter(NamedTuple):
-    """What a request asks of the workers it may go to; None asks nothing."""
+    """What a request requires of the ranks that it may go to. A field that is None requires nothing."""
 
     model: str
     worker_id: WorkerId | None = None
@@ -26,61 +29,22 @@ class WorkerFilter(NamedTuple):
     required_taints: frozenset[str] = frozenset()
 
 
-def eligible_ranks(workers: dict[WorkerId, Worker], worker_filter: WorkerFilter) -> list[RankId]:
-    """Give the ranks that pass every filter, in order of worker and rank, so that equal costs mean equal candidates on
-    every router."""
-    ranks: list[RankId] = []
-    for worker_id in sorted(workers):
-        worker = workers[worker_id]
-        if (
-            worker.model != worker_filter.model
-            or worker.state is not WorkerState.ACTIVE
-            or (worker_filter.worker_id is not None and worker_id != worker_filter.worker_id)
-            or (worker_filter.allowed is not None and worker_id not in worker_filter.allowed)
-            or worker_id in worker_filter.excluded
-            or (worker_filter.phase is not None and worker.role not in (Role.BOTH, worker_filter.phase))
-            or not worker_filter.required_taints.issubset(worker.taints)
-        ):
-            continue
-        ranks.extend(
-            rank for rank in worker.ranks() if worker_filter.dp_rank is None or rank.dp_rank == worker_filter.dp_rank
-        )
-    return ranks
-
-
 class FilterReason(enum.StrEnum):
-    """The first filter that a rank does not pass; in the order in which they are looked at."""
+    """The first filter that a rank does not pass, in the order in which filters are applied."""
 
     OTHER_MODEL = "other_model"
     CORDONED = "cordoned"
-    OTHER_WORKER = "other_worker"  # the request names another one
+    OTHER_WORKER = "other_worker"  # the request names another worker
     NOT_ALLOWED = "not_allowed"
     EXCLUDED = "excluded"
     OTHER_ROLE = "other_role"
     TAINTS_MISSING = "taints_missing"
-    OTHER_DP_RANK = "other_dp_rank"  # the request names another one
-    SILENT = "silent"  # its bridge was not heard of for longer than it promised
+    OTHER_DP_RANK = "other_dp_rank"  # the request names another rank number
+    SILENT = "silent"  # the rank was not heard from within its lease
 
 
-def refusals(workers: Iterable[Worker], worker_filter: WorkerFilter, silent: Set[RankId]) -> dict[FilterReason, int]:
-    """Count the ranks that do not pass, each by the first filter that takes it out; for whoever finds that none passes.
-
-    The filters are those of `eligible_ranks`, which every request goes through and which says of none why.
-    """
-    counts: Counter[FilterReason] = Counter()
-    for worker in workers:
-        refusal = _refusal_of(worker, worker_filter)
-        for rank in worker.ranks():
-            if refusal is not None:
-                counts[refusal] += 1
-            elif worker_filter.dp_rank is not None and rank.dp_rank != worker_filter.dp_rank:
-                counts[FilterReason.OTHER_DP_RANK] += 1
-            elif rank in silent:
-                counts[FilterReason.SILENT] += 1
-    return {refusal: counts[refusal] for refusal in FilterReason if counts[refusal]}
-
-
-def _refusal_of(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | None:
+def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | None:
+    """Return the first filter that no rank of a worker passes, or None if its ranks are to be checked one by one."""
     if worker.model != worker_filter.model:
         return FilterReason.OTHER_MODEL
     if worker.state is not WorkerState.ACTIVE:
@@ -94,3 +58,41 @@ def _refusal_of(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | N
     if worker_filter.phase is not None and worker.role not in (Role.BOTH, worker_filter.phase):
         return FilterReason.OTHER_ROLE
     return None if worker_filter.required_taints.issubset(worker.taints) else FilterReason.TAINTS_MISSING
+
+
+def rank_refusal(rank: RankId, worker_filter: WorkerFilter, silent: Set[RankId]) -> FilterReason | None:
+    """Return the first filter that a rank of an accepted worker does not pass, or None if it passes all of them."""
+    if worker_filter.dp_rank is not None and rank.dp_rank != worker_filter.dp_rank:
+        return FilterReason.OTHER_DP_RANK
+    return FilterReason.SILENT if rank in silent else None
+
+
+def eligible_ranks(
+    workers: Mapping[WorkerId, Worker], worker_filter: WorkerFilter, silent: Set[RankId] = _NO_RANKS
+) -> list[RankId]:
+    """List the ranks that pass every filter.
+
+    They are ordered by worker and rank, so that candidates have the same positions on every router. silent: ranks that
+    were not heard from within their lease.
+    """
+    ranks: list[RankId] = []
+    for worker_id in sorted(workers):
+        worker = workers[worker_id]
+        if first_refusal(worker, worker_filter) is None:
+            ranks.extend(rank for rank in worker.ranks() if rank_refusal(rank, worker_filter, silent) is None)
+    return ranks
+
+
+def refusals(workers: Iterable[Worker], worker_filter: WorkerFilter, silent: Set[RankId]) -> dict[FilterReason, int]:
+    """Count the ranks that do not pass, by the first filter that refuses each of them.
+
+    This explains an error; the ranks that pass are listed by `eligible_ranks`, which applies the same filters.
+    """
+    counts: Counter[FilterReason] = Counter()
+    for worker in workers:
+        reason = first_refusal(worker, worker_filter)
+        if reason is not None:
+            counts[reason] += worker.dp_size
+            continue
+        counts.update(filter(None, (rank_refusal(rank, worker_filter, silent) for rank in worker.ranks())))
+    return {reason: counts[reason] for reason in FilterReason if counts[reason]}

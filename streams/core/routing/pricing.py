@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, RankId
+from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import ActiveLoads
 from streams.core.routing.cost import TermColumns, price_terms
 
@@ -40,9 +41,9 @@ def price_in_numpy(
     return int(cost.argmin()) << 32 | int(np.count_nonzero(cost == cost.min()))
 
 
-try:
+if kernels_available():
     from streams.core.routing.kernels.price import price_ranks
-except ImportError:
+else:
     price_ranks = price_in_numpy
 
 

@@ -1,1 +1,1 @@
-"""Engine dialects: the bytes of one engine's events to events; pure."""
+"""Dialects: one module per kind of engine, each of which turns that engine's messages into events. Pure."""

@@ -1,9 +1,9 @@
-"""vLLM's KV events: msgpack payloads to events (pure).
+"""The dialect of vLLM: msgpack payloads to events (pure).
 
-What lives here: the dialect, as vLLM's ZmqEventPublisher writes it: `[ts, [events], dp_rank]`, each event an array that
-starts with its tag or a map with `type`, the batch itself an array or a map. Engines with CXL memory add an event,
-`CxlStateTransition`, and to stores that are maps the field `cxl_metadata`; those that label blocks with slices of a
-mixture of experts add `moe` (docs/cxl.md). What must not: sockets (bridge) and copies (ledger).
+What lives here: the format that vLLM's ZmqEventPublisher writes. A payload is `[ts, [events], dp_rank]` or a map with
+these names. Each event is an array that starts with its tag, or a map with `type`. Engines with CXL memory add the
+event `CxlStateTransition`, and add the field `cxl_metadata` to stores that are maps. Engines that label blocks with
+slices of a mixture of experts add the field `moe` (docs/cxl.md). What must not: sockets (feed) and copies (ledger).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
     LABEL_NAMES,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CxlMetadata,
     KvEvent,
     MoeLabels,
     check_labels,
@@ -28,16 +28,14 @@ from streams.core.events import (
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_pool_id
-from streams.cxl.states import CxlMemoryState
+from streams.engines.dialects.interface import DecodedBatch, Dialect, EngineEvent
 from streams.errors import BadRecord, InvalidRequest
 
-#: Bytes of one payload: a 1M-token prompt stored at once is 5 MB; ten times that is no event batch.
+#: Bytes of one payload. A prompt of 1M tokens that is stored at once takes 5 MB; a payload more than ten times as large
+#: is not an event batch.
 PAYLOAD_BYTES_MAX = 64 * 1024 * 1024
 
-#: vLLM announces each physical copy of a block.
-COUNTS_COPIES = True
-
-#: What a record's rank and times have room for.
+#: The greatest values of a record's rank and of its times, which are Avro's int and long.
 _I32_MAX = (1 << 31) - 1
 _I64_MAX = (1 << 63) - 1
 
@@ -57,64 +55,72 @@ _STORED_FIELDS = (
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_workers")
 
-#: Fields by tag, in the order of an event that is an array.
+#: Fields by tag, in the order in which an event that is an array has them. Stores are the default.
 _FIELDS = {"BlockRemoved": _REMOVED_FIELDS, "CxlStateTransition": _CXL_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
-    """One engine batch. n_unindexed: blocks that prefix matching cannot tell (other cache groups, multimodal keys)."""
+class VllmDecoder:
+    """Decodes vLLM's payloads, each on its own. block_size: tokens, as the scope has it for the model."""
 
-    emitted_at_ms: int
-    dp_rank: int
-    events: tuple[KvEvent | CxlStateChanged, ...]
-    n_unindexed: int
+    block_size: int
+
+    def decode(self, payload: bytes) -> DecodedBatch:
+        """Decode one payload; see decode_payload."""
+        return decode_payload(payload, self.block_size)
 
 
-def decode_payload(raw: bytes, block_size: int) -> Payload:
-    """Decode one payload; block_size in tokens is what the scope says for the model.
+#: vLLM reports each physical copy of a block, so copies are counted.
+VLLM = Dialect("vllm", counts_copies=True, decoder=VllmDecoder)
 
-    Raises BadRecord with reason not_msgpack, bad_event or wrong_block_size.
+
+def decode_payload(raw: bytes, block_size: int) -> DecodedBatch:
+    """Decode one payload; block_size in tokens is the one that the scope has for the model.
+
+    Raises BadRecord with reason too_large, not_msgpack, bad_event or wrong_block_size.
     """
     if len(raw) > PAYLOAD_BYTES_MAX:
-        raise BadRecord("too_large", f"a payload of {len(raw)} bytes; {PAYLOAD_BYTES_MAX} is the limit")
+        raise BadRecord("too_large", f"the payload has {len(raw)} bytes; the limit is {PAYLOAD_BYTES_MAX}")
     try:
         outer = msgpack.unpackb(raw, strict_map_key=False)
-    except Exception as exc:  # msgpack raises a family of its own and ValueError
-        raise BadRecord("not_msgpack", f"the payload is no msgpack: {exc}") from exc
+    except Exception as exc:  # msgpack raises exceptions of its own as well as ValueError
+        raise BadRecord("not_msgpack", f"the payload is not msgpack: {exc}") from exc
     try:
-        if isinstance(outer, dict):  # newer vLLM writes the batch itself as a map too
+        if isinstance(outer, dict):  # newer versions of vLLM write the batch itself as a map, too
             outer = [outer["ts"], outer["events"], outer.get("data_parallel_rank")]
         emitted_s, raw_events, *rest = outer
         emitted_at_ms = int(float(emitted_s) * 1000)
         dp_rank = int(rest[0]) if rest and rest[0] is not None else 0
         if not (0 <= dp_rank <= _I32_MAX and abs(emitted_at_ms) <= _I64_MAX):
-            raise BadRecord("bad_event", f"a batch of rank {dp_rank} at {emitted_s} s has no room in a record")
-        events: list[KvEvent | CxlStateChanged] = []
+            raise BadRecord("bad_event", f"rank {dp_rank} or time {emitted_s} s does not fit into a record")
+        events: list[EngineEvent] = []
         n_unindexed = 0
         for raw_event in raw_events:
             event, skipped = _event(raw_event, block_size)
             n_unindexed += skipped
             if event is not None:
                 events.append(event)
-        return Payload(emitted_at_ms, dp_rank, tuple(events), n_unindexed)
+        return DecodedBatch(emitted_at_ms, dp_rank, tuple(events), n_unindexed)
     except BadRecord:
         raise
     except (InvalidRequest, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as exc:
-        raise BadRecord("bad_event", f"the payload is no event batch: {exc}") from exc
+        raise BadRecord("bad_event", f"the payload is not an event batch: {exc}") from exc
 
 
 def engine_hash(value: Any) -> EngineHash:
-    """An engine's block id as u64: signed integers bit-cast, of bytes the last 8, big-endian. Raises TypeError."""
+    """Return an engine's block id as u64: an integer's low 64 bits, or the last 8 bytes, big-endian. Raises TypeError.
+
+    A signed integer is thereby bit-cast.
+    """
     if isinstance(value, bytes):
         return EngineHash(int.from_bytes(value[-8:], "big"))
     if isinstance(value, int) and not isinstance(value, bool):
         return EngineHash(value & U64_MASK)
-    raise TypeError(f"{value!r} is no block hash")
+    raise TypeError(f"{value!r} is not a block hash")
 
 
-def _event(raw: Any, block_size: int) -> tuple[KvEvent | CxlStateChanged | None, int]:
-    """One event and the number of its blocks that are not indexed."""
+def _event(raw: Any, block_size: int) -> tuple[EngineEvent | None, int]:
+    """Return one event, None if nothing of it is indexed, and the number of its blocks that are not indexed."""
     if isinstance(raw, dict):
         tag, get = raw["type"], raw.get
     else:
@@ -142,18 +148,20 @@ def _event(raw: Any, block_size: int) -> tuple[KvEvent | CxlStateChanged | None,
 def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
     hashes = _hashes(get("block_hashes"))
     if get("group_idx"):
-        # Groups behind the first are sliding windows or state-space layers: a prefix does not describe them.
+        # Groups after the first are sliding windows or state-space layers, which a prefix does not describe.
         return None, len(hashes)
     if get("block_size") != block_size:
-        raise BadRecord("wrong_block_size", f"blocks of {get('block_size')} tokens; this model has {block_size} here")
+        raise BadRecord(
+            "wrong_block_size", f"blocks have {get('block_size')} tokens; this scope has {block_size} for the model"
+        )
     tokens = get("token_ids")
-    if not isinstance(tokens, list):  # bytes would be taken for packed tokens, of which there are fewer
+    if not isinstance(tokens, list):  # bytes would be read as packed tokens, four bytes per token
         raise BadRecord("bad_event", f"token_ids is {type(tokens).__name__}, not a list")
     if len(tokens) != len(hashes) * block_size:
         raise BadRecord("bad_event", f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}")
     lora = get("lora_name")
     if not lora and get("lora_id") is not None:
-        # Without a name the id must do: hashed as the base model, the block would match requests that it cannot serve.
+        # Without a name, the id is hashed. If nothing were, the block would match requests for the base model.
         lora = str(get("lora_id"))
     local = local_hashes(tokens, block_size, hash_seed(lora))
     keep = _plain_prefix(get("extra_keys"), len(hashes), get("lora_name"))
@@ -179,26 +187,27 @@ def _moe_labels(raw: dict[str, Any] | None) -> MoeLabels | None:
     return labels
 
 
-def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMetadata | None:
+def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMemoryMetadata | None:
     if raw is None:
         return None
     state, pool_id, workers = _placed(raw["state"], raw.get("pool_id"), raw.get("accessible_workers"))
-    return CxlMetadata(state.value, pool_id, workers)
+    return CxlMemoryMetadata(state, pool_id, workers)
 
 
 def _placed(state: Any, pool_id: Any, workers: Any) -> tuple[CxlMemoryState, str | None, tuple[WorkerId, ...]]:
-    """A state, pool and workers as an engine names them; raises ValueError, TypeError, InvalidRequest."""
+    """Check the state, pool and workers that an engine names. Raises ValueError, TypeError, InvalidRequest."""
     if pool_id is not None:
         check_pool_id(pool_id)
     if len(workers or ()) > POOL_MEMBERS_MAX:
-        raise ValueError(f"{len(workers)} accessible workers; at most {POOL_MEMBERS_MAX}")
+        raise ValueError(f"{len(workers)} accessible workers; the limit is {POOL_MEMBERS_MAX}")
     return CxlMemoryState(state), pool_id, tuple(WorkerId(int(worker) & U64_MASK) for worker in workers or ())
 
 
 def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int, lora_name: str | None) -> int:
-    """Blocks before the first whose content is more than its tokens (images, cache salts): its hash here would lie.
+    """Count the leading blocks whose content is their tokens alone, before the first one with an image or a cache salt.
 
-    vLLM writes the adapter's name there too, on every block, first of its keys; that one is in our hash already.
+    The hash of a later block would match prompts with other content. vLLM also writes the adapter's name as the first
+    key of every block; that name is already part of our hash.
     """
     for index, keys in enumerate((extra_keys or ())[:n_blocks]):
         if keys and not (lora_name and list(keys) == [lora_name]):
@@ -207,7 +216,7 @@ def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int, lora_name: st
 
 
 def _hashes(values: Any) -> HashArray:
-    if not isinstance(values, list):  # of bytes, each would pass for a hash
+    if not isinstance(values, list):  # each byte of a bytes value would be read as a hash
         raise TypeError(f"block_hashes is {type(values).__name__}, not a list")
     return np.array([engine_hash(value) for value in values], dtype=np.uint64)
 

@@ -1,0 +1,1 @@
+"""Programs that show how to use kvstreams; each runs as it is."""

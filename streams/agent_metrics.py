@@ -1,0 +1,114 @@
+"""The metrics of an agent, the Faust worker that indexes events, declared once; docs/http.md has their table.
+
+What lives here: the declarations, and the snapshot of an Indexer that they read. What must not: counting (the indexer
+and its partitions count) and Prometheus' formats (streams.metrics).
+
+All totals are over every partition that this process has owned since it started, so they never decrease when a
+partition moves to another worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
+from streams.core.reducer.ordering import Verdict
+from streams.metrics import Label, Metric, MetricsRegistry, counter
+from streams.tables.pooled_block_table import TransitionOutcome
+
+#: Reasons for refusing a transition come from several modules, about a dozen in all.
+REFUSAL_REASONS_MAX = 64
+
+_OUTCOME_PREFIX = "cxl_"
+_REFUSED_PREFIX = "cxl_refused_"
+
+
+class AgentCounts(Protocol):
+    """What is read of an Indexer; its own documentation names the keys."""
+
+    def verdict_counts(self) -> Mapping[str, int]:
+        """Totals of what records turned out to be."""
+        ...
+
+    def partition_counts(self) -> Mapping[str, int]:
+        """Totals of the partitions' transactions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSnapshot:
+    """What the declarations read."""
+
+    verdicts: Mapping[str, int]
+    partitions: Mapping[str, int]
+
+    def refused(self) -> dict[str, int]:
+        """Refused transitions by reason."""
+        found = (
+            (key.removeprefix(_REFUSED_PREFIX), n)
+            for key, n in self.verdicts.items()
+            if key.startswith(_REFUSED_PREFIX)
+        )
+        return dict(found)
+
+
+AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
+    counter(
+        "kvstreams_agent_source_records_total",
+        "Records of `kv-events` and `cxl-events` that were processed in committed transactions, duplicates included",
+        lambda now: now.partitions["applied"],
+    ),
+    counter(
+        "kvstreams_agent_verdicts_total",
+        "Records of `kv-events` by what they turned out to be (see verdict in the glossary)",
+        lambda now: {verdict: now.verdicts[verdict] for verdict in Verdict},
+        Label("verdict", tuple(Verdict)),
+    ),
+    counter(
+        "kvstreams_agent_transitions_total",
+        "Transitions of `cxl-events` that were not refused, by outcome",
+        lambda now: {each: now.verdicts.get(f"{_OUTCOME_PREFIX}{each}", 0) for each in TransitionOutcome},
+        Label("outcome", tuple(TransitionOutcome)),
+    ),
+    counter(
+        "kvstreams_agent_transitions_refused_total",
+        "Transitions of `cxl-events` that were refused, by reason; each is also a dead letter",
+        AgentSnapshot.refused,
+        Label("reason", values_max=REFUSAL_REASONS_MAX),
+    ),
+    counter(
+        "kvstreams_agent_dead_letters_total",
+        "Records that this agent wrote to the dead letters",
+        lambda now: now.partitions["dead_letters"],
+    ),
+    counter(
+        "kvstreams_agent_transactions_total",
+        "Kafka transactions that were committed",
+        lambda now: now.partitions["transactions"],
+    ),
+    counter(
+        "kvstreams_agent_partition_failures_total",
+        "Failures after which a partition was opened again, such as a fenced producer or an unreachable Kafka",
+        lambda now: now.partitions["reopened"],
+    ),
+    counter(
+        "kvstreams_agent_bad_table_records_total",
+        "Rows of a changelog that could not be read when a partition was opened",
+        lambda now: now.verdicts["bad_table_record"],
+    ),
+    counter(
+        "kvstreams_agent_maintenance_total",
+        "What maintenance ticks did: ranks that became silent (`silent`), workers whose expiry was written "
+        "(`expiry_written`), resync requests (`resync_requested`), ranks for which no more are sent "
+        "(`resync_given_up`), and degraded ranks that were cleared (`cleared`)",
+        lambda now: {name: now.verdicts[name] for name in MAINTENANCE_COUNTS},
+        Label("action", MAINTENANCE_COUNTS),
+    ),
+)
+
+
+def agent_registry(indexer: AgentCounts) -> MetricsRegistry[AgentSnapshot]:
+    """The registry of an agent."""
+    return MetricsRegistry(AGENT_METRICS, lambda: AgentSnapshot(indexer.verdict_counts(), indexer.partition_counts()))

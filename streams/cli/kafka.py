@@ -1,0 +1,93 @@
+"""`kvstreams kafka`: a Kafka for one machine. `start_kafka` serves `demo` and `up` as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from streams.cli.options import GroupedGroup, key_and_value
+from streams.settings import ENV_PREFIX
+
+KAFKA_DIRECTORY = Path(".kvstreams/kafka")
+
+_directory = click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=KAFKA_DIRECTORY,
+    show_default=True,
+    help="folder of its data, logs and state",
+)
+
+
+@click.group(cls=GroupedGroup)
+def kafka() -> None:
+    """Run a real Kafka on this machine, for development and the demo."""
+
+
+@kafka.command("up")
+@_directory
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="broker property, for example log.cleaner.threads=2; repeat for each",
+)
+def kafka_up(directory: Path, overrides: tuple[str, ...]) -> None:
+    """Start Kafka unless it is running already. The first start downloads it."""
+    state = start_kafka(directory, dict(key_and_value(text) for text in overrides))
+    verb = "is already running" if state.reused else "is up"
+    click.echo(f"Kafka {state.version} {verb} at {state.bootstrap} (pid {state.pid}, {state.java})")
+    for note in state.notes:
+        click.echo(note)
+    click.echo(f"use it:   export {ENV_PREFIX}KAFKA={state.bootstrap}")
+    click.echo("stop it:  kvstreams kafka down")
+
+
+@kafka.command("down")
+@_directory
+def kafka_down(directory: Path) -> None:
+    """Stop Kafka. Its data and ports are kept for the next start."""
+    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+
+    was_running = LocalKafka(LocalKafkaConfig(directory)).down()
+    click.echo("Kafka is down" if was_running else "no Kafka was running here")
+
+
+@kafka.command("status")
+@_directory
+def kafka_status(directory: Path) -> None:
+    """Print whether Kafka is running, and its address. The exit status is 1 if it is not running."""
+    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+
+    local = LocalKafka(LocalKafkaConfig(directory))
+    state = local.status()
+    if state is None:
+        click.echo(f"no Kafka runs in {directory}")
+        raise SystemExit(1)
+    status = "answers" if local.answers() else "is running but does not answer"
+    click.echo(f"Kafka {state.version} {status} at {state.bootstrap} (pid {state.pid}, {state.java})")
+
+
+def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any:
+    """Start the local Kafka and return its KafkaState. Shows progress during the download of its jars and the start."""
+    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.progress import shown
+
+    local = LocalKafka(LocalKafkaConfig(directory, overrides or {}))
+    with shown(Console(stderr=True), "starting Kafka") as step:
+
+        def downloaded(done: int, total: int, name: str) -> None:
+            if done < total:
+                step.name = "downloading Kafka"
+                step.update(done, name, total)
+            else:
+                step.name, step.total, step.doing = "starting Kafka", None, ""
+
+        return local.up(downloaded)
+
+
+COMMANDS = (kafka,)

@@ -1,0 +1,128 @@
+"""`kvstreams demo`, `up` and `warm`: everything on one machine, and compiling the kernels ahead of time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from streams.cli.kafka import KAFKA_DIRECTORY, start_kafka
+from streams.cli.options import GroupedCommand
+from streams.cli.output import console
+from streams.core.routing.selection import RouterMode
+from streams.errors import SettingsError
+
+DEMO_DIRECTORY = Path(".kvstreams/demo")
+UP_DIRECTORY = Path(".kvstreams/up")
+
+_kafka_directory = click.option(
+    "--kafka-directory",
+    type=click.Path(path_type=Path),
+    default=KAFKA_DIRECTORY,
+    show_default=True,
+    help="folder of the Kafka that it uses (kvstreams kafka up)",
+)
+
+
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="trace in Mooncake's format  [default: a generated one]",
+)
+@click.option("--workers", default=8, show_default=True, help="number of simulated engines")
+@click.option("--requests", default=400, show_default=True, help="requests per policy")
+@click.option(
+    "--speedup",
+    default=None,
+    type=float,
+    help="model seconds per second  [default: chosen for this machine]",
+)
+@click.option(
+    "--blocks", default=16384, show_default=True, help="capacity of each engine's cache, in blocks of 16 tokens"
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    help="kv, round-robin or random; repeat for several  [default: all three]",
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=DEMO_DIRECTORY,
+    show_default=True,
+    help="folder of its logs and results",
+)
+@_kafka_directory
+def demo(
+    trace: Path | None,
+    workers: int,
+    requests: int,
+    speedup: float | None,
+    blocks: int,
+    policies: tuple[str, ...],
+    directory: Path,
+    kafka_directory: Path,
+) -> None:
+    """Compare routing policies on this machine, with simulated engines and a real Kafka."""
+    from streams.local.demo import DEMO_POLICIES, DemoConfig, require_extra, run_demo
+    from streams.warming import WORKER
+    from streams.warming import warm as warm_kernels
+
+    require_extra("psutil", "matplotlib")
+    try:
+        modes = tuple(RouterMode(policy) for policy in policies) or DEMO_POLICIES
+        if not set(modes) <= set(DEMO_POLICIES):
+            unknown = next(mode for mode in modes if mode not in DEMO_POLICIES)
+            raise ValueError(f"{unknown!s} is not a policy of the demo")
+    except ValueError as exc:
+        raise SettingsError(f"--policy: {exc}", remedy="Use kv, round-robin or random") from exc
+    if RouterMode.KV not in modes:
+        raise SettingsError("--policy: kv must be among the policies, since the others are compared with it")
+    config = DemoConfig(
+        trace=trace,
+        workers=workers,
+        requests=requests,
+        speedup=speedup,
+        directory=directory,
+        kafka_directory=kafka_directory,
+        blocks=blocks,
+        policies=tuple(mode for mode in DEMO_POLICIES if mode in modes),
+    )
+    warm_kernels(WORKER)  # once, here: otherwise each of the demo's processes would compile the kernels
+    run_demo(config, start_kafka)
+
+
+@click.command(cls=GroupedCommand)
+@click.option("--workers", default=2, show_default=True, help="number of simulated engines")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=UP_DIRECTORY,
+    show_default=True,
+    help="folder of its logs",
+)
+@_kafka_directory
+def up(workers: int, directory: Path, kafka_directory: Path) -> None:
+    """Run everything on this machine in the foreground, to try the HTTP API."""
+    from streams.local.demo import require_extra, run_up
+    from streams.warming import WORKER
+    from streams.warming import warm as warm_kernels
+
+    require_extra("psutil")
+    warm_kernels(WORKER)
+    run_up(workers, directory, kafka_directory, start_kafka)
+
+
+@click.command(cls=GroupedCommand)
+def warm() -> None:
+    """Compile the kernels. Needed once per installation; otherwise the first process that starts compiles them."""
+    from streams.warming import warm as warm_kernels
+
+    if not warm_kernels(console=console()):
+        click.echo("no kernel had to be compiled")
+
+
+COMMANDS = (demo, up, warm)

@@ -1,0 +1,47 @@
+"""`kvstreams metrics`: every metric that is declared, for people and for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+from streams.cli.options import GroupedCommand
+from streams.cli.output import console
+
+if TYPE_CHECKING:
+    from streams.metrics import Metric
+
+
+@click.command(cls=GroupedCommand)
+@click.option("--markdown", is_flag=True, help="print the tables of docs/http.md")
+def metrics(markdown: bool) -> None:
+    """Print every Prometheus metric: its name, kind, labels and meaning."""
+    from streams.metrics import label_text, markdown_table
+
+    if markdown:
+        tables = [f"### {title}\n\n{markdown_table(declared)}" for title, declared in declared_metrics().items()]
+        click.echo("\n".join(tables), nl=False)
+        return
+    for title, declared in declared_metrics().items():
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in ("metric", "kind", "labels", "meaning"):
+            table.add_column(column, overflow="fold")
+        for metric in declared:
+            labels = "; ".join(map(label_text, metric.labels)).replace("`", "")
+            table.add_row(metric.name, metric.kind, labels, metric.help.replace("`", ""))
+        console().print(table)
+
+
+def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
+    """The declarations of every kind of process, by the heading that the docs have for it."""
+    from streams.agent_metrics import AGENT_METRICS
+    from streams.engines.bridge_metrics import BRIDGE_METRICS
+    from streams.router_api.metrics import ROUTER_METRICS
+
+    return {"Router": ROUTER_METRICS, "Faust worker": AGENT_METRICS, "Bridge": BRIDGE_METRICS}
+
+
+COMMANDS = (metrics,)

@@ -1,0 +1,122 @@
+"""What commands share: every setting as an option, help in sections, and the reading of values.
+
+What lives here: decorators and classes for commands, and parsers of option values. What must not: a command.
+
+Every setting is an option of the commands that use settings. A value that is not given on the command line comes from
+`KVSTREAMS_*`, then from a TOML file, then from the default; `kvstreams config` shows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from streams.core.ids import U64_MASK, WorkerId
+from streams.errors import InvalidRequest, SettingsError
+from streams.settings import ENV_PREFIX, UNNEEDED_OPTIONS, Settings, load
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: Settings that most commands need; --help shows them before all others.
+ESSENTIAL = (
+    "kafka",
+    "topic_prefix",
+    "partitions",
+    "replication",
+    "block_size",
+    "host",
+    "port",
+    "router_mode",
+    "data_dir",
+)
+
+_SECTIONS = (
+    "Options",
+    "Settings",
+    f"Other settings; all of them also as {ENV_PREFIX}... variables or in a file (see kvstreams config)",
+)
+
+#: Prefix of the parameters that carry settings: an option of a command may have a setting's name.
+_SETTING_PARAM = "setting_"
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its own options first, then the essential settings, then the other settings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in up to three sections; a command without settings has one."""
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                setting = (param.name or "").removeprefix(_SETTING_PARAM)
+                essential = setting in ESSENTIAL or setting == "config"
+                rows[_SECTIONS[0 if setting == param.name and not essential else 1 if essential else 2]].append(record)
+        for title, records in rows.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class GroupedGroup(click.Group):
+    """A group whose commands, and those of its groups, are GroupedCommands."""
+
+    command_class = GroupedCommand
+    group_class = type
+
+
+def with_settings(command: _F) -> _F:
+    """Give a command every setting as an option; it is called with `resolved`."""
+
+    def run(config: Path | None, **options: Any) -> Any:
+        names = (*(setting.name for setting in fields(Settings)), *UNNEEDED_OPTIONS)
+        resolved = load({name: options.pop(f"{_SETTING_PARAM}{name}") for name in names}, config_file=config)
+        for warning in resolved.warnings:
+            click.echo(f"kvstreams: {warning}", err=True)
+        return command(resolved=resolved, **options)
+
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    # Decorators below ours attached a command's own options to it; they belong to the wrapper now.
+    run.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
+    wrapped: Any = run
+    for setting in reversed(fields(Settings)):
+        flag, param = setting.name.replace("_", "-"), f"{_SETTING_PARAM}{setting.name}"
+        text = str(setting.metadata["help"])
+        if setting.type == "bool":
+            # NVIDIA Dynamo has a name of its own for the opposite of this one.
+            opposite = "router-persist-states" if setting.name == "router_reset_states" else f"no-{flag}"
+            option = click.option(f"--{flag}/--{opposite}", param, default=None, help=text)
+        else:
+            option = click.option(f"--{flag}", param, default=None, metavar="VALUE", help=text)
+        wrapped = option(wrapped)
+    for name in UNNEEDED_OPTIONS:
+        flag = name.replace("_", "-")
+        # In Dynamo's own command line, too, switches take no value.
+        form = f"--{flag}" if name == "router_snapshot_threshold" else f"--{flag}/--no-{flag}"
+        wrapped = click.option(form, f"{_SETTING_PARAM}{name}", default=None, hidden=True)(wrapped)
+    wrapped = click.option(
+        "--config", type=click.Path(path_type=Path), default=None, help="TOML file with values of settings"
+    )(wrapped)
+    result: _F = wrapped
+    return result
+
+
+def worker_ids(values: tuple[int, ...]) -> tuple[WorkerId, ...]:
+    """Worker ids of a command line; raises InvalidRequest."""
+    for value in values:
+        if not 0 <= value <= U64_MASK:
+            raise InvalidRequest(f"worker {value} is outside 0..2^64-1")
+    return tuple(map(WorkerId, values))
+
+
+def key_and_value(text: str) -> tuple[str, str]:
+    """Split KEY=VALUE of --set; raises SettingsError."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set {text!r} is not KEY=VALUE")
+    return key, value

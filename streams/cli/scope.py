@@ -1,0 +1,112 @@
+"""`kvstreams config`, `topics` and `reset`: the settings of a scope, its topics, and emptying it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import click
+from rich.table import Table
+
+from streams import log
+from streams.cli.options import GroupedCommand, GroupedGroup, with_settings
+from streams.cli.output import console
+from streams.settings import ENV_PREFIX, Resolved, Settings
+from streams.topics import topics as scope_topics
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+def config(resolved: Resolved) -> None:
+    """Print every setting, its value, and where the value came from."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("setting", "value", "from", "environment", "meaning"):
+        table.add_column(column, overflow="fold")
+    for setting in fields(Settings):
+        value = getattr(resolved.settings, setting.name)
+        table.add_row(
+            setting.name,
+            str(value),
+            resolved.sources[setting.name],
+            ENV_PREFIX + setting.name.upper(),
+            str(setting.metadata["help"]),
+        )
+    console().print(table)
+
+
+@click.group(cls=GroupedGroup)
+def topics() -> None:
+    """Create and check the topics of a scope."""
+
+
+@topics.command("create")
+@with_settings
+def topics_create(resolved: Resolved) -> None:
+    """Create the topics that are missing and check the others. Existing topics are never altered."""
+    from streams.kafka import ensure_topics
+
+    states = ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
+    for state in states.values():
+        click.echo(f"{state.name}: {state.partitions} partitions, {state.replication} replicas")
+
+
+@topics.command("describe")
+@with_settings
+def topics_describe(resolved: Resolved) -> None:
+    """Compare every topic's settings with those that the broker has. The exit status is 1 if any differ."""
+    from streams.errors import TopicMismatch
+    from streams.kafka import check_topic, describe_topics
+
+    specs = scope_topics(resolved.settings).all()
+    states = describe_topics(resolved.settings, specs)
+    table = Table(box=None, pad_edge=False)
+    for column in ("topic", "key", "schema", "partitions", "settings", "broker"):
+        table.add_column(column, overflow="fold")
+    remedies: list[str] = []
+    wrong = False
+    for spec in specs:
+        state = states[spec.name]
+        result = "as wanted"
+        if state is None:
+            result = "missing: kvstreams topics create"
+        else:
+            try:
+                check_topic(spec, state)
+            except TopicMismatch as exc:
+                result = "differs, see below"
+                remedies.append(str(exc))
+        wrong = wrong or result != "as wanted"
+        settings = " ".join(f"{key}={value}" for key, value in spec.config.items())
+        table.add_row(spec.name, spec.key, spec.schema or "as received", str(spec.partitions), settings, result)
+    console().print(table)
+    for remedy in remedies:  # not in the table, whose columns would break a command into lines that cannot be copied
+        click.echo(remedy)
+    if wrong:
+        raise SystemExit(1)
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+@click.option("--force", is_flag=True, help="reset even if another process of the scope is running")
+def reset(resolved: Resolved, force: bool) -> None:
+    """Empty a scope: its index, loads and events. The registry and dead letters stay.
+
+    Using a new topic prefix instead is safer.
+    """
+    log.configure(resolved.settings)
+    empty_scope(resolved.settings, force or resolved.settings.router_reset_force)
+
+
+def empty_scope(settings: Settings, force: bool) -> None:
+    """Empty the scope and print what was removed."""
+    from streams.kafka import ensure_topics
+    from streams.reset import reset_scope
+
+    ensure_topics(settings, scope_topics(settings).all())
+    done = reset_scope(settings, force=force)
+    click.echo(
+        f"{settings.app_id} is empty: {done.records} records of the index deleted, "
+        f"{done.partitions} partitions of events, loads and requests truncated, {done.copies} local copies removed"
+    )
+
+
+COMMANDS = (config, topics, reset)

@@ -1,0 +1,81 @@
+"""`kvstreams worker`, `router` and `bridge`: the processes of a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import click
+
+from streams import log
+from streams.cli.options import GroupedCommand, with_settings
+from streams.cli.scope import empty_scope
+from streams.settings import Resolved, as_environ
+from streams.topics import topics as scope_topics
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+def worker(resolved: Resolved) -> None:
+    """Run a Faust worker: `faust -A streams worker` with these settings."""
+    os.environ.update(as_environ(resolved.settings))
+    os.execv(sys.executable, [sys.executable, *resolved.settings.faust_arguments])
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+def router(resolved: Resolved) -> None:
+    """Run a router alone. Run as many as you need, behind any load balancer."""
+    from streams.router_api.server import serve
+
+    log.configure(resolved.settings)
+    if resolved.settings.router_reset_states:
+        empty_scope(resolved.settings, resolved.settings.router_reset_force)
+    _run(serve(resolved.settings))
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    required=True,
+    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]"
+    "[,dialect=NAME]",
+    help="one engine; repeat the option for each engine",
+)
+def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
+    """Forward engines' ZMQ events to Kafka, and register the engines."""
+    from streams.engines.address import engine_address
+    from streams.engines.bridge import Bridge
+    from streams.engines.bridge_metrics import run_bridge
+    from streams.kafka import ensure_topics
+
+    log.configure(resolved.settings)
+    addresses = [
+        engine_address(text) for text in engines
+    ]  # first, so that a typo is reported without waiting for Kafka
+    ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
+    _run(run_bridge(Bridge(resolved.settings, addresses), resolved.settings))
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run to the end. Ctrl-C and SIGTERM cancel the coroutine, which then cleans up; both count as an ordinary end."""
+
+    async def until_signalled() -> None:
+        task = asyncio.ensure_future(main)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(until_signalled())
+
+
+COMMANDS = (worker, router, bridge)

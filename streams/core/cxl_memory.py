@@ -1,0 +1,53 @@
+"""Where a block is in CXL memory: its four states, and the metadata of one block.
+
+What lives here: values that engines report and tables store. What must not: which state may follow which
+(streams.cxl.states), pools, bytes. `streams.cxl` offers both names publicly.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streams.core.ids import WorkerId
+from streams.errors import InvalidEvent
+
+
+class CxlMemoryState(enum.StrEnum):
+    """Where a block is, as far as CXL memory is concerned. The values are written to Kafka."""
+
+    LOCAL_GPU = "local_gpu"
+    IN_TRANSIT = "in_transit"
+    CXL_POOLED = "cxl_pooled"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class CxlMemoryMetadata:
+    """State, pool and accessible workers of one block, as one owner reports them.
+
+    pool_id: None if the block neither is nor was in a pool. accessible_workers: the workers that can read the block in
+    its pool, as the owner named them; if empty, all members of the pool.
+    """
+
+    state: CxlMemoryState
+    pool_id: str | None
+    accessible_workers: tuple[WorkerId, ...]
+
+    def __init__(self, state: str = "local_gpu", pool_id: str | None = None, accessible_workers: Sequence[int] = ()):
+        """Take a state by its value, and the workers in any sequence; raises InvalidEvent for an unknown state."""
+        if type(state) is not CxlMemoryState:
+            state = state_of(state)
+        object.__setattr__(self, "state", state)
+        object.__setattr__(self, "pool_id", pool_id)
+        object.__setattr__(self, "accessible_workers", tuple(accessible_workers))
+
+
+def state_of(value: str) -> CxlMemoryState:
+    """Return the state with this value; raises InvalidEvent if there is none."""
+    try:
+        return CxlMemoryState(value)
+    except ValueError as exc:
+        expected = ", ".join(CxlMemoryState)
+        raise InvalidEvent(f"{value!r} is not a state of CXL memory; expected one of {expected}") from exc

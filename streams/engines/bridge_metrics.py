@@ -1,0 +1,80 @@
+"""The metrics of a bridge, declared once; docs/http.md has their table.
+
+What lives here: the declarations, the snapshot of a Bridge that they read, and running a bridge with a server for them.
+What must not: counting (the feeds count) and Prometheus' formats (streams.metrics). Totals are summed over the ranks
+that the bridge feeds: ids of workers are no label values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from streams.core.ids import RankId
+from streams.engines.bridge import Bridge
+from streams.metrics import Metric, MetricsRegistry, counter, gauge, monitoring_server
+from streams.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeSnapshot:
+    """What the declarations read. totals: FeedCounters by name, over all ranks that this bridge has fed."""
+
+    n_ranks: int
+    totals: Mapping[str, int]
+
+
+def bridge_snapshot(counts: Mapping[RankId, Mapping[str, int]]) -> BridgeSnapshot:
+    """Sum the counters of `Bridge.feed_counts`."""
+    totals: Counter[str] = Counter()
+    for of_rank in counts.values():
+        totals.update(of_rank)
+    return BridgeSnapshot(len(counts), totals)
+
+
+def _total(name: str, text: str) -> Metric[BridgeSnapshot]:
+    """Declare the counter of one field of FeedCounters."""
+    return counter(f"kvstreams_bridge_{name}_total", text, lambda now: now.totals[name])
+
+
+BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
+    gauge(
+        "kvstreams_bridge_ranks",
+        "Ranks that this bridge has fed since it started",
+        lambda now: now.n_ranks,
+    ),
+    _total("batches_published", "Batches of engines that were published to `kv-events`"),
+    _total("batches_repeated", "Batches that an engine sent a second time, for example from its replay socket"),
+    _total(
+        "batches_foreign",
+        "Batches that were dropped because they belong to another incarnation than the one that answers",
+    ),
+    _total("dead_letters", "Batches that could not be decoded and went to the dead letters"),
+    _total("gaps", "Gaps in the engines' batch numbers"),
+    _total("gap_batches_filled", "Missing batches that an engine's replay socket returned"),
+    _total("gap_batches_lost", "Missing batches that could not be obtained; their rank becomes degraded"),
+    _total("replays", "Requests to engines' replay sockets"),
+    _total("replays_unanswered", "Requests to engines' replay sockets that were not answered"),
+    _total("incarnations", "Incarnations of engines that were fed from their start"),
+    _total("resumed", "Incarnations of engines that were continued after an earlier holder of the lease"),
+    _total("resumed_from_table", "Of the resumed ones, those whose ledger came from the table and not from the engine"),
+    _total("resyncs_requested", "Requests of partition owners to restate a rank"),
+    _total("restatements", "Restatements that were published"),
+    _total("restatement_chunks", "Chunks of these restatements"),
+    _total("heartbeats", "Heartbeats that were published"),
+)
+
+
+def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
+    """The registry of a bridge."""
+    return MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(bridge.feed_counts()))
+
+
+async def run_bridge(bridge: Bridge, settings: Settings) -> None:
+    """Run a bridge until cancelled, and serve its metrics where `metrics_port` is set.
+
+    Raises SettingsError where that address cannot be listened on.
+    """
+    async with monitoring_server(settings.host, settings.metrics_port, bridge_registry(bridge)):
+        await bridge.run()

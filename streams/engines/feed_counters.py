@@ -1,0 +1,43 @@
+"""What happened to one rank's feed, as counters (pure).
+
+What lives here: the counters and their text for the log. What must not: metric names and help texts (streams.metrics),
+which read `RankFeed.counts` and `Bridge.feed_counts`. Owner: the bridge, one for each rank; the rank's feed increments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+#: Counters that grow with ordinary traffic; the log names only the others.
+_ORDINARY = frozenset({"batches_published", "batches_repeated", "replays", "heartbeats"})
+
+
+@dataclass(slots=True)
+class FeedCounters:
+    """Totals since the bridge started. None ever decreases, so that each can be exported as a counter."""
+
+    batches_published: int = 0
+    batches_repeated: int = 0  # received a second time, for example from the replay socket and then live
+    batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that answers
+    dead_letters: int = 0
+    gaps: int = 0
+    gap_batches_filled: int = 0
+    gap_batches_lost: int = 0
+    replays: int = 0  # requests to the engine's replay socket
+    replays_unanswered: int = 0
+    incarnations: int = 0  # incarnations of the engine that this bridge began to feed from their start
+    resumed: int = 0  # incarnations that this bridge continued after an earlier holder of the lease
+    resumed_from_table: int = 0  # of these, the ones whose ledger came from the table and not from the engine
+    resyncs_requested: int = 0
+    restatements: int = 0
+    restatement_chunks: int = 0
+    heartbeats: int = 0
+
+    def counts(self) -> Mapping[str, int]:
+        """Return a copy of every counter by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        unusual = [f"{name} {n}" for name, n in self.counts().items() if n and name not in _ORDINARY]
+        return ", ".join(unusual) or "nothing unusual"

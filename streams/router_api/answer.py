@@ -1,0 +1,32 @@
+"""The answer to one request for a rank.
+
+What lives here: the value that `Router` returns. What must not: JSON (wire), and how the answer was found (router).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streams.core.ids import RankId
+from streams.core.routing.cost import RankTerms
+from streams.router_api.trust import Trust
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAnswer:
+    """A chosen rank, and how far the choice can be trusted.
+
+    worker_url: the worker's URL in the registry; None if the worker of an existing booking was removed.
+    overlap_blocks: leading blocks of the request that the rank holds. request_blocks: the request's length in blocks.
+    cost: what the choice was made by; None for a repeated request id, which gets the existing choice.
+    candidates: every candidate's terms, if the request asks for them.
+    """
+
+    request_id: str
+    rank: RankId
+    worker_url: str | None
+    overlap_blocks: int
+    request_blocks: int
+    cost: float | None
+    trust: Trust
+    candidates: tuple[RankTerms, ...] | None = None

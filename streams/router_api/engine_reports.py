@@ -1,0 +1,116 @@
+"""What engines report about themselves: the fold of `worker-metrics`, with the time for which each record is valid.
+
+What lives here: the last report of each rank, and the gauges that routing policies read. What must not: scraping
+(engines.scraping), and what follows from the numbers (core.routing.policies).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from streams.codec import decode_metrics
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
+from streams.core.ids import RankId, WorkerId
+from streams.core.routing.decision import FleetState
+from streams.core.workers import CPU_CLASS, Worker
+from streams.errors import BadRecord
+from streams.kafka import worker_key
+
+#: Ranks whose reports are kept. A fleet has a few thousand ranks; the limit keeps a foreign writer from filling memory.
+REPORTS_MAX = 65_536
+
+#: Later than any clock shows.
+_NEVER_MS = 1 << 62
+
+
+class EngineReports:
+    """The reports, from the time of receipt until their records are no longer valid. Thread-safe.
+
+    workers: the registry, which the view changes and then calls `registry_changed` or `forget_worker`. now_ms: a
+    monotonic clock.
+    """
+
+    def __init__(
+        self, workers: dict[WorkerId, Worker], schema_ids: Mapping[str, int], now_ms: Callable[[], int]
+    ) -> None:
+        self._workers = workers
+        self._schema_ids = schema_ids
+        self._now_ms = now_ms
+        self._lock = threading.Lock()
+        self._reports: dict[RankId, tuple[MetricsReport, int]] = {}  # with the time at which each one ends
+        self._first_end_ms = _NEVER_MS
+        self._metrics: dict[RankId, WorkerMetrics] = {}  # with totals from the registry where engines report none
+        self._cpu_workers: frozenset[WorkerId] | None = None  # None until it is needed again
+        self._fleet: FleetState | None = None
+
+    def fold(self, key: bytes, value: bytes | None) -> None:
+        """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
+        report = decode_metrics(value, self._schema_ids)
+        if worker_key(report.rank.worker_id) != key:
+            raise BadRecord("wrong_key", f"key {key!r} is not the key of worker {report.rank.worker_id}")
+        now_ms = self._now_ms()
+        until_ms = now_ms + report.ttl_ms
+        with self._lock:
+            if report.rank not in self._reports and len(self._reports) >= REPORTS_MAX:
+                self._expire(now_ms)
+                if len(self._reports) >= REPORTS_MAX:
+                    raise BadRecord("over_capacity", f"reports of {REPORTS_MAX} ranks are already kept")
+            self._first_end_ms = min(self._first_end_ms, until_ms)
+            self._reports[report.rank] = (report, until_ms)
+            self._note_metrics(report)
+
+    def registry_changed(self, worker: Worker) -> None:
+        """A worker was registered or changed: its totals may be different now."""
+        with self._lock:
+            self._fleet = self._cpu_workers = None
+            for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
+                self._note_metrics(report)
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        """A worker left the registry: drop the reports of its ranks."""
+        with self._lock:
+            self._fleet = self._cpu_workers = None
+            for rank in [rank for rank in self._reports if rank.worker_id == worker_id]:
+                self._forget(rank)
+
+    def reports(self) -> list[MetricsReport]:
+        """Every valid report, in order of rank."""
+        with self._lock:
+            self._expire(self._now_ms())
+            return [report for _, (report, _) in sorted(self._reports.items())]
+
+    def reports_of(self, worker: Worker) -> list[MetricsReport]:
+        """The valid reports of one worker's ranks."""
+        with self._lock:
+            self._expire(self._now_ms())
+            return [self._reports[rank][0] for rank in worker.ranks() if rank in self._reports]
+
+    def fleet(self) -> FleetState:
+        """Return what routing policies read about engines, as a value that later reports do not change."""
+        now_ms = self._now_ms()
+        with self._lock:
+            self._expire(now_ms)
+            if self._cpu_workers is None:
+                workers = self._workers.copy()  # in one step, since the view may change the registry meanwhile
+                cpus = (worker.worker_id for worker in workers.values() if worker.device_class == CPU_CLASS)
+                self._cpu_workers = frozenset(cpus)
+            if self._fleet is None:  # copying 1,000 ranks takes 5 us, and each of them reports every second
+                self._fleet = FleetState(self._metrics.copy(), self._cpu_workers)
+            return self._fleet
+
+    def _note_metrics(self, report: MetricsReport) -> None:
+        self._metrics[report.rank] = with_registered(report.metrics, self._workers.get(report.rank.worker_id))
+        self._fleet = None
+
+    def _forget(self, rank: RankId) -> None:
+        del self._reports[rank], self._metrics[rank]
+        self._fleet = None
+
+    def _expire(self, now_ms: int) -> None:
+        """Drop reports that are no longer valid, and note when the next one ends."""
+        if now_ms < self._first_end_ms:
+            return
+        for rank in [rank for rank, (_, until_ms) in self._reports.items() if until_ms <= now_ms]:
+            self._forget(rank)
+        self._first_end_ms = min((until_ms for _, until_ms in self._reports.values()), default=_NEVER_MS)

@@ -1,0 +1,237 @@
+"""The metrics of a router, declared once; docs/http.md has the table that is made from them.
+
+What lives here: the declarations, and the snapshot of a Router that they read. What must not: counting (the router and
+its parts count for themselves) and Prometheus' formats (streams.metrics).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from streams.core.engine_metrics import MetricsReport
+from streams.core.ids import WorkerId
+from streams.core.routing.sessions import SESSIONS_MAX
+from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
+from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
+from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
+from streams.router_api.engine_reports import REPORTS_MAX
+from streams.router_api.router import Router
+from streams.router_api.trust import AnswerMode, DegradedReason
+from streams.router_api.view import RankCounts
+from streams.settings import Settings
+from streams.topics import topics
+
+ROUTE_SECONDS = "kvstreams_route_seconds"
+
+#: Reasons for which a rank by itself makes answers degraded.
+RANK_DEGRADED_REASONS = (
+    DegradedReason.NO_EVENTS_YET,
+    DegradedReason.EVENTS_LOST,
+    DegradedReason.REMOVED,
+    DegradedReason.OVER_CAPACITY,
+    DegradedReason.OWNER_SILENT,
+    DegradedReason.OWNER_BEHIND,
+)
+
+_RANK_STATES = ("registered", "cordoned", "silent", "degraded", "approximate")
+_ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.values(), HTTP_ERROR}))
+_PLAIN_TOPICS = topics(Settings())
+_DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.name, ENGINE, OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSnapshot:
+    """What the declarations read. labelled_records and labels_over_capacity come from one reading of the view."""
+
+    router: Router
+    ranks: RankCounts
+    errors: Mapping[str, int]
+    n_ranks_with_metrics: int
+    n_scrapes_failed: int
+    n_bookings: int
+    n_labelled_records: int
+    n_labels_over_capacity: int
+
+    def ranks_by_state(self) -> dict[str, int]:
+        """Ranks of registered workers by state; one rank may be in several states."""
+        ranks = self.ranks
+        counts = (ranks.registered, ranks.cordoned, ranks.silent, ranks.degraded.total(), ranks.approximate)
+        return dict(zip(_RANK_STATES, counts, strict=True))
+
+
+ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
+    histogram(
+        ROUTE_SECONDS,
+        "Time inside `POST /route`",
+        *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+    ),
+    counter(
+        "kvstreams_answers_total",
+        "Answers of `POST /route` by mode",
+        lambda now: {mode: now.router.answers[mode] for mode in AnswerMode},
+        Label("mode", tuple(AnswerMode)),
+    ),
+    counter(
+        "kvstreams_errors_total",
+        "Calls answered with an error, by its code",
+        lambda now: now.errors,
+        Label("code", _ERROR_CODES),
+    ),
+    counter(
+        "kvstreams_dead_letters_total",
+        "Dead letters of the whole scope since this router started, so every router counts the same ones. The source "
+        "is the topic of the record (a refused transition has `cxl-events`), or `engine` for what a bridge could not "
+        "decode",
+        lambda now: now.router.dead_letters.counts(),
+        Label("source", _DEAD_LETTER_SOURCES),
+        Label("reason", values_max=PAIRS_MAX),
+    ),
+    gauge("kvstreams_workers", "Registered workers", lambda now: len(now.router.view.workers)),
+    gauge(
+        "kvstreams_ranks",
+        "Ranks of registered workers by state. `registered` are all ranks; a rank may be in several other states. No "
+        "request goes to a `silent` rank; answers that involve a `degraded` or `approximate` rank have that mode",
+        RouterSnapshot.ranks_by_state,
+        Label("state", _RANK_STATES),
+    ),
+    gauge(
+        "kvstreams_degraded_ranks",
+        "Degraded ranks, by the first reason that applies",
+        lambda now: {reason: now.ranks.degraded[reason] for reason in RANK_DEGRADED_REASONS},
+        Label("reason", tuple(RANK_DEGRADED_REASONS)),
+    ),
+    gauge(
+        "kvstreams_ranks_with_metrics",
+        "Ranks whose engine reports its load",
+        lambda now: now.n_ranks_with_metrics,
+    ),
+    counter(
+        "kvstreams_scrapes_failed_total",
+        "Scrapes of engines' metrics that failed, as bridges report them",
+        lambda now: now.n_scrapes_failed,
+    ),
+    gauge(
+        "kvstreams_index_blocks",
+        "Facts in the index: one block that one rank holds in one tier each",
+        lambda now: len(now.router.view.index),
+    ),
+    gauge(
+        "kvstreams_index_bytes",
+        "Memory that the index uses, in bytes",
+        lambda now: now.router.view.index.memory_bytes(),
+    ),
+    counter(
+        "kvstreams_records_over_capacity_total",
+        "Run records that were dropped because the index is over capacity. Their ranks are degraded",
+        lambda now: now.router.view.records_over_capacity,
+    ),
+    gauge(
+        "kvstreams_pooled_blocks",
+        "Rows of the table of pooled blocks, in any state",
+        lambda now: now.router.view.n_pooled(),
+    ),
+    gauge(
+        "kvstreams_pooled_over_capacity",
+        "Rows of pooled blocks that were dropped because the table is over capacity. While there are any, answers that "
+        "count pooled blocks are degraded",
+        lambda now: now.router.view.pooled_over_capacity(),
+    ),
+    gauge(
+        "kvstreams_labelled_records",
+        "Run records with expert labels",
+        lambda now: now.n_labelled_records,
+    ),
+    gauge(
+        "kvstreams_labels_over_capacity",
+        "Labels of blocks that were dropped because the table is over capacity",
+        lambda now: now.n_labels_over_capacity,
+    ),
+    gauge(
+        "kvstreams_bookings_known",
+        "Bookings that this router has, including those that have ended and not expired yet",
+        lambda now: now.n_bookings,
+    ),
+    gauge(
+        "kvstreams_bookings_in_sync",
+        "1 while every router has the bookings of all others, 0 while Kafka is unreachable",
+        lambda now: now.router.loads.in_sync,
+    ),
+    gauge(
+        "kvstreams_bookings_unacknowledged",
+        "Records of bookings that Kafka has not acknowledged yet",
+        lambda now: now.router.loads.unacknowledged,
+    ),
+    counter(
+        "kvstreams_bookings_dropped_total",
+        "Records of bookings that Kafka refused, or that were dropped because too many waited for it",
+        lambda now: now.router.loads.unpublished,
+    ),
+    counter(
+        "kvstreams_unknown_calls_total",
+        "Calls for request ids whose booking did not arrive while they were buffered",
+        lambda now: now.router.loads.unknown_calls,
+    ),
+    counter(
+        "kvstreams_sessions_evicted_total",
+        f"Session bindings that were dropped before they expired, because more than {SESSIONS_MAX:,} were in use",
+        lambda now: now.router.sessions_evicted,
+    ),
+    counter(
+        "kvstreams_bad_records_total",
+        "Records of the router's topics that it could not use",
+        lambda now: now.router.feeds.bad_records,
+    ),
+)
+
+
+class RouterMetrics:
+    """The metrics of one router. Owner of the errors' counts; all methods run on the loop that serves the API."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._scrapes = _FailedScrapes()
+        self.errors: Counter[str] = Counter()
+        self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot)
+        self.route_seconds = self.registry.histogram(ROUTE_SECONDS)
+
+    def _snapshot(self) -> RouterSnapshot:
+        view = self._router.view
+        reports = view.reports()
+        self._scrapes.update(reports)
+        with self._router.loads.locked() as loads:
+            n_bookings = len(loads)
+        n_labelled, n_labels_over_capacity = view.labelled()
+        return RouterSnapshot(
+            router=self._router,
+            ranks=view.rank_counts(),
+            errors=self.errors,
+            n_ranks_with_metrics=len(reports),
+            n_scrapes_failed=self._scrapes.total,
+            n_bookings=n_bookings,
+            n_labelled_records=n_labelled,
+            n_labels_over_capacity=n_labels_over_capacity,
+        )
+
+
+class _FailedScrapes:
+    """Failed scrapes of all engines as one total that never decreases.
+
+    A bridge reports a count for each engine, which starts from 0 again with the next bridge, and whose report expires.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last: dict[WorkerId, int] = {}
+
+    def update(self, reports: Iterable[MetricsReport]) -> None:
+        """Add what each worker's count has grown by since its last report."""
+        now = {each.rank.worker_id: each.n_scrapes_failed for each in reports if each.rank.dp_rank == 0}
+        for worker_id, count in now.items():
+            before = self._last.get(worker_id, 0)
+            self.total += count - before if count >= before else count
+        # A worker without a report is kept: when it reports again, its count continues.
+        self._last |= now
+        if len(self._last) > REPORTS_MAX:
+            self._last = now

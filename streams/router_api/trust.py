@@ -1,0 +1,178 @@
+"""How far an answer can be trusted: answer modes, degraded reasons, and what they follow from.
+
+What lives here: progress of ranks, partition records with their time of receipt, and which ranks lack records because
+the index is over capacity. What must not: keys and bytes of records, and locks (view).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from streams.core.ids import Epoch, RankId
+from streams.core.reducer.ordering import Health, Progress
+from streams.kafka import partition_of
+from streams.tables.records import PartitionRecord
+
+_NO_RANKS: frozenset[RankId] = frozenset()
+
+
+class AnswerMode(enum.StrEnum):
+    """How far an answer's overlap can be trusted (docs/architecture.md, Honesty)."""
+
+    EXACT = "exact"
+    DEGRADED = "degraded"
+    APPROXIMATE = "approximate"
+    FALLBACK = "fallback"
+
+
+class DegradedReason(enum.StrEnum):
+    """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
+
+    NO_EVENTS_YET = "no_events_yet"  # no event of the rank was received yet, so that its cache may not be empty
+    EVENTS_LOST = "events_lost"  # a batch was lost, or a stored block's parent was never seen
+    REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
+    OVER_CAPACITY = "over_capacity"  # this router's index is over capacity and lacks a record of the rank
+    OWNER_SILENT = "owner_silent"  # no partition record was received for stale_after_ms
+    OWNER_BEHIND = "owner_behind"  # the partition owner lags behind its source by more than behind_after_ms
+    LABELS_OVER_CAPACITY = "labels_over_capacity"  # the request queries labels, and some of the rank's were dropped
+    POOLED_OVER_CAPACITY = "pooled_over_capacity"  # rows of pooled blocks were dropped
+    POOLED_OWNER_SILENT = "pooled_owner_silent"
+    POOLED_OWNER_BEHIND = "pooled_owner_behind"
+    BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is away, and routers do not read each other's bookings
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How far an answer can be trusted. reason: why it is `degraded`; None in every other mode."""
+
+    mode: AnswerMode
+    reason: DegradedReason | None = None
+
+
+# One value of each kind is shared, since every answer has one.
+_TRUSTED = {mode: Trust(mode) for mode in AnswerMode}
+_DEGRADED = {reason: Trust(AnswerMode.DEGRADED, reason) for reason in DegradedReason}
+APPROXIMATE = _TRUSTED[AnswerMode.APPROXIMATE]
+FALLBACK = _TRUSTED[AnswerMode.FALLBACK]
+NOT_IN_SYNC = _DEGRADED[DegradedReason.BOOKINGS_NOT_IN_SYNC]
+_POOLED = {
+    DegradedReason.OWNER_SILENT: DegradedReason.POOLED_OWNER_SILENT,
+    DegradedReason.OWNER_BEHIND: DegradedReason.POOLED_OWNER_BEHIND,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """What the trust in an answer that uses pooled blocks depends on.
+
+    n_over_capacity: rows that were dropped. n_rows_by_partition: rows by the partition of their owner.
+    """
+
+    n_over_capacity: int
+    n_rows_by_partition: Mapping[int, int]
+
+
+class TrustTracker:
+    """Keeps what limits the trust in answers. Not thread-safe: the view calls it under its lock.
+
+    progress: the last progress record of each rank. stale_after_ms, behind_after_ms: the settings of these names.
+    """
+
+    def __init__(
+        self,
+        n_partitions: int,
+        stale_after_ms: int,
+        behind_after_ms: int,
+        epoch_of: Callable[[RankId], Epoch | None],
+    ) -> None:
+        """epoch_of: the greatest epoch that the index has seen of a rank."""
+        self._n_partitions = n_partitions
+        self._stale_after_ms = stale_after_ms
+        self._behind_after_ms = behind_after_ms
+        self._epoch_of = epoch_of
+        self.progress: dict[RankId, Progress] = {}
+        # Partition records with their time of receipt. It is None for a record that was in the log before this router
+        # read it, which does not show that its owner is running.
+        self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
+        # Ranks of which the index lacks a record because it was over capacity, with their epoch at that time: what the
+        # index has of them is wrong until a newer epoch begins.
+        self._incomplete: dict[RankId, Epoch] = {}
+
+    def note_partition(self, record: PartitionRecord, received_ms: int | None) -> None:
+        """Take in a partition record. received_ms: None if it was written before this router had read to the end."""
+        self._partitions[record.partition] = (record, received_ms)
+
+    def note_over_capacity(self, rank: RankId) -> bool:
+        """Mark a rank as incomplete; return True if it was complete before."""
+        epoch = self._epoch_of(rank)
+        if epoch is None or self._incomplete.get(rank) == epoch:
+            return False
+        self._incomplete[rank] = epoch
+        return True
+
+    def applied_offsets(self) -> dict[int, int]:
+        """Source offset that each partition's owner had applied when it wrote its last partition record."""
+        return {
+            partition: record.sources[0].applied_offset
+            for partition, (record, _) in self._partitions.items()
+            if record.sources
+        }
+
+    def assess(
+        self,
+        ranks: Iterable[RankId],
+        predicted: Set[RankId],
+        now_ms: int,
+        *,
+        ranks_missing_labels: Set[RankId] = _NO_RANKS,
+        pooled: PooledRows | None = None,
+    ) -> Trust:
+        """Return the least trust that any of these ranks deserves.
+
+        predicted: ranks whose score is a prediction. ranks_missing_labels: ranks whose labels were dropped, if labels
+        are used. pooled: given if pooled blocks are used; then the owner of each partition that has such rows must be
+        running, whether or not the ranks that wrote them are eligible.
+        """
+        worst = AnswerMode.EXACT
+        fresh: set[int] = set()
+        for rank in ranks:
+            progress = self.progress.get(rank)
+            if progress is None:
+                return _DEGRADED[DegradedReason.NO_EVENTS_YET]
+            health = progress.health
+            if health is Health.DEGRADED or health is Health.REMOVED:
+                return _DEGRADED[DegradedReason.EVENTS_LOST if health is Health.DEGRADED else DegradedReason.REMOVED]
+            if self._incomplete and self._lacks_records(rank):
+                return _DEGRADED[DegradedReason.OVER_CAPACITY]
+            if ranks_missing_labels and rank in ranks_missing_labels:
+                return _DEGRADED[DegradedReason.LABELS_OVER_CAPACITY]
+            partition = partition_of(rank.worker_id, self._n_partitions)
+            if partition not in fresh:
+                reason = self._degraded_by_owner(partition, now_ms)
+                if reason is not None:
+                    return _DEGRADED[reason]
+                fresh.add(partition)
+            if health is Health.APPROXIMATE or rank in predicted:
+                worst = AnswerMode.APPROXIMATE
+        if pooled is not None and pooled.n_rows_by_partition:
+            if pooled.n_over_capacity:
+                return _DEGRADED[DegradedReason.POOLED_OVER_CAPACITY]
+            for partition, n_rows in pooled.n_rows_by_partition.items():
+                reason = self._degraded_by_owner(partition, now_ms) if n_rows else None
+                if reason is not None:
+                    return _DEGRADED[_POOLED[reason]]
+        return _TRUSTED[worst]
+
+    def _lacks_records(self, rank: RankId) -> bool:
+        return rank in self._incomplete and self._incomplete[rank] == self._epoch_of(rank)
+
+    def _degraded_by_owner(self, partition: int, now_ms: int) -> DegradedReason | None:
+        """Whether a partition's owner was not heard from lately, or lags behind any of its sources."""
+        record, received_ms = self._partitions.get(partition, (None, None))
+        if record is None or received_ms is None or now_ms - received_ms > self._stale_after_ms:
+            return DegradedReason.OWNER_SILENT
+        if all(source.behind_ms <= self._behind_after_ms for source in record.sources):
+            return None
+        return DegradedReason.OWNER_BEHIND

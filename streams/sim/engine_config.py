@@ -1,0 +1,60 @@
+"""The configuration of one simulated engine, and what its prefills cost (pure).
+
+What lives here: the size of the cache, the cost model, and their limits. What must not: how requests are scheduled
+(model) or how blocks are stored (block_cache).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streams.core.ids import U64_MASK
+from streams.errors import SettingsError
+
+#: The largest GPUs hold some 100,000 blocks. With millions of blocks, each per-block array of a model takes 100 MB.
+N_BLOCKS_MAX = 1 << 22
+#: The largest block of any known engine is 256 tokens. The limit exists so that a typo is reported at once.
+BLOCK_SIZE_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Size and speed of one engine.
+
+    The defaults describe a 70B model on 4 H100 or an 8B model on one A100, which are about equally fast.
+    block_size: tokens per block. n_blocks: blocks in the whole cache. engine_seed: private seed of the engine's hashes.
+    Raises SettingsError.
+    """
+
+    block_size: int = 16  # vLLM's default on CUDA
+    n_blocks: int = 16_384  # 262,144 tokens: 32 GiB at 128 KiB per token, an 8B model with grouped-query attention
+    prefill_ms_base: float = 15.0  # launch and sampling overhead of one forward pass, however short the prompt is
+    prefill_us_per_token: float = 100.0  # 16 GFLOP per token at half of an A100's 312 TFLOPS; 70B on 4 H100 at a third
+    decode_ms_per_token: float = 20.0  # 16 GB of weights at 2 TB/s take 8 ms; the rest is the batch's KV and overhead
+    engine_seed: int = 0x5EED_5EED_7412_D00D  # differs from every public seed, so no engine hash is a sequence hash
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("block_size", self.block_size, BLOCK_SIZE_MAX),
+            ("n_blocks", self.n_blocks, N_BLOCKS_MAX),
+        ):
+            if not 1 <= value <= most:
+                raise SettingsError(f"{name} is {value}; it must be 1..{most}")
+        for name, duration in (
+            ("prefill_ms_base", self.prefill_ms_base),
+            ("prefill_us_per_token", self.prefill_us_per_token),
+            ("decode_ms_per_token", self.decode_ms_per_token),
+        ):
+            if not 0.0 <= duration < float("inf"):  # also refuses NaN, which would never compare as due
+                raise SettingsError(f"{name} is {duration}; it must be finite and not negative")
+        if not 0 <= self.engine_seed <= U64_MASK:
+            raise SettingsError(f"engine_seed is {self.engine_seed}; it must be a u64")
+
+    @property
+    def n_tokens_max(self) -> int:
+        """Tokens that the cache holds. The prompt and the answer of one request must fit."""
+        return self.n_blocks * self.block_size
+
+    def prefill_ms(self, n_uncached_tokens: int) -> float:
+        """Give the duration of a prefill that computes this many tokens."""
+        return self.prefill_ms_base + n_uncached_tokens * self.prefill_us_per_token / 1000.0

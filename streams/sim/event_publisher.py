@@ -1,0 +1,204 @@
+"""vLLM's KV events as a simulated engine publishes them: wire forms, and the ZMQ sockets.
+
+What lives here: the form of each event (`WireForm`, pure), and vLLM's ZmqEventPublisher as seen from outside
+(`EventPublisher`: PUB socket, sequence numbers, replay buffer). What must not: which events there are (model, pool).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, assert_never, get_args
+
+import msgspec
+import xxhash
+import zmq
+import zmq.asyncio
+
+from streams.core.events import MoeLabels
+from streams.errors import SettingsError
+from streams.sim.engine_messages import KvCleared, KvOutput, KvRemoved, KvStored
+from streams.sim.pool import CxlChanged
+from streams.sim.synthetic_tokens import unpack_tokens
+
+log = logging.getLogger(__name__)
+
+HashDialect = Literal["int", "bytes32"]
+EventDialect = Literal["array", "map", "map_batch"]
+#: What an engine publishes about its blocks.
+BlockEvent: TypeAlias = KvOutput | CxlChanged
+
+#: vLLM's `buffer_steps` default.
+REPLAY_BUFFER_BATCHES = 10_000
+#: vLLM's `hwm` default. Beyond it, PUB drops batches for a subscriber that does not read.
+PUB_HWM_BATCHES = 100_000
+#: The sequence number that ends a replay: -1.
+REPLAY_END = (-1).to_bytes(8, "big", signed=True)
+#: vLLM serves replays from a ROUTER to a REQ-like client: identity, empty delimiter, sequence.
+REPLAY_REQUEST_FRAMES = 3
+#: Labels of experts travel as 32-bit integers.
+LABEL_MAX = (1 << 31) - 1
+#: vLLM's name of the device tier.
+MEDIUM = "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """The form of an engine's events.
+
+    hash_dialect: block hashes as u64, or as 32 bytes that end in the u64, big-endian. event_dialect: `array` for events
+    as tagged arrays; `map` for events with field names; `map_batch` if the batch has field names too, as in vLLM's main
+    branch. moe: labels of every stored block, which only events with field names can carry. Raises SettingsError.
+    """
+
+    block_size: int
+    dp_rank: int = 0
+    hash_dialect: HashDialect = "int"
+    event_dialect: EventDialect = "array"
+    lora_names: tuple[str, ...] = ()
+    moe: MoeLabels | None = None
+
+    def __post_init__(self) -> None:
+        if self.hash_dialect not in get_args(HashDialect):
+            raise SettingsError(f"hash_dialect is {self.hash_dialect!r}, not one of {get_args(HashDialect)}")
+        if self.event_dialect not in get_args(EventDialect):
+            raise SettingsError(f"event_dialect is {self.event_dialect!r}, not one of {get_args(EventDialect)}")
+        if self.moe is not None and self.event_dialect == "array":
+            raise SettingsError("events that are arrays cannot carry labels", remedy="Set event_dialect to map")
+        for name, label in () if self.moe is None else asdict(self.moe).items():
+            if label is not None and not 0 <= label <= LABEL_MAX:
+                raise SettingsError(f"{name} is {label}; it must be 0 to {LABEL_MAX}")
+
+    def events(self, event: BlockEvent, event_id: int = 0) -> list[Any]:
+        """Give the wire's events for one event of the model, in order. event_id: of a CXL transition."""
+        match event:
+            case KvStored():
+                return [self._stored(event)]
+            case KvRemoved():
+                # One event per block, as vLLM's block pool emits them.
+                hashes = self._hashes(event.engine.tolist())
+                return [self._tagged("BlockRemoved", {"block_hashes": [each], "medium": MEDIUM}) for each in hashes]
+            case KvCleared():
+                return [self._tagged("AllBlocksCleared", {})]
+            case CxlChanged():
+                moved = {
+                    "event_id": event_id,
+                    "block_hashes": self._hashes(event.engine.tolist()),
+                    "new_state": event.state.value,
+                    "pool_id": event.pool_id,
+                }
+                return [self._tagged("CxlStateTransition", moved)]
+            case _:
+                assert_never(event)
+
+    def batch(self, at_s: float, events: Sequence[Any]) -> Any:
+        """Give the batch that carries these wire events. at_s: Unix time."""
+        if self.event_dialect == "map_batch":
+            return {"ts": at_s, "events": events, "data_parallel_rank": self.dp_rank}
+        return [at_s, events, self.dp_rank]
+
+    def _stored(self, event: KvStored) -> Any:
+        name = event.lora_name
+        stored: dict[str, Any] = {
+            "block_hashes": self._hashes(event.engine.tolist()),
+            "parent_block_hash": None if event.parent is None else self._hashes([event.parent])[0],
+            "token_ids": unpack_tokens(event.tokens),
+            "block_size": self.block_size,
+            "lora_id": None if name is None else self.lora_names.index(name) + 1,
+            "medium": MEDIUM,
+            "lora_name": name,
+        }
+        if self.moe is not None:
+            stored["moe"] = asdict(self.moe)
+        return self._tagged("BlockStored", stored)
+
+    def _tagged(self, tag: str, fields: dict[str, Any]) -> Any:
+        return [tag, *fields.values()] if self.event_dialect == "array" else {"type": tag, **fields}
+
+    def _hashes(self, hashes: list[int]) -> list[int] | list[bytes]:
+        """Give engine hashes in the dialect. The last 8 of 32 bytes are the u64 (docs/architecture.md)."""
+        if self.hash_dialect == "int":
+            return hashes
+        raw = [value.to_bytes(8, "big") for value in hashes]
+        return [xxhash.xxh3_128_digest(tail) + xxhash.xxh3_64_digest(tail) + tail for tail in raw]
+
+
+class EventPublisher:
+    """vLLM's ZmqEventPublisher as seen from outside. Owns the ZMQ context, the sockets and the replay buffer.
+
+    Raises SettingsError if a socket cannot be bound. Ports of 0 are chosen by the system.
+    """
+
+    def __init__(
+        self,
+        form: WireForm,
+        *,
+        host: str,
+        events_port: int,
+        replay_port: int,
+        topic: str = "",
+        replay_buffer_batches: int = REPLAY_BUFFER_BATCHES,
+    ) -> None:
+        self._form = form
+        self._topic = topic.encode()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=replay_buffer_batches)
+        self._n_transitions = 0
+        self.next_sequence = 0
+        self._context = zmq.Context()
+        # Not an asyncio socket: sending to PUB never blocks, and without an await no batch can overtake another.
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.setsockopt(zmq.SNDHWM, PUB_HWM_BATCHES)
+        self._replay = zmq.asyncio.Context.shadow(self._context).socket(zmq.ROUTER)
+        # ROUTER silently drops what exceeds its mark, 1,000 by default. A replay is the whole buffer and the end.
+        self._replay.setsockopt(zmq.SNDHWM, replay_buffer_batches + 1)
+        try:
+            self.events_endpoint = _bind(self._pub, host, events_port)
+            self.replay_endpoint = _bind(self._replay, host, replay_port)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise SettingsError(f"cannot bind a ZMQ socket on {host}: {exc}") from exc
+
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        """Send events as one batch and keep it for replay; does nothing without events."""
+        if not events:
+            return
+        wire_events: list[Any] = []
+        for event in events:
+            self._n_transitions += isinstance(event, CxlChanged)
+            wire_events += self._form.events(event, self._n_transitions)
+        payload = self._encoder.encode(self._form.batch(time.time(), wire_events))
+        sequence = self.next_sequence
+        self.next_sequence += 1
+        self._buffer.append((sequence, payload))
+        self._pub.send_multipart([self._topic, sequence.to_bytes(8, "big"), payload])
+
+    async def serve_replays(self) -> None:
+        """Answer replay requests until cancelled."""
+        while True:
+            frames = await self._replay.recv_multipart()
+            if len(frames) != REPLAY_REQUEST_FRAMES:
+                log.warning("ignored a replay request of %d frames; vLLM expects client, empty, sequence", len(frames))
+                continue
+            client, _, start = frames
+            first = int.from_bytes(start, "big")
+            # A copy, because batches are published while the replay is being sent.
+            for sequence, payload in [kept for kept in self._buffer if kept[0] >= first]:
+                await self._replay.send_multipart([client, b"", sequence.to_bytes(8, "big"), payload])
+            await self._replay.send_multipart([client, b"", REPLAY_END, b""])
+
+    def close(self) -> None:
+        """Close the sockets without waiting for unsent batches."""
+        self._pub.close(linger=0)
+        self._replay.close(linger=0)
+        self._context.term()
+
+
+def _bind(socket: zmq.Socket[Any], host: str, port: int) -> str:
+    socket.bind(f"tcp://{host}:{port or '*'}")
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode().rstrip("\0")

@@ -1,0 +1,83 @@
+"""Addresses of engines: what `--engine` accepts, what it refuses, and the addresses of further ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from streams.engines.address import engine_address, port_above
+from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
+from streams.errors import KvStreamsError, SettingsError
+
+ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("id=1,url=http://x", "events missing"),
+        ("url=http://x,events=tcp://x:1", "id missing"),
+        ("id=one,url=http://x,events=tcp://x:1", "whole numbers"),
+        ("id=-1,url=http://x,events=tcp://x:1", "0 to 2^64-1"),
+        ("id=1,url=http://x,events=tcp://x:1,dp=0", "dp 1 to"),
+        ("id=1,url=http://x,events=tcp://x:1,colour=red", "colour unknown"),
+        ("id=1,url=x:8000,events=tcp://x:1", "url is 'x:8000'. It must look like http://HOST:PORT"),
+        ("id=1,url=x,events=tcp://x:1", "It must look like http://"),
+        ("id=1,url=tcp://x:8000,events=tcp://x:1", "It must look like http://"),
+        ("id=1,url=http://,events=tcp://x:1", "It must look like http://"),
+        ("id=1,url=http://x:port,events=tcp://x:1", "It must look like http://"),
+        ("id=1,url=http://x:99999,events=tcp://x:1", "It must look like http://"),
+        ("id=1,url=http://x,events=x:5557", "events is 'x:5557'. It must look like tcp://HOST:PORT"),
+        ("id=1,url=http://x,events=tcp://x", "It must look like tcp://"),
+        ("id=1,url=http://x,events=tcp://x:1,replay=http://x:1", "replay is 'http://x:1'"),
+        ("id=1,url=http://x,events=tcp://x:1,metrics=x/metrics", "metrics is 'x/metrics'"),
+    ],
+)
+def test_an_unusable_engine_address_is_refused_and_the_wrong_part_named(text: str, message: str) -> None:
+    """The error names each part that is missing, unknown or malformed, and shows the expected form of a URL."""
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        engine_address(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "id=1,url=https://x,events=tcp://10.0.0.1:5557,replay=tcp://[::1]:5558",
+        "id=1,url=http://[::1]:8000/,events=ipc:///tmp/events,metrics=https://x/metrics",
+    ],
+)
+def test_an_engine_address_may_use_every_form_that_a_client_can_connect_to(text: str) -> None:
+    """Hosts may be names or numbers, and URLs whose scheme has a default port may leave the port out."""
+    assert engine_address(text).worker_id == 1
+
+
+def test_an_engines_metrics_are_at_slash_metrics_of_its_url_by_default() -> None:
+    """`metrics=` gives another URL, which trtllm-serve needs."""
+    assert engine_address(ADDRESS).metrics_url == "http://x:8000/metrics"
+    elsewhere = engine_address(f"{ADDRESS},metrics=http://x:8000/prometheus/metrics?a=b")
+    assert elsewhere.metrics_url == "http://x:8000/prometheus/metrics?a=b"
+
+
+def test_rank_n_listens_n_ports_above_rank_0() -> None:
+    """The ports of an engine's ranks are consecutive, as in vLLM."""
+    assert port_above("tcp://host:5557", 0) == "tcp://host:5557"
+    assert port_above("tcp://host:5557", 3) == "tcp://host:5560"
+    with pytest.raises(KvStreamsError, match="no port"):
+        port_above("tcp://host", 1)
+
+
+def test_an_address_selects_a_dialect_by_name() -> None:
+    """Every registered dialect can be selected; without `dialect=` an engine speaks the default one, vLLM's."""
+    for name, dialect in DIALECTS.items():
+        assert engine_address(f"{ADDRESS},dialect={name}").dialect is dialect
+        assert dialect.name == name
+    assert engine_address(ADDRESS).dialect is engine_address(f"{ADDRESS},dialect=").dialect is DEFAULT_DIALECT
+    assert DEFAULT_DIALECT.name == "vllm"
+
+
+def test_an_unknown_dialect_is_refused_with_the_list_of_known_ones() -> None:
+    """A typo in a dialect's name must not select the default one."""
+    with pytest.raises(SettingsError, match="dialect 'vlm' is unknown") as caught:
+        engine_address(f"{ADDRESS},dialect=vlm")
+    assert caught.value.remedy == f"The known ones are: {', '.join(sorted(DIALECTS))}"

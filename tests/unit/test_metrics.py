@@ -1,0 +1,235 @@
+"""Metrics: their declarations, what a registry makes of numbers and labels, and where they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from streams.agent_metrics import agent_registry
+from streams.cli import cli
+from streams.cli.metrics import declared_metrics
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
+from streams.core.reducer.ordering import Verdict
+from streams.engines.bridge_metrics import BRIDGE_METRICS, bridge_snapshot
+from streams.engines.feed_counters import FeedCounters
+from streams.errors import API_ERRORS, SettingsError, api_error
+from streams.local.ports import free_port
+from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram, monitoring_server
+from streams.router_api.metrics import _FailedScrapes
+from streams.tables.partition import PARTITION_COUNTS
+from streams.tables.pooled_block_table import TransitionOutcome
+
+DOCS = Path(__file__).parents[2] / "docs/http.md"
+
+#: Stands before the generated tables, which are the end of the page.
+MARKER = "<!-- The tables are the output of `kvstreams metrics --markdown`. -->\n\n"
+
+ALL = list(chain.from_iterable(declared_metrics().values()))
+
+
+def samples(registry: MetricsRegistry[Any]) -> dict[str, float]:
+    """Every sample of a page by its name and label values."""
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(registry.page().decode())
+        for sample in family.samples
+    }
+
+
+def test_the_tables_of_the_docs_are_generated_from_the_declarations() -> None:
+    """docs/http.md ends with exactly what `kvstreams metrics --markdown` prints."""
+    printed = CliRunner().invoke(cli, ["metrics", "--markdown"])
+    assert printed.exit_code == 0
+    assert DOCS.read_text().partition(MARKER)[2] == printed.output
+
+
+def test_the_command_prints_every_metric() -> None:
+    """`kvstreams metrics` names each metric once, with its labels and their values."""
+    printed = CliRunner().invoke(cli, ["metrics"]).output
+    words = Counter(printed.split())
+    assert all(words[metric.name] == 1 for metric in ALL)
+    assert "owner_silent" in printed
+
+
+def test_metrics_of_different_processes_have_different_names() -> None:
+    """A worker serves the router's metrics and its own on one page, so no name may occur twice."""
+    names = [metric.name for metric in ALL]
+    assert len(set(names)) == len(names)
+
+
+def test_every_code_of_an_error_is_a_declared_label_value() -> None:
+    """An error of the API is counted under its own code and not under `other`."""
+    (errors,) = (metric for metric in ALL if metric.name == "kvstreams_errors_total")
+    (code,) = errors.labels
+    assert {api_error(error("x")).code for error in API_ERRORS} <= set(code.values)
+
+
+@pytest.mark.parametrize(
+    "declare",
+    [
+        lambda: counter("kvstreams_x", "A total without the suffix of totals.", float),
+        lambda: gauge("kvstreams_x_total", "A gauge with the suffix of totals.", float),
+        lambda: gauge("other_x", "A name without our prefix.", float),
+        lambda: gauge("kvstreams_X", "A name with a capital letter.", float),
+        lambda: histogram("kvstreams_x_seconds", "A histogram without buckets."),
+        lambda: Label("unlimited"),
+        lambda: Label("both", ("a",), values_max=1),
+        lambda: MetricsRegistry([gauge("kvstreams_x", "Once.", float), gauge("kvstreams_x", "Twice.", float)], int),
+    ],
+)
+def test_a_declaration_that_breaks_a_rule_is_refused(declare: Callable[[], object]) -> None:
+    """Kinds and suffixes agree, every label has a limit, and no metric is declared twice."""
+    with pytest.raises(AssertionError):
+        declare()
+
+
+def test_a_registry_reads_a_snapshot_once_per_scrape() -> None:
+    """Each page has the numbers of its own moment, in Prometheus' format, with counters named `_total`."""
+    snapshots: list[dict[str, float]] = []
+
+    def snapshot() -> dict[str, float]:
+        snapshots.append({"n": len(snapshots) + 1, "by_mode": 2})
+        return snapshots[-1]
+
+    declared: tuple[Metric[dict[str, float]], ...] = (
+        counter("kvstreams_x_total", "X", lambda now: now["n"]),
+        gauge("kvstreams_y", "Y", lambda now: now["n"] / 2),
+        gauge("kvstreams_z", "Z", lambda now: {"a": now["by_mode"]}, Label("mode", ("a", "b"))),
+        histogram("kvstreams_h_seconds", "H", 1.0, 2.0),
+    )
+    registry = MetricsRegistry(declared, snapshot)
+    registry.histogram("kvstreams_h_seconds").observe(1.5)
+    page = registry.page().decode()
+    assert len(snapshots) == 1
+    for name, kind in (("x_total", "counter"), ("y", "gauge"), ("z", "gauge"), ("h_seconds", "histogram")):
+        assert f"# TYPE kvstreams_{name} {kind}\n" in page
+    second = samples(registry)
+    assert len(snapshots) == 2
+    assert (second["kvstreams_x_total"], second["kvstreams_y"], second["kvstreams_z/a"]) == (2.0, 1.0, 2.0)
+    assert "kvstreams_z/b" not in second
+    assert (second["kvstreams_h_seconds_bucket/1.0"], second["kvstreams_h_seconds_bucket/2.0"]) == (0.0, 1.0)
+
+
+def test_label_values_that_are_not_declared_are_added_up_as_other() -> None:
+    """A value outside the declared ones creates no time series of its own, and its count is not lost."""
+    reading = {("a", "x"): 1, ("b", "x"): 2, ("c", "x"): 4, ("a", "y"): 8}
+    metric: Metric[None] = counter(
+        "kvstreams_x_total", "X", lambda _: reading, Label("first", ("a",)), Label("second", ("x",))
+    )
+    assert samples(MetricsRegistry([metric], lambda: None)) == {
+        "kvstreams_x_total/a/x": 1.0,
+        f"kvstreams_x_total/{OTHER}/x": 6.0,
+        f"kvstreams_x_total/a/{OTHER}": 8.0,
+    }
+
+
+@pytest.mark.parametrize(("n_values", "n_others"), [(2, 0), (3, 0), (4, 1), (5, 2)])
+def test_a_label_whose_values_are_not_known_has_a_limit_of_them(n_values: int, n_others: int) -> None:
+    """Up to the limit each value has its own sample; the rest are added up as `other`."""
+    reading = {f"v{number}": 1 for number in range(n_values)}
+    metric: Metric[None] = gauge("kvstreams_x", "X", lambda _: reading, Label("name", values_max=3))
+    found = samples(MetricsRegistry([metric], lambda: None))
+    assert found.pop(f"kvstreams_x/{OTHER}", 0.0) == n_others
+    assert found == {f"kvstreams_x/v{number}": 1.0 for number in range(min(n_values, 3))}
+
+
+class Counts:
+    """Stands in for an Indexer: every total that it documents, each with another number."""
+
+    def __init__(self) -> None:
+        verdicts = [*map(str, Verdict), "bad_table_record", *MAINTENANCE_COUNTS]
+        verdicts += [f"cxl_{outcome}" for outcome in TransitionOutcome] + ["cxl_refused_no_pool", "cxl_refused_bad_key"]
+        self.verdicts = {name: 100 + n for n, name in enumerate(verdicts)}
+        self.partitions = {name: 1000 + n for n, name in enumerate(PARTITION_COUNTS)}
+
+    def verdict_counts(self) -> Mapping[str, int]:
+        return self.verdicts
+
+    def partition_counts(self) -> Mapping[str, int]:
+        return self.partitions
+
+
+def test_every_total_of_an_agent_is_served() -> None:
+    """Each number that an indexer counts is on the page of its process, exactly once."""
+    counts = Counts()
+    found = samples(agent_registry(counts))
+    assert sorted(found.values()) == sorted(map(float, (*counts.verdicts.values(), *counts.partitions.values())))
+    assert found["kvstreams_agent_transitions_refused_total/no_pool"] == counts.verdicts["cxl_refused_no_pool"]
+    assert found["kvstreams_agent_verdicts_total/gap"] == counts.verdicts["gap"]
+
+
+def test_an_agent_that_has_counted_nothing_serves_zeros() -> None:
+    """A counter exists from the start, so that Prometheus sees its first increase."""
+    counts = Counts()
+    counts.verdicts = dict.fromkeys((name for name in counts.verdicts if not name.startswith("cxl_")), 0)
+    counts.partitions = dict.fromkeys(counts.partitions, 0)
+    found = samples(agent_registry(counts))
+    assert set(found.values()) == {0.0}
+    assert found["kvstreams_agent_transitions_total/applied"] == 0.0
+
+
+def test_every_counter_of_a_feed_is_served_as_the_sum_over_ranks() -> None:
+    """Each field of FeedCounters has a metric; two ranks are added up, and none has a label of its own."""
+    ranks = [RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(1))]
+    names = [each.name for each in fields(FeedCounters)]
+    counts = {rank: {name: 10 * n + 1 for n, name in enumerate(names)} for rank in ranks}
+    found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counts)))
+    wanted = {f"kvstreams_bridge_{name}_total": 20.0 * n + 2 for n, name in enumerate(names)}
+    assert found == wanted | {"kvstreams_bridge_ranks": 2.0}
+
+
+def report(worker_id: int, n_failed: int, dp_rank: int = 0) -> MetricsReport:
+    return MetricsReport(RankId(WorkerId(worker_id), DpRank(dp_rank)), WorkerMetrics(0.5), 1000, 0, n_failed)
+
+
+def test_the_total_of_failed_scrapes_never_decreases() -> None:
+    """An engine whose report expires, or whose next bridge counts from 0, takes nothing from the total."""
+    scrapes = _FailedScrapes()
+    totals = []
+    for reports in (
+        [report(1, 2), report(1, 2, dp_rank=1), report(2, 1)],  # ranks of one worker share its count
+        [report(1, 3), report(2, 1)],
+        [report(2, 1)],  # the first engine's report has expired
+        [report(1, 4), report(2, 0)],  # it reports again; the second one has another bridge
+        [report(1, 4), report(2, 2)],
+    ):
+        scrapes.update(reports)
+        totals.append(scrapes.total)
+    assert totals == [3, 4, 4, 5, 7]
+
+
+def test_a_process_without_the_api_serves_metrics_and_health() -> None:
+    """/metrics and /healthz answer while the server runs, and the port is free again afterwards."""
+    port = free_port()
+    registry = MetricsRegistry((gauge("kvstreams_x", "X", float),), lambda: 7)
+
+    def get(path: str) -> tuple[int, str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10.0) as response:
+            return response.status, response.read().decode()
+
+    async def scenario() -> None:
+        async with monitoring_server("127.0.0.1", port, registry):
+            assert "kvstreams_x 7.0\n" in (await asyncio.to_thread(get, "/metrics"))[1]
+            assert await asyncio.to_thread(get, "/healthz") == (200, '{"status": "ok"}')
+            with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}.*--metrics-port"):
+                async with monitoring_server("127.0.0.1", port, registry):
+                    raise AssertionError("it must not serve")
+        with pytest.raises(urllib.error.URLError):
+            await asyncio.to_thread(get, "/healthz")
+        async with monitoring_server("127.0.0.1", 0, registry):
+            pass  # off: nothing is listened on
+
+    asyncio.run(scenario())
