@@ -74,7 +74,7 @@ class ResyncSchedule:
             state.earliest_ms = max(state.earliest_ms, now_ms + state.wait_ms)
 
     def due(self, now_ms: int, may_request: Callable[[RankId], bool]) -> list[DueResync]:
-        """Take at most RESYNCS_PER_TICK_MAX due requests. may_request: whether a bridge reads requests."""
+        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_request: whether a bridge reads them."""
         due: list[DueResync] = []
         for rank in list(self._pending):
             state = self._ranks[rank]
