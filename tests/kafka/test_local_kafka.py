@@ -172,7 +172,7 @@ def test_a_port_that_another_server_has_taken_is_replaced(broker: LocalKafka) ->
 @pytest.mark.parametrize(
     ("overrides", "reason", "remedy"),
     [
-        ({"log.dirs": "{file}"}, "No available log directories", "can write"),
+        ({"log.dirs": "{file}"}, "No available log directories", "write permission"),
         ({"num.io.threads": "many"}, "Invalid value many for configuration num.io.threads", "property"),
         ({"authorizer.class.name": "no.such.Class"}, "ClassNotFoundException: no.such.Class", "class"),
         ({"listeners": "PLAINTEXT://0.0.0.0:9092"}, "sets listeners itself", "overrides"),
