@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from streams.core.engine_metrics import MetricsReport
 from streams.core.ids import WorkerId
-from streams.core.routing.sessions import SESSIONS_MAX
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
 from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
@@ -175,7 +174,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     counter(
         "kvstreams_sessions_evicted_total",
-        f"Session bindings that were dropped before they expired, because more than {SESSIONS_MAX:,} were in use",
+        "Session bindings that were dropped before they expired, because too many were in use",
         lambda now: now.router.sessions_evicted,
     ),
     counter(

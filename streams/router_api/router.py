@@ -157,7 +157,7 @@ class Router:
 
     @property
     def sessions_evicted(self) -> int:
-        """Session bindings dropped because more than SESSIONS_MAX were in use, since the router started."""
+        """Session bindings dropped because too many were in use, since the router started."""
         return self._sessions.evicted
 
     def workers_left(self) -> int:
