@@ -113,7 +113,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     gauge(
         "kvstreams_index_blocks",
-        "Facts in the index: one block that one rank holds in one tier each",
+        "Facts in the index. A fact is one block that one rank holds in one tier",
         lambda now: len(now.router.view.index),
     ),
     gauge(

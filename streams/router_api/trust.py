@@ -19,7 +19,7 @@ _NO_RANKS: frozenset[RankId] = frozenset()
 
 
 class AnswerMode(enum.StrEnum):
-    """How far an answer's overlap can be trusted (docs/architecture.md, Honesty)."""
+    """How far an answer's overlap can be trusted (docs/architecture.md)."""
 
     EXACT = "exact"
     DEGRADED = "degraded"
@@ -30,7 +30,7 @@ class AnswerMode(enum.StrEnum):
 class DegradedReason(enum.StrEnum):
     """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
 
-    NO_EVENTS_YET = "no_events_yet"  # no event of the rank was received yet, so that its cache may not be empty
+    NO_EVENTS_YET = "no_events_yet"  # no events of the rank were received yet, so its cache is unknown
     EVENTS_LOST = "events_lost"  # a batch was lost, or a stored block's parent was never seen
     REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
     OVER_CAPACITY = "over_capacity"  # this router's index is over capacity and lacks a record of the rank
