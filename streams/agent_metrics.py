@@ -26,7 +26,7 @@ _REFUSED_PREFIX = "cxl_refused_"
 
 
 class AgentCounts(Protocol):
-    """What is read of an Indexer; its own documentation names the keys."""
+    """The part of an Indexer that metrics read; the Indexer's docstrings list the keys."""
 
     def verdict_counts(self) -> Mapping[str, int]:
         """Totals of what records turned out to be."""

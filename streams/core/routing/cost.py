@@ -125,7 +125,7 @@ class TermColumns:
 
     @property
     def cost(self) -> Float64Array:
-        """What the choice is made by, lower is better: from the cost formula, or from one of core.routing.policies."""
+        """The value that the choice minimises: from the cost formula, or from one of core.routing.policies."""
         cost: Float64Array = self._terms[3]
         return cost
 
