@@ -1,5 +1,5 @@
 # Two commands: `make demo` and `make test`. Each makes .venv, installs what is pinned in constraints.txt, fetches and
-# starts what it needs, and cleans up behind itself.
+# starts what it needs, and cleans up after itself.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,38 +23,39 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# First the kernels, once: six test processes at a time would each compile them.
+# The kernels are compiled first, because otherwise each of six test processes would compile them.
 unit: warm
 	$(BIN)/pytest
 
-# The tests that start no server and no Kafka, without the thorough ones and with a fifth of the generated examples: under
-# a minute on two cores. One test: .venv/bin/pytest -n 0 tests/unit/test_hashing.py -k golden
+# The tests that start no server and no Kafka, without the slowest ones and with a fifth of the generated examples. They
+# take less than a minute on two cores. One test: .venv/bin/pytest -n 0 tests/unit/test_hashing.py -k golden
 fast: warm
 	$(BIN)/pytest --fast --numprocesses logical tests/unit
 
 warm: $(INSTALLED)
 	@$(BIN)/kvstreams warm
 
-# Ten million operations on every index against the reference: some 50 minutes.
+# Ten million operations on every index compared with the reference: about 50 minutes.
 soak: warm
 	$(BIN)/python -m tests.soak --operations 10000000
 
-# A real Kafka, 100,000 records, and a worker killed at every effect, again and again: some 10 minutes.
+# A real Kafka, 100,000 records, and workers that are killed at every effect: about 10 minutes.
 chaos: warm
 	$(BIN)/python -m tests.chaos
 
-# Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka is away for 20 s, one starts late: some 5 minutes.
+# Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm
 	$(BIN)/python -m tests.replicas
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)
 
-# The index beside its peers; they are built with cargo where it is there. BENCH="--quick" for a smoke test.
+# The index compared with others, which are built if cargo is installed. BENCH="--quick" runs a smoke test.
 bench: warm
 	$(BIN)/python -m benchmarks.index $(BENCH)
 
-# Events in to visible, recovery and fail-over, on a real Kafka with real processes: some ten minutes, alone on a machine.
+# The time from an event to a router, recovery and failover, on a real Kafka with real processes: about ten minutes on a
+# machine that runs nothing else.
 bench-stream: warm
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.recovery
@@ -64,7 +65,7 @@ clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down
 	rm -rf .venv .kvstreams
 
-# The stamp is written last, so that an installation that was cut off is repeated. dev includes all of local.
+# The stamp is written last, so that an interrupted installation is repeated. dev includes all of local.
 $(LOCAL): EXTRA := local
 $(INSTALLED): EXTRA := dev
 $(LOCAL) $(INSTALLED): pyproject.toml constraints.txt

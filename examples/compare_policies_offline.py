@@ -2,7 +2,7 @@
 
     python examples/compare_policies_offline.py
 
-The engines are simulated, and the index sees every event at once. The policies are the ones that a live router uses.
+The engines are simulated, and the index sees every event at once. The routing code is the one that a router uses.
 """
 
 from __future__ import annotations

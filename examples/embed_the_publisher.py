@@ -3,7 +3,7 @@
     kvstreams kafka up && kvstreams topics create
     python examples/embed_the_publisher.py
 
-The settings come from the environment and `kvstreams.toml`, as those of every other process.
+The settings come from the environment and `kvstreams.toml`, as for every other process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def main() -> None:
     settings = load().settings
     tokens = list(range(2 * settings.block_size))
     with KvEventPublisher(settings, worker_id=7, model="m") as publisher:
-        publisher.stored([11, 12], token_ids=tokens, parent=None)  # the engine's ids of both blocks
+        publisher.stored([11, 12], token_ids=tokens, parent=None)  # engine hashes of the two blocks
         publisher.removed([12])
-    print("worker 7 now holds block 11; register it with PUT /workers/7 and it gets requests")
+    print("worker 7 now holds block 11; register it with PUT /workers/7, so that it gets requests")
 
 
 if __name__ == "__main__":

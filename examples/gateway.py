@@ -1,6 +1,6 @@
 """A gateway: route each completion to the engine that holds most of its prompt, and stream the answer.
 
-    kvstreams up                                          # a Kafka, engines, a bridge and a router, in another terminal
+    kvstreams up                                          # Kafka, engines, a bridge and a router, in another terminal
     python examples/gateway.py http://127.0.0.1:8000      # the router's address, as `kvstreams up` prints it
     curl -N localhost:9000/v1/completions -d '{"prompt": [1, 2, 3], "max_tokens": 8, "stream": true}'
 

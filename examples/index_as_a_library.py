@@ -1,4 +1,4 @@
-"""Ask the prefix index directly, in one process, without Kafka: which rank holds how much of a prompt?
+"""Query the prefix index as a library, in one process and without Kafka: how much of a prompt does each rank hold?
 
 python examples/index_as_a_library.py
 """

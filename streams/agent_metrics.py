@@ -26,7 +26,7 @@ _REFUSED_PREFIX = "cxl_refused_"
 
 
 class AgentCounts(Protocol):
-    """What is read of an Indexer; its own documentation names the keys."""
+    """The part of an Indexer that metrics read; the Indexer's docstrings list the keys."""
 
     def verdict_counts(self) -> Mapping[str, int]:
         """Totals of what records turned out to be."""
@@ -101,8 +101,8 @@ AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
     counter(
         "kvstreams_agent_maintenance_total",
         "What maintenance ticks did: ranks that became silent (`silent`), workers whose expiry was written "
-        "(`expiry_written`), resync requests (`resync_requested`), ranks for which no more are sent "
-        "(`resync_given_up`), and degraded ranks that were cleared (`cleared`)",
+        "(`expiry_written`), resync requests (`resync_requested`), ranks for which no further "
+        "requests are sent (`resync_given_up`), and degraded ranks that were cleared (`cleared`)",
         lambda now: {name: now.verdicts[name] for name in MAINTENANCE_COUNTS},
         Label("action", MAINTENANCE_COUNTS),
     ),

@@ -34,8 +34,8 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: A partition that receives nothing although its source has more is sought again after this time, doubled up to the
-#: second number.
+#: If a partition receives nothing although its source has more, its source is sought again after the first time. The
+#: time doubles with each attempt, up to the second.
 REALIGN_EVERY_S = (0.5, 30.0)
 
 #: The keys that `Indexer.verdict_counts` always has.
@@ -149,8 +149,8 @@ class Indexer:
                     self._resume(partition)  # it drained after it was found full and before it was paused
                 for tp in self._topic_partitions(partition):
                     next_offset = table.next_offset(tp.topic)
-                    # The queue is shared by all sources; a source that delivers nothing is sought however busy the
-                    # others are.
+                    # The queue is shared by all sources; a source that delivers nothing is sought even if the
+                    # others are busy.
                     paused = partition in self._paused or table.is_full
                     if next_offset is None or paused or self._source_end(tp.topic, partition) <= next_offset:
                         seen.pop(tp, None)

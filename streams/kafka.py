@@ -30,8 +30,8 @@ from streams.settings import Settings
 from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
-#: A broker answers questions about its topics within milliseconds. After this time there is no broker at the address,
-#: and a user who mistyped it should learn that soon.
+#: A broker answers requests about its topics within milliseconds. If it has not answered after this time, there is
+#: probably none at the address, and a user who mistyped the address should see the error soon.
 ANSWER_TIMEOUT_S = 8.0
 
 #: Creating topics takes a busy broker seconds, since each partition is a folder with files of its own.

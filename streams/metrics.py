@@ -199,7 +199,7 @@ def monitoring_routes(*registries: MetricsRegistry[Any]) -> list[web.RouteDef]:
 async def monitoring_server(host: str, port: int, *registries: MetricsRegistry[Any]) -> AsyncIterator[None]:
     """Serve /metrics and /healthz while the block runs; a port of 0 serves nothing.
 
-    Raises SettingsError where the address cannot be listened on.
+    Raises SettingsError if the address cannot be listened on.
     """
     if not port:
         yield

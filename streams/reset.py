@@ -8,12 +8,12 @@ A reset empties the tables (their changelogs, and this machine's copies of them)
 are evidence of faults.
 
 No topic is deleted and recreated, for three reasons. The offsets of the new topic would start over, so a running reader
-would take a record of the new topic for the next one of the old, or for one that it has read. In between, a running
-client could cause a broker with automatic topic creation to create the topic with the wrong number of partitions. And
-it needs permissions that nothing else here needs. Instead, topics with a retention time are truncated at their ends,
-from which offsets continue. Kafka refuses to truncate topics that are only compacted; there every key gets a tombstone,
-in transactions that fence the partition's owner. A router that keeps reading therefore ends up empty, and so does the
-table of an agent that was still running.
+could mistake a record of the new topic for the next one of the old topic, or for one that it has already read. Between
+deletion and creation, a running client could cause a broker with automatic topic creation to create the topic with the
+wrong number of partitions. And deleting topics needs permissions that nothing else here needs. Instead, topics with a
+retention time are truncated at their ends, from which offsets continue. Kafka refuses to truncate topics that are only
+compacted; there every key gets a tombstone, in transactions that fence the partition's owner. A router that keeps
+reading therefore ends up empty, and so does the table of an agent that was still running.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """What was emptied. records: of the tables; partitions: of events, requests and loads; copies: local folders."""
+    """What was emptied.
+
+    records: keys of the tables. partitions: partitions of the topics with events, requests and loads. copies: folders
+    of local copies.
+    """
 
     records: int
     partitions: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX
 from streams.settings import Settings
 
-#: Settings with which compaction takes place soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
+#: Settings that make compaction run soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
 #: would leave hours of superseded records, which every starting reader has to read: for one hour at full rate, 85 GB
 #: and 18 minutes.
 _COMPACTED = {

@@ -3,9 +3,9 @@
 What lives here: which packages of kernels each command needs, the processes that compile them, and what is printed in
 the meantime. What must not: the entry points of a package, which the package declares itself.
 
-numba compiles in one thread, and all kernels take about 50 s of a core. Therefore child processes compile them in
-parallel into numba's cache, one kernel each at a time, and this process loads them from there. If all kernels are in
-the cache, this takes less than half a second, starts no child and prints nothing.
+numba compiles in one thread, and all kernels take about 50 s of a core. Therefore child processes compile them into
+numba's cache in parallel, each child one kernel at a time, and this process loads them from there. If all kernels are
+in the cache, this takes less than half a second, starts no child and prints nothing.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def cxl_pool(
 ) -> None:
     """Register a pool or change it; without options, show it.
 
-    What is left out stays unchanged. A new pool, or one that was lost, needs --member or --no-members.
+    Options that are left out keep their values. A new pool, or one that was lost, needs --member or --no-members.
     """
     from streams.cxl.pool_registry import PoolChange, change_pool, lose_pool
 
@@ -82,7 +82,7 @@ def _pool_line(pool: CxlPool) -> str:
 @with_settings
 @click.option("--worker-id", type=int, required=True, help="worker whose blocks change state")
 @click.option("--dp-rank", type=int, default=0, show_default=True, help="its data-parallel rank")
-@click.option("--event-id", type=int, default=0, show_default=True, help="a number that logs and dead letters show")
+@click.option("--event-id", type=int, default=0, show_default=True, help="a number shown in logs and dead letters")
 @click.option(
     "--state",
     type=click.Choice(["local_gpu", "in_transit", "cxl_pooled", "evicted"]),
@@ -122,7 +122,7 @@ def cxl_transition(
     """Publish that blocks, given by the engine's own HASHES, enter a state.
 
     The agents decide later whether the transition is legal. The exit status is 1 if hashes are unknown, or if --wait
-    finds that the transition was refused, or not judged in time.
+    finds that the transition was refused, or if there is no verdict in time.
     """
     from streams.core.ids import DpRank, RankId
     from streams.cxl.events import state_changed

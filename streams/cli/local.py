@@ -118,7 +118,7 @@ def up(workers: int, directory: Path, kafka_directory: Path) -> None:
 
 @click.command(cls=GroupedCommand)
 def warm() -> None:
-    """Compile the kernels. Needed once per installation; otherwise the first process that starts compiles them."""
+    """Compile the kernels, once per installation. Otherwise the first process that starts compiles them."""
     from streams.warming import warm as warm_kernels
 
     if not warm_kernels(console=console()):

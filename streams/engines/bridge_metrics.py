@@ -48,7 +48,7 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
     _total("batches_repeated", "Batches that an engine sent a second time, for example from its replay socket"),
     _total(
         "batches_foreign",
-        "Batches that were dropped because they belong to another incarnation than the one that answers",
+        "Batches that were dropped because they belong to another incarnation than the one that is running",
     ),
     _total("dead_letters", "Batches that could not be decoded and went to the dead letters"),
     _total("gaps", "Gaps in the engines' batch numbers"),
@@ -58,7 +58,7 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
     _total("replays_unanswered", "Requests to engines' replay sockets that were not answered"),
     _total("incarnations", "Incarnations of engines that were fed from their start"),
     _total("resumed", "Incarnations of engines that were continued after an earlier holder of the lease"),
-    _total("resumed_from_table", "Of the resumed ones, those whose ledger came from the table and not from the engine"),
+    _total("resumed_from_table", "Resumed incarnations whose ledger came from the table and not from the engine"),
     _total("resyncs_requested", "Requests of partition owners to restate a rank"),
     _total("restatements", "Restatements that were published"),
     _total("restatement_chunks", "Chunks of these restatements"),

@@ -19,7 +19,7 @@ class FeedCounters:
 
     batches_published: int = 0
     batches_repeated: int = 0  # received a second time, for example from the replay socket and then live
-    batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that answers
+    batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that is running
     dead_letters: int = 0
     gaps: int = 0
     gap_batches_filled: int = 0

@@ -57,12 +57,12 @@ AFTERWARDS_REQUESTS = 20
 #: Tokens of the turn that the explained decision is about.
 NEXT_TURN_TOKENS = 600
 
-#: Everything published is visible within this time, or something is wrong.
+#: Everything that was published must be visible within this time; otherwise something is wrong.
 CATCH_UP_TIMEOUT_S = 60.0
 
 
-#: What the demo compares, in the order of its table. Other policies choose by load or by hand, and the plot has colours
-#: for these three.
+#: The policies that the demo compares, in the order of its table. The others choose by load or let the client choose,
+#: and the plot has colours for these three.
 DEMO_POLICIES = (RouterMode.KV, RouterMode.ROUND_ROBIN, RouterMode.RANDOM)
 
 
@@ -88,7 +88,7 @@ class DemoConfig:
             raise SettingsError(f"--speedup is {self.speedup}; it must be above 0")
 
 
-#: Width of what is printed where there is no terminal: the table of act one needs more than 80 on a slow machine.
+#: Columns of the output if it does not go to a terminal. On a slow machine, the table of act one needs more than 80.
 LINE_CHARS = 120
 
 #: Starts a Kafka in a folder and returns its state.

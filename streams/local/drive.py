@@ -24,7 +24,7 @@ from streams.errors import KvStreamsError
 from streams.sim.offline import Outcome
 from streams.sim.trace import TraceRequest, tokens_for
 
-#: Concurrent requests. A trace that needs more is offered faster than any fleet on one machine can serve it.
+#: Concurrent requests. If a trace needs more, its requests arrive faster than any fleet on one machine can serve them.
 IN_FLIGHT_MAX = 512
 
 _TIMEOUT = aiohttp.ClientTimeout(total=600.0)

@@ -84,7 +84,7 @@ KAFKA_VERSION = next(jar.version for jar in pinned_jars() if jar.artifact == "ka
 
 
 def maven_cache() -> Path:
-    """Return the user's Maven cache: M2_REPO, else ~/.m2/repository, as Maven and jgo do."""
+    """Return the user's Maven cache, where Maven and jgo look for it: M2_REPO, or ~/.m2/repository if that is unset."""
     if configured := os.environ.get("M2_REPO"):
         return Path(configured).expanduser().absolute()
     return Path.home() / ".m2" / "repository"
@@ -180,7 +180,7 @@ def _system_trust() -> Iterator[None]:
         import truststore
     except ImportError as exc:
         raise _not_installed("truststore", exc) from exc
-    if ssl.SSLContext is truststore.SSLContext:  # somebody else replaced it, and wants it to stay
+    if ssl.SSLContext is truststore.SSLContext:  # other code did so already, and expects it to stay
         yield
         return
     truststore.inject_into_ssl()
@@ -231,7 +231,7 @@ def _fetch_verified(jar: Jar, repository: Path, staging: Path) -> None:
 
 
 def _remedy_for(cause: BaseException, repository: Path) -> str:
-    """Return what the operator does about a download that raised `cause`."""
+    """Return what the operator should do about a download that raised `cause`."""
     if _is_about_certificates(cause):
         return (
             "No certificate authority that this machine trusts has signed the server's certificate, as is usual behind"
@@ -245,7 +245,7 @@ def _remedy_for(cause: BaseException, repository: Path) -> str:
 
 
 def _is_about_certificates(exc: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that a certificate was not accepted.
+    """Whether an error, or one that caused it, means that a certificate was not accepted.
 
     requests and urllib3 wrap Python's error in errors of their own; one of them stands for any fault of TLS.
     """

@@ -1,4 +1,4 @@
-"""Child processes: started with a log file each, waited for, and stopped by their own ids.
+"""Child processes: each has its own log file, and is stopped by its process id.
 
 What lives here: starting, watching and stopping a child. What must not: which children there are (stack). Each child
 has its own session, so that Ctrl-C in a terminal reaches only the parent, which decides the order of stopping.
@@ -37,7 +37,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        """Start the process; its log is appended to that of an earlier one."""
+        """Start the process. Its output is appended to the log file of earlier runs."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         log: IO[bytes]
         with self.log_path.open("ab") as log:
@@ -69,7 +69,7 @@ class Child:
         return None if self._process is None else self._process.poll()
 
     def wait_ready(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until `ready`. Raises ProcessError, with the end of the log, if the child exits or takes too long."""
+        """Wait until `ready()` is true; raises ProcessError, with the end of the log, if the child exits or is late."""
 
         def ready_or_ended() -> bool:
             return not self.running or ready()

@@ -41,8 +41,8 @@ class DeadLetterCounts:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def fold(self, messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG002 - as of all
-        """Count dead letters. All of them can be counted, so that none is returned as bad."""
+    def fold(self, messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG002 - the signature of every fold
+        """Count dead letters; returns no bad records, since every dead letter can be counted."""
         for message in messages:
             pairs: Any = message.headers() or []
             headers = {name: value for name, value in pairs if isinstance(value, bytes)}

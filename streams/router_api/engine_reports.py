@@ -27,7 +27,7 @@ _NEVER_MS = 1 << 62
 class EngineReports:
     """The reports, from the time of receipt until their records are no longer valid. Thread-safe.
 
-    workers: the registry, which the view changes and then calls `registry_changed` or `forget_worker`. now_ms: a
+    workers: the registry. After each change of it, the view calls `registry_changed` or `forget_worker`. now_ms: a
     monotonic clock.
     """
 
@@ -61,14 +61,14 @@ class EngineReports:
             self._note_metrics(report)
 
     def registry_changed(self, worker: Worker) -> None:
-        """A worker was registered or changed: its totals may be different now."""
+        """Take in a worker that was registered or changed, since its totals may differ."""
         with self._lock:
             self._fleet = self._cpu_workers = None
             for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
                 self._note_metrics(report)
 
     def forget_worker(self, worker_id: WorkerId) -> None:
-        """A worker left the registry: drop the reports of its ranks."""
+        """Drop the reports of a worker that left the registry."""
         with self._lock:
             self._fleet = self._cpu_workers = None
             for rank in [rank for rank in self._reports if rank.worker_id == worker_id]:

@@ -1,7 +1,7 @@
 """The HTTP calls of docs/http.md, bound to a Router: the same ones under Faust and under `kvstreams router`.
 
-What lives here: the way from a request to a response, and the shape of all errors. What must not: decisions (router),
-and JSON of values (wire).
+What lives here: reading requests, calling the router, and responding; the shape of all errors. What must not: decisions
+(router), and the JSON of values (wire).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Handlers:
     """
 
     def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
-        """more_metrics: of the same process, served after the router's own."""
+        """more_metrics: further registries of this process, served after the router's own."""
         self._router = router
         self._metrics = RouterMetrics(router)
         self._more_metrics = more_metrics
@@ -119,11 +119,11 @@ class Handlers:
         return _json(answer)
 
     async def potential(self, request: web.Request) -> web.Response:
-        """What each eligible rank's load would be with this request."""
+        """Return the load that each eligible rank would have with this request."""
         return _json(self._router.potential(*await _route_request(request)))
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
-        """Every rank's active load."""
+        """Return every rank's active load."""
         return _json(self._router.rank_loads())
 
     async def book(self, request: web.Request) -> web.Response:
@@ -131,20 +131,20 @@ class Handlers:
         return _json(self._router.book(_request_id(request), parse_book(await _body(request))))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
-        """The rank has computed the prompt."""
+        """Note that the rank has computed the prompt."""
         return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL))
 
     async def output(self, request: web.Request) -> web.Response:
-        """A number of tokens has been generated so far."""
+        """Note how many tokens have been generated so far."""
         reported = parse_output(await _body(request))
         return _accepted(self._router.report_output(_request_id(request), reported.output_tokens))
 
     async def free(self, request: web.Request) -> web.Response:
-        """The request has ended."""
+        """Note that the request has ended."""
         return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The registry."""
+        """Return the registered workers."""
         return _json({"workers": [self._worker_json(worker) for worker in self._router.registry.workers()]})
 
     async def put_worker(self, request: web.Request) -> web.Response:
@@ -173,7 +173,7 @@ class Handlers:
         }
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """What the view has of each rank. Routers that hold the same blocks of a rank show the same digest."""
+        """Return what the view has of each rank. Routers with the same blocks of a rank return the same digest."""
         ranks = self._router.view.rank_states()
         return _json(
             {
@@ -200,7 +200,7 @@ class Handlers:
         )
 
     async def state_blocks(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Every fact in the index, 21 bytes each (FACT), in order."""
+        """Return every fact in the index, 21 bytes each (FACT), in order."""
 
         def page() -> bytes:
             facts = sorted(self._router.view.members())
@@ -210,7 +210,7 @@ class Handlers:
         return web.Response(body=await asyncio.to_thread(page), content_type=OCTET_STREAM)
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The CXL pools of the registry."""
+        """Return the CXL pools of the registry."""
         return _json({"pools": [pool_json(pool) for _, pool in sorted(self._router.view.pools().items())]})
 
     async def put_pool(self, request: web.Request) -> web.Response:
@@ -223,7 +223,7 @@ class Handlers:
         return _json(pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
 
     async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Every pooled block with its placement and the workers that can reach it."""
+        """Return every pooled block with its placement and the workers that can reach it."""
 
         def page() -> bytes:
             rows = [pooled_json(block, workers) for block, workers in self._router.view.pooled_blocks()]
@@ -232,11 +232,11 @@ class Handlers:
         return web.Response(body=await asyncio.to_thread(page), content_type="application/json")
 
     async def healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The process is running."""
+        """Answer as long as the process is running."""
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Whether every topic exists and was read to its end, and enough workers are registered."""
+        """Return whether every topic exists and was read to its end, and whether enough workers are registered."""
         reported: dict[str, Any] = {
             "ready": True,
             "partitions_left": self._router.feeds.pending(),
@@ -258,7 +258,7 @@ class Handlers:
 async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Give every error the same shape, and count it.
 
-    An unexpected exception becomes a 500, with its trace in the log and not in the answer.
+    An unexpected exception becomes a 500. Its traceback is logged and is not part of the answer.
     """
     try:
         return await handler(request)
@@ -300,7 +300,8 @@ def _refusal(
 
 async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:
     body = await _body(request)
-    # Not request.content_type, because aiohttp takes a missing or broken header for octets: JSON would become tokens.
+    # Not request.content_type: for a missing or broken header, aiohttp returns octet-stream, and JSON would be read as
+    # tokens.
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == OCTET_STREAM:
         return parse_route_query(request.query), body
     return parse_route(body), None

@@ -1,8 +1,8 @@
 """Bookings shared between routers through `router-loads` (docs/architecture.md, Loads).
 
 What lives here: applying this router's bookings at once, publishing them, folding those of other routers, and notifying
-listeners when load falls. What must not: the rules of a booking (core.loads), and the queue towards Kafka (outbox). A
-router's id is new at every start, which distinguishes its records from those that it wrote before a restart.
+listeners when load falls. What must not: the rules of a booking (core.loads), and the queue of records for Kafka
+(outbox). A router gets a new id at every start, which distinguishes its records from those of earlier starts.
 
 The time of a booking is that of the log: append times of its partition, which the broker sets and which are the same
 for every router. This time advances with each record. If a partition has no new records, routers that have bookings
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 BUFFERED_CALLS_MAX = 10_000
 BUFFERED_CALL_TTL_MS = 60_000
 
-#: The time of a partition without a record for this long is advanced by a tick.
+#: A partition that has had no record for this long gets a tick, which advances its time.
 QUIET_MS = 1_000
 
 #: The partition that gets a tick if no bookings are kept and `in_sync` was read.
@@ -141,7 +141,7 @@ class LoadsSync:
     def in_sync(self) -> bool:
         """Whether everything that this router published up to `stale_after_ms` ago has been read back from the log.
 
-        If not, Kafka is away, and routers do not have each other's bookings. A booking whose record was dropped makes
+        If not, Kafka is unreachable, and routers lack each other's bookings. A booking whose record was dropped makes
         this False as long as it is active. If no record was published for a while, reading this makes the next `poll`
         write a tick, which shows whether Kafka is there.
         """
@@ -200,9 +200,10 @@ class LoadsSync:
             return True
 
     def report_output(self, request_id: str, output_tokens: int) -> bool:
-        """Update bookings with all tokens generated so far. Returns False if the call is buffered, as `report_phase`.
+        """Update bookings with the number of tokens generated so far; returns False if the call is buffered.
 
-        A number that fills no more blocks than before changes nothing and is not published.
+        Calls are buffered as in `report_phase`. A number that fills no more blocks than before changes nothing and is
+        not published.
         """
         with self._lock:
             live = self._loads.live_ids(request_id)
@@ -306,7 +307,7 @@ class LoadsSync:
             del self._unlogged[booking_id]
             self._ended_unlogged[booking_id] = since_ms
             if self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
-                # The booking began and ended while Kafka was away, so that no other router needs to have it.
+                # The booking began and ended while Kafka was unreachable, so no other router needs it.
                 self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
                 return
         self._publish(booking_id, phase, None)
@@ -401,5 +402,5 @@ class LoadsSync:
                     self._topic.name, key=TICK_KEY, value=None, partition=partition, on_delivery=on_delivery
                 )
             except (BufferError, KafkaException):
-                continue  # Kafka is away, which waiting records show
+                continue  # Kafka is unreachable, as the waiting records show
             self._ticking[partition] = now_ms

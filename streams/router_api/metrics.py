@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from streams.core.engine_metrics import MetricsReport
 from streams.core.ids import WorkerId
-from streams.core.routing.sessions import SESSIONS_MAX
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
 from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
@@ -43,7 +42,7 @@ _DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.n
 
 @dataclass(frozen=True, slots=True)
 class RouterSnapshot:
-    """What the declarations read. labelled_records and labels_over_capacity come from one reading of the view."""
+    """What the declarations read. n_labelled_records and n_labels_over_capacity are read from the view together."""
 
     router: Router
     ranks: RankCounts
@@ -81,9 +80,9 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     counter(
         "kvstreams_dead_letters_total",
-        "Dead letters of the whole scope since this router started, so every router counts the same ones. The source "
-        "is the topic of the record (a refused transition has `cxl-events`), or `engine` for what a bridge could not "
-        "decode",
+        "Dead letters of the whole scope since this router started; do not add up the counts of several routers. The "
+        "source is the topic of the record (`cxl-events` for a refused transition), or `engine` for a message that a "
+        "bridge could not decode",
         lambda now: now.router.dead_letters.counts(),
         Label("source", _DEAD_LETTER_SOURCES),
         Label("reason", values_max=PAIRS_MAX),
@@ -91,8 +90,9 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge("kvstreams_workers", "Registered workers", lambda now: len(now.router.view.workers)),
     gauge(
         "kvstreams_ranks",
-        "Ranks of registered workers by state. `registered` are all ranks; a rank may be in several other states. No "
-        "request goes to a `silent` rank; answers that involve a `degraded` or `approximate` rank have that mode",
+        "Ranks of registered workers by state. `registered` counts all ranks; a rank may also be in several other "
+        "states. No request goes to a `silent` rank. Answers that involve a `degraded` or `approximate` rank have that "
+        "mode",
         RouterSnapshot.ranks_by_state,
         Label("state", _RANK_STATES),
     ),
@@ -114,7 +114,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     gauge(
         "kvstreams_index_blocks",
-        "Facts in the index: one block that one rank holds in one tier each",
+        "Facts in the index. A fact is one block that one rank holds in one tier",
         lambda now: len(now.router.view.index),
     ),
     gauge(
@@ -175,7 +175,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     counter(
         "kvstreams_sessions_evicted_total",
-        f"Session bindings that were dropped before they expired, because more than {SESSIONS_MAX:,} were in use",
+        "Session bindings that were dropped before they expired, because too many were in use",
         lambda now: now.router.sessions_evicted,
     ),
     counter(
@@ -218,7 +218,8 @@ class RouterMetrics:
 class _FailedScrapes:
     """Failed scrapes of all engines as one total that never decreases.
 
-    A bridge reports a count for each engine, which starts from 0 again with the next bridge, and whose report expires.
+    A bridge reports a count for each engine. The count starts from 0 again when another bridge takes over, and the
+    report that contains it expires.
     """
 
     def __init__(self) -> None:
@@ -226,7 +227,7 @@ class _FailedScrapes:
         self._last: dict[WorkerId, int] = {}
 
     def update(self, reports: Iterable[MetricsReport]) -> None:
-        """Add what each worker's count has grown by since its last report."""
+        """Add the increase of each worker's count since its last report."""
         now = {each.rank.worker_id: each.n_scrapes_failed for each in reports if each.rank.dp_rank == 0}
         for worker_id, count in now.items():
             before = self._last.get(worker_id, 0)

@@ -1,7 +1,7 @@
 """Records on their way to a compacted topic: waiting, in flight, or lost.
 
-What lives here: a queue that fills while Kafka is away, with at most one waiting record per key. What must not: the
-meaning of the records. A router decides without waiting for Kafka. So the queue is bounded; beyond its limits the
+What lives here: a queue that fills while Kafka is unreachable, with at most one waiting record per key. What must not:
+the meaning of the records. A router decides without waiting for Kafka. So the queue is bounded; beyond its limits the
 oldest record is dropped and counted. It is not thread-safe by itself: its owner holds its lock around every call, and
 delivery reports take the same lock.
 """
@@ -18,15 +18,15 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 log = logging.getLogger(__name__)
 
-#: Waiting records, and their bytes. If 1,000 requests per second end while Kafka is away, these are the records of
-#: minutes; requests that also begin in that time leave none.
+#: Waiting records, and their bytes. If 1,000 requests per second end while Kafka is unreachable, the queue fills within
+#: minutes. Requests that both begin and end in that time leave no record.
 WAITING_RECORDS_MAX = 100_000
 WAITING_BYTES_MAX = 256 * 1024 * 1024
 
 #: Records handed to the client at a time. They can no longer be dropped, or replaced by a newer record of their key.
 IN_FLIGHT_RECORDS_MAX = 10_000
 
-#: Errors that sending the same record again would raise again.
+#: Errors that a retry of the same record would only repeat.
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
 
 
@@ -50,7 +50,7 @@ class Outbox:
         now_ms: Callable[[], int],
         locked: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """now_ms: a monotonic clock. locked: takes the owner's lock for delivery reports, which come on any thread."""
+        """now_ms: a monotonic clock. locked: takes the owner's lock for delivery reports, which any thread may call."""
         self._kafka = kafka
         self._topic = topic
         self._now_ms = now_ms

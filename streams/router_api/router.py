@@ -1,6 +1,6 @@
-"""A router: one method per call that decides or changes load. HTTP handlers, and callers in this process, use it.
+"""A router: one method for each call that chooses a rank or changes load. HTTP handlers and other code call it.
 
-What lives here: a decision from the parsed request to the booking, composed of the view, the loads and the core; and
+What lives here: the steps from a parsed request to a booking, which combine the view, the loads and the core; and
 readiness. What must not: aiohttp, JSON and parsing (wire), the rules of a choice (core.routing), and calls that change
 the registry (registry).
 """
@@ -53,7 +53,7 @@ from streams.router_api.wire import (
 from streams.settings import Settings
 from streams.topics import topics
 
-#: What a request may override of the policy, by the names of the overrides and by those of the policy.
+#: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
 _POLICY_FIELDS = tuple(name.removeprefix("router_") for name in POLICY_OVERRIDES)
 
@@ -62,11 +62,12 @@ _NO_RANKS: frozenset[RankId] = frozenset()
 
 
 class PreparedRequest(NamedTuple):
-    """A request that is hashed, filtered and matched, so that `Router.try_book` can choose among its ranks.
+    """A request that has been hashed, filtered and matched, so that `Router.try_book` can choose among its ranks.
 
     It is a tuple because one is made for every request. sequence: the request's sequence hashes, packed as in its
-    booking. ranks: those that pass all filters but the busy thresholds. refusal: why there are none. scores, predicted,
-    supplementary: what the ranks hold, and which scores are predictions, as of the time of preparation.
+    booking. ranks: those that pass every filter; busy thresholds are checked later. refusal: why there are none.
+    scores, supplementary: what the ranks held when the request was prepared. predicted: ranks whose score is a
+    prediction.
     """
 
     request: RouteRequest
@@ -130,7 +131,8 @@ class Router:
                 self._topics.cxl_changelog,
                 one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
             )
-        # Read from its end, so that the counts begin when this router starts. Agents without an API write there too.
+        # Read from its end, so that the counts begin when this router starts. They include the dead letters of agents
+        # that run without a router.
         self.dead_letters = DeadLetterCounts(settings)
         feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
@@ -157,7 +159,7 @@ class Router:
 
     @property
     def sessions_evicted(self) -> int:
-        """Session bindings dropped because more than SESSIONS_MAX were in use, since the router started."""
+        """Session bindings dropped because too many were in use, since the router started."""
         return self._sessions.evicted
 
     def workers_left(self) -> int:
@@ -208,15 +210,16 @@ class Router:
     def route(self, request: RouteRequest, packed: bytes | None = None) -> RouteAnswer:
         """Choose a rank and, unless the request asks otherwise, book it.
 
-        packed: tokens as u32 little-endian, in place of token_ids. Raises every error that docs/http.md names.
+        packed: tokens as u32 little-endian, in place of token_ids. Raises the errors that docs/http.md lists.
         """
         return self.try_book(self.prepare(request, packed))
 
     def prepare(self, request: RouteRequest, packed: bytes | None = None) -> PreparedRequest:
         """Hash a request, list the ranks that pass its filters, and match it against the index.
 
-        This takes no lock of the loads. If no rank passes, that is recorded as `refusal` and not raised, since the
-        request may repeat the id of a booking, which `try_book` finds. Raises every other error of the request.
+        This does not take the loads' lock. If no rank passes, the error is not raised but stored as `refusal`: the
+        request may repeat the id of a booking, and `try_book` then returns that booking's rank. Raises every other
+        error of the request.
         """
         policy = self._policy(request)
         override = request.router_config_override
@@ -260,7 +263,7 @@ class Router:
         )
 
     def potential(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
-        """What the load of each eligible rank would be with this request."""
+        """Return the load that each eligible rank would have with this request."""
         policy = self._policy(request)
         reads_index = policy.overlap_score_weight > 0.0
         prepared = self._prepare(request, packed, policy, None, reads_index, strict=False)
@@ -301,7 +304,7 @@ class Router:
     ) -> PreparedRequest:
         """strict: only ranks with matching labels pass, if there are any."""
         self.check_ready()
-        filters = worker_filter(request)  # before the model, so that a wrong field is reported whatever else is wrong
+        filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.model_of(request.model)
         block_size = self.settings.block_size_of(model)
         blocks = blocks_of(
@@ -379,10 +382,10 @@ class Router:
         scores: OverlapScores,
         supplementary: SupplementaryMatches | None,
     ) -> Sequence[RankId]:
-        """Return those of the passing ranks that hold a matching block, or all of them if no rank holds one.
+        """Return the passing ranks that hold a matching block, or all passing ranks if no rank holds one.
 
-        A rank that holds blocks and whose labels were dropped may match, and stays. Exclusions apply last: if only
-        excluded ranks match, none of the others is used instead.
+        A rank stays as well if it holds leading blocks and some of its labels were dropped, since it may match.
+        Exclusions apply last: if only excluded ranks match, the request is refused, and no other rank is used instead.
         """
         considered = self.view.eligible(filters._replace(excluded=frozenset())) if filters.excluded else passing
         matching = set[RankId]() if supplementary is None else supplementary.matching(considered, scores)
@@ -423,7 +426,7 @@ class Router:
         )
 
     def _book(self, prepared: PreparedRequest, decision: Decision) -> None:
-        """Charge the chosen rank, and remember the choice for predictions and for the session."""
+        """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it."""
         chosen, blocks = decision.chosen, prepared.blocks
         booking = booking_of(
             chosen,
@@ -473,7 +476,7 @@ class Router:
             return FALLBACK
         labelled = query is not None and query.counts(policy.moe_score_weight)
         trust = self.view.trust(ranks, predicted, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
-        # Load is a part of the cost, and out of sync this router has only its own share of it.
+        # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust
 
@@ -484,7 +487,7 @@ class Router:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def rank_loads(self) -> dict[str, Any]:
-        """The active load of every registered rank, and the metrics of its engine."""
+        """Return the active load of every rank that is registered or has bookings, and the metrics of its engine."""
         self.check_ready()
         rows = []
         engine_metrics = self.view.fleet().metrics
@@ -506,7 +509,7 @@ class Router:
     def book(self, request_id: str, body: BookRequest) -> dict[str, Any]:
         """Book a choice that was made elsewhere.
 
-        Repeating the call changes nothing. Raises BookingConflict if the id is booked on another rank, UnknownId.
+        Repeating the call changes nothing. Raises UnknownId, or BookingConflict if the id is booked on another rank.
         """
         self.check_ready()
         rank = rank_of(body)

@@ -26,8 +26,8 @@ from streams.router_api.trust import PooledRows
 class SupplementaryFacts:
     """The folds. Pooled blocks may be folded by any thread; labels are folded under the view's lock.
 
-    Listing a million pooled rows must not delay an answer. So rows have one lock, and what answers read of pooled
-    blocks and labels has another, which is the last to be taken and is held for microseconds.
+    Listing a million pooled rows must not delay an answer, so there are two locks: one for the rows, and one for the
+    pooled blocks and labels that answers read. The second is always taken last, and is held for microseconds.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SupplementaryFacts:
         epoch_of: Callable[[RankId], Epoch | None],
         holders_along: HoldersAlong,
     ) -> None:
-        """epoch_of, holders_along: of the index; the first is called under the view's lock."""
+        """epoch_of, holders_along: methods of the index; the first is called under the view's lock."""
         self._n_partitions = n_partitions
         self._epoch_of = epoch_of
         self._holders_along = holders_along
@@ -103,7 +103,7 @@ class SupplementaryFacts:
             self._note_whether_any()
 
     def forget_rank(self, rank: RankId) -> None:
-        """Drop a rank's labels, also if it has none now: its next epoch may be a smaller one."""
+        """Drop a rank's labels and its epoch, since the rank's next epoch may be smaller."""
         with self._facts_lock:
             self._labels.forget_rank(rank)
             self._note_whether_any()
@@ -127,7 +127,7 @@ class SupplementaryFacts:
         return (pooled and len(self._pooled) > 0) or (moe is not None and bool(self._labels))
 
     def pooled_rows(self) -> PooledRows | None:
-        """What the trust in an answer that uses pooled blocks depends on; None if there was never a row."""
+        """Return what limits the trust in answers that use pooled blocks; None if there was never a row."""
         if not self._rows_by_partition:
             return None
         return PooledRows(self.pooled_over_capacity(), self._rows_by_partition.copy())
@@ -150,12 +150,12 @@ class SupplementaryFacts:
         return sorted(blocks, key=lambda found: (found[0].sequence, found[0].owner, found[0].metadata.pool_id or ""))
 
     def n_pooled(self) -> int:
-        """Rows of the table of pooled blocks, in whatever state."""
+        """Number of rows of the table of pooled blocks, in any state."""
         with self._rows_lock:
             return len(self._rows)
 
     def pooled_over_capacity(self) -> int:
-        """Rows of pooled blocks, or placements of such rows, that were dropped."""
+        """Number of rows of pooled blocks, or of placements of such rows, that were dropped."""
         return self._rows.over_capacity + self._pooled.over_capacity
 
     def labelled(self) -> tuple[int, int]:

@@ -69,7 +69,7 @@ class Feeds:
     """
 
     def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
-        """feeds: by names that people read. on_restart: called before all topics are read again."""
+        """feeds: keyed by the names that `pending` shows. on_restart: called before all topics are read again."""
         self._settings = settings
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
         self._specs = [feed.topic for feed in feeds.values()]
@@ -155,7 +155,7 @@ class Feeds:
                     live = (topic, message.partition()) not in self._pending
                     batches.setdefault((topic, live), []).append(message)
                     continue
-                # Everything before the end of a partition is folded before the partition is no longer pending.
+                # A partition stays pending until everything before its end has been folded.
                 self._fold(batches)
                 if error.code() == KafkaError._PARTITION_EOF:
                     topic, partition = message.topic(), message.partition()

@@ -19,7 +19,7 @@ _NO_RANKS: frozenset[RankId] = frozenset()
 
 
 class AnswerMode(enum.StrEnum):
-    """How far an answer's overlap can be trusted (docs/architecture.md, Honesty)."""
+    """How far an answer's overlap can be trusted (docs/architecture.md)."""
 
     EXACT = "exact"
     DEGRADED = "degraded"
@@ -30,7 +30,7 @@ class AnswerMode(enum.StrEnum):
 class DegradedReason(enum.StrEnum):
     """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
 
-    NO_EVENTS_YET = "no_events_yet"  # no event of the rank was received yet, so that its cache may not be empty
+    NO_EVENTS_YET = "no_events_yet"  # no events of the rank were received yet, so its cache is unknown
     EVENTS_LOST = "events_lost"  # a batch was lost, or a stored block's parent was never seen
     REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
     OVER_CAPACITY = "over_capacity"  # this router's index is over capacity and lacks a record of the rank
@@ -40,7 +40,7 @@ class DegradedReason(enum.StrEnum):
     POOLED_OVER_CAPACITY = "pooled_over_capacity"  # rows of pooled blocks were dropped
     POOLED_OWNER_SILENT = "pooled_owner_silent"
     POOLED_OWNER_BEHIND = "pooled_owner_behind"
-    BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is away, and routers do not read each other's bookings
+    BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is unreachable; routers lack each other's bookings
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class TrustTracker:
         self._behind_after_ms = behind_after_ms
         self._epoch_of = epoch_of
         self.progress: dict[RankId, Progress] = {}
-        # Partition records with their time of receipt. It is None for a record that was in the log before this router
-        # read it, which does not show that its owner is running.
+        # Partition records with their time of receipt. The time is None for a record that was written before this
+        # router had read to the end of the log: such a record does not show that the owner is still running.
         self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
         # Ranks of which the index lacks a record because it was over capacity, with their epoch at that time: what the
         # index has of them is wrong until a newer epoch begins.
@@ -169,7 +169,7 @@ class TrustTracker:
         return rank in self._incomplete and self._incomplete[rank] == self._epoch_of(rank)
 
     def _degraded_by_owner(self, partition: int, now_ms: int) -> DegradedReason | None:
-        """Whether a partition's owner was not heard from lately, or lags behind any of its sources."""
+        """Return why a partition's owner makes answers degraded: it is silent, or it lags behind one of its sources."""
         record, received_ms = self._partitions.get(partition, (None, None))
         if record is None or received_ms is None or now_ms - received_ms > self._stale_after_ms:
             return DegradedReason.OWNER_SILENT

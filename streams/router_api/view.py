@@ -167,7 +167,7 @@ class View:
         self._silent: set[RankId] = set()  # ranks that were not heard from within their lease
         self.records_over_capacity = 0
         compiled = _compiled()
-        # The index again, with its decoder, if it folds many records in one call.
+        # The same index with its decoder, if the index can fold many records in one call.
         self._batches: tuple[TreeRunFold, DecodeRuns, LabelsOf] | None = None
         if compiled is not None and isinstance(self.index, compiled[0]):
             self._batches = (self.index, *compiled[1:])
@@ -255,7 +255,7 @@ class View:
     def _fold_labels_of(
         self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
     ) -> None:
-        """Fold the labels of records that the index has folded, one record at a time, so that requests wait briefly."""
+        """Fold the labels of records that the index has folded, one record at a time so that requests wait briefly."""
         assert self._batches is not None  # columns exist only if the index folds batches
         if not self._facts.has_labels() and not columns.labelled[first:last].any():
             return
@@ -322,7 +322,7 @@ class View:
                 self._engine_reports.registry_changed(worker)
 
     def _forget_worker(self, worker_id: WorkerId) -> None:
-        """A worker left the registry: drop its engine's reports and the predictions of its ranks."""
+        """Drop the engine's reports and the ranks' predictions of a worker that left the registry."""
         worker = self.workers.pop(worker_id, None)
         self._engine_reports.forget_worker(worker_id)
         if self._predictions is not None:
@@ -370,7 +370,7 @@ class View:
             return refusals(self.workers.values(), worker_filter, self._silent)
 
     def find_matches(self, local: HashArray) -> OverlapScores:
-        """Score every rank for a request by what was folded. local: uint64[n_blocks] from the root."""
+        """Score every rank for a request by the folded records. local: uint64[n_blocks] from the root."""
         index = self.index
         if index.concurrent:
             return index.find_matches(local)
@@ -378,7 +378,7 @@ class View:
             return index.find_matches(local)
 
     def overlap(self, local: HashArray) -> tuple[OverlapScores, frozenset[RankId]]:
-        """Score every rank by what was folded and by predictions; also return the ranks whose score is a prediction.
+        """Score every rank by folded records and predictions; also return the ranks whose score is a prediction.
 
         If this router does not read the index, predictions are the only source.
         """
@@ -548,11 +548,11 @@ class View:
         return self._facts.pooled_blocks(registered)
 
     def n_pooled(self) -> int:
-        """Rows of the table of pooled blocks, in whatever state."""
+        """Number of rows of the table of pooled blocks, in any state."""
         return self._facts.n_pooled()
 
     def pooled_over_capacity(self) -> int:
-        """Rows of pooled blocks, or placements of such rows, that were dropped."""
+        """Number of rows of pooled blocks, or of placements of such rows, that were dropped."""
         return self._facts.pooled_over_capacity()
 
     def labelled(self) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return MoeSelector(self.layer_id, frozenset(self.expert_ids), self.expert_group)
 
     def counts(self, moe_score_weight: float) -> bool:
-        """Whether labels can change the choice: the query selects something, and matches have a weight or filter."""
+        """Whether labels can change the choice: the query selects labels, and matches have a weight or are required."""
         selects = self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
         return selects and (moe_score_weight > 0.0 or not self.fallback_to_unlabeled)
 

@@ -7,5 +7,5 @@ What lives here:
 - processes: `server` (an engine over HTTP and ZMQ) with `event_publisher`, `metrics` and `pool_client`; `pool_server`;
   `clock` (model time from wall time)
 
-What must not: routing. A simulation asks a policy, it never is one.
+What must not: routing. A simulation calls a routing policy and contains none.
 """

@@ -60,7 +60,7 @@ class BlockCache:
         return self._n_blocks - self.n_allocatable
 
     def lookup(self, keys: list[int], n_max: int) -> list[int]:
-        """Give the blocks of the longest cached prefix, at most `n_max`, without holding them."""
+        """Return the blocks of the longest cached prefix, at most `n_max`, without holding them."""
         found = self._found
         blocks: list[int] = []
         for key in keys[:n_max]:
@@ -84,7 +84,7 @@ class BlockCache:
             holders[block] += 1
 
     def take(self, n_blocks: int) -> tuple[list[int], HashArray]:
-        """Give `n_blocks` empty blocks with one holder each: free ones first, then the least recently used.
+        """Take `n_blocks` empty blocks, with one holder each: free ones first, then the least recently used.
 
         Returns their ids and the engine hashes of the evicted blocks, uint64[k]. The caller ensures that there are
         enough.
@@ -136,7 +136,7 @@ class BlockCache:
         self._key = [None] * self._n_blocks
 
     def findable(self) -> CachedBlocks:
-        """Give every hashed block, one row per physical copy."""
+        """Return every hashed block, one row per physical copy."""
         blocks = [*self._found.values(), *(block for copies in self._others.values() for block in copies)]
         return CachedBlocks(self.engine[blocks], self._sequence[blocks], self._position[blocks])
 
@@ -189,7 +189,7 @@ def engine_hashes(tokens: bytes, width: int, parent: EngineHash | None, seed: in
 
 
 def adapter_seed(engine_seed: int, lora_name: str | None) -> int:
-    """Give the hash seed of an adapter, so that equal tokens under two adapters are different blocks."""
+    """Return the hash seed of an adapter, so that equal tokens under two adapters are different blocks."""
     return engine_seed if not lora_name else engine_seed ^ xxhash.xxh3_64_intdigest(lora_name.encode())
 
 

@@ -45,11 +45,11 @@ class ScaledClock:
         self._started_s = time.monotonic()
 
     def now_ms(self) -> float:
-        """Give the model time."""
+        """Return the model time."""
         return (time.monotonic() - self._started_s) * 1000.0 * self._scale
 
     def wall_s_until(self, model_ms: float) -> float:
-        """Give the wall seconds until a model time, 0.0 if it is past."""
+        """Return the wall seconds until a model time, 0.0 if it is past."""
         return max(0.0, (model_ms - self.now_ms()) / 1000.0 / self._scale)
 
 

@@ -56,5 +56,5 @@ class EngineConfig:
         return self.n_blocks * self.block_size
 
     def prefill_ms(self, n_uncached_tokens: int) -> float:
-        """Give the duration of a prefill that computes this many tokens."""
+        """Return the duration of a prefill that computes this many tokens."""
         return self.prefill_ms_base + n_uncached_tokens * self.prefill_us_per_token / 1000.0

@@ -123,7 +123,7 @@ class PoolAsked:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The request can never fit this engine's cache. It left no trace."""
+    """The request can never fit in this engine's cache. It changed nothing."""
 
     request_id: str
     at_ms: float

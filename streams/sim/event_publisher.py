@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 HashDialect = Literal["int", "bytes32"]
 EventDialect = Literal["array", "map", "map_batch"]
-#: What an engine publishes about its blocks.
+#: Events that an engine publishes about its blocks.
 BlockEvent: TypeAlias = KvOutput | CxlChanged
 
 #: vLLM's `buffer_steps` default.
@@ -73,7 +73,7 @@ class WireForm:
                 raise SettingsError(f"{name} is {label}; it must be 0 to {LABEL_MAX}")
 
     def events(self, event: BlockEvent, event_id: int = 0) -> list[Any]:
-        """Give the wire's events for one event of the model, in order. event_id: of a CXL transition."""
+        """Return the wire's events for one event of the model, in order. event_id: of a CXL transition."""
         match event:
             case KvStored():
                 return [self._stored(event)]
@@ -95,7 +95,7 @@ class WireForm:
                 assert_never(event)
 
     def batch(self, at_s: float, events: Sequence[Any]) -> Any:
-        """Give the batch that carries these wire events. at_s: Unix time."""
+        """Return the batch that carries these wire events. at_s: Unix time."""
         if self.event_dialect == "map_batch":
             return {"ts": at_s, "events": events, "data_parallel_rank": self.dp_rank}
         return [at_s, events, self.dp_rank]
@@ -119,7 +119,7 @@ class WireForm:
         return [tag, *fields.values()] if self.event_dialect == "array" else {"type": tag, **fields}
 
     def _hashes(self, hashes: list[int]) -> list[int] | list[bytes]:
-        """Give engine hashes in the dialect. The last 8 of 32 bytes are the u64 (docs/architecture.md)."""
+        """Return engine hashes in the dialect. The last 8 of 32 bytes are the u64 (docs/architecture.md)."""
         if self.hash_dialect == "int":
             return hashes
         raw = [value.to_bytes(8, "big") for value in hashes]

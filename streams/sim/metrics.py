@@ -44,11 +44,11 @@ class EngineMetrics(Collector):
         self._registry.register(self)
 
     def page(self) -> bytes:
-        """Give the page of `GET /metrics`."""
+        """Return the page of `GET /metrics`."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Give all families with their present values."""
+        """Return all families with their present values."""
         figures, labels = self._read(), self._labels
         stats = figures.stats
         usage = stats.n_blocks_used / stats.n_blocks_total
@@ -79,7 +79,7 @@ class EngineMetrics(Collector):
 
 
 def _one(family: Any, labels: dict[str, str], value: float) -> Metric:
-    """Give a family with its one sample."""
+    """Return a family with its one sample."""
     family.add_metric(list(labels.values()), value)
     assert isinstance(family, Metric)
     return family

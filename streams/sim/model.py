@@ -12,9 +12,9 @@ answer has no KV.
 Simpler than vLLM: prefills are serial and do not slow decodes down. vLLM preempts a request when a decode finds no
 block; here a request starts only when its whole answer is sure to fit, so nothing is ever preempted.
 
-With a shared pool (`use_pool`), a request that starts puts out `PoolAsked`: how far does its prefix continue in the
-pool? The caller replies with `pool_answered`, and the prefill begins by loading. Offloading, and the transitions that
-are reported for it, belong to `pool`.
+With a shared pool (`use_pool`), a request that starts puts out `PoolAsked`, which asks how far its prefix continues in
+the pool. The caller replies with `pool_answered`, and the prefill begins by loading. Offloading, and the transitions
+that are reported for it, belong to `pool`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class EngineModel:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def next_event_ms(self) -> float | None:
-        """Give the time of the next event, or None if nothing will happen without a new request."""
+        """Return the time of the next event, or None if nothing will happen without a new request."""
         start_ms = self._start_ms()
         due_ms = self._due[0][0] if self._due else None
         if start_ms is None or due_ms is None:
@@ -266,11 +266,11 @@ class EngineModel:
         return min(1 + n_steps, job.request.n_output_tokens)
 
     def cached_blocks(self) -> CachedBlocks:
-        """Give every block that a lookup would find now, in use or not."""
+        """Return every block that a lookup would find now, in use or not."""
         return self._cache.findable()
 
     def stats(self) -> EngineStats:
-        """Give the gauges and counters after the last `advance`."""
+        """Return the gauges and counters after the last `advance`."""
         return EngineStats(
             n_running=len(self._running),
             n_waiting=len(self._waiting),
@@ -305,7 +305,7 @@ class EngineModel:
     # -- the scheduler's steps -----------------------------------------------------------------------------------------
 
     def _start_ms(self) -> float | None:
-        """Give when the first in line may start its prefill, or None if none may start or it waits for blocks."""
+        """Return when the first in line may start its prefill, or None if none may start or it waits for blocks."""
         if self._prefilling or not self._waiting or self._is_blocked(self._waiting[0]):
             return None
         job = self._waiting[0]

@@ -1,4 +1,4 @@
-"""The same engines and the same policy without processes: the index knows each engine's event at once (pure).
+"""The same engines and the same policy without processes: the index contains each engine's events at once (pure).
 
 What lives here: the bound that the live pipeline is compared with, with or without a shared pool. What must not: clocks
 and I/O. The result is a pure function of trace, engines, pool, policy and random generator.
@@ -156,7 +156,7 @@ class _Fleet:
             self._pool.advance(to_ms)
 
     def supplementary(self, sequence: HashArray) -> SupplementaryMatches | None:
-        """Give the pooled blocks of a request, None without a pool. sequence: uint64[n]."""
+        """Return the pooled blocks of a request, None without a pool. sequence: uint64[n]."""
         return None if self._pool is None else self._pool.supplementary(sequence)
 
     def _reschedule(self, rank: RankId) -> None:
@@ -241,7 +241,7 @@ class _Pool:
             self._apply(self.shared.advance(due_ms))
 
     def supplementary(self, sequence: HashArray) -> SupplementaryMatches:
-        """Give the pooled blocks of a request, which all engines can read.
+        """Return the pooled blocks of a request, which all engines can read.
 
         An engine looks up a prefix on its GPU and continues in the pool, but does not return to its GPU after that. So
         own blocks that follow pooled ones are ignored here as well.

@@ -104,14 +104,14 @@ def parse_completion(body: dict[str, Any], served: ServedModels) -> CompletionCa
 
 
 def frame(request: ModelRequest, model: str, created_s: int) -> dict[str, Any]:
-    """Give the fields that an answer and all chunks of its stream share."""
+    """Return the fields that an answer and all chunks of its stream share."""
     return {"id": request.request_id, "object": "text_completion", "created": created_s, "model": model}
 
 
 def choice(
     request: ModelRequest, start: int, end: int, finish_reason: str | None, *, with_token_ids: bool
 ) -> dict[str, Any]:
-    """Give the answer's tokens start..end as a choice."""
+    """Return the answer's tokens start..end as a choice."""
     n_prompt = len(request.tokens) // BYTES_PER_TOKEN
     token_ids = unpack_tokens(answer_tokens(request.output_seed, n_prompt + start, end - start))
     page: dict[str, Any] = {
@@ -127,7 +127,7 @@ def choice(
 
 
 def usage(finished: Finished) -> dict[str, Any]:
-    """Give the token counts of a request."""
+    """Return the token counts of a request."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "total_tokens": finished.prompt_tokens + finished.n_output_tokens,
@@ -137,7 +137,7 @@ def usage(finished: Finished) -> dict[str, Any]:
 
 
 def model_list(served: ServedModels, created_s: int) -> dict[str, Any]:
-    """Give the page of `GET /v1/models`: the model, then its adapters."""
+    """Return the page of `GET /v1/models`: the model, then its adapters."""
     rows = [
         {
             "id": name,
@@ -154,18 +154,18 @@ def model_list(served: ServedModels, created_s: int) -> dict[str, Any]:
 
 
 def error(status: int, message: str) -> dict[str, Any]:
-    """Give an error in OpenAI's shape, with vLLM's type for this HTTP status."""
+    """Return an error in OpenAI's shape, with vLLM's type for this HTTP status."""
     kind = _ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def stream_event(chunk: dict[str, Any]) -> bytes:
-    """Give a chunk as a server-sent event."""
+    """Return a chunk as a server-sent event."""
     return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 def _prompt_tokens(prompt: object) -> bytes:
-    """Give a prompt, text or a list of token ids, as u32 LE tokens. Raises InvalidRequest."""
+    """Return a prompt, text or a list of token ids, as u32 LE tokens. Raises InvalidRequest."""
     if isinstance(prompt, str) and prompt:
         return np.frombuffer(prompt.encode(), dtype=np.uint8).astype("<u4").tobytes()
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], list | str):

@@ -231,7 +231,7 @@ class SharedPool:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def next_event_ms(self) -> float | None:
-        """Give the time of the next event: now if events wait, None if there are none and nothing is in transit."""
+        """Return the time of the next event: now if events wait, None if there are none and nothing is in transit."""
         if self._events:
             return self._now_ms
         return self._writes[0].end_ms if self._writes else None
@@ -257,11 +257,11 @@ class SharedPool:
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def pooled(self) -> list[int]:
-        """Give the sequence hashes of blocks that have arrived, the next to be evicted first."""
+        """Return the sequence hashes of blocks that have arrived, the next to be evicted first."""
         return list(self._pooled)
 
     def stats(self) -> PoolStats:
-        """Give the counts at the time of the last call that had a time."""
+        """Return the counts at the time of the last call that had a time."""
         return PoolStats(
             n_pooled=len(self._pooled),
             n_in_transit=len(self._blocks) - len(self._pooled),
@@ -370,7 +370,7 @@ class EnginePoolBlocks:
         return len(self._names)
 
     def states(self) -> dict[int, CxlMemoryState]:
-        """Give the state of each block by its sequence hash."""
+        """Return the state of each block by its sequence hash."""
         return {
             key: CxlMemoryState.IN_TRANSIT if key in self._in_transit else CxlMemoryState.CXL_POOLED
             for key in self._names

@@ -82,7 +82,7 @@ class PoolLink:
         return self._session is not None
 
     def info(self) -> dict[str, Any]:
-        """Give the pool's URL, whether it answers, and how many of this engine's blocks are pooled or in transit."""
+        """Return the pool's URL, whether it answers, and how many of this engine's blocks are pooled or in transit."""
         states = list(self._blocks.states().values())
         return {
             "url": self._url,
@@ -215,7 +215,7 @@ class PoolLink:
 
 @contextlib.contextmanager
 def _valid_answer(name: str) -> Iterator[None]:
-    """Turn the errors of reading an invalid answer into PoolLost: a server that is not a pool is as good as none."""
+    """Turn errors of reading an invalid answer into PoolLost: a server that is not a pool is treated as no server."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as exc:

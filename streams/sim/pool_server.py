@@ -134,7 +134,7 @@ class PoolServer:
             self._task = None
 
     def routes(self) -> list[web.RouteDef]:
-        """Give the HTTP routes."""
+        """Return the HTTP routes."""
         return [
             web.post("/pool/attach", self._attach),
             web.post("/pool/offload", self._offload),
@@ -145,7 +145,7 @@ class PoolServer:
         ]
 
     def info(self) -> dict[str, str]:
-        """Give the address, as it is printed at the start."""
+        """Return the address, as it is printed at the start."""
         return {"pool": self.url}
 
     # -- the pool ------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class PoolServer:
         return web.Response(status=200 if self._task is not None and not self._task.done() else 503)
 
     def _session(self, body: dict[str, Any]) -> tuple[str, _Session]:
-        """Give the name and the session of a call, and note the call. Raises UnknownSession."""
+        """Return the name and the session of a call, and note the call. Raises UnknownSession."""
         name = body.get("session")
         session = self._sessions.get(name) if isinstance(name, str) else None
         if session is None:
@@ -305,7 +305,7 @@ async def _body(http: web.Request) -> dict[str, Any]:
 
 
 def _keys(body: dict[str, Any]) -> list[int]:
-    """Give the sequence hashes of a call. Raises InvalidRequest."""
+    """Return the sequence hashes of a call. Raises InvalidRequest."""
     keys = body.get("keys")
     if not isinstance(keys, list) or not all(type(key) is int and 0 <= key <= U64_MASK for key in keys):
         raise InvalidRequest("keys is not a list of sequence hashes")

@@ -102,7 +102,7 @@ class SimServerConfig:
         self.wire_form()
 
     def wire_form(self) -> WireForm:
-        """Give the form of the events. Raises SettingsError."""
+        """Return the form of the events. Raises SettingsError."""
         return WireForm(
             block_size=self.engine.block_size,
             dp_rank=self.dp_rank,
@@ -163,7 +163,7 @@ class _Clock(ScaledClock):
         self._shift_ms: float | None = None  # model time - client's time; None until an explicit arrival
 
     def arrival_ms(self, explicit_ms: float | None) -> float:
-        """Give a request's arrival in model time."""
+        """Return a request's arrival in model time."""
         if explicit_ms is None:
             return self.now_ms()
         if self._shift_ms is None:
@@ -172,7 +172,7 @@ class _Clock(ScaledClock):
         return explicit_ms + self._shift_ms
 
     def reported_ms(self, model_ms: float) -> float:
-        """Give a model time on the client's axis, to the nanosecond."""
+        """Return a model time on the client's axis, to the nanosecond."""
         return round(model_ms - (self._shift_ms or 0.0), 6)
 
 
@@ -270,7 +270,7 @@ class SimServer:
             self._publisher = None
 
     def routes(self) -> list[web.RouteDef]:
-        """Give the HTTP routes."""
+        """Return the HTTP routes."""
         return [
             web.post("/v1/completions", self._serve_completion),
             web.get("/v1/models", self._serve_models),
@@ -282,7 +282,7 @@ class SimServer:
         ]
 
     def info(self) -> dict[str, str]:
-        """Give the three addresses, as `GET /sim/info` does."""
+        """Return the three addresses, as `GET /sim/info` does."""
         return {"http": self.http_url, "events": self.events_endpoint, "replay": self.replay_endpoint}
 
     # -- the engine ----------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class SimServer:
         return not clear or bool(cleared)
 
     def _block_events(self, outputs: Sequence[Output]) -> Iterator[BlockEvent]:
-        """Give the events of the outputs, in order, and begin to offload stored blocks.
+        """Yield the events of the outputs, in order, and begin to offload stored blocks.
 
         A transition to `in_transit` directly follows its store, because the GPU may evict the block, and with it the
         block's engine hash, at any later time.
@@ -451,7 +451,7 @@ class SimServer:
         return response
 
     def _figures(self, finished: Finished) -> dict[str, float]:
-        """Give the figures of a request in model time, which does not depend on the speed of this machine."""
+        """Return the figures of a request in model time, which does not depend on the speed of this machine."""
         return {
             "model_ttft_ms": round(finished.ttft_ms, 6),
             "model_latency_ms": round(finished.latency_ms, 6),
@@ -478,7 +478,7 @@ class SimServer:
         return web.Response(status=200)
 
     async def _serve_cache(self, _http: web.Request) -> web.Response:
-        """Give the true content of the cache, for checks.
+        """Return the true content of the cache, for checks.
 
         Each distinct block appears once. `next_sequence` is the first sequence number that this page does not include.
         """

@@ -1,4 +1,4 @@
-"""Tokens that nothing had to generate: answers and prompts as pure functions of a seed and a position.
+"""Synthetic tokens: answers and prompts as pure functions of a seed and a position.
 
 What lives here: the tokens of answers, and the mixing functions that traces use as well. What must not: state.
 """
@@ -20,7 +20,7 @@ ANSWER_TOKENS_DISTINCT = 95
 
 
 def answer_tokens(output_seed: int, start: int, count: int) -> bytes:
-    """Give tokens of an answer as u32 LE [count]: a pure function of the seed and the position in the sequence.
+    """Return tokens of an answer as u32 LE [count]: a pure function of the seed and the position in the sequence.
 
     start: position of the first token, counted from the prompt's first token. So a generation that is resumed on
     another engine, with its output so far appended to the prompt, continues with the same tokens.
@@ -31,7 +31,7 @@ def answer_tokens(output_seed: int, start: int, count: int) -> bytes:
 
 
 def unpack_tokens(tokens: bytes) -> list[int]:
-    """Give packed tokens, u32 LE, as integers."""
+    """Return packed tokens, u32 LE, as integers."""
     values: list[int] = np.frombuffer(tokens, dtype="<u4").tolist()
     return values
 

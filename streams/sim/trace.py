@@ -99,7 +99,7 @@ def dump(requests: Iterable[TraceRequest]) -> Iterator[str]:
 
 
 def tokens_for(request: TraceRequest, trace_block_tokens: int = TRACE_BLOCK_TOKENS) -> bytes:
-    """Give synthetic tokens for a prompt, u32 LE [input_length].
+    """Return synthetic tokens for a prompt, u32 LE [input_length].
 
     Each token is a pure function of its block's id and its position in the block. Two blocks are equal exactly if their
     ids are; a partial block is the beginning of the whole block with its id.
@@ -115,7 +115,7 @@ def tokens_for(request: TraceRequest, trace_block_tokens: int = TRACE_BLOCK_TOKE
 def infinite_cache_hit_share(
     requests: Sequence[TraceRequest], block_size: int, trace_block_tokens: int = TRACE_BLOCK_TOKENS
 ) -> float:
-    """Give the share of all prompt tokens that one infinite cache would reuse: the bound for every policy.
+    """Return the share of all prompt tokens that one infinite cache would reuse: the bound for every policy.
 
     Tokens are counted as in an engine: in full blocks of `block_size` tokens, at most (n - 1) // block_size blocks of a
     prompt. Each request finds the prompts of all earlier requests, but no answers. Without requests the share is 0.0.

@@ -94,10 +94,11 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
     for first in (fleet.main, fleet.peer):
         route = {**asked, "request_id": f"{model}-r"}
         mode = {"mode": "degraded", "degraded_because": "no_events_yet"}
+        url = f"http://engine-{worker_id}:8000"
         assert first.route(**route).items() >= mode.items()
         fleet.same_loads([worker_id], 1)
         for overlap, each in enumerate((fleet.main, fleet.peer)):  # only one of them booked it
-            assert each.route(**route) == {**told, "overlap_blocks": overlap, "cost": None, **mode}
+            assert each.route(**route) == {**told, "url": url, "overlap_blocks": overlap, "cost": None, **mode}
             assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
             fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
             each.call("POST", f"/loads/{model}-r", {**booked, "dp_rank": 1}).refused(404, "unknown_id")

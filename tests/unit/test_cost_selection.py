@@ -77,6 +77,21 @@ def test_a_cost_is_weighted_prefill_and_decode(changes: dict[str, Any], cost: fl
     assert terms(**changes).cost == pytest.approx(cost)
 
 
+def test_columns_and_rows_have_the_same_terms() -> None:
+    """Each term that a mode may choose by has the same value in its column as in the candidate's row."""
+    n_cached, active_tokens, decode = np.array([0.0, 4.0]), np.array([40, 0]), np.array([7, 9])
+    found = TermColumns(
+        [rank(1), rank(2)],
+        np.array([0, 4]),
+        n_cached,
+        price_terms(10, n_cached, active_tokens, decode, BLOCK_SIZE, 1.0),
+    )
+    assert found.active_prefill_blocks.tolist() == [2.5, 0.0]
+    rows = [found.row(index) for index in range(len(found))]
+    for term in ("own_prefill_blocks", "active_prefill_blocks", "decode_blocks", "cost"):
+        assert getattr(found, term).tolist() == [getattr(row, term) for row in rows]
+
+
 class Spread:
     """A generator that returns n evenly spread floats, in order."""
 

@@ -17,6 +17,8 @@ import click
 import pytest
 
 from streams.cli import cli
+from streams.core.routing.selection import RouterMode
+from streams.engines.dialects.registry import DIALECTS
 from streams.errors import (
     API_ERRORS,
     HTTP_CODES,
@@ -30,6 +32,9 @@ from streams.errors import (
     KvStreamsError,
     api_error,
 )
+from streams.router_api.handlers import Handlers
+from streams.router_api.router import Router
+from streams.settings import Settings
 from streams.sim.pool_server import PoolServer, PoolServerConfig
 from streams.sim.server import SimServer, SimServerConfig
 from tests.helpers.pages import ROOT, blocks
@@ -138,6 +143,36 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
                     command = command.commands[word]
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_http_page_has_every_call() -> None:
+    """The headings and tables of docs/http.md have exactly the calls that a router serves."""
+    page = (ROOT / "docs/http.md").read_text()
+    shown = re.findall(r"^(?:## |\| `)([A-Z]+ /[^`\n]*)", page, re.MULTILINE)
+    routes = Handlers(Router(Settings())).routes()
+    assert set(shown) == {f"{route.method} {re.sub(r':[^}]*', '', route.path)}" for route in routes}
+
+
+@pytest.mark.parametrize(
+    ("page", "header"), [("README.md", "| mode | chooses | reads |"), ("docs/http.md", "| `router_mode` | chooses |")]
+)
+def test_the_tables_of_router_modes_are_complete(page: str, header: str) -> None:
+    """Each table of routing policies names every mode once."""
+    assert sorted(first_cells(page, header)) == sorted(RouterMode)
+
+
+def test_the_table_of_dialects_is_complete() -> None:
+    """The table in docs/architecture.md names every dialect that `--engine` can select once."""
+    names = first_cells("docs/architecture.md", "| name | engine | copies of a block |")
+    assert sorted(names) == sorted(DIALECTS)
+
+
+def first_cells(page: str, header: str) -> list[str]:
+    """The names, in code format, in the first column of the table with this header."""
+    _, found, table = (ROOT / page).read_text().partition(f"{header}\n")
+    assert found
+    rows = table.partition("\n\n")[0].splitlines()
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
 def test_the_table_of_errors_has_exactly_the_codes_of_the_api() -> None:

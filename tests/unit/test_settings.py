@@ -292,24 +292,31 @@ def _numbers(setting: str) -> st.SearchStrategy[Any]:
     return st.integers(int(low), int(high))
 
 
+#: Values of every setting that is neither a number nor a switch.
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "kafka": TEXT.filter(str.strip),
+    "topic_prefix": st.text(string.ascii_letters + string.digits + "._-", max_size=200),
+    "data_dir": TEXT,
+    "model_block_sizes": st.dictionaries(TEXT, st.integers(1, 4096)),
+    "schema_ids": st.dictionaries(TEXT, st.integers(0, 1 << 31)),
+    "host": TEXT,
+    "router_mode": st.sampled_from(RouterMode),
+    "tier_weights": st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 4),
+    "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
+}
+SWITCHES = [setting for setting in SETTINGS if isinstance(getattr(Settings(), setting), bool)]
+
 ANY_SETTINGS = st.builds(
     Settings,
-    kafka=TEXT.filter(str.strip),
-    topic_prefix=st.text(string.ascii_letters + string.digits + "._-", max_size=200),
-    data_dir=TEXT,
-    model_block_sizes=st.dictionaries(TEXT, st.integers(1, 4096)),
-    schema_ids=st.dictionaries(TEXT, st.integers(0, 1 << 31)),
-    router=st.booleans(),
-    host=TEXT,
-    router_mode=st.sampled_from(RouterMode),
-    tier_weights=st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 4),
-    log_level=st.sampled_from(["debug", "info", "warning", "error"]),
-    log_json=st.booleans(),
-    kv_events=st.booleans(),
-    router_replica_sync=st.booleans(),
-    track_active_blocks=st.booleans(),
+    **VALUES,
+    **{switch: st.booleans() for switch in SWITCHES},
     **{setting: _numbers(setting) for setting in RANGES},
 )
+
+
+def test_every_setting_has_values_to_test_with() -> None:
+    """A setting is in RANGES, in VALUES, or is a switch, so that the tests with generated settings vary it."""
+    assert sorted([*VALUES, *SWITCHES, *RANGES]) == sorted(SETTINGS)
 
 
 @given(ANY_SETTINGS)

@@ -91,8 +91,8 @@ def digest_of(tier: Tier, block: int) -> int:
 class PlainRunFold:
     """The pure-Python fold: dicts of runs on top of HolderSets, one record at a time; see RunFold.
 
-    _claims: the number of additional claims of blocks that more than one run record claims. A reader may see a block in
-    its new run before the end of its old run, since compaction leaves no order between keys.
+    _claims: for each block that more than one run record claims, the number of additional claims. A reader may see a
+    block in its new run before its old run ends, since compaction leaves no order between keys.
     """
 
     concurrent = False

@@ -1,7 +1,7 @@
 """The fast prefix index: a radix tree of runs in flat arenas, operated by compiled kernels.
 
-What lives here: the interface over the kernels, that is numbers for ranks, checks of what callers pass, and answers.
-What must not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
+What lives here: the Python interface to the kernels. It numbers ranks, checks arguments and builds answers. What must
+not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
 
 One thread writes. Any thread may query at the same time, and sees each event completely or not at all.
 """
@@ -55,7 +55,7 @@ __all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIn
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Counts of what events could not do: stores whose parent, and removed blocks, that the rank does not hold."""
+    """What events could not do: how many stores had an unknown parent, and how many removed blocks were not held."""
 
     n_unknown_parents: int
     n_unknown_removals: int

@@ -305,7 +305,7 @@ class ActiveLoads:
             if bits & (bits - 1):
                 these = self._shared_by(bits, n_blocks)
                 shared = these if shared is None else shared + these
-            else:  # only one rank uses them, as in most long matches; what several ranks share came before
+            else:  # only one rank uses these blocks, as in most long matches; any that several ranks share come before
                 shared = (self._shared_by_none if shared is None else shared).copy()
                 shared[bits.bit_length() - 1] += n_blocks
         return self._shared_by_none if shared is None else shared

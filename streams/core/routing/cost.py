@@ -112,8 +112,20 @@ class TermColumns:
         return own
 
     @property
+    def active_prefill_blocks(self) -> Float64Array:
+        """What earlier requests still have to compute on each rank, in blocks."""
+        active: Float64Array = self._terms[1]
+        return active
+
+    @property
+    def decode_blocks(self) -> Float64Array:
+        """Distinct blocks in use on each rank, including those of the request."""
+        decode: Float64Array = self._terms[2]
+        return decode
+
+    @property
     def cost(self) -> Float64Array:
-        """What the choice is made by, lower is better: from the cost formula, or from one of core.routing.policies."""
+        """The value that the choice minimises: from the cost formula, or from one of core.routing.policies."""
         cost: Float64Array = self._terms[3]
         return cost
 

@@ -80,8 +80,8 @@ class FleetState:
 
 _NOTHING_REPORTED = FleetState()
 
-#: Tuples of candidates whose columns are cached: one for each combination of model and filters in use. Looking up 64
-#: ranks takes 20 us. Beyond this limit the cache is cleared.
+#: How many tuples of candidates have their columns cached. There is one for each combination of model and filters in
+#: use. Looking up 64 ranks takes 20 us. Beyond this limit the cache is cleared.
 _CANDIDATES_CACHED_MAX = 256
 
 
@@ -101,12 +101,15 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[RankTerms, ...]:
-        """Every candidate's terms, in the candidates' order. They are made on each call."""
+        """Every candidate's terms, in the candidates' order. The tuple is built on each call."""
         return tuple(self._columns.row(index) for index in range(len(self._columns)))
 
 
 class _CandidateColumns:
-    """Where the loads and overlaps of candidates are stored. rows: valid while `loads` has this `numbering`."""
+    """The positions of candidates in an index's answer and in the table of loads.
+
+    rows: int64[n], the candidates' rows in `loads`; valid as long as `loads.numbering` equals `numbering`.
+    """
 
     __slots__ = ("candidates", "loads", "numbering", "rows")
 
@@ -123,7 +126,8 @@ class Chooser:
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
         self._turns = RoundRobin()
-        # By the id() of a tuple of candidates. The value refers to the tuple, so that no other object gets its id.
+        # The key is the id() of a tuple of candidates. The value keeps the tuple alive, so that no other object can get
+        # the same id.
         self._cached_columns: dict[int, _CandidateColumns] = {}
 
     def choose(
@@ -139,7 +143,7 @@ class Chooser:
         fleet: FleetState = _NOTHING_REPORTED,
         supplementary: SupplementaryMatches | None = None,
     ) -> Decision:
-        """Choose one of `ranks`, which must not be empty. A tuple that was used before takes less time.
+        """Choose one of `ranks`, which must not be empty. Passing the same tuple again saves time, since it is cached.
 
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks,
         including a partial last one. supplementary: its supplementary matches, or None. Raises AllWorkersBusy.

@@ -15,8 +15,8 @@ from streams.core.engine_metrics import WorkerMetrics
 
 #: Weight of the share of busy slots in `load_deviation`.
 GAMMA = 0.1
-#: Weight of a load's deviation if loads are uneven and if they are even. They are uneven if their standard deviation
-#: is greater than this share of their mean.
+#: Weights of a load's deviation: the first if loads are uneven, the second if they are even. Loads are uneven if their
+#: standard deviation is greater than BALANCE_THRESHOLD of their mean.
 ALPHA_UNEVEN = 0.7
 ALPHA_EVEN = 0.3
 BALANCE_THRESHOLD = 0.1

@@ -1,4 +1,4 @@
-"""Session affinity: to which rank the requests of a session go.
+"""Session affinity: requests of one session go to the same rank.
 
 What lives here: bindings, their expiry and their limit. What must not: clocks (time is an argument), and whether a
 bound rank is still a candidate (eligibility, busy). The state belongs to one router and is not shared with others.
@@ -21,7 +21,7 @@ class SessionAffinity:
     def __init__(self, ttl_s: float, sessions_max: int = SESSIONS_MAX) -> None:
         self._ttl_s = ttl_s
         self._sessions_max = sessions_max
-        # Each with the time of its last use, in the order of these times.
+        # The rank of each session and the time of its last use, least recently used first.
         self._bound: OrderedDict[Hashable, tuple[RankId, float]] = OrderedDict()
         self.evicted = 0
 
