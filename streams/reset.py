@@ -7,13 +7,13 @@ A reset empties the tables (their changelogs, and this machine's copies of them)
 `kv-control` and `router-loads`. It keeps the registry, which operators and bridges wrote, and the dead letters, which
 are evidence of faults.
 
-No topic is deleted and recreated, for three reasons. The offsets of the new topic would start over, so a running reader
-would take a record of the new topic for the next one of the old, or for one that it has read. In between, a running
+No topic is deleted and recreated, for three reasons. The offsets of the new topic would start at 0, so a running reader
+would skip records of the new topic as already read, or continue in the middle of it. Between the two steps, a running
 client could cause a broker with automatic topic creation to create the topic with the wrong number of partitions. And
-it needs permissions that nothing else here needs. Instead, topics with a retention time are truncated at their ends,
-from which offsets continue. Kafka refuses to truncate topics that are only compacted; there every key gets a tombstone,
-in transactions that fence the partition's owner. A router that keeps reading therefore ends up empty, and so does the
-table of an agent that was still running.
+deleting topics needs permissions that nothing else here needs. Instead, topics with a retention time are truncated: all
+records are deleted, and new ones continue at the next offset. Kafka refuses to truncate topics that are only compacted;
+there every key gets a tombstone, in transactions that fence the partition's owner. Therefore a router that keeps
+reading ends up empty, and so does the table of an agent that was still running.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TOMBSTONES_AT_ONCE = 10_000
 #: A running agent and a forced reset fence each other, so several attempts may be needed.
 ATTEMPTS_MAX = 5
 
-#: Offsets before a changelog's end that are searched for the latest partition record. Every transaction has one, and no
-#: transaction has more than a few thousand records.
+#: The latest partition record is searched for in this many offsets before a changelog's end. Every transaction contains
+#: one, and no transaction has more than a few thousand records.
 TAIL_OFFSETS = 10_000
 
 _REMEDY = (
@@ -54,7 +54,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """What was emptied. records: of the tables; partitions: of events, requests and loads; copies: local folders."""
+    """What was emptied. records: rows of the tables. partitions: of truncated topics. copies: local folders."""
 
     records: int
     partitions: int
@@ -150,7 +150,7 @@ def _delete_index(settings: Settings, partition: int) -> int:
         try:
             kafka = table_producer(settings, partition)
             kafka.init_transactions(INIT_TIMEOUT_S)
-            # At once: a running agent is fenced from here on, and fences us as soon as it notices.
+            # Without delay: a running agent is fenced from here on, and fences this reset as soon as it notices.
             n_deleted += _write_tombstones(kafka, partition, sorted(live))
             read()
             n_deleted += _write_tombstones(kafka, partition, sorted(live))
