@@ -1,7 +1,7 @@
 """Fault points: `KVSTREAMS_FAULT=5:100` kills this process with SIGKILL at the 100th occurrence of effect 5.
 
-What lives here: reading the variable, which only tests set. What must not: the effects, which tables.partition numbers;
-0 is inside an open transaction (tables.transactions).
+What lives here: reading the variable, which only tests set. What must not: the effects. tables.partition numbers them
+from 1; fault point 0 is inside an open transaction (tables.transactions).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _COMPACTED = {
     "min.compaction.lag.ms": str(60 * 1000),
     "delete.retention.ms": str(24 * 3600 * 1000),
 }
-#: A partition owner whose request is not answered sends another one, so that older requests are of no use.
+#: A partition owner repeats a request that is not answered, so older requests need not be kept.
 _CONTROL_RETENTION_MS = 10 * 60 * 1000
 _DEAD_LETTER_RETENTION_MS = 7 * 24 * 3600 * 1000
 
@@ -41,8 +41,8 @@ DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
 #: 1 MiB of hashes.
 PARKED_CHUNK_BYTES_MAX = 1536 * 1024
 
-#: Bytes of one record of cxl-events: 28 per block, for 4,096 blocks and as many workers. A record may be parked in a
-#: changelog unchanged, where one larger than the broker's own limit of 1 MB would stop its partition.
+#: Bytes of one record of cxl-events: 28 per block, for 4,096 blocks and as many workers. A record may be parked
+#: unchanged in a changelog, which has the broker's default limit of 1 MB; a larger record would stop its partition.
 CXL_EVENT_BYTES_MAX = 256 * 1024
 
 PREFIX_INDEX = "prefix-index"

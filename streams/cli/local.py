@@ -20,7 +20,7 @@ _kafka_directory = click.option(
     type=click.Path(path_type=Path),
     default=KAFKA_DIRECTORY,
     show_default=True,
-    help="folder of the Kafka that it uses (kvstreams kafka up)",
+    help="folder of the Kafka to use, as in kvstreams kafka up",
 )
 
 

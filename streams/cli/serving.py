@@ -60,16 +60,15 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     from streams.kafka import ensure_topics
 
     log.configure(resolved.settings)
-    addresses = [
-        engine_address(text) for text in engines
-    ]  # first, so that a typo is reported without waiting for Kafka
+    # Parsed first, so that a typo is reported without waiting for Kafka.
+    addresses = [engine_address(text) for text in engines]
     ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
     warming.warm(warming.HASHING)
     _run(run_bridge(Bridge(resolved.settings, addresses), resolved.settings))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
-    """Run to the end. Ctrl-C and SIGTERM cancel the coroutine, which then cleans up; both count as an ordinary end."""
+    """Run to the end. Ctrl-C and SIGTERM cancel the coroutine, which then cleans up; no error is raised for them."""
 
     async def until_signalled() -> None:
         task = asyncio.ensure_future(main)

@@ -28,8 +28,8 @@ POOL_NAME_CHARS_MAX = 128
 #: hosts.
 POOL_MEMBERS_MAX = 4096
 
-#: The greatest epoch that a caller can set: every JSON reader represents it exactly, and the pool can still be lost as
-#: many times again.
+#: The greatest epoch that a caller can set. Every JSON reader represents it exactly, and it leaves as many epochs again
+#: for losses of the pool.
 POOL_EPOCH_GIVEN_MAX = (1 << 52) - 1
 
 #: The greatest epoch that a pool can reach by being lost.
@@ -188,7 +188,7 @@ def newest_pool(known: CxlPool | None, arriving: CxlPool) -> CxlPool:
     """Return which of two records of a pool is in effect; `arriving` is later in the log.
 
     The greater epoch wins; within an epoch the record that marks the pool as lost wins, and otherwise the later one.
-    A writer of the losing record had not read the other, and its record would bring back what was lost.
+    If `arriving` loses, its writer had not read the other record, and taking it would bring back lost contents.
     """
     if known is not None and (arriving.epoch, arriving.lost) < (known.epoch, known.lost):
         return known

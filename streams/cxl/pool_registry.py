@@ -1,7 +1,7 @@
 """Reading and changing the CXL pools of the registry, for processes that are not routers.
 
-What lives here: reading the pools of the topic `workers`, what a change makes of a pool, and writing one. What must
-not: what a pool means for its blocks (visibility). Routers read the registry together with their other topics.
+What lives here: reading the pools of the topic `workers`, the result of a change to a pool, and writing a pool. What
+must not: what a pool means for its blocks (visibility). Routers read the registry together with their other topics.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _POLL_S = 0.2
 class PoolDirectory:
     """Reads the registry's pools: all of them at the start, and new records at each call.
 
-    Not thread-safe. Its pools may lag the registry. A block that is then written with an older epoch is ignored, so
-    that a lag can only make routers report fewer pooled blocks than there are.
+    Not thread-safe. Its pools may lag the registry. A block that is written with an older epoch because of that is
+    ignored, so routers can only report fewer pooled blocks than there are, never more.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -40,7 +40,7 @@ class PoolDirectory:
         self._pools: dict[str, CxlPool] = {}
         spec = topics(settings).workers
         self._left = set(range(spec.partitions))
-        # Nothing empties the client's queue between two calls, so it is kept small; so is a registry.
+        # Nothing empties the client's queue between two calls, so it has a small limit; a registry is small, too.
         self._consumer = reader(settings, **{"queued.max.messages.kbytes": 1024})
         self._consumer.assign([TopicPartition(spec.name, n, OFFSET_BEGINNING) for n in range(spec.partitions)])
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
@@ -136,9 +136,10 @@ def changed_pool(pool_id: str, known: CxlPool | None, change: PoolChange) -> Cxl
 
 
 def next_epoch(pool_id: str, known: CxlPool | None, requested: int | None) -> int:
-    """Return the epoch in which a pool is registered: the requested one, or else the current one, or the next if lost.
+    """Return the epoch in which a pool is registered.
 
-    Raises EpochConflict for an epoch that has ended, InvalidRequest for one above POOL_EPOCH_GIVEN_MAX.
+    It is the requested epoch. By default it is the current one, or the next one if the pool is lost. Raises
+    EpochConflict for an epoch that has ended, InvalidRequest for one above POOL_EPOCH_GIVEN_MAX.
     """
     lowest = 0 if known is None else known.epoch + known.lost
     if requested is None:
@@ -156,9 +157,9 @@ def next_epoch(pool_id: str, known: CxlPool | None, requested: int | None) -> in
 def write_pool_change(pool: CxlPool, log: CxlPool | None, publish: Callable[[CxlPool], None]) -> None:
     """Check the registry after a write of `pool`; raises EpochConflict if a newer record of the pool was there before.
 
-    log: the pool according to a reader of the registry up to that write, or further. If it is lost, or of an epoch that
-    the writer did not know, it is published again. Otherwise compaction would keep only the writer's record, and later
-    readers would not learn of the loss.
+    log: the pool as read from the registry, at least up to that write. If it is in a greater epoch than `pool`, or lost
+    in the same epoch, it is published again. Otherwise compaction would keep only the writer's record, and later
+    readers would not see the loss.
     """
     if log is not None and (log.epoch, log.lost) > (pool.epoch, pool.lost):
         publish(log)
@@ -202,7 +203,7 @@ def register_pool(settings: Settings, pool: CxlPool) -> CxlPool:
 
 def registered_pool(settings: Settings, pool_id: str) -> CxlPool | None:
     """Return a pool after reading the whole registry; None if it is not registered. Raises KvStreamsError."""
-    require_topic(settings, topics(settings).workers.name)  # fails quickly, with a clear message, without a Kafka
+    require_topic(settings, topics(settings).workers.name)  # fails quickly, with a clear message, if no broker answers
     directory = PoolDirectory(settings)
     try:
         return directory.pools().get(pool_id)

@@ -3,8 +3,9 @@
 What lives here: `PooledIndex`. What must not: records (pooled_view), locks, and the weight of a pooled block (cost).
 
 The facts of a block are its placements: model, pool, epoch and accessible workers. Which workers can read a block
-follows from these, from the registry's pools and from the registered workers. It is worked out when a request needs it
-and cached until one of them changes, so that a lost pool or a host that leaves is a single record here too.
+follows from these, from the registry's pools and from the registered workers. The result is computed when a request
+needs it, and cached until one of them changes. So the loss of a pool or the departure of a host needs no change of any
+block.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class _PoolFact:
 class PooledIndex:
     """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: the view has a lock.
 
-    pools: the registry's, which the view changes and then calls invalidate_masks. over_capacity: rows that are not
-    indexed at the moment because the fact sets were full. _refused: how many such rows there are for each block and
-    fact; either all owners' rows of one block and fact are indexed, or none.
+    pools: the registry's pools; the view changes them, and calls invalidate_masks after each change. over_capacity: the
+    number of rows that are not indexed at the moment because the fact sets were full. _refused: the number of such rows
+    by block and fact; either all owners' rows of one block and fact are indexed, or none.
     """
 
     def __init__(self, sets: FactSets, pools: Mapping[str, CxlPool]) -> None:
@@ -72,7 +73,7 @@ class PooledIndex:
             self._add_fact(sequence, new)
 
     def invalidate_masks(self) -> None:
-        """Drop what was worked out, because a pool has changed."""
+        """Drop the cached results, because a pool has changed."""
         self._sets.invalidate_masks()
 
     def query(self, model: str, numbers: RankNumbering) -> FactQuery:
@@ -122,7 +123,7 @@ class PooledIndex:
 
 
 def _fact_of(placement: Placement | None) -> _PoolFact | None:
-    """Return what is indexed of a row; None for a block that is not in a pool."""
+    """Return the fact that is indexed for a row; None for a block that is not in a pool."""
     if placement is None or placement.state is not CxlMemoryState.CXL_POOLED:
         return None
     named = placement.accessible_workers

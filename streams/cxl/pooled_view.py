@@ -1,9 +1,9 @@
-"""A router's pooled blocks: a fold of the table's changelog, with the masks of owners and pools applied at reading.
+"""A router's pooled blocks: a fold of the table's changelog. Masks of owners and pools are applied when it is read.
 
 What lives here: `PooledView`. It takes records in any order that compaction leaves. What must not: Kafka, the layout of
 bytes (records), scores (pooled_index is built from the same rows).
 
-The interface, which an index in addition to this one, or in its place, would share:
+An index that replaces or complements this one must have the same interface:
 
 - `fold(key, value)`: one record of the table's changelog, `value` None for a tombstone. Raises BadRecord, which changes
   nothing. Folding an identical record again changes nothing. Returns the change of a block's row, or None.
@@ -13,9 +13,9 @@ The interface, which an index in addition to this one, or in its place, would sh
   state is cxl_pooled and its pool is not lost and in the epoch in which the block was written (or an older one, if this
   reader has not read the registry's newest record yet).
 
-Masks are applied when a caller reads, never written into rows. The loss of a pool, the departure of a host and the end
-of an incarnation are one record each, which applies to every row at once. Rows contain their model, because equal
-tokens have equal hashes in every model.
+Masks are applied when a caller reads, and are never written into rows. The loss of a pool, the departure of a host and
+the end of an incarnation are one record each, which applies to every row at once. Rows contain their model, because
+equal tokens have equal hashes in every model.
 """
 
 from __future__ import annotations

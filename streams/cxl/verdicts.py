@@ -1,9 +1,9 @@
-"""How the agents decided a transition that was just sent, read from what they write, for a script that waits for it.
+"""The agents' verdict on a transition that a script has just sent, read from the records that the agents write.
 
 What lives here: watching a partition's dead letters, partition record and parked rows for offsets of `cxl-events`. What
 must not: the decision itself (tables.pooled_block_table). An agent writes all three in the transaction that processes
-the transition, so that they are consistent. Since they are in different topics, each topic is read up to its end at the
-time when the transition was first seen to be processed.
+the transition, so they are consistent. They are in different topics, however. Once the partition record shows that the
+transition was processed, the other topics are therefore read up to their current ends.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class VerdictWatch:
         assign(self._consumer, [TopicPartition(topic, self._partition, start) for topic, start in starts.items()])
 
     def verdict(self, offsets: Collection[int], timeout_s: float) -> TransitionVerdict:
-        """Wait until the agents have decided these offsets of `cxl-events`, and return how; at most `timeout_s`.
+        """Wait at most `timeout_s` until the agents have decided these offsets of `cxl-events`; return the outcome.
 
         Raises KvStreamsError if the topics cannot be read.
         """

@@ -1,7 +1,7 @@
 """What a row of the table of pooled blocks means to a reader: the block's effective state, and who can read the block.
 
-What lives here: the masks that owners' rows and the registry put over rows, which are never rewritten for them. What
-must not: keeping rows (pooled_view, tables.pooled_block_table), bytes (records).
+What lives here: the masks that owners' rows and the registry apply to blocks' rows, which are not rewritten when an
+owner or a pool changes. What must not: keeping rows (pooled_view, tables.pooled_block_table), bytes (records).
 """
 
 from __future__ import annotations

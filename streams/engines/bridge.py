@@ -1,7 +1,7 @@
 """`kvstreams bridge`: publishes engines' ZMQ events to `kv-events`, and registers the engines in `workers`.
 
-What lives here: the parts of a bridge, joined. An engine is fed while this bridge holds its lease. What must not: the
-order of batches and their incarnation (gap_filling, feed), and which bridge holds a lease (lease).
+What lives here: connecting the parts of a bridge, which feeds an engine while it holds the engine's lease. What must
+not: the order of batches and their incarnation (gap_filling, feed), and which bridge holds a lease (lease).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 #: A stopping bridge waits this long for Kafka to acknowledge its last records.
 FLUSH_TIMEOUT_S = 3.0
 
-#: Changelogs read at the same time. Each is the whole table of a partition, and a starting bridge has many engines to
-#: look up.
+#: Changelogs read at the same time. Each contains the whole table of a partition, and a starting bridge reads one for
+#: every engine.
 RECOVERIES_AT_ONCE = 2
 
 #: Checks of the leases per lease length; a claim is late by at most one such interval.

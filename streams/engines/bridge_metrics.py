@@ -1,8 +1,8 @@
 """The metrics of a bridge, declared once; docs/http.md has their table.
 
 What lives here: the declarations, the snapshot of a Bridge that they read, and running a bridge with a server for them.
-What must not: counting (the feeds count) and Prometheus' formats (streams.metrics). Totals are summed over the ranks
-that the bridge feeds: ids of workers are no label values.
+What must not: counting (the feeds count) and Prometheus' formats (streams.metrics). Totals are summed over all ranks
+that the bridge has fed, since the number of time series must not grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
 
 
 async def run_bridge(bridge: Bridge, settings: Settings) -> None:
-    """Run a bridge until cancelled, and serve its metrics where `metrics_port` is set.
+    """Run a bridge until cancelled, and serve its metrics if `metrics_port` is set.
 
-    Raises SettingsError where that address cannot be listened on.
+    Raises SettingsError if the bridge cannot listen on that port.
     """
     async with monitoring_server(settings.host, settings.metrics_port, bridge_registry(bridge)):
         await bridge.run()

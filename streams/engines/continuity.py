@@ -3,11 +3,11 @@
 What lives here: evidence as values, and the decision that follows from it (pure). What must not: how evidence is
 obtained (process_start, replay).
 
-An incarnation is one process of an engine. If its `/metrics` report when it started, the start time decides. Otherwise
-the bridge requests the rank's last known batch from the replay socket: identical bytes show that it is the same
-incarnation, since a payload contains the time at which it was made. Without either, a starting bridge begins a new
-incarnation. The rank then loses credit for blocks that it may still hold, and never keeps credit for blocks that it
-lost. A bridge that is already feeding continues until something contradicts that.
+An incarnation is one process of an engine. If the engine's metrics page reports when the process started, the start
+time decides. Otherwise the bridge requests the rank's last known batch from the replay socket: identical bytes show
+that it is the same incarnation, since a payload contains the time at which it was made. Without either, a starting
+bridge begins a new incarnation. The index may then lack blocks that the rank still holds, but it never has blocks that
+the rank lost. A bridge that is already feeding continues the incarnation until evidence contradicts it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NewIncarnation:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """Neither the metrics nor the replay socket answered, so the question is asked again."""
+    """Neither the metrics nor the replay socket answered, so the check is repeated."""
 
     def __str__(self) -> str:
         return "the incarnation is not known yet"
@@ -91,9 +91,9 @@ Decision = SameIncarnation | NewIncarnation | Undecided
 
 
 def needs_replay_check(known: KnownIncarnation | None, evidence: Evidence) -> bool:
-    """Return whether the replay socket must be asked.
+    """Return whether the replay socket must be queried.
 
-    It need not be if the start time equals the known one or is later, nor if no batch is known to compare with.
+    A start time that equals the known one or is later decides alone. Without a known batch there is nothing to query.
     """
     if known is None or known.sequence == BEFORE_FIRST:
         return False
@@ -111,8 +111,8 @@ def decide_at_start(known: KnownIncarnation | None, evidence: Evidence, now_us: 
         return SameIncarnation()
     if evidence.started is not None and evidence.started > known.incarnation:
         return NewIncarnation(evidence.started)
-    # The start time is missing, or earlier than the known incarnation. In the second case that one was minted while no
-    # start time was reported, or the clock was set back.
+    # The start time is missing, or earlier than the known incarnation. It is earlier if a bridge minted the incarnation
+    # while no start time was reported, or if the clock was set back.
     if evidence.replay_check is ReplayCheck.SAME:
         return SameIncarnation()
     if not evidence.reachable and evidence.replay_check is ReplayCheck.SILENT:

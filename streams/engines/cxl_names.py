@@ -36,7 +36,7 @@ class CxlNames:
         self._pooled[engine] = address
 
     def apply(self, event: KvEvent | CxlStateChanged, ledger: Ledger) -> None:
-        """Follow an event that was published before, without publishing it again."""
+        """Apply an event that is already on Kafka to the ledger and the names; nothing is published."""
         if not isinstance(event, CxlStateChanged):
             ledger.apply(event)
         for changed in _changes(event):
@@ -49,9 +49,9 @@ class CxlNames:
     def resolve(self, engine: HashArray, state: CxlMemoryState, ledger: Ledger) -> tuple[AddressedBlocks, list[int]]:
         """Return the blocks that enter a state, and the unknown names.
 
-        On its way into a pool, a block is found by its name in the ledger. Later, the name stands for the block that
-        went into the pool under it, even if the engine has given the name to another block since. Raises BadRecord with
-        reason over_capacity if the limit of names is reached.
+        When a block starts to move into a pool, the ledger is searched for its name first. In every later state, the
+        name means the block that moved into the pool under it, even if the engine has since given the name to another
+        block. Raises BadRecord with reason over_capacity if the limit of names is reached.
         """
         enters = RULES[state].placement is PlacementEffect.SET
         found: list[tuple[BlockAddress, EngineHash]] = []

@@ -1,4 +1,4 @@
-"""The feed of one rank: from the engine's sockets to Kafka, one incarnation after the other.
+"""The feed of one rank: from the engine's sockets to Kafka, one incarnation after another.
 
 What lives here: the receive loop, the change of incarnations, publishing, restatements. What must not: whether this
 bridge may feed the engine (lease), the order of batches and the filling of gaps (gap_filling), what a payload means
@@ -63,13 +63,13 @@ INCARNATION_CHECK_S = 2.0
 #: Time between two attempts to reach an engine that does not answer.
 RETRY_S = 1.0
 
-#: After a connection broke and came back, the next batch waits this long for the engine's metrics to answer.
+#: After a reconnection, the next batch is held back for at most this long until the engine's metrics answer.
 RECONNECT_CHECK_S = 10.0
 
 #: Resync requests that wait for the loop. A partition's owner sends one at a time and repeats it.
 REQUESTS_MAX = 4
 
-#: How long the loop waits for a batch before it attends to everything else.
+#: How long the loop waits for a batch before it does its other work.
 IDLE_S = 0.25
 
 
@@ -89,7 +89,7 @@ class RankFeed:
     def __init__(
         self, wiring: EngineWiring, dp_rank: int, recovered: RecoveredRank | None, counters: FeedCounters | None = None
     ) -> None:
-        """recovered: the rank's state as read from Kafka. counters: incremented, so that they outlive this feed."""
+        """recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed."""
         self._wiring = wiring
         self._recovered = recovered
         self.rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
@@ -131,7 +131,7 @@ class RankFeed:
     # -- incarnations --------------------------------------------------------------------------------------------------
 
     async def _run_incarnations(self) -> None:
-        """Feed one incarnation of the engine after the other, each through a socket of its own."""
+        """Feed one incarnation of the engine after another, each through a socket of its own."""
         decision: NewIncarnation | SameIncarnation | None = None
         while True:
             # A batch carries a number but no incarnation. Batches of an older incarnation that wait in its socket could
@@ -160,7 +160,7 @@ class RankFeed:
                     monitor.close(linger=0)
 
     async def _decide_at_start(self) -> tuple[Incarnation | None, NewIncarnation | SameIncarnation]:
-        """Decide which incarnation this is, as soon as the engine answers. Returns its start time, too, if reported."""
+        """Wait until the engine answers; return its start time, if reported, and whether its incarnation is new."""
         known = self._recovered.known_incarnation if self._recovered else None
         while True:
             evidence = await self._start_time()
@@ -173,7 +173,7 @@ class RankFeed:
             await asyncio.sleep(RETRY_S)
 
     async def _begin(self, incarnation: Incarnation, started: Incarnation | None) -> None:
-        """Begin an incarnation and publish that, which empties the rank before the first batch of the new one."""
+        """Begin an incarnation, and publish its start, which empties the rank before the incarnation's first batch."""
         log.info("rank %s: incarnation %d begins", self.rank, incarnation)
         self.counters.incarnations += 1
         if started is None:
@@ -185,8 +185,8 @@ class RankFeed:
     async def _publish_beginning(self) -> None:
         await self._wait_for_lease()
         self._writer.write(BEFORE_FIRST, 0, _now_us() // 1000, ())
-        # The first heartbeat follows at once. Without it, a bridge that crashed now would not be noticed, since no
-        # lease had been promised for this incarnation.
+        # The first heartbeat follows at once. Without it, the rank would have no lease in this incarnation yet, so a
+        # crash of the bridge would not be noticed.
         self._heartbeats.renew()
         self._heartbeats.begun = True
 
@@ -197,7 +197,7 @@ class RankFeed:
         """
         recovered = self._recovered
         assert recovered is not None  # without it there was no incarnation to continue
-        self._recovered = None  # it describes this moment only
+        self._recovered = None  # valid only at the start of this feed
         self.counters.resumed += 1
         self._state = self._incarnation_state(started)
         if recovered.is_removed or recovered.sequence == BEFORE_FIRST:
@@ -221,9 +221,9 @@ class RankFeed:
     async def _ledger_from_engine(self, until: int) -> tuple[Ledger, CxlNames] | None:
         """Rebuild the ledger as of batch `until`, and the names of blocks in CXL pools, from the engine's own batches.
 
-        Returns None if the engine no longer keeps the first batch. Nothing is published, since Kafka has these batches.
-        The result is better than what the table has, which contains neither copies nor second names. On success, the
-        incarnation continues with the decoder that decoded these batches.
+        Returns None if the engine does not return all of these batches. Nothing is published, since Kafka has them. The
+        result contains copies and second names, which the table lacks. On success, the incarnation continues with the
+        decoder that decoded these batches.
         """
         if self._replay is None:
             return None
@@ -339,7 +339,7 @@ class RankFeed:
                 log.info("rank %s: %s", self.rank, logged_counters)
 
     async def _judge_reconnection(self, monitor: zmq.asyncio.Socket) -> NewIncarnation | None:
-        """The connection broke: the next batch may come from another process, whose numbers happen to fit."""
+        """Judge the incarnation after a reconnection: the next batch may come from another process and still fit."""
         while await monitor.poll(0):
             await monitor.recv_multipart()
         until_s = time.monotonic() + RECONNECT_CHECK_S
@@ -385,15 +385,15 @@ class RankFeed:
         except BadRecord as exc:
             # Its number is then missing on Kafka and the agent degrades the rank, which is correct.
             if exc.reason != "too_large":
-                self._writer.ledger.lost_events()  # a batch that is only too large is in the ledger, to be restated
+                self._writer.ledger.lost_events()  # a batch that is too large is in the ledger, which will be restated
             self._dead_letter(batch.payload, exc)
 
     def on_batches_lost(self) -> None:
-        """The ledger lacks what the lost batches contained."""
+        """Note that the ledger lacks what the lost batches contained."""
         self._writer.ledger.lost_events()
 
     def on_engine_heard(self) -> None:
-        """The engine answered a replay request."""
+        """Note that the engine answered a replay request."""
         self._heartbeats.heard()
 
     # -- everything else that is published -----------------------------------------------------------------------------

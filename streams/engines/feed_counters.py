@@ -1,4 +1,4 @@
-"""What happened to one rank's feed, as counters (pure).
+"""The counters of one rank's feed (pure).
 
 What lives here: the counters and their text for the log. What must not: metric names and help texts (bridge_metrics,
 which reads `Bridge.feed_counts`). Owner: the bridge, one set per rank; the rank's feed increments it.

@@ -4,9 +4,9 @@ What lives here: when a gap is filled from the engine's replay socket, when it i
 about the incarnation. What must not: the live socket and decoding (feed), and the decision whether the engine is still
 the same process (continuity).
 
-A message may be lost before this bridge connected, or when a socket's queue was full. Live batches after the gap are
-buffered meanwhile. Batches that the engine no longer keeps, or does not send in time, stay missing; the agent then sees
-the gap in the sequence numbers.
+A message is lost if the engine sends it before this bridge connects, or while a socket's queue is full. While a gap is
+being filled, live batches after it are buffered. Batches that the engine no longer keeps, or does not send in time,
+stay missing; the agent then sees the gap in the sequence numbers.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class ReplayFinding(enum.Enum):
 
 
 class BatchSink(Protocol):
-    """Where batches go; the feed in a bridge."""
+    """Takes batches in order; in a bridge, this is the feed."""
 
     async def publish(self, batch: Batch) -> None:
         """Publish the next batch of the incarnation. Raises LeaseLost."""
 
     def on_batches_lost(self) -> None:
-        """Some batches before the next one will never be published."""
+        """Note that some batches before the next one will never be published."""
 
     def on_engine_heard(self) -> None:
-        """The engine answered."""
+        """Note that the engine answered."""
 
 
 class Digests:
@@ -80,7 +80,7 @@ class Digests:
             self._by_number.popitem(last=False)
 
     def contradict(self, batch: Batch) -> bool:
-        """Return whether another batch had this number before; False if the number's digest is not known."""
+        """Return whether a different batch had this number before; False if no digest of this number is kept."""
         known = self._by_number.get(batch.sequence)
         return known is not None and known != xxhash.xxh3_64_intdigest(batch.payload)
 
@@ -96,7 +96,11 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Replay:
-    """What one replay brought. answered: completely. highest: the greatest number, BEFORE_FIRST if there was none."""
+    """The result of one replay.
+
+    answered: whether the engine sent its whole answer. progressed: whether a batch was published. contradicted: see
+    ReplayFinding. highest: the greatest batch number received, BEFORE_FIRST if none was.
+    """
 
     answered: bool = False
     progressed: bool = False
@@ -143,9 +147,9 @@ class GapFiller:
         await self._publish_ready()
 
     async def fill_gap(self) -> ReplayFinding:
-        """Fill the gap before the buffered batches, or give it up; return before that if the next attempt is not due.
+        """Fill the gaps before the buffered batches, or give them up; return early while the next attempt is not due.
 
-        Anything but CONSISTENT ends the attempt, and the caller decides how to continue.
+        Any finding other than CONSISTENT ends the attempt, and the caller decides how to continue.
         """
         while (until := self._window.gap_until) is not None:
             now_s = time.monotonic()
@@ -214,7 +218,8 @@ class GapFiller:
                     await self._publish_ready()
                     replayed.progressed |= self._window.next > before
             replayed.answered = True
-            # An engine keeps at least the last batch that it sent, so one that has nothing from here on never sent it.
+            # An engine keeps at least the last batch that it sent. If it returns nothing from `start` on, it never sent
+            # batch `start`.
             replayed.contradicted = replayed.highest == BEFORE_FIRST and start == last_published
         except ReplaySilent as exc:
             self._counters.replays_unanswered += 1
@@ -226,13 +231,16 @@ class GapFiller:
             await self._sink.publish(batch)
 
     async def _give_up_before(self, kept_from: int) -> None:
-        """Give up what the engine no longer keeps; buffered batches may be older than that and are published."""
+        """Give up the missing batches before `kept_from`, the first one that the engine has kept.
+
+        Buffered batches before it are published.
+        """
         while self._window.next < kept_from:
             buffered = self._window.gap_until
             await self._give_up(kept_from if buffered is None else min(kept_from, buffered))
 
     async def _give_up(self, until: int) -> None:
-        """Continue with batch `until`; the agent sees the missing numbers if Kafka lacks them, too."""
+        """Continue with batch `until`. If Kafka lacks the skipped batches, too, the agent sees the gap."""
         first = self._window.next
         lost = self._window.skip_to(until)
         if lost:

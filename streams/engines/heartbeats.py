@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 #: Heartbeats per lease: two may be lost or late before the rank becomes silent.
 HEARTBEATS_PER_LEASE = 3
 
-#: The lease that a bridge promises for a rank whose engine has exited: the owner's next maintenance tick finds it
-#: silent.
+#: The lease in the heartbeat that reports that the engine has exited. It is so short that the owner's next maintenance
+#: tick marks the rank as silent.
 ENDED_ENGINE_LEASE_MS = 1
 
 #: Time between two attempts to reach an engine after its connection broke.
@@ -32,7 +32,7 @@ BREAK_CHECK_INTERVAL_S = 1.0
 
 
 class Heartbeats:
-    """States on Kafka that a rank is fed, while its engine is heard from. All methods run on the loop."""
+    """Publishes that a rank is being fed while its engine is heard from. All methods run on the loop."""
 
     def __init__(self, wiring: EngineWiring, writer: RankWriter, counters: FeedCounters) -> None:
         self._wiring = wiring
@@ -62,7 +62,7 @@ class Heartbeats:
                 self.renew()
 
     async def check_break(self) -> None:
-        """Find out why the connection broke, if no batch has come since.
+        """Check why the connection broke, if no batch has arrived since.
 
         If the engine's metrics refuse the connection as well, its process has exited, and the rank is made silent at
         once. It is renewed as soon as the metrics answer again. A host that vanished refuses nothing, and a proxy

@@ -38,10 +38,11 @@ OWN_SHARE = 2 / 3
 #: from queueing more while no broker answers.
 RENEWALS_IN_FLIGHT_MAX = 8
 
-#: Writes of any term that are recognised as our own when they are read back; an older one is taken for another's.
+#: Writes of any term that are recognised as our own when they are read back. An older write of ours is treated like one
+#: of another bridge.
 WRITES_TRACKED_MAX = 64
 
-#: Other bridges whose last renewal is kept. Each start of a bridge has a new name.
+#: Other bridges whose last renewal is kept. Every start of a bridge adds a name.
 BRIDGES_TRACKED_MAX = 64
 
 
@@ -81,7 +82,7 @@ class EngineLease:
         self.term = 0  # of ours, once claimed
         self._lease_s = lease_s
         self._own: Worker | None = None
-        self._base: Worker | None = None  # the last registration that another writer wrote, or that was found
+        self._base: Worker | None = None  # the registration that our writes add the lease to
         self._base_number = 0
         self._seen: dict[str, int] = {}  # other bridges' last renewals
         self._known: BridgeLease | None = None  # the lease in effect, ours or another bridge's
@@ -90,7 +91,7 @@ class EngineLease:
         self._renewal = 0
         self._renew_at_s = 0.0
         self._confirmed_at_s: float | None = None  # when the last renewal that was read back was sent
-        self._not_before_s = float("-inf")  # until then the holder before us may still publish
+        self._not_before_s = float("-inf")  # until then the previous holder may still publish
 
     def want(self, own: Worker) -> None:
         """Claim the lease from now on whenever it is free. own: the registration to write if there is none yet."""
@@ -111,7 +112,7 @@ class EngineLease:
         self._renew_at_s = now_s  # a holder adds its lease to what another writer wrote
         if self.phase is LeasePhase.DISMISSED:
             self.phase = LeasePhase.WAITING
-        if lease is not None and (lease.bridge != self.bridge or self._known is None) and self._counts(lease):
+        if lease is not None and (lease.bridge != self.bridge or self._known is None) and self._takes_effect(lease):
             self._known, self._known_at_s = lease, now_s
             if self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING):
                 self._stop(LeasePhase.WAITING)
@@ -125,9 +126,9 @@ class EngineLease:
     def _is_registration(self, lease: BridgeLease | None) -> bool:
         """Return whether a record sets the worker's registration, and is not just a bridge's renewal.
 
-        A writer that is not a bridge leaves the lease out or copies it, so that the renewal's number was seen before. A
-        new number may come from a holder that was stopped and has not read later registrations yet; its record must not
-        undo them.
+        A writer that is not a bridge leaves the lease out or copies it, so its record has no renewal number or one that
+        was seen before. A record with a new number is a bridge's renewal. That bridge may have been suspended and not
+        have read later registrations yet, so its record must not undo them.
         """
         if lease is None:
             return True
@@ -137,7 +138,7 @@ class EngineLease:
             del self._seen[next(iter(self._seen))]
         return lease.renewal <= seen
 
-    def _counts(self, lease: BridgeLease) -> bool:
+    def _takes_effect(self, lease: BridgeLease) -> bool:
         """Return whether a lease in the log takes effect: a greater term, or a renewal of the one in effect."""
         known = self._known
         if known is None or lease.term > known.term:
@@ -148,7 +149,7 @@ class EngineLease:
         sent = self._sent.pop(lease.renewal)
         if self.phase is LeasePhase.DISMISSED:
             return [Write(None)]  # this write crossed the deletion, and must not register the worker again
-        if lease.term != self.term or not self._counts(lease):
+        if lease.term != self.term or not self._takes_effect(lease):
             return []
         if self._known is not None and self._known.bridge != self.bridge:
             # The other bridge may have renewed while our claim was on its way, and continues until it reads the claim.
@@ -174,7 +175,7 @@ class EngineLease:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Write]:
-        """Claim or renew the lease if it is time to."""
+        """Claim or renew the lease if that is due."""
         if self.phase is LeasePhase.WAITING and self._own is not None and self._is_free(now_s):
             self.term = 1 + (self._known.term if self._known else 0)
             self.phase = LeasePhase.CLAIMING

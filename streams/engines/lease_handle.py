@@ -1,7 +1,7 @@
-"""An engine's lease as tasks use it: waiting for it, publishing under it, losing it.
+"""An engine's lease as tasks use it: they wait for it, publish under it, and are notified when it is lost.
 
-What lives here: the clock, waking the tasks that wait, and performing the lease's writes. What must not: the lease's
-rules (lease).
+What lives here: reading the clock, waking the tasks that wait, and performing the lease's writes. What must not: the
+rules of the lease (lease).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LeaseHandle:
         self.tick()
 
     def tick(self) -> None:
-        """Claim or renew the lease if it is time to."""
+        """Claim or renew the lease if that is due."""
         self._perform(self.lease.tick(time.monotonic()))
 
     def release(self) -> None:
@@ -59,8 +59,8 @@ class LeaseHandle:
     async def allowed(self, term: int) -> None:
         """Return once publishing under this term is allowed. Raises LeaseLost if the lease is lost.
 
-        Waits while the lease may have expired and no other bridge is known to have taken it over. A process that was
-        stopped for longer than its lease finds that out here, before it publishes anything.
+        Waits while the lease may have expired and this bridge has not read another bridge's claim. A process that was
+        suspended for longer than its lease therefore publishes nothing before it has read the log again.
         """
         while True:
             if self.lease.phase is not LeasePhase.HOLDING or self.lease.term != term:

@@ -1,13 +1,14 @@
 """The ledger: one rank's map of engine hashes to sequence hashes and copies (docs/architecture.md, Ledgers).
 
-What lives here: turning what an engine reports (every physical copy, under any name) into what Kafka carries: whether a
-block is held. What must not: transport. Owner: a publisher, or the bridge; one ledger per rank.
+What lives here: the translation of an engine's events into the events that are published. An engine reports every
+physical copy of a block, under any name; Kafka carries only whether a block is held. What must not: transport. Owner: a
+publisher or a bridge; one ledger per rank.
 
-In vLLM, one block may have several physical copies. A store reports each copy and a removal each eviction; only the
-first store and the last removal are published. Other engines repeat a store that changes nothing; their copies are
-not counted. Two engine names for one sequence hash count as two copies of it, published under the first name. An engine
-may drop that name while others remain, and give it to another block. The other block is then published under its
-sequence hash, since on Kafka a name identifies one block.
+In vLLM, one block may have several physical copies. Each copy is reported by a store and each eviction of a copy by a
+removal; only the first store and the last removal are published. Other engines repeat a store that changes nothing;
+their copies are not counted. Two engine names for one sequence hash count as two copies of it, published under the
+first name. An engine may drop that name while others remain, and give it to another block. The other block is then
+published under its sequence hash, since on Kafka a name identifies one block.
 
 A ledger can list everything that it holds as runs of consecutive blocks (`restated`), and can start from such runs
 (`adopt`) with one copy of each block. A ledger that starts this way can remove a block too early, but never too late.
@@ -62,9 +63,9 @@ class Ledger:
     """Takes one rank's events, and returns the events to publish.
 
     _names[tier]: engine hash to the block that it names. _held[tier]: sequence hash to the block, for every block that
-    has a name. _published[tier]: the name that each of these was published under, to its sequence hash.
-    complete: whether it contains everything that the engine reported. False after a lost batch, or a store whose parent
-    is unknown, until the engine clears its cache.
+    has a name. _published[tier]: published name to sequence hash, for the same blocks.
+    complete: whether the ledger contains everything that the engine reported. False after a lost batch, or a store
+    whose parent is unknown, until the engine clears its cache.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -91,7 +92,7 @@ class Ledger:
                     self._names[tier].clear()
                     self._held[tier].clear()
                     self._published[tier].clear()
-                self.complete = True  # the rank holds nothing, and the ledger contains all of that
+                self.complete = True  # an empty ledger is complete, since the rank holds nothing
                 return [event]
             case _:
                 assert_never(event)
@@ -174,7 +175,7 @@ class Ledger:
             name = self._names[tier].get(engine)
             removed = None
             if name is not None and name.sequence != block:
-                # The engine gave the name to another block, so the block that it named before has one name less.
+                # The engine gave the name to another block, so the block that it named before has one name fewer.
                 removed, name = self._drop_name(engine, tier), None
             is_new = self._take(engine, block, tier, name, local[index], before, position + index)
             before = block

@@ -1,4 +1,4 @@
-"""An engine's Prometheus page to the gauges of `worker-metrics` (docs/architecture.md, Worker metrics). Pure.
+"""Converts an engine's Prometheus page to the gauges of `worker-metrics` (docs/architecture.md, Worker metrics). Pure.
 
 What lives here: what each engine's metric names mean. What must not: fetching the page (scraping). The Prometheus
 client's own parser reads the samples; it gets only the few relevant lines of a page that may have a thousand.
@@ -26,7 +26,11 @@ _USAGE, _WAITING, _RUNNING, _SLOTS, _USED, _TOTAL, _TOTAL_TOKENS = range(7)
 
 
 class _Reading(NamedTuple):
-    """What a sample means. only: a label that the sample must have. label: this label contains the number."""
+    """The gauge that a sample reports.
+
+    only: a label, and the value that it must have. label: the label that contains the number, None for the sample's
+    own value.
+    """
 
     gauge: int
     only: tuple[str, str] | None = None

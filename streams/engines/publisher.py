@@ -1,6 +1,7 @@
 """Writes `kv-events` and `cxl-events`: for engines that embed it (`KvEventPublisher`), and for bridges (`RankWriter`).
 
-What lives here: ledger, names, sequence and producer, joined. What must not: any engine's message format.
+What lives here: the writers, which combine a rank's ledger, names, sequence numbers and producer. What must not: any
+engine's message format.
 
 A CXL transition is written before the batch that it follows. Agents park a transition that arrives early. In the other
 order, a writer that crashed between the two and resumed after its last batch would never publish the transition.
@@ -120,7 +121,8 @@ class RankWriter:
         batch that is too large; the ledger then contains the batch, and its number is missing in the log.
         """
         changes: list[KvEvent] = []
-        checked = [(event, announced_states(event)) for event in events]  # all of them, before the ledger has any
+        # All events are checked before the first one changes the ledger.
+        checked = [(event, announced_states(event)) for event in events]
         for event, states in checked:
             if not isinstance(event, CxlStateChanged):
                 changes += self.ledger.apply(event)
@@ -131,9 +133,9 @@ class RankWriter:
         self.sequence, self.digest = sequence, digest
 
     def change_state(self, changed: CxlStateChanged, emitted_at_ms: int) -> list[int]:
-        """Publish that blocks enter a state of CXL memory after the last batch; return the unknown engine hashes.
+        """Publish that blocks enter a state of CXL memory after the last batch.
 
-        The transition is published for the other blocks.
+        Returns the engine hashes that name no block; the transition is published for all others.
         """
         return self._change(changed, self.sequence, emitted_at_ms)
 
@@ -288,7 +290,7 @@ class KvEventPublisher:
         moe: MoeLabels | None = None,
         cxl: CxlMemoryMetadata | None = None,
     ) -> None:
-        """Publish that the rank holds these blocks now, consecutive and after `parent`.
+        """Publish that the rank now holds these blocks, which follow each other and `parent`.
 
         token_ids: of all blocks, len(engine_hashes) * block_size of them. Raises InvalidRequest if the numbers do not
         match, and what `publish` raises.
@@ -298,13 +300,13 @@ class KvEventPublisher:
             raise InvalidRequest(
                 f"{len(engine_hashes)} engine hashes for {len(local)} full blocks of {self._block_size} tokens"
             )
-        engine = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
-        parent_hash = None if parent is None else EngineHash(parent & ((1 << 64) - 1))
+        engine = np.array([value & U64_MASK for value in engine_hashes], dtype=np.uint64)
+        parent_hash = None if parent is None else EngineHash(parent & U64_MASK)
         self.publish([BlocksStored(parent_hash, engine, local, tier, moe, cxl)])
 
     def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
         """Publish that the rank no longer holds these blocks."""
-        engine: HashArray = np.array([value & ((1 << 64) - 1) for value in engine_hashes], dtype=np.uint64)
+        engine: HashArray = np.array([value & U64_MASK for value in engine_hashes], dtype=np.uint64)
         self.publish([BlocksRemoved(engine, tier)])
 
     def cleared(self) -> None:

@@ -3,8 +3,9 @@
 What lives here: folding table records, and the batches that no agent has applied yet, into each rank's ledger and its
 names in CXL pools (pure); and reading them. What must not: what follows from this state (continuity, feed).
 
-The table alone is not enough. A batch that no agent has applied yet decides under which names the agents will have the
-rank's blocks. A ledger without it would remove names that agents do not have, and never remove others.
+The table alone is not enough. The names under which agents know the rank's blocks also depend on batches that no agent
+has applied yet. A ledger without these batches would publish removals under names that the agents do not have, and
+would never remove others.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class RecoveredRank:
                 assert_never(batch.body)
 
     def end(self, progress: Progress) -> None:
-        """Note that the worker was removed. progress: of the rank after that."""
+        """Note that the worker was removed. progress: the rank's progress after the removal."""
         if progress.epoch != self.progress.epoch:
             self._empty()
         self.progress = progress
@@ -174,8 +175,8 @@ class RecoveredRank:
 def fold_removal(recovered_ranks: Collection[RecoveredRank], batch: EngineBatch, seen_sequence: int | None) -> None:
     """Apply a worker's removal to all its ranks.
 
-    seen_sequence: the progress that an expiry names, None for a removal that an operator requested. An expiry removes
-    no rank if any of them has been heard from since.
+    seen_sequence: the sequence number that an expiry names, None for a removal that an operator requested. An expiry
+    removes no rank if any of them has been heard from since.
     """
     if seen_sequence is not None and any(
         refuses_expiry(recovered.progress, batch, seen_sequence) for recovered in recovered_ranks

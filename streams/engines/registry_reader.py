@@ -24,8 +24,8 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Records taken at a time, and how long a poll waits for the first one. A renewal that is read back late may lose the
-#: lease.
+#: Records taken at a time, and how long a poll waits for the first one. A bridge that reads back its renewal late may
+#: lose the lease.
 _READ_RECORDS = 500
 _POLL_S = 0.1
 

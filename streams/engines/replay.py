@@ -31,7 +31,8 @@ REPLAY_HWM = 100_000
 BUFFERED_BATCHES_MAX = 10_000
 BUFFERED_BYTES_MAX = 64 * 1024 * 1024
 
-#: Seconds before each further attempt to fill a gap after the socket did not answer. Then the gap is given up.
+#: Seconds before each further attempt to fill a gap, if the socket did not answer. After the last attempt the gap is
+#: given up.
 FILL_BACKOFF_S = (0.25, 0.5, 1.0)
 
 SEQUENCE = struct.Struct(">Q")
@@ -47,7 +48,7 @@ class Batch:
 
 
 class ReplaySilent(KvStreamsError):
-    """The socket did not answer in time, or with unknown frames. Batches received before that remain valid."""
+    """The socket did not answer in time, or answered with unknown frames. Batches received before remain valid."""
 
     code = "replay_silent"
 

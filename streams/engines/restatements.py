@@ -16,7 +16,7 @@ from streams.core.ids import Incarnation, SequenceHash
 #: contain a chunk as well as other ranks' batches.
 CHUNK_BYTES_MAX = 1024 * 1024
 
-#: Two hashes per block; and per run its start, parent, lengths and tier, rounded up.
+#: A block has two hashes. A run has its start, parent, lengths and tier, rounded up.
 _BLOCK_BYTES = 16
 _RUN_BYTES = 48
 

@@ -23,7 +23,7 @@ from streams.kafka import require_topic
 from streams.settings import Settings
 from streams.topics import topics
 
-#: Registered pools that the error for an unknown pool lists.
+#: The error for an unknown pool lists at most this many registered pools.
 _NAMED_MAX = 20
 
 

@@ -18,7 +18,7 @@ class RouteAnswer:
 
     worker_url: the worker's URL in the registry; None if the worker of an existing booking was removed.
     overlap_blocks: leading blocks of the request that the rank holds. request_blocks: the request's length in blocks.
-    cost: the chosen rank's cost; None for a repeated request id, which gets the existing choice.
+    cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice.
     candidates: every candidate's terms, if the request asks for them.
     """
 

@@ -20,15 +20,15 @@ from streams.kafka import worker_key
 #: Ranks whose reports are kept. A fleet has a few thousand ranks; the limit keeps a foreign writer from filling memory.
 REPORTS_MAX = 65_536
 
-#: Later than any clock shows.
+#: Later than any time that a clock returns.
 _NEVER_MS = 1 << 62
 
 
 class EngineReports:
-    """The reports, from the time of receipt until their records are no longer valid. Thread-safe.
+    """The last report of each rank, kept for the time for which its record is valid. Thread-safe.
 
-    workers: the registry. After each change of it, the view calls `registry_changed` or `forget_worker`. now_ms: a
-    monotonic clock.
+    workers: the registry. The view changes it, and calls `registry_changed` or `forget_worker` after each change.
+    now_ms: a monotonic clock.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EngineReports:
         self._schema_ids = schema_ids
         self._now_ms = now_ms
         self._lock = threading.Lock()
-        self._reports: dict[RankId, tuple[MetricsReport, int]] = {}  # with the time at which each one ends
+        self._reports: dict[RankId, tuple[MetricsReport, int]] = {}  # with the time until which each one is valid
         self._first_end_ms = _NEVER_MS
         self._metrics: dict[RankId, WorkerMetrics] = {}  # with totals from the registry where engines report none
         self._cpu_workers: frozenset[WorkerId] | None = None  # None until it is needed again
@@ -61,14 +61,14 @@ class EngineReports:
             self._note_metrics(report)
 
     def registry_changed(self, worker: Worker) -> None:
-        """Take in a worker that was registered or changed, since its totals may differ."""
+        """A worker was registered or changed: its totals may be different now."""
         with self._lock:
             self._fleet = self._cpu_workers = None
             for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
                 self._note_metrics(report)
 
     def forget_worker(self, worker_id: WorkerId) -> None:
-        """Drop the reports of a worker that left the registry."""
+        """A worker left the registry: drop the reports of its ranks."""
         with self._lock:
             self._fleet = self._cpu_workers = None
             for rank in [rank for rank in self._reports if rank.worker_id == worker_id]:
@@ -87,7 +87,7 @@ class EngineReports:
             return [self._reports[rank][0] for rank in worker.ranks() if rank in self._reports]
 
     def fleet(self) -> FleetState:
-        """Return what routing policies read about engines, as a value that later reports do not change."""
+        """Return what routing policies read about engines. Later reports do not change the value returned."""
         now_ms = self._now_ms()
         with self._lock:
             self._expire(now_ms)
@@ -95,7 +95,7 @@ class EngineReports:
                 workers = self._workers.copy()  # in one step, since the view may change the registry meanwhile
                 cpus = (worker.worker_id for worker in workers.values() if worker.device_class == CPU_CLASS)
                 self._cpu_workers = frozenset(cpus)
-            if self._fleet is None:  # copying 1,000 ranks takes 5 us, and each of them reports every second
+            if self._fleet is None:  # kept until the next report: a copy of 1,000 ranks takes 5 us
                 self._fleet = FleetState(self._metrics.copy(), self._cpu_workers)
             return self._fleet
 

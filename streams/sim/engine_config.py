@@ -29,7 +29,8 @@ class EngineConfig:
     block_size: int = 16  # vLLM's default on CUDA
     n_blocks: int = 16_384  # 262,144 tokens: 32 GiB at 128 KiB per token, an 8B model with grouped-query attention
     prefill_ms_base: float = 15.0  # launch and sampling overhead of one forward pass, however short the prompt is
-    prefill_us_per_token: float = 100.0  # 16 GFLOP per token at half of an A100's 312 TFLOPS; 70B on 4 H100 at a third
+    # 8B: 16 GFLOP per token, at half of one A100's 312 TFLOPS. 70B: about the same, at a third of what 4 H100 compute.
+    prefill_us_per_token: float = 100.0
     decode_ms_per_token: float = 20.0  # 16 GB of weights at 2 TB/s take 8 ms; the rest is the batch's KV and overhead
     engine_seed: int = 0x5EED_5EED_7412_D00D  # differs from every public seed, so no engine hash is a sequence hash
 
@@ -45,7 +46,7 @@ class EngineConfig:
             ("prefill_us_per_token", self.prefill_us_per_token),
             ("decode_ms_per_token", self.decode_ms_per_token),
         ):
-            if not 0.0 <= duration < float("inf"):  # also refuses NaN, which would never compare as due
+            if not 0.0 <= duration < float("inf"):  # also refuses NaN: a prefill of that length would never end
                 raise SettingsError(f"{name} is {duration}; it must be finite and not negative")
         if not 0 <= self.engine_seed <= U64_MASK:
             raise SettingsError(f"engine_seed is {self.engine_seed}; it must be a u64")

@@ -1,8 +1,8 @@
 """Workloads: reading, writing and generating Mooncake traces, and synthetic tokens for them (pure).
 
-What lives here: the format of a trace, tokens for its block ids, a generator of chat traffic, and the bound on what any
-cache could reuse. What must not: files, clocks, hidden randomness. Lines come in and go out, and the random generator
-is an argument.
+What lives here: the format of a trace, tokens for its block ids, a generator of chat traffic, and an upper bound on
+what any cache could reuse. What must not: files, clocks, hidden randomness. Functions take and return lines of text,
+and take the random generator as an argument.
 
 The format is that of kvcache-ai/Mooncake, FAST'25: one JSON object per line, `timestamp` in ms, and in `hash_ids` one
 id for each 512 tokens of the prompt, the last of which may be partial. Equal ids mean equal content. Since the ids
@@ -35,7 +35,7 @@ HASH_IDS_MAX = 20_000
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. input_length, output_length: tokens. hash_ids: one per block, partial or not."""
+    """One request of a trace. input_length, output_length: tokens. hash_ids: one per block; the last may be partial."""
 
     timestamp_ms: float
     input_length: int
@@ -52,12 +52,12 @@ class ChatShape:
     seeds).
     """
 
-    rate_per_s: float = 14.0  # prefills take 50 % of the time of 8 default engines with kv routing, 70 % round robin
+    rate_per_s: float = 14.0  # 8 default engines then prefill 50 % of the time with kv routing, 70 % with round robin
     n_system_prompts: int = 16  # applications behind one fleet
     system_prompt_skew: float = 1.0  # Zipf exponent: the first of 16 applications has 30 % of the conversations
     system_prompt_blocks_min: int = 1
     system_prompt_blocks_max: int = 4  # 2,048 tokens: instructions, tools and examples
-    continue_share: float = 0.66  # arrivals that are a next turn if one is ready: about 3 turns per conversation
+    continue_share: float = 0.66  # share of arrivals that continue a ready conversation: about 3 turns in each
     first_text_mean: int = 3000  # text that a user pastes in the first turn; log-normal
     next_text_mean: int = 900
     text_sigma: float = 0.9  # of the log-normal: the longest of 100 texts is about 8 times the median
@@ -101,8 +101,8 @@ def dump(requests: Iterable[TraceRequest]) -> Iterator[str]:
 def tokens_for(request: TraceRequest, trace_block_tokens: int = TRACE_BLOCK_TOKENS) -> bytes:
     """Return synthetic tokens for a prompt, u32 LE [input_length].
 
-    Each token is a pure function of its block's id and its position in the block. Two blocks are equal exactly if their
-    ids are; a partial block is the beginning of the whole block with its id.
+    Each token is a pure function of its block's id and its position in the block. Two whole blocks are equal if and
+    only if their ids are equal; a partial block is the beginning of the whole block with its id.
     """
     ids = np.array(request.hash_ids, dtype=np.uint64)
     # Outer sum of each block's first counter and the offsets in a block: 512 distinct counters per id.
@@ -115,12 +115,12 @@ def tokens_for(request: TraceRequest, trace_block_tokens: int = TRACE_BLOCK_TOKE
 def infinite_cache_hit_share(
     requests: Sequence[TraceRequest], block_size: int, trace_block_tokens: int = TRACE_BLOCK_TOKENS
 ) -> float:
-    """Return the share of all prompt tokens that one infinite cache would reuse: the bound for every policy.
+    """Return the share of all prompt tokens that one infinite cache would reuse: the upper bound for every policy.
 
     Tokens are counted as in an engine: in full blocks of `block_size` tokens, at most (n - 1) // block_size blocks of a
     prompt. Each request finds the prompts of all earlier requests, but no answers. Without requests the share is 0.0.
     """
-    n_seen: dict[int, int] = {}  # id -> full engine blocks from the prompt's start that end within the id's seen part
+    n_seen: dict[int, int] = {}  # id -> full engine blocks from the prompt's start to the end of the id's seen tokens
     n_tokens = n_hit_tokens = 0
     for request in requests:
         n_full = request.input_length // block_size
@@ -145,7 +145,7 @@ def generate(n_requests: int, rng: np.random.Generator, shape: ChatShape | None 
     """Generate chat traffic: conversations of several turns that begin with one of a few shared system prompts.
 
     Arrivals are Poisson. Each arrival is the next turn of the conversation that has been ready longest, which means
-    that its user has read the last answer. If none is ready, or at random, it begins a new conversation. A turn's
+    that its user has read the last answer. If none is ready, and sometimes at random, it begins a new one. A turn's
     prompt is the previous prompt, its answer, and new text. A block that this completes gets a new id, as in the
     published traces. The same state of `rng` gives the same trace. Returns requests by time, the first at 0.
     """

@@ -32,7 +32,7 @@ def read_to_end(
     start: int | None,
     on_records: Callable[[list[Record]], None],
 ) -> int:
-    """Read as read_messages does, with records as values, which costs more per record."""
+    """Read as read_messages does, but pass a Record for each message, which costs more per record."""
     return read_messages(
         settings, topic, partition, start, lambda messages: on_records([as_record(each) for each in messages])
     )

@@ -39,7 +39,7 @@ from streams.cxl.records import (
 from streams.errors import BadRecord
 from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
-from streams.tables.index_reducer import IndexReducer, check_home, prefix_index_table
+from streams.tables.index_reducer import BAD_TABLE_RECORD, IndexReducer, check_home, prefix_index_table
 from streams.tables.pooled_block_table import PooledBlockTable, TransitionOutcome
 from streams.tables.records import Change
 from streams.tables.reducer import Outgoing, PartitionPlan, SourceRecord
@@ -109,7 +109,7 @@ class PartitionReducer:
             except BadRecord as exc:
                 # A foreign writer wrote to the changelog. The partition opens without the record: a missing row can
                 # only make answers report fewer pooled blocks than there are.
-                self._verdicts["bad_table_record"] += 1
+                self._verdicts[BAD_TABLE_RECORD] += 1
                 log.warning("%s: a record is skipped: %s", table.name, exc)
         self.pooled.load(blocks, owners, parked)
 

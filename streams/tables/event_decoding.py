@@ -1,7 +1,8 @@
 """Decodes many records of kv-events into batches with one call of a compiled kernel.
 
-What lives here: batches whose events remain rows; it needs numba. What must not: the bytes of a record
-(kernels.events), and what is wrong with a bad one (codec.decode_batch).
+What lives here: the batches that the kernel decodes, whose events stay rows of an array until they are read. Needs
+numba. What must not: the layout of a record's bytes (kernels.events), and the errors of bad records
+(codec.decode_batch).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from streams.errors import BadRecord
 from streams.tables.kernels.events import HEAD_WORDS, decode_batches
 from streams.tables.run_decoding import address_of, frame_header
 
-#: An event of one block has about 30 bytes. If shorter ones use up all rows, the remaining records are decoded one by
-#: one.
+#: Bytes of input for which one row is reserved. An event of one block has about 30. If shorter events use up all rows,
+#: the remaining records are decoded one by one.
 _BYTES_PER_ROW = 16
 _ROWS_MIN = 64
 
@@ -131,7 +132,7 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
 def decode_events(
     values: Sequence[bytes | None], schema_ids: Mapping[str, int] | None = None
 ) -> list[EngineBatch | BadRecord]:
-    """Decode values of kv-events: each becomes a batch, or an error of its own."""
+    """Decode values of kv-events; returns a batch or an error for each value."""
     data = b"".join(filter(None, values))
     lengths = np.array([len(value) if value else 0 for value in values], dtype=np.int64)
     heads = np.empty((len(values), HEAD_WORDS), dtype=np.int64)
@@ -160,7 +161,7 @@ def _one(value: bytes | None, schema_ids: Mapping[str, int] | None) -> EngineBat
 
 
 def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> EngineBatch | None:
-    """Return the batch of a head; None if its model is not valid text."""
+    """Build the batch that a head describes; None if its model's name is not valid UTF-8."""
     (
         n_rows,
         first_row,
@@ -194,5 +195,5 @@ def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> Engi
 
 @lru_cache(maxsize=1024)
 def _text(raw: bytes) -> str:
-    """Return a model's name, cached, since a scope has few."""
+    """Decode a model's name. Cached, since a scope has few models."""
     return raw.decode()

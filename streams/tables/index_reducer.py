@@ -1,6 +1,6 @@
 """The meaning of `kv-events`: the reducer of one partition's index table.
 
-What lives here: which rule of a rank applies to each record, and how progress, runs and parked chunks become rows. What
+What lives here: which rule applies to each kind of record, and how progress, runs and parked chunks become rows. What
 must not: transactions (partition), the rules themselves (core.reducer), Faust.
 """
 
@@ -38,13 +38,13 @@ from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, topics
 
 log = logging.getLogger(__name__)
 
-#: Tombstones of ended epochs in one transaction: the restart of a worker with a million blocks must not delay others.
+#: Tombstones of ended epochs per transaction. The restart of a worker with a million blocks must not delay other ranks.
 TOMBSTONES_PER_BATCH = 1000
 
 #: Run records loaded with one call when a partition is opened.
 LOAD_RECORDS = 4096
 
-#: The count of rows that could not be read when a table was loaded, next to those of verdicts.
+#: In the counter of verdicts: the rows that could not be read when the table was loaded.
 BAD_TABLE_RECORD = "bad_table_record"
 
 #: Verdicts that are too common to be logged.
@@ -225,5 +225,6 @@ def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None
         raise BadRecord("wrong_key", f"key {record.key!r} is not worker {worker_id}")
     home = partition_of(worker_id, settings.partitions)
     if record.partition != home:
-        # Two owners would each have a part of one rank. This happens with librdkafka's default partitioner.
+        # If it were applied, two owners would each have a part of one rank. Producers that use librdkafka's default
+        # partitioner write such records.
         raise BadRecord("wrong_partition", f"worker {worker_id} belongs in partition {home} (murmur2)")

@@ -1,11 +1,11 @@
 """Opening a partition: its RocksDB, its changelogs read to their ends, and its reducer loaded from both.
 
-What lives here: when a local copy is rebuilt, when a table starts over, and what a partition knows of its sources. What
+What lives here: when a local copy is rebuilt, when a table starts over, and at which offset each source continues. What
 must not: the batches that follow (partition), how RocksDB and a changelog are read (store, changelog).
 
-A copy that cannot be brought to its changelog's end is emptied and rebuilt from it. A table whose changelog was
-recreated while its owner was writing is torn: the changelog has changes of a state, but not the state. Such a table is
-emptied on Kafka as well, and is rebuilt from the sources.
+A copy that cannot be brought to its changelog's end is emptied and rebuilt from the changelog. A table whose changelog
+was recreated while its owner was writing is torn: the new changelog has later changes, but lacks the rows written
+before. Such a table is emptied on Kafka as well, and is rebuilt from the sources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
 
-#: Rows that one transaction deletes of a table that starts over.
+#: Rows deleted per transaction when a table starts over.
 TOMBSTONES_AT_ONCE = 1000
 
 
@@ -47,10 +47,10 @@ class OpenedTables:
 def open_tables(
     partition: int, wiring: PartitionWiring, writer: TransactionWriter, check_needed: Callable[[], None]
 ) -> OpenedTables:
-    """Open a partition, whose writer has fenced every older one; sets the writer's topic ids and changelog ends.
+    """Open a partition, and set its writer's topic ids and changelog ends.
 
-    check_needed: raises as soon as the partition need not be opened any more. Raises KvStreamsError or KafkaException
-    if it cannot be opened now; the store is closed then.
+    writer: has fenced every older writer. check_needed: raises once the partition no longer needs to be opened. Raises
+    KvStreamsError or KafkaException if the partition cannot be opened now; the store is then closed.
     """
     scope = scope_of(wiring.settings, partition)
     store = PartitionStore(tables_path(wiring.settings) / scope, scope, wiring.settings.rocksdb_cache_mb)
@@ -122,8 +122,7 @@ class _Opening:
         if position.topic_id != self._writer.topic_ids[table.changelog_topic]:
             return f"{table.changelog_topic} was recreated"
         kept_ms = self._tombstones_kept_ms[table.changelog_topic]
-        # Half, since clocks differ and reading takes time. A time in the future is as little to be trusted as an old
-        # one.
+        # Half, since clocks differ and reading takes time. A position dated in the future is not trusted either.
         if abs(age_ms := self._wiring.now_ms() - position.as_of_ms) > kept_ms // 2:
             return (
                 f"it is {age_ms / 3_600_000:.3g} h old, and {table.changelog_topic} keeps tombstones for "
@@ -132,7 +131,7 @@ class _Opening:
         return None
 
     def _is_torn(self, record: PartitionRecord) -> bool:
-        """Whether a changelog was recreated while its owner wrote: it has changes of a state, but not the state."""
+        """Whether a changelog was recreated while its owner was writing, so that it lacks the rows written before."""
         changelogs = {table.changelog_topic for table in self._wiring.tables}
         return any(
             source.topic in changelogs and source.topic_id != self._writer.topic_ids[source.topic]
@@ -174,7 +173,7 @@ class _Opening:
         """Bring the store to the end of a changelog."""
         topic_id = self._writer.topic_ids[table.changelog_topic]
         position = self._store.position(table)
-        # Until the end is reached, the store is as old as it was: later deletions may still be ahead.
+        # Until the end is reached, the store keeps its old time: deletions may not have been read yet.
         as_of_ms = started_ms if position is None else position.as_of_ms
 
         def keep(records: list[Message]) -> None:
@@ -208,5 +207,5 @@ class _Opening:
 
 
 def _changelog_specs(wiring: PartitionWiring) -> list[TopicSpec]:
-    queried = {"delete.retention.ms": ""}  # as the broker has it, whatever the settings contain
+    queried = {"delete.retention.ms": ""}  # the broker's value is used, which may differ from our settings
     return [TopicSpec(table.changelog_topic, "", None, 0, 0, queried) for table in wiring.tables]

@@ -11,8 +11,8 @@ PARTITION_RECORD_EVERY_S = 1.0
 
 #: A worker starts at most this many transactions per second, over all its partitions, unless full batches are waiting:
 #: with four partitions, each waits 10 ms. A transaction costs the broker four requests, whether it holds one record or
-#: a hundred. Without this limit, at 1,000 records per second, the broker did little else, and the time saved by not
-#: waiting was lost again in its queue.
+#: a hundred. Without this limit, 1,000 records per second kept the broker so busy with transactions that the time saved
+#: by not waiting was lost in the broker's queue.
 TRANSACTIONS_PER_SECOND_MAX = 400
 
 #: If more records than this arrive between two transactions, the wait grows in proportion, at most by the factor below.

@@ -17,9 +17,9 @@ record. Every batch has these effects, in this order; the code below numbers the
 
 A batch is kept until it is acknowledged. If anything fails between 4 and 6, the partition drops its memory and its
 producer, fences every older producer, reads the changelog to its end and processes the same batch again; records that
-the log already contains are duplicates then. Only an owner may do that: an agent that was paused until another one took
-over would otherwise fence its successor. The paused agent's own Faust does not yet know of the takeover, so the
-partition asks the group's coordinator who the owner is.
+the log already contains are duplicates then. Only the owner may do that: an agent that was suspended until another one
+took over would otherwise fence its successor. The suspended agent's own Faust does not yet know of the takeover, so the
+partition asks the group's coordinator which worker is the owner.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from streams.tables.wiring import PartitionWiring
 
 log = logging.getLogger(__name__)
 
-#: Between two flushes of a store: the oldest state that a killed worker leaves on disk, after which it needs the
-#: changelog.
+#: Time between two flushes of a store. A killed worker loses at most the writes of this time on disk, and reads them
+#: from the changelog when it starts again.
 FLUSH_EVERY_S = 600.0
 
 #: The wait between two attempts to open a partition, doubled up to the second number.
@@ -55,7 +55,7 @@ REOPEN_BACKOFF_S = (0.2, 5.0)
 #: How often a partition that may have moved to another worker asks whether it is ours, until it is or Faust revokes it.
 OWNERSHIP_POLL_S = 0.5
 
-#: Times that one record may make the reducer fail, a fault of ours, before it becomes a dead letter.
+#: A record that makes the reducer fail this many times, which is a bug of ours, becomes a dead letter.
 REDUCER_FAILURES_MAX = 3
 
 #: How long a revoked partition may take to finish its running batch.
@@ -83,7 +83,7 @@ class TablePartition:
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
         self._skipped: dict[str, tuple[int, int]] = {}  # topic to first and last offset of a stretch without records
-        # When the broker was last asked for the sources' ends, and its answer, until all of that is applied.
+        # When the broker was last asked for the sources' ends, and its answer; None once all of it is applied.
         self._asked: tuple[int, dict[str, int]] | None = None
         self._applied_until_ms = 0
         self._lost = False
@@ -144,8 +144,9 @@ class TablePartition:
     def offer(self, records: Sequence[SourceRecord]) -> int | None:
         """Take records of one topic that one fetch returned, in order of their offsets, from the next offset on.
 
-        Offsets missing between two of them have no record in the log: markers of transactions, or records of aborted
-        ones. Before the first there may be records that were fetched earlier and not taken.
+        Offsets missing between two of them have no record for a consumer: they are transaction markers, or records of
+        aborted transactions. Offsets missing before the first one may be records that were fetched earlier and not
+        taken.
 
         Returns None if all were taken or had been applied before. Otherwise returns the next offset: what follows was
         dropped without acknowledgement, and the source must be sought back. -1 means that the partition is still
@@ -264,7 +265,7 @@ class TablePartition:
                 self._close()
 
     def _await_ownership(self) -> bool:
-        """Wait until the group's coordinator says that the partition is ours; False if it was stopped meanwhile."""
+        """Wait until the group's coordinator assigns the partition to us; False if it was stopped meanwhile."""
         logged = False
         while not self._stopping:
             if self._wiring.is_ours(self.partition):
@@ -475,8 +476,8 @@ class TablePartition:
                 self._lagging_since_ms.pop(topic, None)
                 behind_ms = 0
             self._sources[topic] = replace(source, end_offset=end, behind_ms=behind_ms)
-        # Of each changelog only the topic's id: a reader that finds this record in another topic of the same name knows
-        # that the rest of the table is missing there.
+        # A changelog's entry contains only the topic's id. A reader that finds this record in a recreated topic of the
+        # same name sees that the id differs, so the rest of the table is missing there.
         changelogs = [
             SourceProgress(table.changelog_topic, self._writer.topic_ids[table.changelog_topic], -1, 0, -1, 0)
             for table in self._wiring.tables
@@ -487,12 +488,13 @@ class TablePartition:
         """Return the time up to which every record appended to the sources is applied, monotonic, in ms; 0 if unknown.
 
         Faust's last fetch may be old, so the broker is asked for the ends of its logs. It is asked again only when all
-        of its previous answer is applied: under load some records are always waiting, but not the same ones for ever.
+        records up to these ends are applied. Under load, new records are always waiting, but those before a given end
+        are applied sooner or later.
         """
         if self._next is None:
             return 0
         if self._asked is None:
-            asked_ms = time.monotonic_ns() // 1_000_000  # before the answer: records that arrive meanwhile do not count
+            asked_ms = time.monotonic_ns() // 1_000_000  # before the request, so that the answer has all older records
             try:
                 ends = {topic: self._wiring.log_end(topic, self.partition) for topic in self._applied}
             except (KafkaException, KvStreamsError) as exc:
@@ -522,7 +524,7 @@ class TablePartition:
 
 
 def _no_fault(_: int) -> None:
-    """Do nothing, where no fault point is armed."""
+    """Do nothing: the default when no fault point is armed."""
 
 
 def _expected(exc: Exception) -> bool:

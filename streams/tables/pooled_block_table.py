@@ -7,13 +7,13 @@ The rows are a function of two logs, `kv-events` and `cxl-events`, and of nothin
 reading of the two logs was interleaved, because each log decides different things.
 
 - `cxl-events` alone decides the order of transitions, and so what becomes of a block. A rank's transitions are applied
-  one after the other in the order of the log. A block's row contains the incarnation in which its state was entered; a
-  transition of a later incarnation treats a block in transit as evicted. A transition of an incarnation older than that
-  of a transition before it is refused.
-- `kv-events` alone decides which transitions are applied: those whose incarnation has, at any time, a batch with at
-  least the number of the batch that they follow. While that is unknown, the transition is parked, and so are all later
-  ones of its rank. It is dropped if a newer incarnation has begun and the older one ended before that batch. The
-  owner's row keeps the last batch of each ended incarnation, for transitions that are read later.
+  in the order of the log. A block's row contains the incarnation in which its state was entered; a transition of a
+  later incarnation treats a block in transit as evicted. A transition is refused if an earlier one of its rank has a
+  newer incarnation.
+- `kv-events` alone decides which transitions are applied: those whose incarnation reaches the batch that they follow.
+  While that is unknown, the transition is parked, and so are all later ones of its rank. It is dropped if a newer
+  incarnation has begun and the older one ended before that batch. The owner's row keeps the last batch of each ended
+  incarnation, for transitions that are read later.
 - `kv-events` alone decides which incarnations have ended. Rows are not rewritten for that: a reader treats a block in
   transit as evicted if its incarnation has ended (cxl.visibility). So a transition of that incarnation that is read
   late finds the same row as one that is read in time.
@@ -68,7 +68,8 @@ OWNERS_MAX = 100_000
 #: A heap of expiries is cleaned once it has more than twice as many entries as there are rows, plus this many.
 _DUE_SLACK = 1024
 
-#: The most rows, owners' rows, and parked transitions, each, that expire in one transaction.
+#: In one transaction, at most this many rows and parked transitions expire, as many rows of older epochs, and as many
+#: owners' rows.
 EXPIRED_PER_TICK_MAX = 1000
 
 #: The last batch of an incarnation of which no record was read, not even the one that announces it (BEFORE_FIRST).
@@ -139,12 +140,17 @@ class Changes:
 class PooledBlockTable:
     """The rows of all owners of one partition.
 
-    _rows: by owner and sequence hash; for each owner a block has one placement. _transit: blocks in transit by owner.
-    _parked: transitions by owner, in order of arrival; the first one waits for its batch. _due: heap of the times at
-    which rows may expire. _owner_due: when each owner's row may expire; _owners_due: a heap of the same; _undated:
-    owners whose row as loaded has no time. _epochs: for each pool with rows, the newest epoch of any row, and since
-    when; _of_epoch: the number of rows by pool and epoch; _outdated: rows of older epochs that are to be removed.
     counts: what happened since the start, by PooledTableCount.
+
+    - _rows: by owner and sequence hash; for each owner a block has one placement.
+    - _transit: blocks in transit, by owner.
+    - _parked: transitions by owner, in order of arrival; the first one waits for its batch.
+    - _due: heap of the times at which rows may expire.
+    - _owner_due: when each owner's row may expire. _owners_due: a heap of the same times.
+    - _undated: owners whose row was loaded without a time.
+    - _epochs: for each pool with rows, the newest epoch of any row, and when a row first had it.
+    - _of_epoch: the number of rows by pool and epoch.
+    - _outdated: rows of older epochs that are to be removed.
     """
 
     def __init__(
@@ -289,9 +295,8 @@ class PooledBlockTable:
     def _expire_epochs(self, now_ms: int) -> None:
         """Remove rows of a pool's older epochs, which readers ignore for good.
 
-        They are kept for evicted_ttl_ms after a newer epoch is first reported, because owners report it in no order
-        among themselves: an owner's next transition must find the rows of its earlier ones, whichever owner's record
-        was read first.
+        They are kept for evicted_ttl_ms after a newer epoch is first reported. Other owners may report the newer epoch
+        later, and their next transitions must still find the rows of their earlier ones.
         """
         if not self._outdated:
             superseded = {
@@ -374,7 +379,7 @@ class PooledBlockTable:
     # -- which transitions are applied ---------------------------------------------------------------------------------
 
     def _readiness(self, change: CxlTransition) -> _Readiness:
-        """Return whether kv-events have, in a transition's incarnation, a batch as late as the one that it follows."""
+        """Return whether the batch that a transition follows has been read, will be, or can no longer be."""
         progress = self._progress_of(change.rank)
         if progress is None or change.incarnation > progress.epoch.incarnation:
             return _Readiness.EARLY
@@ -459,8 +464,8 @@ class PooledBlockTable:
     # -- what a transition does to rows --------------------------------------------------------------------------------
 
     def _enter(self, change: CxlTransition, timestamp_ms: int) -> None:
-        """Let every block enter the state for which this is legal; then raise BadRecord if there are others."""
-        fresh: dict[Placement | None, Placement] = {}  # blocks with the same placement before share the new one
+        """Enter the new state for all blocks for which this is legal, then raise BadRecord if blocks were refused."""
+        fresh: dict[Placement | None, Placement] = {}  # blocks that shared an old placement also share the new one
         refusals: list[tuple[SequenceHash, Refused]] = []
         for address, engine in change.blocks.rows():
             row = self._rows.get(change.rank, {}).get(address.sequence)
@@ -564,7 +569,7 @@ class PooledBlockTable:
             return None
         since_ms = placement.entered_at_ms
         if placement.state is not CxlMemoryState.EVICTED and owner is not None:
-            # The end of the row's own incarnation: with that of a later one, each restart would renew the row.
+            # From the end of the row's own incarnation. From that of a later one, each restart would renew the row.
             ends = (
                 ended.ended_at_ms for ended in owner.ended_incarnations if ended.incarnation == placement.incarnation
             )

@@ -38,8 +38,11 @@ _PARTITION_KEY = struct.Struct(">cI")
 
 @dataclass(frozen=True, slots=True)
 class SourceProgress:
-    """How far one source topic is applied. Offsets are -1 before the first record. behind_ms: for how long the source
-    has had records that the owner has not applied."""
+    """How far one source topic is applied.
+
+    Offsets are -1 before the first record. behind_ms: for how long the source has had records that the owner has not
+    applied.
+    """
 
     topic: str
     topic_id: str

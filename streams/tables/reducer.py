@@ -1,7 +1,7 @@
-"""The interface between a partition and what gives its records their meaning.
+"""The interface between a partition and the reducer that gives its records their meaning.
 
-What lives here: the records that cross it, the reducer's protocol, and the plan of a partition. What must not: any
-reducer (index_reducer, cxl_reducer), transactions, threads.
+What lives here: the records that pass between them, the reducer's protocol, and the plan of a partition. What must not:
+any reducer (index_reducer, cxl_reducer), transactions, threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Decoded = TypeVar("Decoded")
 class SourceRecord:
     """One record of a source topic.
 
-    handle: what the partition acknowledges, opaque here; None where the handle of a later record includes this one.
+    handle: an opaque value with which the partition acknowledges the record; None if the handle of a later record
+    acknowledges this one, too.
     """
 
     topic: str
@@ -52,10 +53,10 @@ class Reducer(Protocol[Decoded]):
         """Start from the rows of a table; the partition record is not among the items."""
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[Decoded]:
-        """Effect 1 of many records: one value for each, which `apply` takes."""
+        """Carry out effect 1 for many records; returns one value per record, which `apply` takes."""
 
     def apply(self, record: SourceRecord, decoded: Decoded) -> None:
-        """Effects 2 to 4. Raises BadRecord for a dead letter, also when the record could not be decoded."""
+        """Carry out effects 2 to 4. Raises BadRecord for a dead letter, also if the record could not be decoded."""
 
     @property
     def full(self) -> bool:
@@ -65,11 +66,10 @@ class Reducer(Protocol[Decoded]):
         """Take note that records of a source were lost before this partition read them."""
 
     def tick(self, monotonic_ms: int, wall_ms: int, applied_until: Callable[[], int]) -> list[Outgoing]:
-        """Do what is due by time alone; called between `apply` and `take_changes`, at least every
-        PARTITION_RECORD_EVERY_S.
+        """Do what is due by time alone.
 
-        applied_until: returns the time, on the monotonic clock, up to which every appended record has been applied; it
-        may ask the broker.
+        Called between `apply` and `take_changes`, at least every PARTITION_RECORD_EVERY_S. applied_until: returns the
+        time, on the monotonic clock, up to which every appended record has been applied; it may ask the broker.
         """
 
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
@@ -81,7 +81,7 @@ class Reducer(Protocol[Decoded]):
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlan:
-    """What an owner of a partition does: its tables, the topics that it folds into them, and the reducer for both.
+    """What an owner of a partition maintains: its tables, the topics that it folds into them, and the reducer.
 
     The sources have the same number of partitions and one subscriber, so Faust assigns partitions of the same number to
     the same worker. The first source decides which partitions this worker owns. make_reducer: takes the counter of

@@ -1,7 +1,7 @@
 """Chooses the store of runs that a partition works with: compiled, or pure Python if numba cannot be imported.
 
-What lives here: one interface, in bytes, over both. What must not: what an event does (core.reducer.run_store),
-kernels.
+What lives here: the interface that both stores provide, whose changes are rows in bytes. What must not: what an event
+does (core.reducer.run_store), kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streams.core.runs import Run, RunKey
 from streams.errors import BadRecord
 from streams.tables.records import Change, decode_run, encode_run, run_key
 
-#: Decodes values of kv-events, given the schema registry's ids: each value becomes a batch or an error of its own.
+#: Decodes values of kv-events, given the schema registry's ids; returns a batch or an error for each value.
 DecodeEvents = Callable[[Sequence[bytes | None], Mapping[str, int]], Sequence[EngineBatch | BadRecord]]
 
 
@@ -30,8 +30,10 @@ class IndexRuns(RunStore[Iterable[KvEvent], Change], Protocol):
         """Drop everything, and start with these ranks."""
 
     def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
-        """Take rows that were read back; returns the number of those whose rank is unknown, and the position and error
-        of each unreadable one."""
+        """Load rows of the table, as keys and values.
+
+        Returns the number of rows whose rank is unknown, and the position and error of each unreadable row.
+        """
 
 
 class PlainIndexRuns(PlainRunStore[Change]):

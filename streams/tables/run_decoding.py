@@ -1,7 +1,7 @@
 """Decodes many run records into columns with one call of a compiled kernel.
 
-What lives here: joining records into one bytes object, and columns for the kernel to fill; it needs numba. What must
-not: the bytes of a record (kernels.runs), and error messages (records.decode_run).
+What lives here: joining records into one bytes object, and columns for the kernel to fill. Needs numba. What must not:
+the layout of a record's bytes (kernels.runs), and error messages (records.decode_run).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def decode(data: bytes, lengths: Int64Array) -> tuple[RunColumns, list[int]]:
 
 
 def labels_of(columns: RunColumns, first: int, last: int) -> dict[int, list[LabelledBlock]]:
-    """Return by record the held blocks that have labels, of records first to last in these columns."""
+    """Return the held blocks that have labels, by record, for records `first` to `last` - 1 of these columns."""
     offset = columns.offset
     rows = np.empty((int(offset[last] - offset[first]), LABEL_ROW_WORDS), dtype=np.int64)
     n_rows = decode_labels(address_of(columns.data), len(columns.data), columns.address, first, last, rows.ctypes.data)
@@ -77,14 +77,14 @@ def labels_of(columns: RunColumns, first: int, last: int) -> dict[int, list[Labe
 
 @lru_cache(maxsize=_KEPT_LABELS)
 def _labels(*words: int) -> MoeLabels:
-    """Return labels from words, cached, since a model has few."""
+    """Build labels from words. Cached, since a model has few different labels."""
     return MoeLabels(*[None if word == NO_LABEL else word for word in words])
 
 
 def decode_runs(records: Sequence[tuple[bytes, bytes | None]]) -> tuple[RunColumns, list[int]]:
     """Decode keys and values, None for a tombstone.
 
-    Returns columns, and the positions of records that are not run records or are left to `records.decode_run`; in the
-    columns these have no blocks, and the presence bits OTHER.
+    Returns columns, and the positions of records that are not run records or are left to `records.decode_run`. In the
+    columns, these records have no blocks, and OTHER as their presence bits.
     """
     return decode(*join(records))

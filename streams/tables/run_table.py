@@ -226,8 +226,8 @@ class RunTable:
         for position in np.flatnonzero(fates == 2).tolist():
             key, value = records[position]
             try:
-                # A record that the kernel leaves and decode_run takes has a foreign writer; encoded again by us, the
-                # kernel takes it.
+                # Only a foreign writer's record is rejected by the kernel and accepted by decode_run. Once we have
+                # encoded it again, the kernel accepts it, too.
                 n_strays += self.load_records([(key, encode_run(decode_run(key, value)))])[0]
             except BadRecord as exc:
                 bad.append((position, exc))

@@ -75,7 +75,7 @@ class PartitionStore:
         self._scope = scope
         self._cache_mb = cache_mb
         self._unlogged = WriteOptions()
-        self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stubs say a method
+        self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stubs declare a method
         self._db = self._open()
         try:
             self._check()
@@ -89,7 +89,7 @@ class PartitionStore:
             self.rebuild(f"it cannot be read: {exc}", aside=True)
 
     def _check(self) -> None:
-        """Check whether the files were written by this version for this scope."""
+        """Check that the files were written by this version for this scope, and start empty if they were not."""
         version, scope = self._db.get(_VERSION), self._db.get(_SCOPE)
         ours = str(STORE_VERSION).encode(), self._scope.encode()
         if version is None and next(self._pairs(b""), None) is None:

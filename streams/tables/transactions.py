@@ -98,9 +98,8 @@ class TransactionWriter:
         for source_record, exc in dead:
             self._produce_dead_letter(kafka, source_record, exc, delivered)
         if self._wiring.on_effect is not None:
-            kafka.flush(
-                COMMIT_TIMEOUT_S
-            )  # the commit also flushes; only a fault point needs the records in the log now
+            # The commit also flushes. Only a fault point needs the records in the log before that.
+            kafka.flush(COMMIT_TIMEOUT_S)
             self._wiring.on_effect(IN_TRANSACTION)
         commit_until_answered(kafka)
         if failed:
@@ -142,7 +141,7 @@ class TransactionWriter:
 
 
 def scope_of(settings: Settings, partition: int) -> str:
-    """The name of a partition among all scopes: names its producer, and its copy under `tables_path`."""
+    """Return a partition's name, unique among all scopes: of its producer, and of its copy under `tables_path`."""
     return f"{settings.app_id}-{partition}"
 
 

@@ -20,14 +20,15 @@ from streams.topics import TopicSpec
 class PartitionWiring:
     """What a partition works with. Its own thread makes all the calls.
 
-    acknowledge: takes handles, in offset order. drained: the queue can take records again. opened: takes topic to the
-    next offset of that topic. is_ours: asks the group's coordinator whether a partition is assigned to this worker.
-    source_end: the end of a source's log as last fetched, or -1. log_end: the same, asked of the broker; raises if no
-    broker answers. on_effect: the fault point that a test armed. partitions_open: how many this worker has.
+    acknowledge: takes handles, in offset order. drained: called when the queue can take records again. opened: takes a
+    map of each topic to its next offset. is_ours: asks the group's coordinator whether a partition is assigned to this
+    worker. source_end: the end of a source's log as last fetched, or -1. log_end: the current end, which the broker is
+    asked for; raises if no broker answers. on_effect: the fault point that a test armed. partitions_open: returns how
+    many partitions this worker has.
 
-    turn: held while records of a changelog are processed, never while waiting for a broker. Four partitions that open
-    at once without it switch threads at every call into RocksDB, and take twice as long as one after the other
-    (measured).
+    turn: a lock that is held while records of a changelog are processed, never while waiting for a broker. Without it,
+    four partitions that open at once switch threads at every call into RocksDB, and take twice as long as if they were
+    opened one after the other (measured).
     """
 
     settings: Settings

@@ -1,7 +1,8 @@
 """The labels of ranks' blocks in a mixture of experts, and which of them match a request's query.
 
 What lives here: `MoeSelector`, the slices that a request selects, and `LabelIndex`, the labels of run records. What
-must not: bytes, who holds a block (the index), the weight of a match (cost). Not thread-safe: the view has a lock.
+must not: bytes, which rank holds a block (the index), the weight of a match (cost). Not thread-safe: the view has a
+lock.
 
 Labels follow the index: a record replaces the labels that its key had, and a rank's epoch ends all older ones. The
 index decides which blocks a rank holds. A label of a block that the rank no longer holds has no effect here, because
@@ -39,7 +40,7 @@ class MoeSelector(NamedTuple):
         return self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
 
     def matches(self, labels: MoeLabels) -> bool:
-        """Return whether a block with these labels matches, which it does if it has everything that is selected."""
+        """Return whether a block with these labels matches: every field that selects something must allow its label."""
         return (
             self.selects_any
             and (self.layer_id is None or labels.layer_id == self.layer_id)
@@ -50,7 +51,7 @@ class MoeSelector(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """A rank's block has these labels. generation: ends the effect of older facts at once."""
+    """A rank's block has these labels. generation: of the rank's labels; facts of an older one have no effect."""
 
     rank: RankId
     generation: int
@@ -66,7 +67,7 @@ class _RankLabels:
         self.epoch = epoch
         self.generation = generation
         self.keys: set[Hashable] = set()
-        self.numbers: dict[MoeLabels, int] = {}  # each number has one use by this dict
+        self.numbers: dict[MoeLabels, int] = {}  # this dict counts as one use of each number
 
 
 class LabelIndex:
@@ -77,9 +78,10 @@ class LabelIndex:
         self._facts: FactInterner[_Fact] = FactInterner()
         self._ranks: dict[RankId, _RankLabels] = {}
         self._records: dict[Hashable, tuple[RankId, set[tuple[int, int]]]] = {}  # (block, fact) each
-        self._ended: deque[tuple[int | None, int]] = deque()  # None: the use by a _RankLabels
-        # By rank: records of which labels were dropped because the fact sets were over capacity. Which of the rank's
-        # blocks match is not known as long as it has such records.
+        # (block, fact) each, still to be removed. Without a block: the use of the fact by a _RankLabels.
+        self._ended: deque[tuple[int | None, int]] = deque()
+        # By rank: the records that lack some of their labels because the fact sets were over capacity. While a rank has
+        # such records, some of its matching blocks may not be found.
         self._incomplete: dict[RankId, set[Hashable]] = {}
         self._queries = FactQueries()
         self._n_generations = 0
@@ -103,9 +105,9 @@ class LabelIndex:
 
     @property
     def incomplete(self) -> Set[RankId]:
-        """Ranks of which labels were dropped over capacity, so that blocks may match without being counted.
+        """Ranks that lack labels, which were dropped over capacity, so that matching blocks may be missed.
 
-        A rank is complete again when those records have ended, or have been folded again with all their labels.
+        A rank is complete again when the affected records have ended, or have been folded again with all their labels.
         """
         return self._incomplete.keys()
 

@@ -1,7 +1,7 @@
 """The fast prefix index: a radix tree of runs in flat arenas, operated by compiled kernels.
 
-What lives here: the Python interface to the kernels. It numbers ranks, checks arguments and builds answers. What must
-not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
+What lives here: the interface to the kernels. It assigns numbers to ranks, checks arguments and builds answers. What
+must not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
 
 One thread writes. Any thread may query at the same time, and sees each event completely or not at all.
 """
@@ -40,7 +40,7 @@ from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks,
 
 N_TIERS = len(Tier)
 
-#: Average load of a map's segments just before they would be split, for which maps are presized.
+#: Maps are presized so that their segments have this load on average, which is just below the load that splits them.
 _PRESIZED_LOAD = 0.7
 
 #: Peak number of blocks below which no memory is returned to the system: a few megabytes.
@@ -55,7 +55,7 @@ __all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIn
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What events could not do: how many stores had an unknown parent, and how many removed blocks were not held."""
+    """Counts of what had no effect: stores with a parent that the rank does not hold, and removals of such blocks."""
 
     n_unknown_parents: int
     n_unknown_removals: int
@@ -133,7 +133,7 @@ class TreeScores(OverlapScores):
 
     @property
     def by_tier(self) -> Mapping[RankId, tuple[int, ...]]:
-        """How many of these have their fastest copy in each tier, for ranks without a device copy of all of them."""
+        """Number of these blocks by the tier of their fastest copy; only for ranks that lack some on the device."""
         if not self._made:
             self._make()
         return self._by_tier
@@ -197,7 +197,7 @@ class RunTree:
     def rank_number(self, rank: RankId) -> int:
         """Number of a rank, assigned on first use. Raises InvalidEvent, TooManyRanks."""
         if type(rank) is not RankId:
-            check_rank(rank)  # before the lookup, which would find a bare tuple and fail for a list
+            check_rank(rank)  # before the lookup, which would accept a plain tuple and raise TypeError for a list
         number = self._numbers.get(rank)
         if number is not None:
             return number
@@ -230,7 +230,7 @@ class RunTree:
             column = self._take_column()
         except TooManyRanks:
             if not any((number, tier) in self._holders for tier in range(N_TIERS)):
-                # Put last, so that numbers that already have columns are reused first.
+                # Numbers are taken from the end. This one goes to the front, since those with columns are reused first.
                 del self._numbers[rank]
                 self._free_numbers.insert(0, number)
             raise

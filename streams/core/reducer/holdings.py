@@ -137,7 +137,8 @@ class Holdings(Generic[Events, Change]):
     def remove_worker(self, worker_id: int, incarnation: Incarnation, *, silent: bool = False) -> Verdict:
         """Remove a worker: every rank of it in this partition, unless the rank's incarnation is newer.
 
-        silent: the worker expired and was not removed by a client, so a heartbeat of its bridge brings it back.
+        silent: True if the worker expired, so that a heartbeat of its bridge brings it back; False if a client removed
+        it.
         """
         verdict = Verdict.STALE
         for rank, progress in self.progress.items():
@@ -163,7 +164,7 @@ class Holdings(Generic[Events, Change]):
         self._keep(replace(self.progress[rank], silent=True))
 
     def clear(self, rank: RankId) -> None:
-        """Drop what a rank holds and what it lost: it is empty and exact, and starts over with its next batch."""
+        """Drop what a rank holds, and clear its degraded state: it is empty and exact until its next batch."""
         progress = self.progress[rank]
         epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + 1)
         self._end(replace(progress, epoch=epoch, health=Health.EXACT))
@@ -176,12 +177,12 @@ class Holdings(Generic[Events, Change]):
                 self._keep(replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1))
 
     def take_heard(self) -> Iterable[RankId]:
-        """Take the ranks of which records were applied since the last call."""
+        """Take the ranks whose records were applied since the last call."""
         heard, self._heard = self._heard, {}
         return heard
 
     def take_parked(self) -> Iterable[RankId]:
-        """Take the ranks of which chunks arrived since the last call."""
+        """Take the ranks whose chunks arrived since the last call."""
         parked, self._parked = self._parked, {}
         return parked
 
@@ -191,7 +192,7 @@ class Holdings(Generic[Events, Change]):
         return done
 
     def take_changes(self, tombstones_max: int) -> Changes[Change]:
-        """Take what changed since the last call, progress first, with at most `tombstones_max` of ended epochs."""
+        """Take what changed since the last call, with at most `tombstones_max` tombstones of ended epochs."""
         self._n_restated_runs = 0
         changes = Changes[Change]([], self.runs.take_changes(tombstones_max), self.parking.take_changes())
         for rank in self.touched:
@@ -220,7 +221,7 @@ class Holdings(Generic[Events, Change]):
         return self.progress.get(rank) or Progress(rank, Epoch(Incarnation(0), 0))
 
     def _judged(self, judgement: Judgement) -> Judgement:
-        """Report effects 2, fence, and 3, verdict, to the armed fault point; effect 4 follows."""
+        """Report effects 2 (fence) and 3 (verdict) to the armed fault point; return the judgement."""
         if self._on_effect is not None:
             self._on_effect(2)
             self._on_effect(3)

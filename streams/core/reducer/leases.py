@@ -3,9 +3,10 @@
 What lives here: when each rank was last heard from, on the caller's clock. What must not: reading a clock, and what
 follows for the rank (maintenance, holdings).
 
-A rank is heard from when one of its records is applied, and counts as heard from when its partition is opened. Both are
-later than the record's append time, so a lease never expires too early, whatever clocks bridges have. A lease is judged
-as of a time up to which every appended record is applied; under load, that time may lag.
+The length of a rank's silence is measured from the moment when its last record was applied, or from the opening of the
+partition if none was applied since. Both are later than the record's append time, so a lease never expires too early,
+whatever clocks bridges have. A lease is judged as of a time up to which every appended record has been applied; under
+load, that time may lag.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RankLeases:
         self._last_applied_ms.update(dict.fromkeys(ranks, now_ms))
 
     def overdue(self, progress: Mapping[RankId, Progress], now_ms: int) -> Overdue:
-        """Judge every rank. One rank that is not silent, or has no lease, keeps its whole worker."""
+        """Judge every rank. A worker is not dead while one of its ranks is not silent or has no lease."""
         silent: list[RankId] = []
         dead: dict[WorkerId, bool] = {}
         for rank, state in progress.items():
@@ -59,5 +60,5 @@ class RankLeases:
         return Overdue(silent, [each for each in found if now_ms >= self._expired_ms.get(each, now_ms)])
 
     def expired(self, worker_id: WorkerId, now_ms: int) -> None:
-        """Take note that a worker's expiry has been written; it is not due again until it had time to be applied."""
+        """Take note that a worker's expiry has been written; it is due again only after EXPIRY_RETRY_MS."""
         self._expired_ms[worker_id] = now_ms + EXPIRY_RETRY_MS

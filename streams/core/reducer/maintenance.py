@@ -3,8 +3,8 @@
 What lives here: what is due at a given time, and what must be written for it. What must not: reading a clock, bytes,
 Kafka.
 
-The times kept here are not durable. The next owner of the partition counts from when it opens it, which is later, and
-requests resyncs again. Decisions are durable, since they are in the progress records.
+The times kept here are not durable. The next owner of the partition measures from the moment when it opens the
+partition, which is later, and requests resyncs again. Decisions are durable, since they are in the progress records.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SILENT = "silent"
 
 
 #: Keys of `MaintenanceActions.counts`: ranks that fell silent (`silent`), expiries of workers (`expiry_written`),
-#: resync requests (`resync_requested`), those of them after which no more follow (`resync_given_up`), and degraded
-#: ranks that were cleared (`cleared`).
+#: resync requests (`resync_requested`), those of them that were the last for their gap (`resync_given_up`), and
+#: degraded ranks that were cleared (`cleared`).
 MAINTENANCE_COUNTS = ("silent", "expiry_written", "resync_requested", "resync_given_up", "cleared")
 
 
@@ -47,7 +47,7 @@ class MaintenanceActions:
 
 
 class RankMaintenance:
-    """The maintenance of one partition's ranks, from when it is opened. `clear_degraded_after_ms`: 0 is never."""
+    """The maintenance of one partition's ranks while the partition is open. clear_degraded_after_ms: 0 for never."""
 
     def __init__(self, holdings: Holdings[Any, Any], *, grace_ms: int, clear_degraded_after_ms: int) -> None:
         self._holdings = holdings
@@ -89,7 +89,7 @@ class RankMaintenance:
                 # The previous owner may have requested a resync, but we do not know whether it was answered.
                 self._resyncs.lost(rank, "its partition was opened")
                 if rank in self._holdings.parking:
-                    self._resyncs.answering(rank, now_ms)  # in part; a large answer should not be sent twice
+                    self._resyncs.answering(rank, now_ms)  # wait for the other chunks before requesting all of them
 
     def _note_losses(self, now_ms: int) -> None:
         """Find which of the changed ranks lost blocks, and which need no resync any more."""
@@ -127,7 +127,7 @@ class RankMaintenance:
             actions.counts["expiry_written"] += 1
 
     def _expiry(self, worker_id: WorkerId, wall_ms: int) -> EngineBatch:
-        """Return the removal of a silent worker, which names the progress of its newest rank."""
+        """Return the removal of a silent worker, which names the last sequence number of its newest rank."""
         ranks = [
             progress
             for progress in self._holdings.progress.values()

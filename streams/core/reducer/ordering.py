@@ -49,9 +49,9 @@ class Verdict(enum.StrEnum):
     """What a record turned out to be; a value, not an error."""
 
     APPLIED = "applied"
-    GAP = "gap"  # applied, but batches before it are missing; or a heartbeat that shows that some are
+    GAP = "gap"  # applied, but batches before it are missing; or a heartbeat that shows that batches are missing
     DUPLICATE = "duplicate"
-    STALE = "stale"  # of an older incarnation or a removed worker, or an expiry that came too late
+    STALE = "stale"  # from an older incarnation or a removed worker, or an expiry that came too late
     RENEWED = "renewed"  # a heartbeat: the bridge is running
     PARKED = "parked"  # a chunk of a restatement that waits for the rest
     DROPPED = "dropped"  # a chunk that does not follow the parked ones, or is over capacity
@@ -106,8 +106,8 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
     """
     returned = progress.health is Health.REMOVED and progress.silent and batch.incarnation == progress.epoch.incarnation
     if returned:
-        # The worker expired but is still running: what it held is dropped, and what it published meanwhile was refused.
-        # Only after a removal that a client requested must the worker start again.
+        # The worker expired but is still running. It starts with no blocks, since its batches were refused meanwhile. A
+        # worker that a client removed does not return this way: its engine must be restarted.
         epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + 1)
         progress, begins = replace(progress, epoch=epoch, health=Health.EXACT, n_blocks=0), True
     elif progress.health is Health.REMOVED and batch.incarnation == progress.epoch.incarnation:
@@ -122,16 +122,17 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
     if progress.silent or progress.lease_ms != lease_ms:
         progress = replace(progress, lease_ms=lease_ms, silent=False)
     missing = batch.sequence > (BEFORE_FIRST if returned else progress.sequence)
-    if not missing or progress.health is not Health.EXACT:  # repeated by each heartbeat
+    if not missing or progress.health is not Health.EXACT:  # every heartbeat shows the same gap; it is counted once
         return Judgement(Verdict.RENEWED, progress, begins)
     lossy = replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1)
     return Judgement(Verdict.GAP, lossy, begins)
 
 
 def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
-    """Judge a chunk of a restatement that is complete up to the batch's sequence: parked if it is useful.
+    """Judge a chunk of a restatement, which contains the rank's state after the batch's sequence.
 
-    A chunk of a newer incarnation begins that incarnation, degraded, since earlier batches of it were never read.
+    A chunk is parked unless it is stale or older than what has been applied. A chunk of a newer incarnation begins that
+    incarnation; the rank is then degraded, since the earlier batches of the incarnation were never read.
     """
     fenced = fence(progress, batch)
     if fenced is None:
@@ -153,7 +154,7 @@ def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
 
 
 def restated(progress: Progress, batch: EngineBatch, *, exact: bool, n_unindexed: int) -> Progress:
-    """Return a rank's progress after a restatement: complete up to the batch's sequence, under a new epoch.
+    """Return a rank's progress after a restatement: it has everything up to the batch's sequence, under a new epoch.
 
     exact: whether the restated ledger itself had no gap; otherwise the rank stays degraded.
     """
@@ -193,9 +194,9 @@ def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | Non
 def refuses_expiry(progress: Progress, batch: EngineBatch, seen_sequence: int) -> bool:
     """Whether a rank was heard from after its worker's expiry was written, so that the expiry is too late.
 
-    Everything that the worker published before the expiry precedes it in the log, and is applied by now. A rank refuses
+    Everything that the worker published before the expiry precedes it in the log and has been applied. A rank refuses
     the expiry if it is no longer silent, if its incarnation is newer, or if it is the rank that the expiry names and
-    has a different sequence by now.
+    its sequence has changed.
     """
     if progress.health is Health.REMOVED:
         return False
@@ -206,8 +207,8 @@ def refuses_expiry(progress: Progress, batch: EngineBatch, seen_sequence: int) -
 def removed(progress: Progress, incarnation: Incarnation, *, silent: bool) -> Progress | None:
     """Return a rank's progress after its worker's removal; None if nothing changes.
 
-    Nothing changes for a rank of a newer incarnation, or one that was removed before. silent: the worker expired and
-    was not removed by a client, so a heartbeat of its bridge brings it back.
+    Nothing changes for a rank of a newer incarnation, or one that was removed before. silent: True if the worker
+    expired, so that a heartbeat of its bridge brings it back; False if a client removed it.
     """
     epoch = progress.epoch
     if epoch.incarnation > incarnation:

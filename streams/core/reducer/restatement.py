@@ -28,7 +28,8 @@ CHUNKS_MAX = 64
 RESTATED_RUNS_MAX = 100_000
 
 #: After this many restated runs, a transaction is committed before more is applied: several large restatements in one
-#: transaction would exceed its timeout. The largest restatement, after almost this many runs, takes 2.2 s.
+#: transaction would exceed its timeout. A transaction with almost this many runs and then the largest restatement takes
+#: 2.2 s.
 RESTATED_RUNS_FULL = 10_000
 
 #: Bytes of parked chunks in one partition; they are kept in memory too.
@@ -54,8 +55,10 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A complete restatement. runs: parents before children. n_runs: number of run records. n_unindexed: blocks, of all
-    chunks."""
+    """A complete restatement.
+
+    runs: parents before children. n_runs: the number of run records. n_unindexed: unindexed blocks in all chunks.
+    """
 
     exact: bool
     n_runs: int

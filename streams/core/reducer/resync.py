@@ -1,4 +1,4 @@
-"""Resync requests: for which ranks a restatement is requested, and when again (docs/architecture.md).
+"""Resync requests: for which ranks a restatement is requested, and when a request is repeated (docs/architecture.md).
 
 What lives here: attempts and back-off of each rank. What must not: reading a clock, Kafka.
 
@@ -74,7 +74,10 @@ class ResyncSchedule:
             state.earliest_ms = max(state.earliest_ms, now_ms + state.wait_ms)
 
     def due(self, now_ms: int, may_request: Callable[[RankId], bool]) -> list[DueResync]:
-        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX. may_request: whether a bridge reads them."""
+        """Take the requests that are due, at most RESYNCS_PER_TICK_MAX.
+
+        may_request: returns whether a bridge is there to read a request for a rank.
+        """
         due: list[DueResync] = []
         for rank in list(self._pending):
             state = self._ranks[rank]

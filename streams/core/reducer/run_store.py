@@ -21,7 +21,11 @@ Change = TypeVar("Change")
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a batch's events found. parents_since_clear: unknown parents after its last clear, or all of them."""
+    """Counts of a batch's events.
+
+    n_unknown_parents: stores whose parent the rank does not hold. parents_since_clear: those of them after the batch's
+    last clear, or all if it has none. n_unknown_removals: removed blocks that the rank does not hold.
+    """
 
     n_clears: int = 0
     n_unknown_parents: int = 0
@@ -54,7 +58,7 @@ class RunStore(Protocol[Events_contra, Change]):
         """Return the number of blocks that a rank holds, counting each tier separately."""
 
     def take_changes(self, tombstones_max: int) -> list[Change]:
-        """Take what changed since the last call, with at most `tombstones_max` of ended epochs.
+        """Take what changed since the last call, with at most `tombstones_max` tombstones of ended epochs.
 
         Tombstones come before runs, including the tombstone of a key that is written again: every reader then sees a
         moved block leave its first run before it appears in the second.
@@ -227,7 +231,7 @@ class _RankRuns:
             self._by_engine[run.key.tier][run.engine[offset]] = Slot(run, offset)
 
     def new_epoch(self, epoch: Epoch) -> None:
-        """End everything held; the tombstones may follow later, since readers drop older epochs by the progress."""
+        """End everything held. Tombstones may follow later, since readers drop older epochs when they read progress."""
         assert epoch > self.epoch
         self.stale.update(dict.fromkeys(self.runs))
         self.stale.update(self.emptied)  # those emptied by this same batch still have a row in the table
@@ -301,7 +305,7 @@ class _RankRuns:
         local: int,
         block: int,
     ) -> Slot:
-        """Add one block: in the run that already has it, else after `last` if that run can grow, else in a new run."""
+        """Add one block: to the run that already has it, or after `last` if that run can grow, or in a new run."""
         slot = self._by_sequence[tier].get(block)
         if slot is None:
             run = last.run if last is not None else None

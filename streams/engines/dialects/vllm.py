@@ -61,7 +61,7 @@ _FIELDS = {"BlockRemoved": _REMOVED_FIELDS, "CxlStateTransition": _CXL_FIELDS}
 
 @dataclass(frozen=True, slots=True)
 class VllmDecoder:
-    """Decodes vLLM's payloads, each on its own. block_size: tokens, as the scope has it for the model."""
+    """Decodes vLLM's payloads and keeps no state. block_size: tokens, as the scope has it for the model."""
 
     block_size: int
 
@@ -108,9 +108,9 @@ def decode_payload(raw: bytes, block_size: int) -> DecodedBatch:
 
 
 def engine_hash(value: Any) -> EngineHash:
-    """Return an engine's block id as u64: an integer's low 64 bits, or the last 8 bytes, big-endian. Raises TypeError.
+    """Return an engine's block id as u64: an integer's low 64 bits, or the last 8 bytes, big-endian.
 
-    A signed integer is thereby bit-cast.
+    A negative integer becomes its two's complement. Raises TypeError.
     """
     if isinstance(value, bytes):
         return EngineHash(int.from_bytes(value[-8:], "big"))
@@ -120,7 +120,7 @@ def engine_hash(value: Any) -> EngineHash:
 
 
 def _event(raw: Any, block_size: int) -> tuple[EngineEvent | None, int]:
-    """Return one event, None if nothing of it is indexed, and the number of its blocks that are not indexed."""
+    """Return one event, or None if none of its blocks is indexed, and the number of its blocks that are not indexed."""
     if isinstance(raw, dict):
         tag, get = raw["type"], raw.get
     else:
@@ -204,10 +204,10 @@ def _placed(state: Any, pool_id: Any, workers: Any) -> tuple[CxlMemoryState, str
 
 
 def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int, lora_name: str | None) -> int:
-    """Count the leading blocks whose content is their tokens alone, before the first one with an image or a cache salt.
+    """Count the leading blocks whose content is determined by their tokens, up to the first image or cache salt.
 
-    The hash of a later block would match prompts with other content. vLLM also writes the adapter's name as the first
-    key of every block; that name is already part of our hash.
+    From that block on, a hash of the tokens would match prompts with other content. vLLM also writes the adapter's name
+    as the first key of every block; that name is already part of our hash.
     """
     for index, keys in enumerate((extra_keys or ())[:n_blocks]):
         if keys and not (lora_name and list(keys) == [lora_name]):
