@@ -120,7 +120,7 @@ def infinite_cache_hit_share(
     Tokens are counted as in an engine: in full blocks of `block_size` tokens, at most (n - 1) // block_size blocks of a
     prompt. Each request finds the prompts of all earlier requests, but no answers. Without requests the share is 0.0.
     """
-    n_seen: dict[int, int] = {}  # id -> full engine blocks from the prompt's start that end within the id's seen part
+    n_seen: dict[int, int] = {}  # by id: full engine blocks of a prompt up to the end of the id's seen part
     n_tokens = n_hit_tokens = 0
     for request in requests:
         n_full = request.input_length // block_size
