@@ -1,11 +1,11 @@
-"""Facts that others published, as cases: `python -m tests.conformance FILE...` prints which of them hold here.
+"""Expectations that other projects published, as cases: `python -m tests.conformance FILE...` prints which ones hold.
 
-What lives here: reading files of cases, what each kind of case requires of which part of kvstreams, and reporting what
-differs. What must not: cases (conformance_cases.jsonl has our own).
+What lives here: reading files of cases, running each kind of case on the part of kvstreams that it concerns, and
+reporting what differs. What must not: cases (conformance_cases.jsonl has our own).
 
-A case is a line of JSON: `name`, `kind`, and depending on the kind `ops`, or `query` and `expect`. An indexer's case
-must have the same result in every index and through the whole pipeline of records. Exits with 1 if a case failed, and
-with 2 if a file cannot be read.
+A case is a line of JSON: `name`, `kind`, and depending on the kind `ops`, or `query` and `expect`. A case of kind
+`indexer` must have the same result in every index and through the whole pipeline of records. The command exits with 1
+if a case failed, and with 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
 
 #: Kinds that need something that kvstreams does not have, and what that is.
 NO_SUBJECT = {
-    "queue": "no queue of waiting requests is part of this project yet",
+    "queue": "this project has no queue of waiting requests yet",
 }
 
 #: Names that engines and routers use for the tiers.
@@ -74,7 +74,7 @@ TIERS = {
 #: The model of the workers with labelled blocks.
 MODEL, DP_SIZE = "m", 4
 
-#: Points of the unit interval at which a random choice is sampled; 1,000 give probabilities to 0.1 %.
+#: Points of the unit interval at which a random choice is sampled; with 1,000, probabilities are exact to 0.1 %.
 N_DRAWS = 1000
 
 
@@ -109,7 +109,7 @@ def _parse(where: str, line: str) -> Case:
     try:
         data = json.loads(line)
     except ValueError as exc:
-        raise Unreadable(f"{where}: no JSON: {exc}") from exc
+        raise Unreadable(f"{where}: not JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise Unreadable(f"{where}: a case is an object, not a {type(data).__name__}")
     for name in ("name", "kind"):
@@ -124,7 +124,7 @@ def run(case: Case) -> None:
         KINDS[case.kind](case.data)
     except Differs:
         raise
-    except Exception as exc:  # whatever it is, the other cases must still run
+    except Exception as exc:  # of any kind: the other cases must still run
         raise Differs(f"{type(exc).__name__}: {exc}") from exc
 
 
@@ -193,29 +193,28 @@ class IndexSubject:
 
 
 class Pipeline:
-    """Everything between engine batch and answer except Kafka: holdings, the log's bytes, a router's view.
+    """The steps from an engine's batch to an answer, without Kafka: holdings, the log's bytes, a router's view.
 
-    restarts: agent and router restart after each event, from the compacted log.
+    restarts: agent and router restart from the compacted log after each event.
     """
 
     def __init__(self, make_fold: FoldFactory, restarts: bool) -> None:
         self._make_fold = make_fold
         self._restarts = restarts
         self._log: list[Record] = []
-        self._lives: Counter[int] = Counter()
+        self._incarnations: Counter[int] = Counter()
         self.holdings = plain_holdings()
         self.view = self._new_view()
 
     def event(self, rank: RankId, event: KvEvent) -> None:
         known = self.holdings.progress.get(rank)
-        life = self._lives[rank.worker_id]
-        new = known is None or known.epoch.incarnation < life
+        new = known is None or known.epoch.incarnation < self._incarnations[rank.worker_id]
         number = 0 if known is None or new else known.sequence + 1
         self._commit(rank, number, event)
 
     def remove_worker(self, worker_id: int) -> None:
         self._commit(RankId(WorkerId(worker_id), DpRank(0)), 0, None)
-        self._lives[worker_id] += 1
+        self._incarnations[worker_id] += 1
 
     def remove_rank(self, rank: RankId) -> None:
         self.event(rank, AllBlocksCleared())
@@ -238,8 +237,8 @@ class Pipeline:
 
     def _commit(self, rank: RankId, number: int, event: KvEvent | None) -> None:
         """Commit an event; None removes the worker."""
-        life = Incarnation(self._lives[rank.worker_id])
-        one = batch(number, *([] if event is None else [event]), rank=rank, incarnation=life)
+        incarnation = Incarnation(self._incarnations[rank.worker_id])
+        one = batch(number, *([] if event is None else [event]), rank=rank, incarnation=incarnation)
         records = commit(self.holdings, [one if event else replace(one, body=WorkerRemoved("asked for"))])
         folded(records, self.view)
         self._log += records
@@ -248,7 +247,7 @@ class Pipeline:
 
 
 def subjects() -> list[tuple[str, Subject]]:
-    """Everything that must give an indexer's answers, newly created, with its name."""
+    """Create everything that must give the answers of an indexer case, each with its name."""
     made: list[tuple[str, Subject]] = [(make.__name__, IndexSubject(make)) for make in INDEXES]
     for make in FOLDS:
         made.append((f"pipeline to {make.__name__}", Pipeline(make, restarts=False)))
@@ -273,11 +272,11 @@ def run_indexer(data: Mapping[str, Any]) -> None:
 def _step(where: str, subject: Subject, op: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     match op["op"]:
         case "event":
-            told = op["event"]
-            event = told["event"]
-            dp_rank = event.get("dp_rank", told.get("dp_rank", 0))
-            rank = RankId(WorkerId(told["worker_id"]), DpRank(dp_rank or 0))
-            subject.event(rank, event_of(event["data"], tier_of(told.get("storage_tier", event.get("storage_tier")))))
+            report = op["event"]
+            event = report["event"]
+            dp_rank = event.get("dp_rank", report.get("dp_rank", 0))
+            rank = RankId(WorkerId(report["worker_id"]), DpRank(dp_rank or 0))
+            subject.event(rank, event_of(event["data"], tier_of(report.get("storage_tier", event.get("storage_tier")))))
         case "remove_worker":
             subject.remove_worker(op["worker_id"])
         case "remove_worker_dp_rank":
@@ -296,14 +295,14 @@ def _step(where: str, subject: Subject, op: Mapping[str, Any], data: Mapping[str
                 _compare_scores(where, answer, op["expect_scores"])
             if "expect_by_tier" in op:
                 by_tier = {rank: list(tiers) for rank, tiers in answer.by_tier.items()}
-                expected = {_rank(*told): list(tiers) for *told, tiers in op["expect_by_tier"]}
+                expected = {_rank(*ids): list(tiers) for *ids, tiers in op["expect_by_tier"]}
                 _compare(f"{where}: blocks by tier", by_tier, expected)
         case unknown:
             raise Differs(f"{where}: this runner knows no op {unknown!r}")
 
 
 def event_of(data: Any, tier: Tier) -> KvEvent:
-    """An engine event as cases write it; signed hashes are bit-cast."""
+    """Convert an event from the form that cases use; signed hashes are bit-cast."""
     if data == "cleared" or (isinstance(data, dict) and "cleared" in data):
         return AllBlocksCleared()
     if "stored" in data:
@@ -321,25 +320,25 @@ def event_of(data: Any, tier: Tier) -> KvEvent:
     raise Differs(f"this runner knows no event {data!r}")
 
 
-def _labels_of(told: Mapping[str, int] | None) -> MoeLabels | None:
-    return None if told is None else MoeLabels(told.get("layer_id"), told.get("expert_id"), told.get("expert_group"))
+def _labels_of(moe: Mapping[str, int] | None) -> MoeLabels | None:
+    return None if moe is None else MoeLabels(moe.get("layer_id"), moe.get("expert_id"), moe.get("expert_group"))
 
 
-def tier_of(told: str | int | None) -> Tier:
-    """The tier of a name or a number; the device if there is none."""
-    if told is None:
+def tier_of(name: str | int | None) -> Tier:
+    """The tier with a name or a number; the device tier for None."""
+    if name is None:
         return Tier.DEVICE
-    if isinstance(told, int):
-        return Tier(told)
-    tier = TIERS.get(told.lower().replace("-", "_"))
+    if isinstance(name, int):
+        return Tier(name)
+    tier = TIERS.get(name.lower().replace("-", "_"))
     if tier is None:
-        raise Differs(f"this runner knows no tier {told!r}")
+        raise Differs(f"this runner knows no tier {name!r}")
     return tier
 
 
 def _compare_scores(where: str, answer: OverlapScores, expected: Iterable[Sequence[int]]) -> None:
-    """expected: (worker, rank, blocks) each; a rank without blocks may be left out."""
-    scores = {_rank(*told): blocks for *told, blocks in expected if blocks}
+    """Compare an answer's scores. expected: rows of worker, rank and blocks; ranks without blocks may be left out."""
+    scores = {_rank(*ids): blocks for *ids, blocks in expected if blocks}
     _compare(f"{where}: scores", dict(answer.scores), scores)
     _compare(f"{where}: best score", answer.max_score, max(scores.values(), default=0))
 
@@ -366,9 +365,9 @@ class LabelledPipeline(Pipeline):
 def run_moe(data: Mapping[str, Any]) -> None:
     """Run the ops in order, then queries of labels, on every pipeline to a router's view. Raises Differs.
 
-    query: `queries`, and optionally one block that is `stored` by `worker_id` before. Each query may give
-    `local_hashes`; otherwise they are those of that block. expect: for each query `scores`, `moe_scores`, and which
-    worker `stays` if `fallback_to_unlabeled` is false.
+    query: `queries`, and optionally a block that `worker_id` has `stored` before them. Each query may give
+    `local_hashes`; by default they are those of that block. expect: for each query any of `scores`, `moe_scores` and
+    `stays`, the ranks that remain candidates if `fallback_to_unlabeled` is false.
     """
     query = data["query"]
     ops = list(data["ops"])
@@ -391,9 +390,9 @@ def run_moe(data: Mapping[str, Any]) -> None:
 
 
 def _by_labels(op: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A store of blocks with several labels, as one store for each label: an engine's event has one."""
-    told = op.get("event", {})
-    data = told.get("event", {}).get("data")
+    """Divide a store of blocks with several labels into one store for each label, since an engine's event has one."""
+    report = op.get("event", {})
+    data = report.get("event", {}).get("data")
     if not isinstance(data, dict) or "stored" not in data:
         return [op]
     ops: list[Mapping[str, Any]] = []
@@ -401,7 +400,7 @@ def _by_labels(op: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for _, group in itertools.groupby(data["stored"]["blocks"], lambda block: block.get("moe_metadata")):
         blocks = list(group)
         stored = {"parent_hash": parent, "blocks": blocks}
-        ops.append({**op, "event": {**told, "event": {**told["event"], "data": {"stored": stored}}}})
+        ops.append({**op, "event": {**report, "event": {**report["event"], "data": {"stored": stored}}}})
         parent = blocks[-1]["block_hash"]
     return ops
 
@@ -414,10 +413,9 @@ def _ask_labels(
     ranks = view.eligible(WorkerFilter(MODEL))
     scores = view.find_matches(local)
     supplementary = view.supplementary(sequence_hashes(local), MODEL, query.selector(), pooled=False)
-    places = Candidates(ranks)
-    weighed = (
-        None if supplementary is None else supplementary.weigh(places, *scores.columns(places, TIER_WEIGHTS), 0.0, 0.0)
-    )
+    candidates = Candidates(ranks)
+    columns = scores.columns(candidates, TIER_WEIGHTS)
+    weighed = None if supplementary is None else supplementary.weigh(candidates, *columns, 0.0, 0.0)
     blocks = None if weighed is None else weighed.moe_scores
     labelled = {} if blocks is None else {rank: n for rank, n in zip(ranks, blocks.tolist(), strict=True) if n}
     for name, value in expected.items():
@@ -425,11 +423,11 @@ def _ask_labels(
             case "scores":
                 _compare_scores(where, scores, value)
             case "moe_scores":
-                _compare(f"{where}: moe_scores", labelled, {_rank(*told): blocks for *told, blocks in value if blocks})
+                _compare(f"{where}: moe_scores", labelled, {_rank(*ids): blocks for *ids, blocks in value if blocks})
             case "stays":
                 matching = set[RankId]() if supplementary is None else supplementary.matching(ranks, scores)
                 stays = ranks if query.fallback_to_unlabeled or not matching else matching
-                _compare(f"{where}: who stays", sorted(stays), sorted(_rank(*told) for told in value))
+                _compare(f"{where}: ranks that stay", sorted(stays), sorted(_rank(*ids) for ids in value))
             case _:
                 raise Differs(f"this runner knows no expectation {name!r}")
 
@@ -476,14 +474,14 @@ def _run_hash(query: Mapping[str, Any], expect: Any, data: Mapping[str, Any]) ->
 
 
 def sequence_digest(sequence: HashArray) -> int:
-    """One number for many hashes: xxh3_64 of them as u64 little-endian."""
+    """Return one number for many hashes: the xxh3_64 of their u64 little-endian bytes."""
     return xxhash.xxh3_64_intdigest(sequence.astype("<u8").tobytes())
 
 
-def _placeholder(told: Mapping[str, int] | Sequence[int]) -> tuple[int, int, int]:
-    if isinstance(told, Mapping):
-        return told["offset"], told["length"], told["mm_hash"]
-    offset, length, mm_hash = told
+def _placeholder(item: Mapping[str, int] | Sequence[int]) -> tuple[int, int, int]:
+    if isinstance(item, Mapping):
+        return item["offset"], item["length"], item["mm_hash"]
+    offset, length, mm_hash = item
     return offset, length, mm_hash
 
 
@@ -507,8 +505,8 @@ def run_cost(data: Mapping[str, Any]) -> None:
     """Price the workers and choose. Raises Differs.
 
     workers: for each id `prefill_blocks`, the request's own; `overlap`, cached blocks, as one number or one per tier;
-    `decode_blocks`; `active_prefill_blocks` of other requests. prefill_load_scale multiplies prefill, overlap_credit
-    overlap.
+    `decode_blocks`; `active_prefill_blocks` of other requests. prefill_load_scale: multiplies prefill blocks.
+    overlap_credit: multiplies overlap.
     """
     query, expect = data["query"], data["expect"]
     ids = list(query["workers"])
@@ -569,10 +567,10 @@ def _compare(what: str, found: Any, expected: Any) -> None:
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         value = sorted(
-            ([*map(int, key), told] if isinstance(key, RankId) else [key, told]) for key, told in value.items()
+            ([*map(int, key), item] if isinstance(key, RankId) else [key, item]) for key, item in value.items()
         )
-    told = str(value)
-    return told if len(told) <= 200 else f"{told[:200]}..."
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _u64(hashes: Iterable[int]) -> HashArray:
@@ -606,7 +604,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"SKIPPED {n} of kind {kind}: {NO_SUBJECT.get(kind, 'this runner does not know it')}")
     print(f"{n_passed} passed, {n_failed} failed, {skipped.total()} skipped")
     if not n_passed + n_failed:
-        print("nothing ran: there is no case of a kind that this runner knows", file=sys.stderr)
+        print("nothing ran: no case is of a kind that this runner knows", file=sys.stderr)
         return 2
     return 1 if n_failed else 0
 

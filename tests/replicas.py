@@ -1,12 +1,13 @@
-"""Routers that share bookings through one real Kafka, while one is killed and Kafka is away: `make replicas`.
+"""Routers that share bookings through a real Kafka while a router is killed and Kafka is stopped: `make replicas`.
 
-What lives here: clients that book, free and repeat calls at any router, the faults meanwhile, and what must hold at the
-end. What must not: interleavings that need a particular order (test_loads_sync has those, in memory).
+What lives here: clients that book, free and repeat calls at any router; the faults that are injected meanwhile; and
+what must be true at the end. What must not: interleavings that need a particular order (test_loads_sync has those, in
+memory).
 
-Three routers run as processes. While requests flow, one of them is killed and Kafka is stopped; the routers continue to
-decide, `degraded`. Then the topic is compacted, which is verified by what was removed, and a router starts late from
-the rest. All running routers have the loads of a fold of every record ever written, by a rule of its own, and once all
-bookings have expired nothing remains.
+Three routers run as processes. While clients send requests, one router is killed and Kafka is stopped; the other
+routers continue to route, and their answers are `degraded`. Then the topic is compacted, the removed records are
+checked, and another router starts from what is left. All running routers must have the same loads as an independent
+fold of every record that was ever written. Once all bookings have expired, no load may remain.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ N_WORKERS = 8
 CLIENTS = 4
 EQUAL_TIMEOUT_S = 60.0
 
-#: Settings for fast compaction: segments close with the next tick, and all of them are dirty enough.
+#: Settings for fast compaction: a segment is closed at the next tick, and is compacted however few records are dirty.
 COMPACTING = {"segment.ms": "1000", "min.cleanable.dirty.ratio": "0.0"}
 
 #: Interval of the broker's cleaner; its default is 15 s.
@@ -57,29 +58,29 @@ Rank = tuple[int, int]
 
 
 class Broken(AssertionError):
-    """Something that must hold does not."""
+    """A property that every run must have was violated."""
 
 
 def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, bool]]:
-    """The bookings that have an add and no free, each with whether its prompt is computed."""
+    """The bookings that have an add and no free, each with whether its prompt has been computed."""
     adds: dict[BookingId, Booking] = {}
-    over: dict[BookingPhase, set[BookingId]] = {BookingPhase.PREFILL: set(), BookingPhase.FREE: set()}
+    ended: dict[BookingPhase, set[BookingId]] = {BookingPhase.PREFILL: set(), BookingPhase.FREE: set()}
     for record in records:
         if record.value is not None:
             booking_id, phase, booking = decode_load(record.value)
             if booking is not None:
                 adds[booking_id] = booking
             else:
-                over[phase].add(booking_id)
+                ended[phase].add(booking_id)
     return {
-        booking_id: (booking, booking_id in over[BookingPhase.PREFILL])
+        booking_id: (booking, booking_id in ended[BookingPhase.PREFILL])
         for booking_id, booking in adds.items()
-        if booking_id not in over[BookingPhase.FREE]
+        if booking_id not in ended[BookingPhase.FREE]
     }
 
 
 def loads_of(records: Iterable[Record]) -> Loads:
-    """Prefill tokens, blocks (distinct prompt blocks, and output) and requests of each rank, from every record."""
+    """Compute each rank's prefill tokens, blocks (distinct prompt blocks plus output) and requests from all records."""
     tokens: Counter[RankId] = Counter()
     requests: Counter[RankId] = Counter()
     output: Counter[RankId] = Counter()
@@ -94,7 +95,10 @@ def loads_of(records: Iterable[Record]) -> Loads:
 
 @dataclass
 class SentCalls:
-    """What clients did. simple: ids with one booking, by a router that keeps running, and whether they were freed."""
+    """The calls that clients made.
+
+    simple: whether a request was freed, for ids that were booked once and by a router that was not killed.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     simple: dict[str, bool] = field(default_factory=dict)
@@ -104,7 +108,7 @@ class Replicas:
     """One run."""
 
     def __init__(self, stack: Stack, broker: LocalKafka, seed: int, say: Callable[[str], None] = print) -> None:
-        """broker: the stack's own, which is to be stopped."""
+        """broker: the one that the stack uses and that `run` stops. say: prints one line."""
         self._stack = stack
         self._settings = stack.settings
         self._topic = topics(stack.settings).router_loads
@@ -114,10 +118,10 @@ class Replicas:
         self._routers: list[RouterProcess] = []
         self._lock = threading.Lock()
         self._written: dict[tuple[int, int], Record] = {}
-        self.told = SentCalls()
+        self.sent = SentCalls()
 
     def run(self, n_bookings: int, outage_s: float, stop: Callable[[], None], go_on: Callable[[], None]) -> None:
-        """Play the run. stop, go_on: stop Kafka and start it again. Raises Broken or KvStreamsError."""
+        """Carry out the run. stop, go_on: stop Kafka and start it again. Raises Broken or KvStreamsError."""
         ensure_topics(self._settings, topics(self._settings).all())
         self._routers = [self._stack.router(f"router-{n}", wait=False) for n in range(3)]
         for router in self._routers:
@@ -131,7 +135,7 @@ class Replicas:
         began_s = time.monotonic()
         self._flow(0, third)
         self._routers.pop().child.kill()
-        self._say(f"{third} bookings, and a router is killed: {time.monotonic() - began_s:.1f} s")
+        self._say(f"{third} bookings in {time.monotonic() - began_s:.1f} s; one router was killed")
         self._flow(third, 2 * third)
         self._modes("approximate")
         stop()
@@ -139,26 +143,26 @@ class Replicas:
         try:
             self._flow(2 * third, n_bookings)
             wait_for(lambda: self._mode_is("degraded"), EQUAL_TIMEOUT_S, "the routers to notice")
-            self._flow(n_bookings, n_bookings + CLIENTS)  # decisions continue, and their mode shows it
+            self._flow(n_bookings, n_bookings + CLIENTS)  # routing continues in mode `degraded`
             waiting = [int(metrics(Api(router.url))["kvstreams_bookings_unacknowledged"]) for router in self._routers]
             if not all(waiting):
-                raise Broken(f"{waiting} records wait for a Kafka that is away")
+                raise Broken(f"a router has no unacknowledged records although Kafka is stopped: {waiting}")
             time.sleep(max(0.0, outage_s - (time.monotonic() - stopped_s)))
         finally:
             go_on()
-        self._say(f"Kafka was away for {time.monotonic() - stopped_s:.1f} s; {waiting} records waited for it")
+        self._say(f"Kafka was stopped for {time.monotonic() - stopped_s:.1f} s; records that waited: {waiting}")
         wait_for(lambda: self._mode_is("approximate"), EQUAL_TIMEOUT_S, "the routers to be in sync again")
         truth = self._equal("before compaction")
-        gone = self._compact()
+        n_compacted = self._compact()
         late = self._stack.router("late")
         self._routers.append(late)
-        if self._equal(f"with a late router, {gone} superseded records gone") != truth:
-            raise Broken("loads changed though nobody booked")
+        if self._equal(f"with a late router, after {n_compacted} superseded records were removed") != truth:
+            raise Broken("loads changed although no client booked anything")
         self._check_simple()
-        self._say(f"calls: {dict(self.told.calls)}; {time.monotonic() - began_s:.1f} s")
+        self._say(f"calls: {dict(self.sent.calls)}; {time.monotonic() - began_s:.1f} s")
 
     def expire(self) -> None:
-        """Wait until every booking has expired, and check that nothing is left of any."""
+        """Wait until every booking has expired and no router has any load left."""
         ttl_s = self._settings.booking_ttl_s
 
         def empty() -> bool:
@@ -167,29 +171,29 @@ class Replicas:
             return not any(known) and not left
 
         wait_for(empty, ttl_s + EQUAL_TIMEOUT_S, "every booking to expire", 0.5)
-        self._say("after expiry nothing remains")
+        self._say("all bookings have expired, and no load remains")
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
     def _flow(self, first: int, last: int) -> None:
-        """Let clients run these requests from start to end, at any running router."""
+        """Let clients run requests `first` to `last` - 1, at any running router."""
         apis = [Api(router.url) for router in self._routers]
-        dies = len(self._routers) == 3
+        will_kill = len(self._routers) == 3  # one of these routers is killed afterwards
 
-        def live(client: int) -> None:
+        def run_client(client: int) -> None:
             rng = random.Random(f"{self._seed}-{first}-{client}")
             for number in range(first + client, last, CLIENTS):
-                simple = self._live(apis, f"r{number}", rng)
-                if simple is not None and not dies:
+                freed = self._run_request(apis, f"r{number}", rng)
+                if freed is not None and not will_kill:
                     with self._lock:
-                        self.told.simple[f"r{number}"] = simple
+                        self.sent.simple[f"r{number}"] = freed
 
         with ThreadPoolExecutor(CLIENTS) as pool:
-            for done in [pool.submit(live, client) for client in range(CLIENTS)]:
+            for done in [pool.submit(run_client, client) for client in range(CLIENTS)]:
                 done.result()
 
-    def _live(self, apis: Sequence[Api], request_id: str, rng: random.Random) -> bool | None:
-        """Run one request; return whether it was freed, or None if it was booked more than once."""
+    def _run_request(self, apis: Sequence[Api], request_id: str, rng: random.Random) -> bool | None:
+        """Run one request; return whether it was freed, or None if it may have been booked more than once."""
         tokens = [rng.randrange(4)] * (BLOCK_SIZE * rng.randrange(1, 9) + rng.randrange(BLOCK_SIZE))
         asked = {"model": "m", "token_ids": tokens, "request_id": request_id}
         owner = rng.choice(apis)
@@ -198,50 +202,50 @@ class Replicas:
         if fate < 0.08:  # a free that precedes its add
             self._free(other, request_id)
             owner.route(**asked)
-            self.told.calls["free before add"] += 1
+            self.sent.calls["free before add"] += 1
             return True
         chosen = owner.route(**asked)
-        self.told.calls["book"] += 1
+        self.sent.calls["book"] += 1
         if rng.random() < 0.3:  # a client's retry
             if owner.route(**asked)["worker_id"] != chosen["worker_id"]:
                 raise Broken(f"{request_id} was routed twice by one router")
-            self.told.calls["repeated"] += 1
-        if rng.random() < 0.3:  # replaced, with more of it cached
+            self.sent.calls["repeated"] += 1
+        if rng.random() < 0.3:  # the booking is replaced by one with more cached blocks
             body = {name: chosen[name] for name in ("worker_id", "dp_rank")}
             owner.call("POST", f"/loads/{request_id}", {**body, "token_ids": tokens, "overlap_blocks": 1}).given()
-            self.told.calls["stated anew"] += 1
+            self.sent.calls["replaced"] += 1
         twice = rng.random() < 0.05
         if twice:  # a retry at another router, which may not have read the booking
             other.route(**asked)
-            self.told.calls["booked at two routers"] += 1
+            self.sent.calls["booked at two routers"] += 1
         for _ in range(rng.randrange(3)):
-            self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/prefill-complete", "prefill")
+            self._report(rng.choice(apis), "POST", f"/loads/{request_id}/prefill-complete", "prefill")
         for _ in range(rng.randrange(3)):  # calls at any router, in any order
-            told = {"output_tokens": rng.randrange(10 * BLOCK_SIZE)}
-            self._tell(rng.choice(apis), "POST", f"/loads/{request_id}/output", "output", told)
+            body = {"output_tokens": rng.randrange(10 * BLOCK_SIZE)}
+            self._report(rng.choice(apis), "POST", f"/loads/{request_id}/output", "output", body)
         freed = rng.random() < 0.8
         if freed:
             self._free(rng.choice(apis), request_id)
             if rng.random() < 0.2:
                 self._free(rng.choice(apis), request_id)
             if rng.random() < 0.3:  # another router's late prefill-complete
-                self._tell(other, "POST", f"/loads/{request_id}/prefill-complete", "late prefill")
+                self._report(other, "POST", f"/loads/{request_id}/prefill-complete", "late prefill")
             if rng.random() < 0.1:  # the id is used again while its free is on its way
                 rng.choice(apis).route(**asked)
-                self.told.calls["id used again"] += 1
+                self.sent.calls["id used again"] += 1
                 return None
         return None if twice else freed
 
     def _free(self, api: Api, request_id: str) -> None:
-        self._tell(api, "DELETE", f"/loads/{request_id}", "free")
+        self._report(api, "DELETE", f"/loads/{request_id}", "free")
 
-    def _tell(self, api: Api, method: str, path: str, name: str, body: dict[str, Any] | None = None) -> None:
+    def _report(self, api: Api, method: str, path: str, name: str, body: dict[str, Any] | None = None) -> None:
         answer = api.call(method, path, body)
         if answer.status not in (200, 202):
             raise Broken(f"{method} {path}: {answer.status} {answer.body!r}")
-        self.told.calls[f"{name}, held" if answer.status == 202 else name] += 1
+        self.sent.calls[f"{name}, buffered" if answer.status == 202 else name] += 1
 
-    # -- what must hold ------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _loads(self, router: RouterProcess) -> dict[Rank, tuple[int, int, int]]:
         return Api(router.url).loads(range(1, N_WORKERS + 1))
@@ -255,74 +259,75 @@ class Replicas:
 
     def _read(self) -> set[tuple[int, int]]:
         """Read the topic and keep every record; return the positions of the records that it has now."""
-        there: set[tuple[int, int]] = set()
+        present: set[tuple[int, int]] = set()
 
         def take(records: list[Record]) -> None:
             for record in records:
-                there.add((record.partition, record.offset))
+                present.add((record.partition, record.offset))
                 self._written.setdefault((record.partition, record.offset), record)
 
         for partition in range(self._topic.partitions):
             read_to_end(self._settings, self._topic.name, partition, None, take)
-        return there
+        return present
 
     def _equal(self, when: str) -> Loads:
-        """Wait until every router has the loads of the log; return them."""
+        """Wait until every router has the loads that follow from the log; return them."""
         truth: Loads = {}
 
         def same() -> bool:
             self._read()
             truth.clear()
             truth.update(loads_of(self._written.values()))
-            wanted = {(rank.worker_id, rank.dp_rank): load for rank, load in truth.items()}
+            expected = {(rank.worker_id, rank.dp_rank): load for rank, load in truth.items()}
             return all(
-                {rank: load for rank, load in self._loads(router).items() if any(load)} == wanted
+                {rank: load for rank, load in self._loads(router).items() if any(load)} == expected
                 for router in self._routers
             )
 
         try:
             wait_for(same, EQUAL_TIMEOUT_S, "all routers to have the same loads", 0.2)
         except KvStreamsError as exc:
-            wanted = {(int(rank.worker_id), int(rank.dp_rank)): load for rank, load in truth.items()}
+            expected = {(int(rank.worker_id), int(rank.dp_rank)): load for rank, load in truth.items()}
             differ = {
-                router.child.name: {rank: (load, wanted.get(rank)) for rank, load in self._loads(router).items()}
+                router.child.name: {rank: (load, expected.get(rank)) for rank, load in self._loads(router).items()}
                 for router in self._routers
             }
-            raise Broken(f"{when}: loads and what the log says differ: {differ}") from exc
+            raise Broken(f"{when}: loads differ from those of the log (found, expected): {differ}") from exc
         requests = sum(load[2] for load in truth.values())
         if not requests:
-            raise Broken("nothing is booked: there is nothing to compare")
+            raise Broken("no booking is active, so there is nothing to compare")
         self._say(f"{when}: {len(self._routers)} routers agree on {requests} requests, {len(self._written)} records")
         return dict(truth)
 
     def _compact(self) -> int:
-        """Have the topic compacted, and verify it.
+        """Have the topic compacted, and return the number of removed records.
 
-        What was removed was superseded, and everything superseded was removed, except in the newest segments.
+        Waits until more than 80 % of the superseded records are removed; some stay in the newest segments. Raises
+        Broken if a record was removed that no later record superseded.
         """
         self._alter(COMPACTING)
-        there: set[tuple[int, int]] = set()
+        present: set[tuple[int, int]] = set()
 
         def superseded() -> set[tuple[int, int]]:
-            last = {record.key: place for place, record in sorted(self._written.items())}
+            last = {record.key: position for position, record in sorted(self._written.items())}
             return {
-                place
-                for place, record in self._written.items()
-                if record.value is not None and last[record.key] != place
+                position
+                for position, record in self._written.items()
+                if record.value is not None and last[record.key] != position
             }
 
         def compacted() -> bool:
-            nonlocal there
-            there = self._read()
+            nonlocal present
+            present = self._read()
             old = superseded()
-            return bool(old) and len(old - there) > 0.8 * len(old)
+            return bool(old) and len(old - present) > 0.8 * len(old)
 
         wait_for(compacted, EQUAL_TIMEOUT_S, "superseded records to be compacted away", 0.5)
-        lost = {place for place in self._written.keys() - there if self._written[place].value is not None}
-        if lost - superseded():
-            raise Broken(f"{len(lost - superseded())} records are gone that nothing superseded")
+        removed = {each for each in self._written.keys() - present if self._written[each].value is not None}
+        if removed - superseded():
+            raise Broken(f"{len(removed - superseded())} records were removed that no later record superseded")
         self._alter({name: self._topic.config[name] for name in COMPACTING})
-        return len(lost)
+        return len(removed)
 
     def _alter(self, config: dict[str, str]) -> None:
         entries = [
@@ -334,29 +339,31 @@ class Replicas:
             future.result(30.0)
 
     def _check_simple(self) -> None:
-        """Check that a request with one booking ended as its client meant."""
+        """Check that each request with one booking is active or ended as its client left it."""
         live = Counter(booking_id.request_id for booking_id in live_bookings(self._written.values()))
-        wrong = {request_id for request_id, freed in self.told.simple.items() if live[request_id] != (not freed)}
+        wrong = {request_id for request_id, freed in self.sent.simple.items() if live[request_id] != (not freed)}
         if wrong:
             raise Broken(
-                f"{len(wrong)} requests of {len(self.told.simple)} are not as their clients left them: {wrong}"
+                f"{len(wrong)} requests of {len(self.sent.simple)} are not as their clients left them: {wrong}"
             )
-        if not self.told.simple:
-            raise Broken("no request was simple")
+        if not self.sent.simple:
+            raise Broken("no request was booked exactly once")
 
 
 def settings_of(kafka: str, **changes: Any) -> Settings:
-    """Settings of a run: no index is read, so that an answer's mode shows whether routers share bookings."""
+    """Settings of a run. No index is read, so an answer's mode depends only on whether routers share bookings."""
     given = {"partitions": 4, "kv_events": False, "topic_prefix": "replicas-", **changes}
     return Settings(kafka=kafka, **given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play one run. If anything differs, print it, keep the files, and return 1."""
+    """Carry out one run. If a check fails, print the difference, keep the files, and return 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.replicas", description=__doc__)
     parser.add_argument("--bookings", type=int, default=5_000)
     parser.add_argument("--outage", type=float, default=20.0, help="seconds")
-    parser.add_argument("--ttl", type=float, default=180.0, help="seconds; longer than all before expiry takes")
+    parser.add_argument(
+        "--ttl", type=float, default=180.0, help="seconds; must exceed the duration of the run before expiry"
+    )
     parser.add_argument("--seed", type=int)
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
@@ -372,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             replicas.run(options.bookings, options.outage, lambda: _down(broker), lambda: _up(broker))
             replicas.expire()
     except (AssertionError, KvStreamsError) as exc:
-        print(f"{exc}\nplay it again: python -m tests.replicas --bookings {options.bookings} --seed {seed}")
+        print(f"{exc}\nto repeat this run: python -m tests.replicas --bookings {options.bookings} --seed {seed}")
         print(f"logs and data are kept in {directory}")
         return 1
     finally:

@@ -279,7 +279,7 @@ class LoadsSync:
         self._ended_unlogged.pop(booking_id, None)
         if self._loads.logged(booking_id, booking, at_ms, clock):
             return
-        # Another router's booking, or one of this router as it was before it was replaced. If a booking has two adds,
+        # Another router's booking, or an older version of one of this router's own. If a booking has two adds,
         # the later one in the log wins, whichever router wrote it, so that all routers end with the same booking.
         before = self._loads.live_ids(booking_id.request_id)
         self._loads.add(booking_id, booking, at_ms, clock)

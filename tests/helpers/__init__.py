@@ -1,1 +1,1 @@
-"""What tests share: a reference implementation, an engine double, an API client."""
+"""Helpers that several tests share: reference implementations, an engine double, an API client."""

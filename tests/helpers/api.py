@@ -1,7 +1,7 @@
 """The HTTP API for tests: a client, two routers, and a stand-in for the agents.
 
-The stand-in writes to the changelog what agents would write, so that routers are tested without Faust. A router is a
-replica of topics, and it does not matter which process wrote them.
+The stand-in writes the records that agents would write to the changelog, so that routers are tested without Faust. A
+router is a replica of topics, and it does not matter which process wrote them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from streams.tables.records import (
 from streams.topics import topics
 from streams.waiting import wait_for
 
-#: Only a hang is a failure.
+#: Long enough for a busy machine; only a hang takes longer.
 PATIENCE_S = 30.0
 
 #: Settings of the fleet's routers.
@@ -53,7 +53,7 @@ BODY_BYTES_MAX = 64 * 1024
 #: Four blocks of a prompt.
 TOKENS = list(range(100, 100 + 4 * BLOCK_SIZE))
 
-#: What each partition's owner does: it runs, never existed, became silent, or lags.
+#: Partitions by the state of their owner: it is running, never existed, has become silent, or lags.
 LIVE, NEVER, SILENT, BEHIND = range(4)
 
 JSON = "application/json"
@@ -196,8 +196,9 @@ class Agents:
         self._send(partition_of(rank.worker_id, self.settings.partitions), key, value)
 
     def progress(self, rank: RankId, health: Health = Health.EXACT, incarnation: int = 1, generation: int = 0) -> None:
-        told = Progress(rank, Epoch(Incarnation(incarnation), generation), 0, health=health, model="", block_size=16)
-        self.write(rank, progress_key(rank), encode_progress(told))
+        epoch = Epoch(Incarnation(incarnation), generation)
+        progress = Progress(rank, epoch, 0, health=health, model="", block_size=16)
+        self.write(rank, progress_key(rank), encode_progress(progress))
 
     def hold(
         self,
@@ -207,8 +208,10 @@ class Agents:
         absent: Sequence[int] = (),
         incarnation: int = 1,
     ) -> HashArray:
-        """A rank holds the full blocks of `tokens` except those at the positions `absent`; return their sequence
-        hashes."""
+        """Make a rank hold the full blocks of `tokens`, except those at the positions `absent`.
+
+        Returns the sequence hashes of all of them.
+        """
         local = local_hashes(list(tokens), self.settings.block_size)
         sequence = sequence_hashes(local)
         for start in range(0, len(local), RUN_BLOCKS_MAX):
@@ -234,7 +237,7 @@ class Agents:
 
     @contextmanager
     def keeping_fresh(self) -> Iterator[None]:
-        """While the block runs, the partitions in `fresh` have an owner without lag."""
+        """Keep an owner without lag for the partitions in `fresh` while the block runs."""
         over = threading.Event()
 
         def run() -> None:
@@ -276,7 +279,7 @@ class Fleet:
     _models: Iterator[int]
 
     def model(self) -> str:
-        """A model that no other test uses."""
+        """Return a model that no other test uses."""
         return f"model-{next(self._models)}"
 
     def register(self, model: str, n: int = 1, partition: int = LIVE, **body: Any) -> list[int]:
@@ -317,7 +320,7 @@ class Fleet:
 
 
 def metrics(api: Api) -> dict[str, float]:
-    """Every sample of /metrics by its name, followed by the values of its labels in order of the labels."""
+    """Return every sample of /metrics. The key is its name, then the values of its labels in order of the labels."""
     answer = api.call("GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain")

@@ -11,6 +11,6 @@ DIRECTORY_ENV = "KVSTREAMS_TEST_KAFKA_DIRECTORY"
 
 
 def broker_config(directory: Path) -> LocalKafkaConfig:
-    """Give the configuration of the shared broker, whose files are in this folder."""
-    # By default brokers allow no session below 6 s. Every test that kills a worker waits for a session to end.
+    """Return the configuration of the shared broker, whose files are in this folder."""
+    # By default, brokers refuse session timeouts below 6 s. Every test that kills a worker waits for one to end.
     return LocalKafkaConfig(directory, {"group.min.session.timeout.ms": "1000"}, class_archive=False)

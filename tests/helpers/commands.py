@@ -18,7 +18,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Give this process's environment without its settings, and with `extra`."""
+    """Return this process's environment without its settings, and with `extra`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
     return {**inherited, **extra}
 

@@ -32,8 +32,8 @@ _POLL_MS = 20
 class EngineDouble:
     """One engine process.
 
-    reports_start: whether /metrics contains the start time. kept: batches that the replay buffer holds. prefix: frames
-    before the number in a replay's answers.
+    reports_start: whether /metrics contains the start time. kept: how many batches the replay buffer holds. prefix: the
+    frames before the sequence number in a replay's answers.
     """
 
     def __init__(self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
@@ -119,7 +119,7 @@ class EngineDouble:
 
     @property
     def truth(self) -> set[tuple[Tier, int]]:
-        """Every block that it holds."""
+        """Return every block that the engine holds."""
         return {(Tier.DEVICE, block) for block in self.held.values()}
 
     def _answer(self) -> None:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(page: str, language: str) -> list[tuple[int, str]]:
-    """Give a page's code blocks in one language, each with the number of the line that precedes its code."""
+    """Return a page's code blocks in one language, each with the number of the line that precedes its code."""
     text = (ROOT / page).read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: block.start(1)].count("\n"), block[1]) for block in found]

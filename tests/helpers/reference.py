@@ -66,7 +66,7 @@ def chain_hashes(local: Iterable[int], parent: int | None = None) -> list[int]:
 
 @dataclass(frozen=True)
 class Silence:
-    """Not a record: the partition owner finds that a rank's lease has expired."""
+    """An input that is not a record: the partition owner finds that a rank's lease has expired."""
 
     rank: RankId
 

@@ -35,7 +35,7 @@ def assert_known(router: RouterProcess, engines: list[Engine]) -> set[tuple[int,
 
 
 def dead_letters(settings: Settings) -> list[tuple[bytes | None, dict[str, bytes]]]:
-    """Give all dead letters of a scope as value and headers, partition by partition."""
+    """Return all dead letters of a scope as value and headers, partition by partition."""
     topic = topics(settings).dead_letters
     consumer = reader(settings)
     letters: list[tuple[bytes | None, dict[str, bytes]]] = []

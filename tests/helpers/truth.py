@@ -1,8 +1,8 @@
-"""The state that every router must reach, and how a difference is traced.
+"""The state that every router must reach, and the tracing of differences from it.
 
 What lives here: engines that publish a history, and apply it to the reference once the broker has acknowledged it;
 comparing a router with the reference; tracing each block that differs through source, changelog and RocksDB. What must
-not: faults, which chaos and the tests choose.
+not: faults, which `chaos` and the tests choose.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from streams.waiting import wait_for
 from tests.helpers.reference import ReferenceFleet, random_history
 from tests.helpers.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S
 
-#: Blocks that are traced if a router differs; more would show the same.
+#: Blocks that are traced if a router differs; tracing more of them would show the same fault again.
 FOLLOWED_MAX = 5
 
-#: Batches of one piece of a history, and more incarnations than any engine has in one.
+#: Batches in one piece of a history, and a number that is greater than the incarnations of any engine in one piece.
 PIECE_BATCHES = 5_000
 PIECE_INCARNATIONS = 1_000_000
 
@@ -102,7 +102,7 @@ def long_history(seed: int, n_batches: int) -> Iterator[EngineBatch]:
 
 
 class ExpectedRank(NamedTuple):
-    """How far a rank is applied; it shows whether a batch was applied twice, or not at all."""
+    """How far a rank's batches are applied; this shows whether a batch was applied twice, or not at all."""
 
     incarnation: int
     generation: int
@@ -112,7 +112,7 @@ class ExpectedRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Truth:
-    """What every router must hold in the end."""
+    """The state that every router must have in the end."""
 
     facts: set[Fact]
     ranks: dict[tuple[int, int], ExpectedRank]
@@ -151,35 +151,35 @@ def assert_equal(
 
     settings: of the scope, if differences should be traced. data_dirs: those of workers that are not running.
     """
-    wanted = truth_of(reference)
+    expected = truth_of(reference)
     try:
-        wait_for(lambda: view_of(url) == wanted, timeout_s, f"{url} to be equal", DUMP_POLL_S)
+        wait_for(lambda: view_of(url) == expected, timeout_s, f"{url} to be equal", DUMP_POLL_S)
     except KvStreamsError:
         found = view_of(url)
-        if found != wanted:
-            lines = [] if settings is None else list(followed(settings, wanted, found, data_dirs))
-            raise AssertionError("\n".join([*differences(url, wanted, found), *lines])) from None
+        if found != expected:
+            lines = [] if settings is None else list(followed(settings, expected, found, data_dirs))
+            raise AssertionError("\n".join([*differences(url, expected, found), *lines])) from None
 
 
-def differences(name: str, wanted: Truth, found: Truth) -> Iterator[str]:
-    """Describe what a router has too many and what it lacks."""
-    more, less = found.facts - wanted.facts, wanted.facts - found.facts
-    yield f"{name}: {len(found.facts)} facts, not {len(wanted.facts)}; {len(more)} too many, {len(less)} missing"
+def differences(name: str, expected: Truth, found: Truth) -> Iterator[str]:
+    """Describe the facts and ranks by which a router differs from the expected state."""
+    more, less = found.facts - expected.facts, expected.facts - found.facts
+    yield f"{name}: {len(found.facts)} facts, not {len(expected.facts)}; {len(more)} too many, {len(less)} missing"
     for fact in sorted(more):
         yield f"  too many: {fact}"
     for fact in sorted(less):
         yield f"  missing: {fact}"
-    for rank in sorted(wanted.ranks.keys() | found.ranks.keys()):
-        if wanted.ranks.get(rank) != found.ranks.get(rank):
-            yield f"  rank {rank}: {found.ranks.get(rank)}, not {wanted.ranks.get(rank)}"
+    for rank in sorted(expected.ranks.keys() | found.ranks.keys()):
+        if expected.ranks.get(rank) != found.ranks.get(rank):
+            yield f"  rank {rank}: {found.ranks.get(rank)}, not {expected.ranks.get(rank)}"
 
 
 # -- tracing differences -------------------------------------------------------------------------------------------
 
 
-def followed(settings: Settings, wanted: Truth, found: Truth, data_dirs: Iterable[Path]) -> Iterator[str]:
+def followed(settings: Settings, expected: Truth, found: Truth, data_dirs: Iterable[Path]) -> Iterator[str]:
     """Describe where blocks that differ occur in the source, the changelog and each RocksDB."""
-    for fact in sorted(wanted.facts ^ found.facts)[:FOLLOWED_MAX]:
+    for fact in sorted(expected.facts ^ found.facts)[:FOLLOWED_MAX]:
         partition = partition_of(fact[0], settings.partitions)
         yield f"fact {fact}, partition {partition}"
         yield from (f"  source {line}" for line in _in_source(settings, partition, fact))

@@ -117,7 +117,7 @@ class TransitionSender:
 
 @pytest.mark.parametrize("effect", [0, 1, 2, 4, 5, 6, 7])
 def test_a_worker_killed_at_an_effect_leaves_pooled_blocks_as_they_were(stack: Stack, effect: int) -> None:
-    """The next owner ends with the reference's rows, at whichever step of a transaction the first was killed."""
+    """The next owner ends with the reference's rows, whichever step of a transaction the first owner was killed at."""
     stack.settings = replace(stack.settings, batch_records_max=10)  # for enough transactions
     sender = TransitionSender(stack.settings, random_history(effect, 200, 250))
     ensure_topics(stack.settings, topics(stack.settings).all())
@@ -138,7 +138,7 @@ def opened(worker: RouterProcess) -> set[int]:
 
 
 def assert_equally_old(settings: Settings) -> None:
-    """Check that the local copies of a partition's tables are of the same age, even if one of them seldom changes."""
+    """Check that both tables of each partition's local copy have the same age, even if one of them seldom changes."""
     for partition in range(settings.partitions):
         name = scope_of(settings, partition)
         store = PartitionStore(tables_path(settings) / name, name, settings.rocksdb_cache_mb)
@@ -238,7 +238,7 @@ def reach(router: RouterProcess) -> dict[int, tuple[str, list[int]]]:
 
 def await_reach(router: RouterProcess, expected: dict[int, tuple[str, list[int]]]) -> None:
     try:
-        wait_for(lambda: reach(router) == expected, VISIBLE_TIMEOUT_S, "who reaches what")
+        wait_for(lambda: reach(router) == expected, VISIBLE_TIMEOUT_S, "the reachable workers of each block")
     finally:
         assert reach(router) == expected
 
@@ -250,7 +250,10 @@ def script(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def test_members_can_read_a_pooled_block_whatever_happens_to_its_owner(stack: Stack) -> None:
-    """The owner drops its copy, clears, restarts and is removed. Workers that left, or all after a loss, cannot."""
+    """Members can read a pooled block after its owner drops its copy, clears its cache, restarts and is removed.
+
+    A worker that left the pool cannot read it, and once the pool is lost, no worker can.
+    """
     worker = stack.worker()
     for worker_id in (1, 2, 3):
         put_worker(worker, worker_id)
@@ -286,7 +289,7 @@ def test_members_can_read_a_pooled_block_whatever_happens_to_its_owner(stack: St
 
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:  # a restart
         await_reach(worker, {**pooled, 13: ("evicted", [])})
-        publisher.stored([21], tokens[:16])  # the new incarnation's name of the first block
+        publisher.stored([21], tokens[:16])  # the new incarnation has another name for the first block
         publisher.publish_cxl_state_transition(1, [21], "evicted", POOL)
     await_reach(worker, {21: ("evicted", []), 12: ("cxl_pooled", [1, 2]), 13: ("evicted", [])})
 
@@ -346,7 +349,11 @@ def await_supplementary(
 
 
 def test_a_request_goes_to_a_worker_that_can_read_a_removed_owners_pooled_prefix(stack: Stack) -> None:
-    """Every router also uses labels and blocks that are partly on the GPU, and ignores the pool once it is lost."""
+    """A request goes to a worker that can read the pooled prefix, also after the prefix's owner was removed.
+
+    Every router also counts labels, and pooled blocks that continue a worker's own blocks, and ignores the pool once it
+    is lost.
+    """
     worker = stack.worker()
     for worker_id in (1, 2, 3):
         put_worker(worker, worker_id)
@@ -380,8 +387,8 @@ def test_a_request_goes_to_a_worker_that_can_read_a_removed_owners_pooled_prefix
         await_supplementary(router, {2: (2, 0, 0), 3: (2, 0, 0)}, tokens)
 
 
-def test_stores_in_a_pool_and_scripts_report_transitions_like_any_other(stack: Stack) -> None:
-    """A store's metadata become transitions, and a script looks up the engine's names in Kafka."""
+def test_stores_in_a_pool_and_scripts_publish_transitions_like_any_other(stack: Stack) -> None:
+    """The CXL metadata of a store become transitions, and `kvstreams cxl` publishes transitions by engine hash."""
     worker = stack.worker()
     for worker_id in (1, 2):
         put_worker(worker, worker_id)
@@ -418,16 +425,16 @@ def test_stores_in_a_pool_and_scripts_report_transitions_like_any_other(stack: S
     assert f"pool {POOL} is lost" in script(stack.settings, *back, "13").stderr
     forced = script(stack.settings, *back, "--force", "--wait", "60", "13")
     assert (forced.returncode, forced.stdout.splitlines()[1:]) == (0, ["applied"]), forced.stderr
-    over = script(stack.settings, "pool", POOL, "--member", "1", "--epoch", "0")
-    assert (over.returncode, over.stdout) == (1, "")
-    assert "is in epoch 1 already" in over.stderr
-    nobody = script(stack.settings, "transition", "--worker-id", "9", "--state", "evicted", "11")
-    assert nobody.returncode == 1
-    assert "has published nothing" in nobody.stderr
+    ended = script(stack.settings, "pool", POOL, "--member", "1", "--epoch", "0")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "is in epoch 1 already" in ended.stderr
+    unknown = script(stack.settings, "transition", "--worker-id", "9", "--state", "evicted", "11")
+    assert unknown.returncode == 1
+    assert "has published nothing" in unknown.stderr
     worker.child.kill()
-    silence = script(stack.settings, *transition, "--state", "evicted", "--wait", "1", "13")
-    assert silence.returncode == 1
-    assert "no agent has read it" in silence.stderr
+    unread = script(stack.settings, *transition, "--state", "evicted", "--wait", "1", "13")
+    assert unread.returncode == 1
+    assert "no agent has read it" in unread.stderr
 
 
 def test_the_example_of_the_docs_reports_labels_and_pooled_blocks(stack: Stack) -> None:
@@ -446,7 +453,7 @@ def test_the_example_of_the_docs_reports_labels_and_pooled_blocks(stack: Stack) 
 
 
 def test_a_restarted_bridge_recovers_the_names_of_its_engines_pooled_blocks(stack: Stack) -> None:
-    """It recovers them from the table if the engine no longer keeps the batches."""
+    """A restarted bridge recovers the names from the table if the engine no longer keeps the batches with them."""
     stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
     worker = stack.worker()
     call(worker, "PUT", f"/pools/{POOL}", {"members": [int(WORKER_ID)]})
@@ -468,7 +475,7 @@ def test_a_restarted_bridge_recovers_the_names_of_its_engines_pooled_blocks(stac
 
 
 def test_a_partition_of_both_topics_has_one_owner(stack: Stack) -> None:
-    """Faust assigns equal partition numbers of both topics to one worker, and a rank's records are all in one."""
+    """Faust assigns equal partitions of both topics to one worker, and all records of a rank are in one partition."""
     first, second = stack.worker("first", router=False), stack.worker("second", router=False)
     router = stack.router("router")
     for worker_id in range(1, 9):

@@ -1,4 +1,4 @@
-"""What routers on a real Kafka choose and return (docs/http.md): cost, mode, filters, registry, state.
+"""The answers of routers on a real Kafka (docs/http.md): cost, mode, filters, registry, state.
 
 The fleet's two routers serve all tests. Every test uses a model and workers of its own, so that none affects another.
 """
@@ -82,7 +82,7 @@ def test_u64_values_are_numbers_or_decimal_strings(fleet: Fleet) -> None:
 
 
 def test_hashes_and_tokens_are_the_same_request(fleet: Fleet) -> None:
-    """Local hashes, as numbers or strings, find the same blocks as the tokens that they were made of."""
+    """Local hashes, as numbers or strings, find the same blocks as the tokens that they were computed from."""
     from streams.core.hashing import local_hashes
 
     model = fleet.model()
@@ -120,13 +120,13 @@ def test_octets_and_json_are_the_same_request(fleet: Fleet) -> None:
     for fields, query in requests:
         dp_rank = fields.get("dp_rank", 1)  # one candidate per worker, so that nothing is left to chance
         body = {"model": model, "request_id": "r", "token_ids": TOKENS, **fields, "dp_rank": dp_rank}
-        wanted = fleet.main.ask(**body)
+        expected = fleet.main.ask(**body)
         rank = "" if "dp_rank" in fields else "&dp_rank=1"
         path = f"/route?model={model}&request_id=r&update_states=false&explain=true{rank}&{query}"
         found = fleet.main.call("POST", path, packed(TOKENS), OCTETS).given()
-        assert found["candidates"] == wanted["candidates"]
+        assert found["candidates"] == expected["candidates"]
         tied = {"worker_id": 0, "url": ""}  # ties are broken at random
-        assert {**found, **tied} == {**wanted, **tied}
+        assert {**found, **tied} == {**expected, **tied}
     potential = fleet.main.call("POST", "/loads/potential", {"model": model, "token_ids": TOKENS}).given()
     found = fleet.main.call("POST", f"/loads/potential?model={model}", packed(TOKENS), f"{OCTETS}; x=y").given()
     assert found == potential
@@ -156,14 +156,14 @@ def test_octets_are_whole_tokens(n_bytes: int, fleet: Fleet, model: str) -> None
     ],
 )
 def test_a_wrong_query_is_400(query: str, fleet: Fleet, model: str) -> None:
-    """Query parameters are validated like the fields of a body."""
+    """Query parameters are validated like the fields of a body: an unknown or invalid one is 400."""
     answer = fleet.main.call("POST", f"/route?model={model}&{query}", packed(TOKENS), OCTETS)
     answer.refused(400, "invalid_request")
 
 
 @pytest.mark.parametrize("n_tokens", [1, 15, 16, 17, 31, 32])
 def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) -> None:
-    """The partial last block must be computed too, although no rank can hold it."""
+    """A partial last block counts as a block of the request, although no rank can hold it."""
     answer = fleet.main.ask(model=model, token_ids=[7] * n_tokens)
     assert answer["request_blocks"] == math.ceil(n_tokens / BLOCK_SIZE)
     assert answer["cost"] == answer["request_blocks"] + n_tokens // BLOCK_SIZE
@@ -173,7 +173,7 @@ def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) 
 
 
 def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
-    """With explain every eligible rank is a candidate, the terms follow the formula, and the cheapest is chosen."""
+    """With `explain`, the answer lists every eligible rank; terms follow the formula, and the cheapest is chosen."""
     model = fleet.model()
     ids = fleet.register(model, 3, dp_size=2)
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
@@ -216,7 +216,7 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
 
 
 def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> None:
-    """Overlap attracts a request, and load repels it."""
+    """A request goes to the rank with the longest prefix until that rank's load outweighs the prefix."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -228,7 +228,7 @@ def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> No
 
 
 def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
-    """The same tokens under an adapter or in a namespace are different blocks."""
+    """The same tokens with an adapter or in a namespace are different blocks."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.agents.hold(rank_of(worker_id), TOKENS)
@@ -257,10 +257,10 @@ def test_temperature_spreads_choices(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "wanted"), [(RouterMode.ROUND_ROBIN, "each in turn"), (RouterMode.RANDOM, "each at some time")]
+    ("mode", "order"), [(RouterMode.ROUND_ROBIN, "each in turn"), (RouterMode.RANDOM, "each at some time")]
 )
-def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -> None:
-    """Round-robin takes turns and random draws, whatever ranks hold; both return `fallback`, for a repeated id too."""
+def test_modes_that_read_no_index(mode: RouterMode, order: str, fleet: Fleet) -> None:
+    """Round-robin takes turns and random draws, whatever ranks hold. Both answer `fallback`, also for a repeated id."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     fleet.agents.hold(rank_of(ids[0]), TOKENS)
@@ -270,7 +270,7 @@ def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -
         chosen = [answer["worker_id"] for answer in answers]
         assert {answer["mode"] for answer in answers} == {"fallback"}
         assert {answer["overlap_blocks"] for answer in answers} == {0}
-        if wanted == "each in turn":
+        if order == "each in turn":
             assert chosen == ids * 20
         else:
             assert set(chosen) == set(ids)
@@ -280,8 +280,8 @@ def test_modes_that_read_no_index(mode: RouterMode, wanted: str, fleet: Fleet) -
         assert first["worker_id"] == again["worker_id"]
 
 
-def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
-    """Exact requires a running owner without lag and a rank without gaps; the worst eligible rank decides the mode."""
+def test_mode_shows_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
+    """`exact` requires a running owner without lag and ranks without gaps; the worst eligible rank decides the mode."""
     model = fleet.model()
     live, gap, hybrid = fleet.register(model, 3, LIVE)
     (never,) = fleet.register(model, 1, NEVER)
@@ -296,8 +296,8 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
         assert ("degraded_because" in found) == (found["mode"] == "degraded")
         return f"{found['mode']}: {found['degraded_because']}" if "degraded_because" in found else str(found["mode"])
 
-    def becomes(wanted: str, *worker_ids: int) -> None:
-        fleet.wait(lambda: mode(*worker_ids) == wanted, f"mode {wanted}")
+    def becomes(expected: str, *worker_ids: int) -> None:
+        fleet.wait(lambda: mode(*worker_ids) == expected, f"mode {expected}")
 
     assert mode(live) == "degraded: no_events_yet"  # a rank without any event may hold blocks
     for worker_id in (live, gap, silent, behind):
@@ -329,11 +329,11 @@ def test_mode_tells_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     assert mode(live, silent, never, gap, hybrid, behind) == "degraded: removed"
 
 
-# --- who may be chosen -------------------------------------------------------------------------------------------
+# --- eligibility -------------------------------------------------------------------------------------------------
 
 
 def test_filters_come_before_cost(fleet: Fleet) -> None:
-    """Allowed, excluded, named worker and rank, phase and taints each leave only the ranks that pass."""
+    """Each filter (allowed, excluded and named workers, rank, phase, taints) leaves only the ranks that pass it."""
     model = fleet.model()
     both, prefill, decode, tainted = fleet.agents.worker_ids(4, LIVE)
     fleet.put(both, model, dp_size=2)
@@ -351,11 +351,11 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
         assert [(each["worker_id"], each["dp_rank"]) for each in potential["loads"]] == found
         return found
 
-    everyone = [(both, 0), (both, 1), (prefill, 0), (decode, 0), (tainted, 0)]
-    assert ranks() == everyone
+    all_ranks = [(both, 0), (both, 1), (prefill, 0), (decode, 0), (tainted, 0)]
+    assert ranks() == all_ranks
     assert ranks(allowed_worker_ids=[decode, prefill]) == [(prefill, 0), (decode, 0)]
-    assert ranks(excluded_worker_ids=[both]) == everyone[2:]
-    assert ranks(excluded_worker_ids=[]) == everyone
+    assert ranks(excluded_worker_ids=[both]) == all_ranks[2:]
+    assert ranks(excluded_worker_ids=[]) == all_ranks
     assert ranks(allowed_worker_ids=[both, prefill], excluded_worker_ids=[both]) == [(prefill, 0)]
     assert ranks(worker_id=both) == [(both, 0), (both, 1)]
     assert ranks(worker_id=both, dp_rank=1) == [(both, 1)]
@@ -364,8 +364,8 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
     assert ranks(phase="decode") == [(both, 0), (both, 1), (decode, 0), (tainted, 0)]
     assert ranks(required_taints=["gpu-b"]) == [(decode, 0), (tainted, 0)]
     assert ranks(required_taints=["gpu-b", "gpu-a"]) == [(tainted, 0)]
-    assert ranks(required_taints=[]) == everyone
-    nobodies: list[tuple[dict[str, Any], dict[str, int]]] = [
+    assert ranks(required_taints=[]) == all_ranks
+    impossible: list[tuple[dict[str, Any], dict[str, int]]] = [
         ({"allowed_worker_ids": []}, {"not_allowed": 5}),
         ({"allowed_worker_ids": [5]}, {"not_allowed": 5}),
         ({"worker_id": 5}, {"other_worker": 5}),
@@ -375,12 +375,12 @@ def test_filters_come_before_cost(fleet: Fleet) -> None:
         ({"excluded_worker_ids": [both, prefill, decode, tainted]}, {"excluded": 5}),
         ({"worker_id": both, "excluded_worker_ids": [both]}, {"other_worker": 3, "excluded": 2}),
     ]
-    for nobody, refused in nobodies:
+    for fields, refused in impossible:
         for path in ("/route", "/loads/potential"):
-            asked = {"model": model, "token_ids": TOKENS, **nobody}
+            asked = {"model": model, "token_ids": TOKENS, **fields}
             answer = fleet.main.call("POST", path, asked)
-            words = ", ".join(f"{reason} {n}" for reason, n in refused.items())
-            assert f"({words})" in answer.refused(503, "no_eligible_worker")
+            reasons = ", ".join(f"{reason} {n}" for reason, n in refused.items())
+            assert f"({reasons})" in answer.refused(503, "no_eligible_worker")
             detail = answer.json["error"]["detail"]
             detail["refused_ranks"].pop("other_model", None)  # other tests' workers
             assert detail == {"workers": 4, "refused_ranks": refused}
@@ -424,7 +424,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
 
 
 def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
-    """The table in docs/http.md holds cell by cell, at the router that was called and at another one."""
+    """Calls for known and unknown workers get the answers that the table in docs/http.md lists, from every router."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     path = f"/workers/{worker_id}"
@@ -447,8 +447,7 @@ def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
 
 
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
-    """A cordoned worker keeps its running requests, gets no new ones from any router, and gets them after it registers
-    again."""
+    """A cordoned worker keeps its running requests, and gets no new ones from any router until it registers again."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-running")
@@ -466,35 +465,35 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
     assert fleet.main.ask(**asked)["worker_id"] == worker_id
 
 
-def test_a_deleted_worker_is_gone_everywhere(fleet: Fleet) -> None:
-    """DELETE removes a worker from every router, and tells agents in order with the worker's events."""
-    fleet.register(fleet.model())  # without any worker the answer would be a different one
+def test_a_deleted_worker_is_removed_from_every_router(fleet: Fleet) -> None:
+    """DELETE removes a worker from every router, and writes the removal to kv-events, in order with its events."""
+    fleet.register(fleet.model())  # if no worker at all were registered, the answer would be another one
     model = fleet.model()
-    told, silent = fleet.register(model, 2, dp_size=2)
-    fleet.agents.progress(rank_of(told, 0), incarnation=4)
-    fleet.agents.progress(rank_of(told, 1), incarnation=U64_MASK)
-    fleet.agents.hold(rank_of(told), TOKENS, incarnation=4)
-    fleet.holds(told, 4)
-    for worker_id in (told, silent):
+    active, unused = fleet.register(model, 2, dp_size=2)
+    fleet.agents.progress(rank_of(active, 0), incarnation=4)
+    fleet.agents.progress(rank_of(active, 1), incarnation=U64_MASK)
+    fleet.agents.hold(rank_of(active), TOKENS, incarnation=4)
+    fleet.holds(active, 4)
+    for worker_id in (active, unused):
         answer = fleet.main.call("DELETE", f"/workers/{worker_id}").given()
         assert answer == {"worker_id": worker_id, "removed": True}
         fleet.main.call("DELETE", f"/workers/{worker_id}").refused(404, "unknown_id")
     fleet.main.call("POST", "/route", {"model": model, "token_ids": TOKENS}).refused(404, "unknown_model")
-    fleet.wait(lambda: not {told, silent} & fleet.peer.workers().keys(), "the peer to know")
+    fleet.wait(lambda: not {active, unused} & fleet.peer.workers().keys(), "the peer to know")
     records: list[Record] = []
     read_to_end(fleet.settings, topics(fleet.settings).kv_events.name, LIVE, None, records.extend)
     removed = {record.key: decode_batch(record.value) for record in records}
-    assert str(silent).encode() not in removed  # it never had events, so that there is nothing to remove
-    batch = removed[str(told).encode()]
-    assert (batch.rank.worker_id, batch.incarnation, batch.model) == (told, U64_MASK, model)
+    assert str(unused).encode() not in removed  # it never had events, so there is nothing to remove
+    batch = removed[str(active).encode()]
+    assert (batch.rank.worker_id, batch.incarnation, batch.model) == (active, U64_MASK, model)
     assert isinstance(batch.body, WorkerRemoved)
 
 
 # --- the router itself -------------------------------------------------------------------------------------------
 
 
-def test_metrics_tell_what_there_is(fleet: Fleet) -> None:
-    """/metrics parses as Prometheus does, and counts workers, blocks, answers by mode and their time."""
+def test_metrics_count_workers_blocks_and_answers(fleet: Fleet) -> None:
+    """/metrics is a valid Prometheus page that counts workers, blocks, answers by mode, and the time of answers."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     before = metrics(fleet.main)
@@ -563,9 +562,8 @@ def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
         assert (answer.status, answer.body) == (200, b"")
 
 
-def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
-    """Until its topics are read to their ends a router is healthy but not ready, and answers no request from a partial
-    state."""
+def test_a_router_that_has_not_read_its_topics_is_not_ready(scope: Settings) -> None:
+    """Until its topics are read to their ends, a router is healthy but not ready, and refuses every request."""
 
     async def ask() -> None:
         app = web.Application(middlewares=[error_shape])
@@ -580,9 +578,9 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
                     left = dict.fromkeys(
                         ("index", "pooled", "workers", "metrics", "dead letters", "loads"), scope.partitions
                     )
-                    told = {"ready": False, "partitions_left": left, "workers_left": 0, "topics_missing": []}
-                    told["reason"] = "topics are still being read"
-                    assert (response.status, await response.json()) == (503, told)
+                    expected = {"ready": False, "partitions_left": left, "workers_left": 0, "topics_missing": []}
+                    expected["reason"] = "topics are still being read"
+                    assert (response.status, await response.json()) == (503, expected)
                 async with http.get("/healthz") as response:
                     assert response.status == 200
                 for method, path, body in (
@@ -607,7 +605,7 @@ def test_a_router_that_has_not_read_its_topics_says_so(scope: Settings) -> None:
     asyncio.run(ask())
 
 
-def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_fails_if_kafka_does_not_take_it(scope: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Kafka a registration is answered with 503, and the registry stays as it was."""
     monkeypatch.setattr(registry_module, "PUBLISH_TIMEOUT_S", 0.5)
     router = Router(replace(scope, kafka=f"127.0.0.1:{free_port()}"))
@@ -619,11 +617,11 @@ def test_a_registration_that_kafka_does_not_take_is_not_made(scope: Settings, mo
     gc.collect()  # ends its client, which would otherwise try to connect, and log that, until the last test
 
 
-def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings) -> None:
+def test_records_that_cannot_be_used_are_counted_and_skipped(scope: Settings) -> None:
     """Records of a foreign writer in a router's topics are counted and skipped, and the records after them are read."""
     named = topics(scope)
     ensure_topics(scope, named.all())
-    strange: list[tuple[str, bytes | None, bytes | None]] = [
+    unusable: list[tuple[str, bytes | None, bytes | None]] = [
         (spec.name, key, value)
         for spec in (named.index_changelog, named.cxl_changelog, named.workers, named.router_loads)
         for key, value in (
@@ -638,13 +636,13 @@ def test_records_that_cannot_be_used_are_counted_and_passed_over(scope: Settings
         )
     ]
     kafka = producer(scope)
-    for topic, key, value in strange:
+    for topic, key, value in unusable:
         kafka.produce(topic, key=key, value=value, partition=0)
     assert kafka.flush(PATIENCE_S) == 0
     with served(scope) as api:
-        assert metrics(api)["kvstreams_bad_records_total"] == len(strange)
+        assert metrics(api)["kvstreams_bad_records_total"] == len(unusable)
         api.call("PUT", "/workers/1", {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}).given()
         agents = Agents(scope, fresh=[])
         agents.hold(rank_of(1), TOKENS)
-        wait_for(lambda: api.get("/state")["blocks"] == 4, PATIENCE_S, "the blocks behind the strange records")
+        wait_for(lambda: api.get("/state")["blocks"] == 4, PATIENCE_S, "the blocks after the unusable records")
         assert api.route(token_ids=TOKENS, request_id="r")["overlap_blocks"] == 4

@@ -34,8 +34,8 @@ from tests.helpers.api import (
 )
 
 
-def test_a_look_books_nothing(fleet: Fleet) -> None:
-    """With update_states false nothing is booked, under a new id or that of an active booking."""
+def test_a_request_without_update_states_books_nothing(fleet: Fleet) -> None:
+    """With update_states false nothing is booked, whether the request id is new or has an active booking."""
     model = fleet.model()
     ids = fleet.register(model, 2)
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_a_request_without_an_id_gets_one(fleet: Fleet) -> None:
 
 
 def test_a_repeated_request_books_once(fleet: Fleet) -> None:
-    """A repeated id of an active booking gets the same choice from every router, whatever else it asks, and is booked
+    """A repeated id of an active booking gets the same choice from every router, even with other tokens, and is booked
     once."""
     model = fleet.model()
     ids = fleet.register(model, 3)
@@ -77,20 +77,20 @@ def test_a_repeated_request_books_once(fleet: Fleet) -> None:
 
 
 def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) -> None:
-    """The table in docs/http.md holds cell by cell, at the router that booked and at another one."""
+    """Each call answers each kind of request id as the table in docs/http.md lists it, at every router."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
-    (stranger,) = fleet.agents.worker_ids(1, LIVE)  # not registered
+    (unregistered,) = fleet.agents.worker_ids(1, LIVE)
     asked = {"model": model, "token_ids": TOKENS}
     booked = {"worker_id": worker_id, "token_ids": TOKENS, "overlap_blocks": 1}
-    told = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
-    unheard = {"request_id": f"{model}-unheard", "output_tokens": 17}
-    answer = fleet.main.call("POST", f"/loads/{model}-unheard/output", {"output_tokens": 17}).given(202)
-    assert answer == {**unheard, "buffered": True}
-    for over in ("prefill", "free"):  # unknown to every router
-        path = f"/loads/{model}-unknown" + ("/prefill-complete" if over == "prefill" else "")
-        answer = fleet.main.call("POST" if over == "prefill" else "DELETE", path).given(202)
-        assert answer == {"request_id": f"{model}-unknown", "phase": over, "buffered": True}
+    existing = {"request_id": f"{model}-r", "worker_id": worker_id, "dp_rank": 0, "request_blocks": 4}
+    output = {"request_id": f"{model}-no-booking", "output_tokens": 17}
+    answer = fleet.main.call("POST", f"/loads/{model}-no-booking/output", {"output_tokens": 17}).given(202)
+    assert answer == {**output, "buffered": True}
+    for phase in ("prefill", "free"):  # for an id that is unknown to every router
+        path = f"/loads/{model}-unknown" + ("/prefill-complete" if phase == "prefill" else "")
+        answer = fleet.main.call("POST" if phase == "prefill" else "DELETE", path).given(202)
+        assert answer == {"request_id": f"{model}-unknown", "phase": phase, "buffered": True}
     for first in (fleet.main, fleet.peer):
         route = {**asked, "request_id": f"{model}-r"}
         mode = {"mode": "degraded", "degraded_because": "no_events_yet"}
@@ -98,11 +98,11 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         assert first.route(**route).items() >= mode.items()
         fleet.same_loads([worker_id], 1)
         for overlap, each in enumerate((fleet.main, fleet.peer)):  # only one of them booked it
-            assert each.route(**route) == {**told, "url": url, "overlap_blocks": overlap, "cost": None, **mode}
-            assert each.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
-            fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be stated")
+            assert each.route(**route) == {**existing, "url": url, "overlap_blocks": overlap, "cost": None, **mode}
+            assert each.call("POST", f"/loads/{model}-r", booked).given() == {**existing, "overlap_blocks": 1}
+            fleet.wait(lambda: fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}, "it to be replaced")
             each.call("POST", f"/loads/{model}-r", {**booked, "dp_rank": 1}).refused(404, "unknown_id")
-            each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": stranger}).refused(404, "unknown_id")
+            each.call("POST", f"/loads/{model}-r", {**booked, "worker_id": unregistered}).refused(404, "unknown_id")
         for each in (fleet.main, fleet.peer, fleet.main):
             answer = each.call("POST", f"/loads/{model}-r/prefill-complete").given()
             assert answer == {"request_id": f"{model}-r", "phase": "prefill", "buffered": False}
@@ -114,12 +114,12 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         second = fleet.peer if first is fleet.main else fleet.main
         assert second.call("DELETE", f"/loads/{model}-r").given()["buffered"] is False
         fleet.same_loads([worker_id], 0)
-        for each in (fleet.main, fleet.peer):  # it has ended, and is known
+        for each in (fleet.main, fleet.peer):  # the booking has ended, and both routers still know its id
             for call in (("DELETE", f"/loads/{model}-r"), ("POST", f"/loads/{model}-r/prefill-complete")):
                 assert each.call(*call).given()["buffered"] is False
             assert each.call("POST", f"/loads/{model}-r/output", {"output_tokens": 999}).given()["buffered"] is False
         fleet.same_loads([worker_id], 0)
-    assert fleet.main.call("POST", f"/loads/{model}-r", booked).given() == {**told, "overlap_blocks": 1}
+    assert fleet.main.call("POST", f"/loads/{model}-r", booked).given() == {**existing, "overlap_blocks": 1}
     assert fleet.same_loads([worker_id], 1) == {(worker_id, 0): (48, 4, 1)}
     fleet.main.call("DELETE", f"/loads/{model}-r").given()
     fleet.same_loads([worker_id], 0)
@@ -131,7 +131,7 @@ def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
     first, second = fleet.register(model, 2, dp_size=2)
     path = f"/loads/{model}-r"
     body = {"worker_id": first, "dp_rank": 1, "token_ids": [*TOKENS, 1], "overlap_blocks": 3}
-    wanted = {
+    expected = {
         "request_id": f"{model}-r",
         "worker_id": first,
         "dp_rank": 1,
@@ -139,22 +139,17 @@ def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
         "request_blocks": 5,
     }
     for _ in range(3):
-        assert fleet.main.call("POST", path, body).given() == wanted
+        assert fleet.main.call("POST", path, body).given() == expected
     assert fleet.same_loads([first], 1) == {(first, 0): (0, 0, 0), (first, 1): (65 - 48, 4, 1)}
     for other in ({"worker_id": second}, {"worker_id": first, "dp_rank": 0}):
         for api in (fleet.main, fleet.peer):
             message = api.call("POST", path, {**other, "token_ids": TOKENS}).refused(409, "booking_conflict")
             assert "DELETE" in message
     fleet.main.call("POST", path, {**body, "dp_rank": 2}).refused(404, "unknown_id")
-    assert (
-        fleet.main.call("POST", "/route", {"model": model, "token_ids": TOKENS, "request_id": f"{model}-r"}).given()[
-            "dp_rank"
-        ]
-        == 1
-    )
-    more = fleet.main.call(
-        "POST", path, {**body, "overlap_blocks": 1000}
-    ).given()  # replaced, since the rank holds more now
+    asked = {"model": model, "token_ids": TOKENS, "request_id": f"{model}-r"}
+    assert fleet.main.call("POST", "/route", asked).given()["dp_rank"] == 1
+    # The booking is replaced by one with more cached blocks.
+    more = fleet.main.call("POST", path, {**body, "overlap_blocks": 1000}).given()
     assert more["overlap_blocks"] == 5
     assert fleet.same_loads([first], 1)[first, 1] == (0, 4, 1)
     fleet.main.call("DELETE", path).given()
@@ -165,7 +160,7 @@ def test_a_choice_made_elsewhere_is_booked(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("expected", [0, 1, COUNT_MAX])
 def test_any_expected_output_is_booked(expected: int, fleet: Fleet) -> None:
-    """The number of expected tokens reaches the other routers at both ends of its range."""
+    """A booking with the least or the greatest expected output reaches the other routers."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     asked = {"model": model, "token_ids": TOKENS, "expected_output_tokens": expected, "request_id": f"{model}-r"}
@@ -175,8 +170,8 @@ def test_any_expected_output_is_booked(expected: int, fleet: Fleet) -> None:
     fleet.same_loads([worker_id], 0)
 
 
-def test_a_booking_lives_through_its_phases(fleet: Fleet) -> None:
-    """Prefill-complete ends the charge for prefill and free the rest; both may be repeated, at any router."""
+def test_each_phase_ends_its_part_of_a_booking(fleet: Fleet) -> None:
+    """Prefill-complete ends the charge for prefill, and free ends the rest. Both may be repeated, at any router."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     for name in ("a", "b"):
@@ -204,7 +199,7 @@ def test_a_wrong_number_of_generated_tokens_is_refused(body: Any, fleet: Fleet) 
 
 
 def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
-    """Output reported to the router that did not book raises the rank's cost at both until the request ends."""
+    """Output that is reported to another router than the one that booked raises the rank's cost at both routers."""
     model = fleet.model()
     first, second = fleet.register(model, 2)
     fleet.main.route(model=model, token_ids=TOKENS, worker_id=first, request_id=f"{model}-r")
@@ -212,8 +207,8 @@ def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
     fleet.same_loads([first, second], 2)
     fleet.peer.call("POST", f"/loads/{model}-r/output", {"output_tokens": COUNT_MAX}).given()
     most = -(-COUNT_MAX // BLOCK_SIZE)
-    wanted = {(first, 0): (64, 4 + most, 1), (second, 0): (64, 4, 1)}
-    fleet.wait(lambda: fleet.same_loads([first, second], 2) == wanted, "the booking to grow")
+    grown = {(first, 0): (64, 4 + most, 1), (second, 0): (64, 4, 1)}
+    fleet.wait(lambda: fleet.same_loads([first, second], 2) == grown, "the booking to grow")
     for api in (fleet.main, fleet.peer):
         seen = api.ask(model=model, token_ids=TOKENS)
         assert {each["worker_id"]: each["decode_blocks"] for each in seen["candidates"]} == {
@@ -227,7 +222,7 @@ def test_generated_tokens_are_load_at_every_router(fleet: Fleet) -> None:
 
 
 def test_cached_tokens_are_not_charged(fleet: Fleet) -> None:
-    """A booking charges what its rank must compute: the tokens that it does not hold, including a partial block."""
+    """A booking charges the tokens that its rank must compute: those not in its cache, including a partial block."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.agents.hold(rank_of(worker_id), TOKENS[:32])
@@ -246,16 +241,16 @@ def test_potential_loads_are_those_that_a_booking_brings(fleet: Fleet) -> None:
     asked = {"model": model, "token_ids": [*TOKENS, 1]}
     potential = fleet.main.call("POST", "/loads/potential", asked).given()
     assert potential["mode"] in ("exact", "degraded")
-    foretold = {
+    predicted = {
         row["worker_id"]: (row["potential_prefill_tokens"], row["potential_decode_blocks"])
         for row in potential["loads"]
     }
-    assert foretold == {ids[0]: (17, 4), ids[1]: (32 + 65, 4), ids[2]: (65, 4)}
+    assert predicted == {ids[0]: (17, 4), ids[1]: (32 + 65, 4), ids[2]: (65, 4)}
     assert fleet.main.call("POST", "/loads/potential", asked).given()["loads"] == potential["loads"]  # books nothing
     for n, worker_id in enumerate(ids):
         fleet.main.route(**asked, worker_id=worker_id, request_id=f"{model}-r{n}")
     loads = fleet.main.loads(ids)
-    assert {worker_id: loads[worker_id, 0][:2] for worker_id in ids} == foretold
+    assert {worker_id: loads[worker_id, 0][:2] for worker_id in ids} == predicted
 
 
 @pytest.mark.parametrize("phase", ["prefill", "free"])
@@ -271,8 +266,8 @@ def test_a_call_that_comes_too_soon_waits_for_its_booking(phase: str, fleet: Fle
         answer = fleet.peer.call(*call).given(202)
         assert answer == {"request_id": request_id, "phase": phase, "buffered": True}
     fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
-    wanted = {(worker_id, 0): (0, 4, 1) if phase == "prefill" else (0, 0, 0)}
-    fleet.wait(lambda: fleet.main.loads([worker_id]) == wanted, "the call to be applied")
+    applied = {(worker_id, 0): (0, 4, 1) if phase == "prefill" else (0, 0, 0)}
+    fleet.wait(lambda: fleet.main.loads([worker_id]) == applied, "the call to be applied")
     fleet.same_loads([worker_id], 1 if phase == "prefill" else 0)
 
 
@@ -305,8 +300,8 @@ def test_any_text_is_a_request_id(fleet: Fleet, model: str, request_id: str) -> 
     answer = fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
     assert answer["request_id"] == request_id
     path = f"/loads/{quote(request_id, safe='')}"
-    told = fleet.main.call("POST", f"{path}/prefill-complete").given()
-    assert told == {"request_id": request_id, "phase": "prefill", "buffered": False}
+    answer = fleet.main.call("POST", f"{path}/prefill-complete").given()
+    assert answer == {"request_id": request_id, "phase": "prefill", "buffered": False}
     assert fleet.main.call("DELETE", path).given() == {"request_id": request_id, "phase": "free", "buffered": False}
 
 
@@ -314,26 +309,26 @@ def test_any_text_is_a_request_id(fleet: Fleet, model: str, request_id: str) -> 
     "request_id", [".", "..", "a/b", "a%2Fb", "{x}", "+", "a b", "?", "#", "prefill-complete", "0"]
 )
 def test_ids_that_look_like_paths_are_ids(request_id: str, fleet: Fleet, model: str) -> None:
-    """Ids that have a meaning in URLs can be used as ids."""
+    """Request ids that consist of characters with a meaning in URLs, or look like paths, can be used in paths."""
     fleet.main.route(model=model, token_ids=TOKENS, request_id=request_id)
-    told = fleet.main.call("DELETE", f"/loads/{quote(request_id, safe='')}").given()
-    assert told == {"request_id": request_id, "phase": "free", "buffered": False}
+    answer = fleet.main.call("DELETE", f"/loads/{quote(request_id, safe='')}").given()
+    assert answer == {"request_id": request_id, "phase": "free", "buffered": False}
 
 
 def test_an_id_that_is_too_long_is_refused(fleet: Fleet) -> None:
-    """The same limit applies to ids in bodies and in paths."""
+    """A request id in a path that is longer than the limit for ids in bodies is refused with 400."""
     path = f"/loads/{'x' * (NAME_CHARS_MAX + 1)}"
     for call in (("DELETE", path), ("POST", f"{path}/prefill-complete"), ("POST", path, {"worker_id": 1})):
         fleet.main.call(*call).refused(400, "invalid_request")
 
 
 def test_a_router_that_starts_late_has_the_same_loads(fleet: Fleet) -> None:
-    """A router that starts at any moment has exactly the loads of those that read everything as it happened."""
+    """A router that starts late has exactly the loads of the routers that were running all the time."""
     model = fleet.model()
     ids = fleet.register(model, 2, dp_size=2)
     rng = random.Random(7)
     print("seed 7")
-    alive = []
+    active = []
     for n in range(40):
         api = rng.choice([fleet.main, fleet.peer])
         request_id = f"{model}-{n}"
@@ -344,21 +339,21 @@ def test_a_router_that_starts_late_has_the_same_loads(fleet: Fleet) -> None:
         if rng.random() < 0.6:
             api.call("DELETE", f"/loads/{request_id}").given()
         else:
-            alive.append(request_id)
-    loads = fleet.same_loads(ids, len(alive))
+            active.append(request_id)
+    loads = fleet.same_loads(ids, len(active))
     with served(fleet.settings) as late:
         assert late.loads(ids) == loads
         assert late.get("/workers") == fleet.main.get("/workers")
-        again = late.route(model=model, token_ids=TOKENS, request_id=alive[0])
+        again = late.route(model=model, token_ids=TOKENS, request_id=active[0])
         assert again["cost"] is None
-        for request_id in alive:
+        for request_id in active:
             assert late.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
         fleet.same_loads(ids, 0)
         assert set(late.loads(ids).values()) == {(0, 0, 0)}
 
 
 def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
-    """A chain of more hashes than a record of Kafka holds by default is a load at every router."""
+    """A booking whose hashes exceed Kafka's default limit for a record is a load at every router."""
     tiny = replace(scope, model_block_sizes={"tiny": 1})
     n = 140_000  # 8 bytes each, against Kafka's default of 1 MiB
     with served(tiny) as api, served(tiny) as peer:
@@ -374,7 +369,7 @@ def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
 
 @pytest.mark.parametrize("limit", ["the client's", "the topic's"])
 def test_a_booking_too_long_for_a_record_is_charged_and_counted(limit: str, scope: Settings) -> None:
-    """A booking that Kafka refuses is charged here, counted as unpublished, and can be freed."""
+    """A booking that Kafka refuses is charged at its own router, is counted as unpublished, and can be freed."""
     ensure_topics(scope, [topics(scope).router_loads])
     more = {} if limit == "the client's" else {"message.max.bytes": 2 * LOAD_BYTES_MAX}
     kafka = producer(scope, **more)
@@ -400,7 +395,7 @@ def booking(worker_id: int = 1) -> Booking:
     return Booking(rank_of(worker_id), "m", 16, pack_hashes([1]), 0, 1)
 
 
-def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
+def test_a_call_is_buffered_no_longer_than_a_minute(scope: Settings) -> None:
     """A buffered call whose booking does not arrive in time is dropped and counted, and does not affect a later
     booking."""
     clock = [0]
@@ -417,7 +412,7 @@ def test_a_call_is_held_no_longer_than_a_minute(scope: Settings) -> None:
         assert active.live("r") is not None
 
 
-def test_so_many_calls_are_held_and_no_more(scope: Settings) -> None:
+def test_the_number_of_buffered_calls_is_limited(scope: Settings) -> None:
     """Beyond the limit the oldest buffered call is dropped and counted."""
     loads = loads_of(scope, [0])
     for n in range(BUFFERED_CALLS_MAX + 2):
@@ -429,7 +424,7 @@ def test_so_many_calls_are_held_and_no_more(scope: Settings) -> None:
         assert [active.live(str(n)) is not None for n in (0, 1, 2)] == [True, True, False]
 
 
-def test_a_booking_that_nobody_ends_expires(scope: Settings) -> None:
+def test_a_booking_that_is_not_freed_expires(scope: Settings) -> None:
     """After its TTL a booking is no longer charged, and its id can be booked on another rank."""
     clock = [0]
     loads = loads_of(scope, clock)

@@ -33,15 +33,15 @@ def of(api: Api, name: str) -> dict[str, float]:
     return {key.partition("/")[2]: value for key, value in metrics(api).items() if key.partition("/")[0] == name}
 
 
-def await_ranks(api: Api, wanted: dict[str, int], reasons: dict[str, int]) -> None:
+def await_ranks(api: Api, states: dict[str, int], reasons: dict[str, int]) -> None:
     def counted() -> tuple[dict[str, float], dict[str, float]]:
         degraded_reasons = {reason: n for reason, n in of(api, "kvstreams_degraded_ranks").items() if n}
         return of(api, "kvstreams_ranks"), degraded_reasons
 
     try:
-        wait_for(lambda: counted() == (wanted, reasons), PATIENCE_S, "ranks by state")
+        wait_for(lambda: counted() == (states, reasons), PATIENCE_S, "ranks by state")
     finally:
-        assert counted() == (wanted, reasons)
+        assert counted() == (states, reasons)
 
 
 def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings) -> None:
@@ -74,7 +74,7 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
 
 
 def test_errors_are_counted_by_code(scope: Settings) -> None:
-    """Every refusal is counted: of the caller, of the fleet, and of the HTTP server. Successful answers are not."""
+    """Every refusal is counted, whether due to the caller, the fleet or the HTTP server; other answers are not."""
     with served(scope) as api:
         assert of(api, "kvstreams_errors_total") == {}
         api.call("GET", "/nowhere").refused(404, "not_found")
@@ -87,7 +87,7 @@ def test_errors_are_counted_by_code(scope: Settings) -> None:
 
 
 def test_dead_letters_of_every_writer_are_counted(scope: Settings) -> None:
-    """They are counted by source and reason since the router started; those of foreign writers count as `other`."""
+    """Dead letters are counted by source and reason from the router's start; foreign writers' ones are `other`."""
     names = topics(scope)
     kafka = producer(scope)
 
@@ -104,13 +104,13 @@ def test_dead_letters_of_every_writer_are_counted(scope: Settings) -> None:
             write("tcp://127.0.0.1:5557", "bad_payload")
             write("strange", "x" * (REASON_CHARS_MAX + 1))
             write(None, "")
-            wanted = {
+            expected = {
                 "not_in_transit/cxl-events": 1.0,
                 "wrong_key/kv-events": 1.0,
                 f"bad_payload/{ENGINE}": 1.0,
                 f"{OTHER}/{OTHER}": 2.0,
             }
-            for api, counts in ((late, wanted), (first, {**wanted, "not_in_transit/cxl-events": 2.0})):
+            for api, counts in ((late, expected), (first, {**expected, "not_in_transit/cxl-events": 2.0})):
                 wait_for(
                     lambda api=api, counts=counts: of(api, "kvstreams_dead_letters_total") == counts,  # type: ignore[misc]
                     PATIENCE_S,
@@ -130,7 +130,7 @@ def test_a_foreign_writer_cannot_fill_memory_with_reasons(n: int, others: int) -
 
 
 def test_a_router_serves_every_metric_that_is_declared_and_no_other(scope: Settings) -> None:
-    """The declarations, from which the docs' table is made, against the page of a router."""
+    """A router's /metrics has exactly the metrics that are declared, from which the table in the docs is made."""
     with served(scope) as api:
         api.call("GET", "/nowhere").refused(404, "not_found")
         kafka = producer(scope)
@@ -150,7 +150,7 @@ def declared_types(page: str) -> dict[str, str]:
 
 
 def test_every_process_serves_its_own_metrics(stack: Stack) -> None:
-    """A worker with the API adds its own to the router's; a worker without it, and a bridge, have a port for theirs."""
+    """A worker with the API serves its own metrics after the router's; other workers and bridges use metrics_port."""
     ports = [free_port(), free_port()]
     agents = {metric.name: str(metric.kind) for metric in AGENT_METRICS}
     routers = {metric.name: str(metric.kind) for metric in ROUTER_METRICS}
@@ -192,7 +192,7 @@ def test_every_process_serves_its_own_metrics(stack: Stack) -> None:
 
 
 def test_a_bridge_whose_metrics_port_is_taken_ends_with_the_remedy(scope: Settings) -> None:
-    """The address that cannot be listened on is one line, and names the setting."""
+    """If the metrics port is taken, a bridge ends with one line that names the address and the setting."""
     taken = scope.kafka.rpartition(":")[2]  # the broker itself listens there
     command = [sys.executable, "-m", "streams.cli", "bridge", "--engine", "id=1,url=http://u,events=tcp://e:1"]
     environ = {**os.environ, **as_environ(replace(scope, metrics_port=int(taken)))}

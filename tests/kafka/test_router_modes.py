@@ -29,8 +29,8 @@ from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Fleet, rank_of, se
         ({"router_event_threads": 64}, {"index", "pooled", "workers", "metrics", "loads"}),
     ],
 )
-def test_only_what_is_wanted_is_read(changes: dict[str, Any], read: set[str]) -> None:
-    """The index is not read if overlap has no weight or is predicted, nor loads if routers do not share them."""
+def test_a_router_reads_only_the_topics_that_it_needs(changes: dict[str, Any], read: set[str]) -> None:
+    """A router skips the index if overlap has no weight or is predicted, and loads if routers do not share them."""
     assert Router(Settings(**changes)).feeds.pending().keys() == {*read, "dead letters"}
 
 
@@ -39,7 +39,7 @@ def test_only_what_is_wanted_is_read(changes: dict[str, Any], read: set[str]) ->
     [RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO, RouterMode.DEVICE_AWARE_WEIGHTED, RouterMode.DIRECT],
 )
 def test_modes_by_load_follow_the_bookings(mode: RouterMode, fleet: Fleet) -> None:
-    """The worker without a request is chosen, whatever workers hold; direct chooses the named worker."""
+    """Modes by load choose the worker without requests, whatever workers hold; direct chooses the named worker."""
     model = fleet.model()
     busy, idle = fleet.register(model, 2)
     fleet.agents.hold(rank_of(busy), TOKENS)
@@ -59,7 +59,7 @@ def test_modes_by_load_follow_the_bookings(mode: RouterMode, fleet: Fleet) -> No
 
 @pytest.mark.parametrize("mode", [RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION])
 def test_the_older_policies_without_metrics(mode: RouterMode, fleet: Fleet) -> None:
-    """Without metrics one policy decides by hits alone, the other chooses the least loaded, and the mode shows it."""
+    """Without metrics, hit-usage-waiting decides by hits alone, and load-deviation falls back to the least loaded."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -81,8 +81,8 @@ def test_the_older_policies_without_metrics(mode: RouterMode, fleet: Fleet) -> N
         assert asked([9] * 64)[1] == "fallback"
 
 
-def test_without_events_a_router_knows_what_it_decided(fleet: Fleet) -> None:
-    """A prompt returns to the rank that got it before, in mode `approximate`, and the index is not read."""
+def test_without_events_a_router_predicts_from_its_own_decisions(fleet: Fleet) -> None:
+    """With kv_events off, a prompt goes to the rank that got it before; the mode is `approximate`."""
     model = fleet.model()
     first, second = fleet.register(model, 2)
     fleet.agents.hold(rank_of(first), TOKENS)
@@ -103,7 +103,7 @@ def test_without_events_a_router_knows_what_it_decided(fleet: Fleet) -> None:
 
 
 def test_a_router_without_weight_answers_by_load(fleet: Fleet) -> None:
-    """A request that sets a weight on such a router is answered with `fallback`."""
+    """A router whose overlap weight is 0 answers with `fallback`, even if the request overrides the weight."""
     model = fleet.model()
     holder, _ = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -118,8 +118,8 @@ def test_a_router_without_weight_answers_by_load(fleet: Fleet) -> None:
 
 
 def test_a_session_stays_on_its_rank(fleet: Fleet) -> None:
-    """A session keeps its rank under load while that is a candidate; phases have bindings of their own, and requests
-    that book nothing bind none."""
+    """A session keeps its rank under load as long as the rank is a candidate. Each phase has its own binding, and a
+    request that books nothing binds nothing."""
     model = fleet.model()
     ids = fleet.register(model, 3)
     settings = replace(fleet.settings, router_session_affinity_ttl_s=600.0, router_mode=RouterMode.ROUND_ROBIN)
@@ -146,7 +146,7 @@ def test_a_session_stays_on_its_rank(fleet: Fleet) -> None:
 
 
 def test_busy_ranks_get_nothing(fleet: Fleet) -> None:
-    """A rank over a threshold is left out, and the answer is 503 all_workers_busy if all are."""
+    """A rank over a threshold gets no requests, and if all ranks are over it the answer is 503 all_workers_busy."""
     model = fleet.model()
     holder, other = fleet.register(model, 2)
     fleet.agents.hold(rank_of(holder), TOKENS)
@@ -165,7 +165,7 @@ def test_busy_ranks_get_nothing(fleet: Fleet) -> None:
     fleet.same_loads([holder, other], 0)
 
 
-def test_routers_that_tell_nobody_keep_their_bookings(fleet: Fleet) -> None:
+def test_without_replica_sync_a_router_keeps_its_bookings_to_itself(fleet: Fleet) -> None:
     """Without replica sync a router neither publishes its bookings nor reads those of others."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
@@ -180,7 +180,7 @@ def test_routers_that_tell_nobody_keep_their_bookings(fleet: Fleet) -> None:
 
 
 def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
-    """A router is not ready until enough workers are registered, and then stays ready when they leave."""
+    """A router is not ready until enough workers are registered, and stays ready when they are removed later."""
     ensure_topics(scope, topics(scope).all())
     router = Router(replace(scope, router_min_initial_workers=2))
     router.start()
@@ -201,7 +201,7 @@ def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3, 64])
 def test_any_number_of_threads_folds_the_same(threads: int, fleet: Fleet) -> None:
-    """Each thread reads its partitions, and every fact, worker and booking arrives."""
+    """With any number of reading threads, every fact, worker and booking arrives."""
     model = fleet.model()
     ids = fleet.register(model, 4)
     for n, worker_id in enumerate(ids):

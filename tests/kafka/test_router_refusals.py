@@ -1,5 +1,4 @@
-"""What routers refuse, and how: all errors have one shape, and a wrong request is never reported as a fault of the
-router."""
+"""What routers refuse: all errors have one shape, and an invalid request is never reported as a fault of the router."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ from tests.helpers.api import (
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-def test_without_workers_there_is_nobody_to_choose(scope: Settings) -> None:
-    """An empty registry is 503 with Retry-After for any model; while one model is served it may be left out."""
+def test_without_workers_requests_are_503(scope: Settings) -> None:
+    """With an empty registry, every request is 503 with Retry-After; while one model is served, it may be left out."""
     with served(scope) as api:
         for asked in ({"token_ids": TOKENS}, {"token_ids": TOKENS, "model": "m"}):
             for path in ("/route", "/loads/potential"):
@@ -166,13 +165,14 @@ WRONG_FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def names_itself(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a parameter as the id of its test."""
     text = json.dumps(value)
     return text if len(text) < 60 else f"{text[:50]}…{len(text)}"
 
 
 @pytest.mark.parametrize("path", ["/route", "/loads/potential"])
-@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=names_itself)
+@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=shown)
 def test_a_wrong_field_is_400(path: str, fields: dict[str, Any], fleet: Fleet, model: str) -> None:
     """A field of a wrong type or out of range is 400, and the message names it."""
     fleet.main.call("POST", path, {"model": model, **fields}).refused(400, "invalid_request")
@@ -186,7 +186,7 @@ BROKEN_BODIES: dict[str, bytes] = {
     "string": b'"x"',
     "number": b"1",
     "cut off": b'{"token_ids": [1',
-    "behind the end": b'{"token_ids": [1]} x',
+    "after the end": b'{"token_ids": [1]} x',
     "comma": b'{"token_ids": [1,]}',
     "single quotes": b"{'token_ids': [1]}",
     "comment": b'{"token_ids": [1] /* x */}',
@@ -243,7 +243,7 @@ def test_a_broken_body_is_400(call: str, body: bytes, fleet: Fleet) -> None:
         {"token_ids": [1], "model": "x"},
         {"token_ids": [1], "update_states": True},
     ],
-    ids=names_itself,
+    ids=shown,
 )
 def test_a_wrong_booking_is_400_and_books_nothing(fields: dict[str, Any], fleet: Fleet, model: str) -> None:
     """An invalid booking is refused before it is charged."""
@@ -293,7 +293,7 @@ def test_a_wrong_booking_is_400_and_books_nothing(fields: dict[str, Any], fleet:
         {"state": "cordoned"},
         {"worker_id": 1},
     ],
-    ids=names_itself,
+    ids=shown,
 )
 def test_a_wrong_worker_is_400_and_not_registered(fields: dict[str, Any], fleet: Fleet) -> None:
     """An invalid worker is refused before it is written to Kafka."""
@@ -351,7 +351,7 @@ def test_more_tokens_than_the_limit_are_413(n: int, status: int, fleet: Fleet, m
 
 @pytest.mark.parametrize("call", ["POST /route", "POST /loads/potential", "POST /loads/big", "PUT /workers/5"])
 def test_a_body_beyond_the_limit_is_413(call: str, fleet: Fleet) -> None:
-    """A body beyond the limit is refused, also if it exceeds the limit only after decompression."""
+    """A body beyond the limit is refused, even if it exceeds the limit only after decompression."""
     method, path = call.split(" ")
     big = b'{"token_ids": [' + b" " * (2 * BODY_BYTES_MAX)
     fleet.main.call(method, path, big).refused(413, "too_large")
@@ -361,12 +361,12 @@ def test_a_body_beyond_the_limit_is_413(call: str, fleet: Fleet) -> None:
 
 
 def test_a_compressed_body_is_read(fleet: Fleet, model: str) -> None:
-    """A compressed body is accepted."""
+    """A body that is compressed with gzip is accepted."""
     body = gzip.compress(json.dumps({"model": model, "token_ids": TOKENS, "update_states": False}).encode())
     fleet.main.call("POST", "/route", body, headers={"Content-Encoding": "gzip"}).given()
 
 
-def test_a_body_that_is_not_compressed_as_it_says_is_400(scope: Settings) -> None:
+def test_a_body_that_contradicts_its_content_encoding_is_400(scope: Settings) -> None:
     """A body that does not match its Content-Encoding is 400."""
     with served(scope) as api:
         answer = api.call("POST", "/route", b"plain", headers={"Content-Encoding": "gzip"})
@@ -374,8 +374,8 @@ def test_a_body_that_is_not_compressed_as_it_says_is_400(scope: Settings) -> Non
 
 
 @pytest.mark.parametrize("content_type", [None, "", JSON, "application/json; charset=utf-8", "text/plain", ";;", "x"])
-def test_a_body_is_json_unless_it_says_octets(content_type: str | None, fleet: Fleet, model: str) -> None:
-    """Only application/octet-stream means packed tokens; JSON without a proper type is not taken for tokens."""
+def test_a_body_is_json_unless_its_type_is_octet_stream(content_type: str | None, fleet: Fleet, model: str) -> None:
+    """Only application/octet-stream means packed tokens; a JSON body with any other type, or none, is read as JSON."""
     body = json.dumps({"model": model, "token_ids": TOKENS, "update_states": False})
     padded = (body + " " * (-len(body) % 4)).encode()  # padded to a length that packed tokens could have
     answer = fleet.main.call("POST", "/route", padded, content_type).given()
@@ -396,7 +396,7 @@ def test_a_body_is_json_unless_it_says_octets(content_type: str | None, fleet: F
         ("POST", "/metrics", {"GET", "HEAD"}),
     ],
 )
-def test_a_wrong_method_is_405_with_those_that_are_right(method: str, path: str, allow: set[str], fleet: Fleet) -> None:
+def test_a_wrong_method_is_405_with_the_allowed_ones(method: str, path: str, allow: set[str], fleet: Fleet) -> None:
     """The answer to a wrong method lists the methods of the path."""
     answer = fleet.main.call(method, path)
     answer.refused(405, "method_not_allowed")
@@ -505,7 +505,7 @@ def assert_answered(answer: Answer, body: bytes, allowed: Sequence[int]) -> None
 
 @pytest.mark.parametrize("path", ["/route", "/loads/potential"])
 def test_no_body_is_a_fault_of_the_router(path: str, fuzzed: Api) -> None:
-    """Whatever JSON or bytes a routing call gets, the router chooses a rank or reports what is wrong."""
+    """Whatever JSON or bytes a routing call receives, the router chooses a rank or explains what is wrong."""
     statuses = set()
 
     @fuzzing
@@ -521,7 +521,7 @@ def test_no_body_is_a_fault_of_the_router(path: str, fuzzed: Api) -> None:
 
 
 def test_no_query_is_a_fault_of_the_router(fuzzed: Api) -> None:
-    """Whatever query parameters come with packed tokens, the router chooses a rank or reports what is wrong."""
+    """Whatever query parameters come with packed tokens, the router chooses a rank or explains what is wrong."""
 
     @fuzzing
     @given(
@@ -537,7 +537,7 @@ def test_no_query_is_a_fault_of_the_router(fuzzed: Api) -> None:
 
 
 def test_no_booking_is_a_fault_of_the_router(fuzzed: Api) -> None:
-    """Any booking of any id is either made or refused, and its end is accepted."""
+    """Any booking of any id is either made or refused, and a later DELETE of the id is accepted."""
     statuses = set()
 
     @fuzzing

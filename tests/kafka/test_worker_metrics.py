@@ -1,4 +1,4 @@
-"""Metrics that engines report reach routers through a real bridge and a real Kafka, and routers choose by them."""
+"""Metrics that engines report reach routers through a real bridge and a real Kafka, and the older policies use them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ INTERVAL_S = 0.2
 ASKED = {"token_ids": TOKENS, "model": "m"}
 
 
-def say(engine: EngineDouble, *, usage: float, waiting: int = 0, running: int = 0) -> None:
-    """The engine reports these metrics from its next scrape on."""
+def report_metrics(engine: EngineDouble, *, usage: float, waiting: int = 0, running: int = 0) -> None:
+    """Make the engine report these metrics from its next scrape on."""
     engine.gauges = (
         f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {usage}\n'
         f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {waiting}\n'
@@ -35,17 +35,17 @@ def say(engine: EngineDouble, *, usage: float, waiting: int = 0, running: int = 
     )
 
 
-def told(api: Api) -> dict[int, dict[str, Any]]:
-    """The metrics of each worker's only rank, for workers that have any."""
+def reported(api: Api) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each worker's only rank, for workers that have any."""
     return {worker_id: row["metrics"][0] for worker_id, row in api.workers().items() if row["metrics"]}
 
 
 def usages(api: Api) -> dict[int, float]:
-    return {worker_id: gauges["gpu_cache_usage_perc"] for worker_id, gauges in told(api).items()}
+    return {worker_id: gauges["gpu_cache_usage_perc"] for worker_id, gauges in reported(api).items()}
 
 
-def await_usages(api: Api, wanted: dict[int, float]) -> None:
-    wait_for(lambda: usages(api) == wanted, PATIENCE_S, f"engines to say {wanted}")
+def await_usages(api: Api, expected: dict[int, float]) -> None:
+    wait_for(lambda: usages(api) == expected, PATIENCE_S, f"engines to report {expected}")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def engines() -> Iterator[tuple[EngineDouble, EngineDouble]]:
 
 
 def bridged(stack: Stack, engines: tuple[EngineDouble, ...]) -> Settings:
-    """Start a bridge for these engines as workers 1, 2, ...; yields the scope's settings."""
+    """Start a bridge for these engines as workers 1, 2, ...; return the scope's settings."""
     stack.settings = replace(stack.settings, metrics_interval_s=INTERVAL_S)
     addresses = [
         Engine(number, None, engine.url, engine.events, engine.replay)  # type: ignore[arg-type]
@@ -65,15 +65,15 @@ def bridged(stack: Stack, engines: tuple[EngineDouble, ...]) -> Settings:
     return stack.settings
 
 
-def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
+def test_routers_choose_by_what_engines_report(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
     """Both older policies follow the engines' metrics, on a running router and on one that starts late."""
     first, second = engines
-    say(first, usage=0.9, waiting=4, running=2)
-    say(second, usage=0.1)
+    report_metrics(first, usage=0.9, waiting=4, running=2)
+    report_metrics(second, usage=0.1)
     settings = bridged(stack, engines)
     with served(replace(settings, router_mode=RouterMode.HIT_USAGE_WAITING)) as api:
         await_usages(api, {1: 0.9, 2: 0.1})
-        assert told(api)[1] | {"scraped_at_ms": 0, "scrapes_failed": 0} == {
+        assert reported(api)[1] | {"scraped_at_ms": 0, "scrapes_failed": 0} == {
             "dp_rank": 0,
             "gpu_cache_usage_perc": 0.9,
             "num_requests_waiting": 4,
@@ -88,55 +88,53 @@ def test_routers_choose_by_what_engines_say(stack: Stack, engines: tuple[EngineD
         assert (by_rank[1]["kv_active_blocks"], by_rank[2]["kv_active_blocks"]) == (180, 20)
         assert metrics(api)["kvstreams_ranks_with_metrics"] == 2.0
         chosen = api.ask(**ASKED)
-        assert (chosen["worker_id"], chosen["mode"]) == (
-            2,
-            "degraded",
-        )  # no agent writes the index here, but metrics are available
+        # Metrics are available; the mode is degraded because no agent writes the index in this test.
+        assert (chosen["worker_id"], chosen["mode"]) == (2, "degraded")
         assert {row["worker_id"]: row["cost"] for row in chosen["candidates"]} == {1: 0.9 + 1.0, 2: 0.1}
         with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as late:
             await_usages(late, {1: 0.9, 2: 0.1})
             assert late.ask(**ASKED)["worker_id"] == 2
-            say(first, usage=0.2)
-            say(second, usage=0.7, waiting=1)
+            report_metrics(first, usage=0.2)
+            report_metrics(second, usage=0.7, waiting=1)
             for each in (api, late):
                 await_usages(each, {1: 0.2, 2: 0.7})
                 assert each.ask(**ASKED)["worker_id"] == 1
-            say(second, usage=1.0)
+            report_metrics(second, usage=1.0)
             await_usages(late, {1: 0.2, 2: 1.0})
             message = late.call("POST", "/route", {**ASKED, "allowed_worker_ids": [2]}).refused(503, "all_workers_busy")
             assert "full" in message
 
 
-def test_an_engine_that_says_no_more_is_not_believed(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
+def test_the_last_report_of_a_silent_engine_expires(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
     """The last report of an engine that stops answering, or answers with an unusable page, expires.
 
     The failed scrapes are counted, the engine's next report is used again, and the other engine's reports continue.
     """
     first, second = engines
-    say(first, usage=0.3)
-    say(second, usage=0.5)
+    report_metrics(first, usage=0.3)
+    report_metrics(second, usage=0.5)
     settings = bridged(stack, engines)
     with served(replace(settings, router_mode=RouterMode.LOAD_DEVIATION)) as api:
         await_usages(api, {1: 0.3, 2: 0.5})
-        assert told(api)[1]["scrapes_failed"] == 0
+        assert reported(api)[1]["scrapes_failed"] == 0
         first.answers.clear()
         await_usages(api, {2: 0.5})
         first.answers.set()
         await_usages(api, {1: 0.3, 2: 0.5})
-        failed = told(api)[1]["scrapes_failed"]
+        failed = reported(api)[1]["scrapes_failed"]
         assert failed >= 1
         assert metrics(api)["kvstreams_scrapes_failed_total"] >= failed
         first.gauges = "vllm:num_requests_waiting lots\n"
         second.gauges = ""
         await_usages(api, {})
         assert api.ask(**ASKED)["mode"] == "fallback"
-        say(first, usage=0.4)
+        report_metrics(first, usage=0.4)
         await_usages(api, {1: 0.4})
-        assert told(api)[1]["scrapes_failed"] > failed
+        assert reported(api)[1]["scrapes_failed"] > failed
 
 
-def test_a_record_that_is_none_stops_nobody(scope: Settings) -> None:
-    """An unusable record is counted and skipped; records written before a router started are not used."""
+def test_an_unusable_record_is_skipped(scope: Settings) -> None:
+    """An unusable record of worker-metrics is counted and skipped. Records from before a router's start are ignored."""
     kafka = producer(scope)
 
     def write(worker_id: int, key: bytes, value: bytes | None = None, usage: float = 0.5) -> None:

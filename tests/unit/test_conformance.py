@@ -1,4 +1,4 @@
-"""The conformance cases pass, and the runner names those that fail, in its lines and its exit status."""
+"""The conformance cases pass, and the runner reports failures in its output and its exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import conformance
 from tests.conformance import KINDS, OWN_CASES, Case, Differs, load, main, run
 from tests.soak import INDEXES
 
-#: Facts from public tests. They are next to the checkout where the project is developed, and not part of it.
+#: Expectations from public tests. They are stored outside of the checkout, and only where the project is developed.
 SHARED_CASES = Path(__file__).parents[3] / "shared" / "conformance" / "cases.jsonl"
 
 
@@ -28,21 +28,21 @@ def cases(path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases(OWN_CASES))
-def test_our_own_cases_hold(case: Case) -> None:
+def test_our_own_cases_pass(case: Case) -> None:
     """Our own cases pass in every index, and through the whole pipeline of records."""
     run(case)
 
 
 @pytest.mark.parametrize("case", cases(SHARED_CASES))
-def test_facts_from_public_tests_hold(case: Case) -> None:
-    """Facts from public tests of other projects hold, as these published them."""
+def test_cases_from_public_tests_pass(case: Case) -> None:
+    """Cases made from the public tests of other projects have the results that those tests expect."""
     run(case)
 
 
-def stored(*blocks: int, **told: Any) -> dict[str, Any]:
-    """An op that stores blocks, named by the hashes of their tokens."""
+def stored(*blocks: int, **fields: Any) -> dict[str, Any]:
+    """An op that stores blocks under the hashes of their tokens. fields: further fields of the event."""
     pairs = [{"block_hash": block, "tokens_hash": block} for block in blocks]
-    return {"op": "event", "event": {"worker_id": 1, **told, "event": {"data": {"stored": {"blocks": pairs}}}}}
+    return {"op": "event", "event": {"worker_id": 1, **fields, "event": {"data": {"stored": {"blocks": pairs}}}}}
 
 
 def asked(*local: int, expect: list[list[int]]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ COSTS = {"1": 3, "2": 1}
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "message"),
     [
         (indexer("i", stored(1), asked(1, expect=[])), "scores: found [[1, 0, 1]], expected []"),
         (indexer("i", stored(1), asked(1, expect=[[1, 0, 2]])), "PlainPrefixIndex, op 1: scores"),
@@ -104,18 +104,18 @@ COSTS = {"1": 3, "2": 1}
         (labelled({"layer_id": 2}, {"scores": []}), "scores: found [[1, 0, 1]], expected []"),
         (labelled({"layer_id": 2}, {"moe_scores": []}), "query 0: moe_scores: found [[1, 0, 1]], expected []"),
         (labelled({"layer_id": 3}, {"moe_scores": [[1, 1]]}), "moe_scores: found [], expected [[1, 0, 1]]"),
-        (labelled({"layer_id": 2, "fallback_to_unlabeled": False}, {"stays": [[1, 0], [1, 1]]}), "who stays"),
-        (labelled({"layer_id": 2}, {"stays": [[1, 0]]}), "who stays"),
+        (labelled({"layer_id": 2, "fallback_to_unlabeled": False}, {"stays": [[1, 0], [1, 1]]}), "ranks that stay"),
+        (labelled({"layer_id": 2}, {"stays": [[1, 0]]}), "ranks that stay"),
         (labelled({"layer_id": 2}, {"winner": 1}), "no expectation 'winner'"),
         (labelled({"layer": 2}, {"scores": [[1, 1]]}), "ValidationError"),
         ({**labelled({}, {}), "expect": []}, "number of expectations: found 0, expected 1"),
     ],
 )
-def test_what_differs_is_told(case: dict[str, Any], told: str) -> None:
-    """A failure names the subject, the op, what was found and what was expected; every expectation is checked."""
+def test_a_failure_describes_the_difference(case: dict[str, Any], message: str) -> None:
+    """The message of a failed case names the subject, the op, what was found and what was expected."""
     with pytest.raises(Differs) as caught:
         run(Case(case["name"], case["kind"], "here", case))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_what_differs_is_told(case: dict[str, Any], told: str) -> None:
     ],
 )
 def test_fields_may_be_left_out(case: dict[str, Any]) -> None:
-    """Tiers, ranks, parents and numbers of events have defaults, and a case may have few expectations."""
+    """A case passes without tiers, ranks, parents and event numbers, which have defaults, and without expectations."""
     run(Case(case["name"], case["kind"], "here", case))
 
 
 def test_every_subject_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single index that differs fails the case, and is named."""
+    """A case fails if a single index differs, and the message names that index."""
 
     class Blind(PlainPrefixIndex):
         def find_matches(self, local: HashArray) -> OverlapScores:
@@ -156,10 +156,10 @@ def written(path: Path, *lines: Any) -> str:
     return str(path)
 
 
-def test_the_runner_tells_each_failure_each_kind_skipped_and_the_sum(
+def test_the_runner_prints_failures_skipped_kinds_and_totals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The runner prints one line for each, and exits with 1 if any case failed."""
+    """The runner prints one line for each failure, for each skipped kind and for the totals; a failure exits with 1."""
     wrong = indexer("wrong", stored(1), asked(1, expect=[]))
     right = indexer("right", stored(1), asked(1, expect=[[1, 0, 1]]))
     queued = {"name": "q", "kind": "queue"}
@@ -178,26 +178,26 @@ def test_the_runner_tells_each_failure_each_kind_skipped_and_the_sum(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "a case is an object, not a list"),
         ('{"kind": "hash"}', "the case has no name"),
         ('{"name": "a", "kind": 5}', "the case has no kind"),
     ],
 )
-def test_a_line_that_is_no_case_ends_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
+def test_an_invalid_line_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    """An invalid line ends the run with status 2, its file and its number, before any case is run."""
+    """An invalid line ends the run with status 2 before any case is run, and the message names its file and number."""
     path = written(tmp_path / "cases.jsonl", priced({"winner": 1}), line)
     assert main([path]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.startswith(f"{path}:2: "), told in err) == ("", True, True)
+    assert (out, err.startswith(f"{path}:2: "), message in err) == ("", True, True)
 
 
 def test_a_file_that_cannot_be_read_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is missing, a folder, or not text ends the run."""
+    """A path that does not exist, is a folder, or is not a text file ends the run with status 2."""
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xff")
     for path in (tmp_path / "none.jsonl", tmp_path, binary):
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read_ends_the_run(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.thorough  # starts a process, which loads every kernel
 def test_the_runner_is_a_command(tmp_path: Path) -> None:
-    """The runner's status is that of the process, and it requires a file."""
+    """The process exits with the runner's status, and with 2 if no file is given."""
     path = written(tmp_path / "cases.jsonl", priced({"costs": COSTS}), priced({"selected": 1}))
     for arguments, status in (([path], 1), ([], 2)):
         done = subprocess.run(
@@ -218,9 +218,9 @@ def test_the_runner_is_a_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [(), ({"kind": "weather", "name": "a"},)], ids=["empty", "unknown"])
-def test_a_run_of_nothing_is_no_success(
+def test_a_run_without_cases_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[dict[str, Any], ...]
 ) -> None:
-    """A file that is empty, or has only unknown kinds of cases, is not a success."""
+    """A file that is empty, or has only cases of unknown kinds, ends the run with status 2."""
     assert main([written(tmp_path / "cases.jsonl", *lines)]) == 2
     assert "nothing ran" in capsys.readouterr().err

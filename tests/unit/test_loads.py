@@ -27,13 +27,13 @@ def request(name: str, counter: int = 1, router: str = "router") -> BookingId:
 
 
 def booking(rank: RankId = A, n_blocks: int = 3, *, tokens: int = 48, output: int = 0, branch: int = 0) -> Booking:
-    """A booking of the blocks 1, 2, 3, ...; from block `branch` on, if it is given, with other contents."""
+    """A booking of the blocks 1, 2, 3, ...; if `branch` is given, the contents differ from that block on."""
     local = [number if not branch or number < branch else number + 1000 for number in range(1, n_blocks + 1)]
     return Booking(rank, "m", tokens, pack_hashes(chain_hashes(local)), 0, n_blocks, None, output)
 
 
-def apply(loads: ActiveLoads, told: BookingEvent, at_ms: int = 0) -> None:
-    booking_id, phase, carried = told
+def apply(loads: ActiveLoads, event: BookingEvent, at_ms: int = 0) -> None:
+    booking_id, phase, carried = event
     if phase is BookingPhase.ADD:
         assert carried is not None
         loads.add(booking_id, carried, at_ms)
@@ -43,14 +43,14 @@ def apply(loads: ActiveLoads, told: BookingEvent, at_ms: int = 0) -> None:
         loads.free(booking_id, at_ms)
 
 
-def life(booking_id: BookingId, carried: Booking, *phases: BookingPhase) -> list[BookingEvent]:
+def events_of(booking_id: BookingId, carried: Booking, *phases: BookingPhase) -> list[BookingEvent]:
     return [(booking_id, phase, carried if phase is BookingPhase.ADD else None) for phase in phases]
 
 
 def loads_after(order: list[BookingEvent]) -> ActiveLoads:
     loads = ActiveLoads(TTL_MS)
-    for told in order:
-        apply(loads, told)
+    for event in order:
+        apply(loads, event)
     return loads
 
 
@@ -62,28 +62,28 @@ def seen(loads: ActiveLoads) -> dict[RankId, tuple[int, int, int, int]]:
     }
 
 
-def by_brute_force(told: list[BookingEvent]) -> dict[RankId, tuple[int, int, int, int]]:
+def by_brute_force(events: list[BookingEvent]) -> dict[RankId, tuple[int, int, int, int]]:
     """The loads of the bookings that have an add and no free; if a booking has several adds, the last one is used."""
-    return {rank: (*sums, len(active_blocks(told)[rank])) for rank, sums in _sums(told).items()}
+    return {rank: (*sums, len(active_blocks(events)[rank])) for rank, sums in _sums(events).items()}
 
 
-def _live(told: list[BookingEvent]) -> Iterator[tuple[BookingId, Booking]]:
-    added = {booking_id: carried for booking_id, _, carried in told if carried is not None}
-    freed = {booking_id for booking_id, phase, _ in told if phase is BookingPhase.FREE}
+def _live(events: list[BookingEvent]) -> Iterator[tuple[BookingId, Booking]]:
+    added = {booking_id: carried for booking_id, _, carried in events if carried is not None}
+    freed = {booking_id for booking_id, phase, _ in events if phase is BookingPhase.FREE}
     return ((booking_id, carried) for booking_id, carried in added.items() if booking_id not in freed)
 
 
-def active_blocks(told: list[BookingEvent]) -> dict[RankId, set[int]]:
+def active_blocks(events: list[BookingEvent]) -> dict[RankId, set[int]]:
     blocks: dict[RankId, set[int]] = {}
-    for _, carried in _live(told):
+    for _, carried in _live(events):
         blocks.setdefault(carried.rank, set()).update(unpack_hashes(carried.sequence).tolist())
     return blocks
 
 
-def _sums(told: list[BookingEvent]) -> dict[RankId, tuple[int, int, int]]:
-    prefilled = {booking_id for booking_id, phase, _ in told if phase is BookingPhase.PREFILL}
+def _sums(events: list[BookingEvent]) -> dict[RankId, tuple[int, int, int]]:
+    prefilled = {booking_id for booking_id, phase, _ in events if phase is BookingPhase.PREFILL}
     sums: dict[RankId, tuple[int, int, int]] = {}
-    for booking_id, carried in _live(told):
+    for booking_id, carried in _live(events):
         tokens, output, requests = sums.get(carried.rank, (0, 0, 0))
         tokens += 0 if booking_id in prefilled else carried.prefill_tokens
         sums[carried.rank] = (tokens, output + carried.output_blocks, requests + 1)
@@ -95,20 +95,20 @@ ALL_PHASES = (BookingPhase.ADD, BookingPhase.PREFILL, BookingPhase.FREE)
 
 @pytest.mark.parametrize("n_phases", [1, 2, 3])
 def test_phases_of_two_requests_in_any_order_give_the_same_loads(n_phases: int) -> None:
-    """All permutations of the records of two requests, also frees before adds, give the same loads."""
-    told = life(request("r1"), booking(), *ALL_PHASES[:n_phases])
-    told += life(request("r2"), booking(B if n_phases == 2 else A, 5, branch=3), *ALL_PHASES[: 4 - n_phases])
-    expected = by_brute_force(told)
-    for order in itertools.permutations(told):
+    """Every order of the records of two requests gives the same loads, including orders in which a free comes first."""
+    events = events_of(request("r1"), booking(), *ALL_PHASES[:n_phases])
+    events += events_of(request("r2"), booking(B if n_phases == 2 else A, 5, branch=3), *ALL_PHASES[: 4 - n_phases])
+    expected = by_brute_force(events)
+    for order in itertools.permutations(events):
         assert seen(loads_after(list(order))) == expected
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int) -> None:
-    """Shuffled and repeated records of several routers, with one id booked twice, give the loads of brute force."""
+def test_records_in_any_order_and_repeated_give_the_same_loads(seed: int) -> None:
+    """Shuffled and repeated records of several routers, with ids booked twice, give the loads of brute force."""
     rng = random.Random(seed)
-    told: list[BookingEvent] = []
+    events: list[BookingEvent] = []
     for number in range(rng.randint(1, 12)):
         booking_id = request(f"r{number // 2}", number, rng.choice("xy"))
         carried = booking(
@@ -118,9 +118,9 @@ def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int
             output=rng.randint(0, 3),
             branch=rng.randint(0, 6),
         )
-        told += life(booking_id, carried, *rng.sample(ALL_PHASES, rng.randint(1, 3)))
-    expected = by_brute_force(told)
-    order = told + rng.choices(told, k=rng.randint(0, 10))
+        events += events_of(booking_id, carried, *rng.sample(ALL_PHASES, rng.randint(1, 3)))
+    expected = by_brute_force(events)
+    order = events + rng.choices(events, k=rng.randint(0, 10))
     rng.shuffle(order)
     loads = loads_after(order)
     assert seen(loads) == expected
@@ -128,7 +128,7 @@ def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int
     columns = loads.columns(loads.rows_of((A, B)), asked)
     for index, rank in enumerate((A, B)):
         tokens, output, requests, n_blocks = expected.get(rank, (0, 0, 0, 0))
-        joined = len(active_blocks(told).get(rank, set()) | set(unpack_hashes(asked).tolist())) + output
+        joined = len(active_blocks(events).get(rank, set()) | set(unpack_hashes(asked).tolist())) + output
         assert loads.decode_blocks_with(rank, asked) == columns.decode_blocks[index] == joined
         assert (columns.prefill_tokens[index], columns.requests[index]) == (tokens, requests)
         assert loads.load(rank).decode_blocks == n_blocks + output
@@ -137,18 +137,18 @@ def test_many_bookings_told_in_any_order_and_again_give_the_same_loads(seed: int
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_adds_that_grow_a_booking_replace_it(seed: int) -> None:
-    """The last of a booking's adds is used, whatever phases are folded between them."""
+    """If a booking has several adds, the last one is used, whatever other phases are folded between them."""
     rng = random.Random(seed)
     booking_id = request("r")
-    told: list[BookingEvent] = []
+    events: list[BookingEvent] = []
     for _ in range(rng.randint(1, 6)):
         carried = booking(rng.choice((A, B)), rng.randint(1, 4), tokens=rng.randint(0, 99), output=rng.randint(0, 3))
-        told += life(booking_id, carried, BookingPhase.ADD)
+        events += events_of(booking_id, carried, BookingPhase.ADD)
     if rng.random() < 0.5:
-        told.insert(rng.randint(0, len(told)), (booking_id, BookingPhase.PREFILL, None))
-    assert seen(loads_after(told)) == by_brute_force(told)
-    told.insert(rng.randint(0, len(told)), (booking_id, BookingPhase.FREE, None))
-    assert seen(loads_after(told)) == {}
+        events.insert(rng.randint(0, len(events)), (booking_id, BookingPhase.PREFILL, None))
+    assert seen(loads_after(events)) == by_brute_force(events)
+    events.insert(rng.randint(0, len(events)), (booking_id, BookingPhase.FREE, None))
+    assert seen(loads_after(events)) == {}
 
 
 def test_blocks_shared_on_a_rank_count_once() -> None:
@@ -172,7 +172,8 @@ def test_blocks_shared_on_a_rank_count_once() -> None:
     ("tokens", "blocks"), [(0, 2), (1, 2), (32, 2), (33, 3), (48, 3), (49, 4)], ids=lambda value: str(value)
 )
 def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
-    """A partial last block counts; a booking never shrinks, and is the same object if it does not grow."""
+    """Output is counted in blocks, including a partial one; a booking never shrinks, and stays the same object if it
+    does not grow."""
     carried = booking(output=2)
     grown = with_output(carried, tokens, 16)
     assert grown == carried._replace(output_blocks=blocks)
@@ -187,8 +188,8 @@ def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
     assert loads.booking(request("unknown")) is None
 
 
-def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:
-    """A prefill-complete ends the charge for tokens once, also if the add follows it."""
+def test_prefill_complete_frees_the_tokens_and_keeps_the_blocks() -> None:
+    """A prefill-complete ends the charge for prompt tokens; repeating it, or a later add, does not change that."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r1"), booking(tokens=48), 0)
     loads.add(request("r2"), booking(tokens=16), 0)
@@ -200,8 +201,8 @@ def test_prefill_complete_takes_the_tokens_and_leaves_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("first", [BookingPhase.FREE, BookingPhase.PREFILL])
-def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: BookingPhase) -> None:
-    """A freed booking is known until it expires; a prefill alone makes an id known and ends nothing."""
+def test_a_late_add_does_not_revive_a_freed_booking(first: BookingPhase) -> None:
+    """An add that follows its free starts no booking, though the id is known; an add that follows its prefill does."""
     loads = ActiveLoads(TTL_MS)
     apply(loads, (request("r"), first, None))
     assert loads.knows("r") and loads.live("r") is None
@@ -210,8 +211,8 @@ def test_an_ended_booking_stays_known_and_lets_no_late_add_in(first: BookingPhas
     assert loads.load(A).prefill_tokens == 0
 
 
-def test_the_earliest_live_booking_of_an_id_is_the_one() -> None:
-    """A later booking of the same id takes its place when the earlier one ends."""
+def test_the_earliest_active_booking_of_an_id_is_used() -> None:
+    """The earliest active booking of an id is returned, and the next one when that has ended."""
     loads = ActiveLoads(TTL_MS)
     first, second = request("r", 1), request("r", 2)
     loads.add(first, booking(A), 0)
@@ -225,7 +226,7 @@ def test_the_earliest_live_booking_of_an_id_is_the_one() -> None:
 
 
 @pytest.mark.parametrize(("now_ms", "ended"), [(0, 0), (999, 0), (1000, 1), (1499, 1), (1500, 2), (9999, 2)])
-def test_a_booking_ends_a_ttl_after_its_last_word(now_ms: int, ended: int) -> None:
+def test_a_booking_ends_a_ttl_after_its_last_record(now_ms: int, ended: int) -> None:
     """With records at 0 and 500 and a TTL of 1,000, a booking ends at 1,500."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r1"), booking(A), 0)
@@ -238,7 +239,7 @@ def test_a_booking_ends_a_ttl_after_its_last_word(now_ms: int, ended: int) -> No
     assert loads.knows("r1") == (now_ms < 1000)
 
 
-def test_being_stated_again_keeps_a_booking_alive() -> None:
+def test_a_repeated_add_renews_a_booking() -> None:
     """A repeated add renews a booking from its own time; an older one that is folded late does not shorten it."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r"), booking(), 0)
@@ -250,7 +251,7 @@ def test_being_stated_again_keeps_a_booking_alive() -> None:
 
 
 def test_a_late_record_of_an_old_booking_expires_in_its_own_time() -> None:
-    """A starting router reads one partition after another, and old bookings of one do not wait for those of another."""
+    """A booking expires by its own last record, even if a router reads that record after the newer ones of others."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("fresh"), booking(A), 900)
     loads.add(request("old"), booking(B), 100)
@@ -261,12 +262,12 @@ def test_a_late_record_of_an_old_booking_expires_in_its_own_time() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(told=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(ALL_PHASES), st.integers(0, 3000)), max_size=40))
-def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, BookingPhase, int]]) -> None:
-    """In whatever order records come, exactly the bookings within the TTL are kept at any moment."""
+@given(records=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(ALL_PHASES), st.integers(0, 3000)), max_size=40))
+def test_every_booking_expires_a_ttl_after_its_latest_record(records: list[tuple[int, BookingPhase, int]]) -> None:
+    """Whatever the order of the records, exactly the bookings with a record within the TTL are kept."""
     loads = ActiveLoads(TTL_MS)
     last: dict[str, int] = {}
-    for number, phase, at_ms in told:
+    for number, phase, at_ms in records:
         apply(loads, (request(f"r{number}"), phase, booking() if phase is BookingPhase.ADD else None), at_ms)
         last[f"r{number}"] = max(last.get(f"r{number}", 0), at_ms)
     for now_ms in range(500, 4500, 250):
@@ -278,10 +279,10 @@ def test_every_booking_expires_by_its_latest_word(told: list[tuple[int, BookingP
 
 
 def test_ended_bookings_expire_as_well() -> None:
-    """Ended bookings are dropped after the TTL, and their ids are new again afterwards."""
+    """Ended bookings are dropped after the TTL, and their ids can then be booked again."""
     loads = ActiveLoads(TTL_MS)
-    for told in life(request("r"), booking(), BookingPhase.FREE, BookingPhase.ADD, BookingPhase.PREFILL):
-        apply(loads, told)
+    for event in events_of(request("r"), booking(), BookingPhase.FREE, BookingPhase.ADD, BookingPhase.PREFILL):
+        apply(loads, event)
     assert loads.expire(TTL_MS) == 1
     assert (len(loads), loads.knows("r")) == (0, False)
     loads.add(request("r"), booking(), TTL_MS)
@@ -292,7 +293,7 @@ def test_ended_bookings_expire_as_well() -> None:
 def test_beyond_the_limit_the_oldest_booking_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, n_bookings: int
 ) -> None:
-    """With a limit of four, a fifth booking drops the oldest; a further record of a booking makes it the youngest."""
+    """With a limit of four, a fifth booking drops the oldest; a further record of a booking makes it the newest."""
     monkeypatch.setattr(loads_module, "BOOKINGS_MAX", 4)
     loads = ActiveLoads(TTL_MS)
     for number in range(n_bookings):
@@ -307,14 +308,14 @@ def test_beyond_the_limit_the_oldest_booking_is_dropped_and_counted(
     assert (len(loads), loads.ranks()) == (0, {})
 
 
-def test_the_limit_covers_a_fleet() -> None:
+def test_the_limit_suffices_for_a_large_fleet() -> None:
     """A thousand ranks with 256 running requests each stay below the limit."""
     assert loads_module.BOOKINGS_MAX >= 1000 * 256
 
 
 @pytest.mark.parametrize("forget", [lambda loads: loads.free(request("r"), 0), lambda loads: loads.expire(TTL_MS)])
 def test_a_rank_without_bookings_has_no_load_left(forget: Callable[[ActiveLoads], object]) -> None:
-    """Whatever was booked, moved to another rank or grown, the loads end at zero."""
+    """A booking that moved to another rank leaves no load on either rank once it has ended."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r"), booking(A, output=4), 0)
     loads.add(request("r"), booking(B)._replace(prefill_tokens=7), 0)

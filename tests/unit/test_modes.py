@@ -1,4 +1,4 @@
-"""Every router mode without a router: what it chooses by, what it does without data, and that it changes nothing."""
+"""Every router mode, without a router: what decides its choice, what it does without data, that it books nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RANKS = tuple(rank(worker_id) for worker_id in (1, 2, 3))
 HITS = OverlapScores({RANKS[0]: 2, RANKS[1]: 5, RANKS[2]: 8})
 
 
-NOTHING_KNOWN = FleetState()
+NO_REPORTS = FleetState()
 
 
 class Untouchable(OverlapScores):
@@ -86,7 +86,7 @@ def choose(
     loads: ActiveLoads,
     *,
     scores: OverlapScores = HITS,
-    fleet: FleetState = NOTHING_KNOWN,
+    fleet: FleetState = NO_REPORTS,
     seed: int = SEED,
     **policy: Any,
 ) -> Any:
@@ -107,7 +107,7 @@ def choose(
 
 @pytest.mark.parametrize("temperature", [0.2, 0.5, 2.0])
 def test_frequencies_of_the_softmax_are_those_of_theory(temperature: float) -> None:
-    """Over 100,000 draws the frequencies of the documented costs are those of the softmax, within 1 % of all draws."""
+    """Over 100,000 draws, the three costs are chosen with the frequencies of the softmax, within 1 % of all draws."""
     costs = [18.0, 10.0, 11.0]
     weights = [math.exp(-cost / (8.0 * temperature)) for cost in costs]
     rng = random.Random(SEED)
@@ -118,8 +118,8 @@ def test_frequencies_of_the_softmax_are_those_of_theory(temperature: float) -> N
 
 
 @pytest.mark.parametrize("mode", RouterMode)
-def test_a_weight_of_nothing_never_reads_overlap(mode: RouterMode) -> None:
-    """With weight 0 no mode reads scores, and modes that choose by turns or load read them at no weight."""
+def test_overlap_is_read_only_if_it_can_change_the_choice(mode: RouterMode) -> None:
+    """With weight 0 no mode reads scores. Modes that choose by turns, by load or at random never read them."""
     loads = loads_of(1, 2, 3)
     choose(mode, loads, scores=Untouchable(), overlap_score_weight=0.0)
     if RoutePolicy(mode=mode).reads_index:
@@ -129,8 +129,8 @@ def test_a_weight_of_nothing_never_reads_overlap(mode: RouterMode) -> None:
         choose(mode, loads, scores=Untouchable())
 
 
-def test_blocks_that_are_not_tracked_cost_nothing() -> None:
-    """Without tracked blocks, the busiest rank wins for what it holds."""
+def test_without_track_active_blocks_decode_blocks_cost_nothing() -> None:
+    """Without track_active_blocks, the rank with the longest prefix is chosen despite its many decode blocks."""
     loads = loads_of(1, 1, 9, blocks=10)
     tracked, untracked = (choose(RouterMode.KV, loads, track_active_blocks=on) for on in (True, False))
     assert [each.decode_blocks for each in tracked.candidates] == [12, 12, 92]
@@ -142,16 +142,16 @@ def test_blocks_that_are_not_tracked_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "wanted"), [([3, 1, 2], {1}), ([0], {0}), ([1, 1, 2], {0, 1}), ([4, 4, 4], {0, 1, 2})]
+    ("in_flight", "expected"), [([3, 1, 2], {1}), ([0], {0}), ([1, 1, 2], {0, 1}), ([4, 4, 4], {0, 1, 2})]
 )
-def test_least_loaded_takes_the_fewest_requests(in_flight: list[int], wanted: set[int]) -> None:
-    """The rank with the fewest requests is chosen, and each of several equal ones at some time."""
+def test_least_loaded_takes_the_fewest_requests(in_flight: list[int], expected: set[int]) -> None:
+    """A rank with the fewest requests is chosen; over 100 draws, each of several such ranks is."""
     rng = random.Random(SEED)
-    assert {select_least_loaded(in_flight, rng) for _ in range(100)} == wanted
+    assert {select_least_loaded(in_flight, rng) for _ in range(100)} == expected
 
 
 def test_power_of_two_draws_pairs_uniformly_and_takes_the_better() -> None:
-    """Of loads 1, 2, 3 and 4 the first wins three pairs of six, the second two, the third one, and the last none."""
+    """With loads 1, 2, 3 and 4, the first wins three of the six pairs, the second two, the third one, the last none."""
     rng = random.Random(SEED)
     counts = Counter(select_power_of_two([1, 2, 3, 4], rng) for _ in range(N_DRAWS))
     assert counts[3] == 0
@@ -160,7 +160,7 @@ def test_power_of_two_draws_pairs_uniformly_and_takes_the_better() -> None:
 
 
 def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
-    """No candidate is favoured by its position."""
+    """With equal loads, power-of-two chooses each position equally often; a single candidate is always chosen."""
     rng = random.Random(SEED)
     counts = Counter(select_power_of_two([5, 5, 5], rng) for _ in range(N_DRAWS))
     assert all(abs(counts[index] / N_DRAWS - 1 / 3) < 0.01 for index in range(3))
@@ -168,7 +168,7 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "on_cpu", "ratio", "wanted"),
+    ("in_flight", "on_cpu", "ratio", "expected"),
     [
         # A CPU and a device of eight times its throughput: the CPU is chosen below an eighth of the load.
         ([0, 0], [True, False], 8.0, {1}),
@@ -189,15 +189,15 @@ def test_power_of_two_is_fair_among_equals_and_takes_the_only_one() -> None:
     ],
 )
 def test_devices_are_compared_by_normalised_load(
-    in_flight: list[int], on_cpu: list[bool], ratio: float, wanted: set[int]
+    in_flight: list[int], on_cpu: list[bool], ratio: float, expected: set[int]
 ) -> None:
-    """Groups are compared by requests in flight / (candidates * throughput); of equal loads the faster devices win."""
+    """Groups are compared by requests in flight / (candidates * throughput); if equal, the faster devices win."""
     rng = random.Random(SEED)
-    assert {select_device_aware(in_flight, on_cpu, ratio, rng) for _ in range(60)} == wanted
+    assert {select_device_aware(in_flight, on_cpu, ratio, rng) for _ in range(60)} == expected
 
 
 @pytest.mark.parametrize(
-    ("mode", "requests", "wanted"),
+    ("mode", "requests", "expected"),
     [
         (RouterMode.LEAST_LOADED, (2, 1, 3), {RANKS[1]}),
         (RouterMode.DIRECT, (2, 1, 3), {RANKS[1]}),
@@ -207,12 +207,12 @@ def test_devices_are_compared_by_normalised_load(
     ],
 )
 def test_modes_by_load_read_requests_in_flight(
-    mode: RouterMode, requests: tuple[int, ...], wanted: set[RankId]
+    mode: RouterMode, requests: tuple[int, ...], expected: set[RankId]
 ) -> None:
-    """The modes that choose by load use requests in flight; here the first worker is a CPU."""
+    """The modes that choose by load compare requests in flight. In this test, the first worker is a CPU."""
     fleet = FleetState(cpu_workers=frozenset({RANKS[0].worker_id}))
     loads = loads_of(*requests)
-    assert {choose(mode, loads, fleet=fleet, seed=seed).chosen.rank for seed in range(40)} == wanted
+    assert {choose(mode, loads, fleet=fleet, seed=seed).chosen.rank for seed in range(40)} == expected
 
 
 # --- the older policies -------------------------------------------------------------------------------------------
@@ -222,36 +222,36 @@ def metrics(**fields: Any) -> WorkerMetrics:
     return WorkerMetrics(**fields)
 
 
-def test_hits_weigh_twice_usage_and_waiting_once() -> None:
+def test_hit_usage_waiting_weighs_hits_twice() -> None:
     """The cost is -(2 * hit rate - cache usage - waiting / the most waiting)."""
-    told = [
+    reported = [
         metrics(gpu_cache_usage_perc=0.5, num_requests_waiting=2),
         metrics(gpu_cache_usage_perc=0.25, num_requests_waiting=4),
         None,
     ]
-    assert hit_usage_waiting([0.2, 0.5, 0.8], told) == pytest.approx([-0.4 + 0.5 + 0.5, -1.0 + 0.25 + 1.0, -1.6])
+    assert hit_usage_waiting([0.2, 0.5, 0.8], reported) == pytest.approx([-0.4 + 0.5 + 0.5, -1.0 + 0.25 + 1.0, -1.6])
     assert hit_usage_waiting([0.0, 0.5], [metrics(), metrics()]) == [0.0, -1.0]
 
 
-@pytest.mark.parametrize("told", [[None, None], [metrics(), None], [metrics(), metrics(kv_active_blocks=9)]])
-def test_all_zero_is_no_preference(told: list[WorkerMetrics | None]) -> None:
-    """If every cost is zero, there is no preference."""
-    assert hit_usage_waiting([0.0, 0.0], told) is None
+@pytest.mark.parametrize("reported", [[None, None], [metrics(), None], [metrics(), metrics(kv_active_blocks=9)]])
+def test_all_zero_is_no_preference(reported: list[WorkerMetrics | None]) -> None:
+    """If every cost of hit-usage-waiting is zero, it returns no costs."""
+    assert hit_usage_waiting([0.0, 0.0], reported) is None
 
 
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 50)), min_size=1, max_size=6),
 )
 def test_hit_usage_waiting_is_its_formula(rows: list[tuple[float, float, int]]) -> None:
-    """For any numbers the costs are those of the formula."""
+    """For any numbers, hit-usage-waiting returns the costs of its formula."""
     most = max(waiting for _, _, waiting in rows)
-    wanted = [2 * hit - usage - (waiting / most if most else 0) for hit, usage, waiting in rows]
-    told = [metrics(gpu_cache_usage_perc=usage, num_requests_waiting=waiting) for _, usage, waiting in rows]
-    found = hit_usage_waiting([hit for hit, _, _ in rows], told)
+    expected = [2 * hit - usage - (waiting / most if most else 0) for hit, usage, waiting in rows]
+    reported = [metrics(gpu_cache_usage_perc=usage, num_requests_waiting=waiting) for _, usage, waiting in rows]
+    found = hit_usage_waiting([hit for hit, _, _ in rows], reported)
     if found is None:
-        assert not any(wanted)
+        assert not any(expected)
     else:
-        assert [-cost for cost in found] == pytest.approx(wanted, abs=1e-12)
+        assert [-cost for cost in found] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -260,52 +260,53 @@ def test_hit_usage_waiting_is_its_formula(rows: list[tuple[float, float, int]]) 
 def test_uneven_loads_weigh_more(active: tuple[int, int], alpha: float) -> None:
     """The deviation's weight is 0.7 if the standard deviation of loads exceeds a tenth of their mean, otherwise 0.3.
 
-    50 and 60 of 100: 0.05 against 0.055. 50 and 62: 0.06 against 0.056.
+    For loads of 50 and 60 of 100, the standard deviation is 0.05 and the limit is 0.055. For 50 and 62, they are 0.06
+    and 0.056.
     """
-    told = [
+    reported = [
         metrics(kv_active_blocks=blocks, kv_total_blocks=100, request_active_slots=n, request_total_slots=10)
         for blocks, n in zip(active, (1, 4), strict=True)
     ]
     mean = sum(active) / 200
-    wanted = [
+    expected = [
         alpha * (blocks / 100 - mean) + (1 - alpha) * new + 0.1 * n / 10
         for blocks, n, new in zip(active, (1, 4), (0.8, 0.2), strict=True)
     ]
-    assert load_deviation([0.8, 0.2], told) == pytest.approx(wanted)
+    assert load_deviation([0.8, 0.2], reported) == pytest.approx(expected)
 
 
 def test_full_ranks_are_never_the_cheapest() -> None:
     """A rank without a free block or slot costs infinity; one without metrics is priced at mean load."""
-    told = [
+    reported = [
         metrics(kv_active_blocks=100, kv_total_blocks=100),
         metrics(kv_active_blocks=1, kv_total_blocks=100, request_active_slots=8, request_total_slots=8),
         metrics(kv_active_blocks=50, kv_total_blocks=100),
         None,
     ]
-    costs = load_deviation([0.0, 0.0, 1.0, 1.0], told)
+    costs = load_deviation([0.0, 0.0, 1.0, 1.0], reported)
     assert costs is not None
     assert costs[:2] == [math.inf, math.inf]
     mean = (1.0 + 0.01 + 0.5) / 3
     assert costs[2:] == pytest.approx([0.7 * (0.5 - mean) + 0.3, 0.3])
 
 
-def test_load_deviation_without_metrics_knows_nothing() -> None:
-    """If no rank has metrics, there are no costs."""
+def test_load_deviation_without_metrics_has_no_costs() -> None:
+    """If no rank has metrics, load-deviation returns no costs."""
     assert load_deviation([0.1, 0.9], [None, None]) is None
 
 
-def test_the_older_policies_choose_and_say_what_by() -> None:
-    """The answer's cost is the policy's; without one, the choice is least-loaded or random, and marked as such."""
-    told = {each: metrics(gpu_cache_usage_perc=usage) for each, usage in zip(RANKS, (0.0, 0.0, 1.0), strict=True)}
-    decision = choose(RouterMode.HIT_USAGE_WAITING, loads_of(0, 0, 0), fleet=FleetState(told))
+def test_the_older_policies_return_their_costs_or_mark_a_fallback() -> None:
+    """The costs are the policy's. If the policy has none, the choice is random or least-loaded, and not `preferred`."""
+    reported = {each: metrics(gpu_cache_usage_perc=usage) for each, usage in zip(RANKS, (0.0, 0.0, 1.0), strict=True)}
+    decision = choose(RouterMode.HIT_USAGE_WAITING, loads_of(0, 0, 0), fleet=FleetState(reported))
     assert (decision.chosen.rank, decision.preferred) == (RANKS[1], True)
     assert [each.cost for each in decision.candidates] == pytest.approx([-0.4, -1.0, -0.6])
-    nothing = {
+    undecided = {
         seed: choose(RouterMode.HIT_USAGE_WAITING, loads_of(9, 0, 0), scores=OverlapScores({}), seed=seed)
         for seed in range(40)
     }
-    assert {decision.chosen.rank for decision in nothing.values()} == set(RANKS)
-    assert not any(decision.preferred for decision in nothing.values())
+    assert {decision.chosen.rank for decision in undecided.values()} == set(RANKS)
+    assert not any(decision.preferred for decision in undecided.values())
 
     even = {each: metrics(kv_active_blocks=5, kv_total_blocks=10) for each in RANKS}
     decision = choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=FleetState(even))
@@ -315,8 +316,8 @@ def test_the_older_policies_choose_and_say_what_by() -> None:
     assert (decision.chosen.rank, decision.preferred) == (RANKS[1], False)
 
 
-def test_nobody_left_is_all_workers_busy() -> None:
-    """If all engines report that they are full, the error is AllWorkersBusy."""
+def test_full_engines_are_all_workers_busy() -> None:
+    """Load-deviation raises AllWorkersBusy if all engines report that they are full."""
     full = FleetState({each: metrics(kv_active_blocks=10, kv_total_blocks=10) for each in RANKS})
     with pytest.raises(AllWorkersBusy) as caught:
         choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=full)
@@ -354,18 +355,18 @@ def test_busy_ranks_are_left_out(share: float, tokens: int, idle: set[int]) -> N
     assert (found is RANKS) == (len(idle) == 3)
 
 
-def test_an_engine_may_say_that_it_is_busier_than_our_bookings() -> None:
+def test_an_engine_may_report_that_it_is_busier_than_our_bookings() -> None:
     """An engine's report raises its load, and gives its capacity if the registration has none."""
-    told = {RANKS[0]: metrics(kv_active_blocks=9, kv_total_blocks=10)}
+    reported = {RANKS[0]: metrics(kv_active_blocks=9, kv_total_blocks=10)}
     workers = {WorkerId(n): worker(n, None) for n in (1, 2, 3)}
-    assert idle_ranks(RANKS, BusyThresholds(0.8), workers, loads_of(0, 0, 0), told) == RANKS[1:]
+    assert idle_ranks(RANKS, BusyThresholds(0.8), workers, loads_of(0, 0, 0), reported) == RANKS[1:]
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
 def test_a_session_stays_until_it_was_idle_for_its_ttl() -> None:
-    """Each use renews a binding, and each new rank replaces the one before."""
+    """Each use of a session renews its binding, and a new rank replaces the previous one."""
     sessions = SessionAffinity(ttl_s=10.0)
     assert sessions.rank_of("s", 0.0) is None
     sessions.bind("s", RANKS[0], 0.0)
@@ -379,15 +380,15 @@ def test_a_session_stays_until_it_was_idle_for_its_ttl() -> None:
 
 
 def test_without_a_ttl_nothing_is_bound() -> None:
-    """A TTL of 0 switches bindings off."""
+    """A TTL of 0 disables session bindings."""
     sessions = SessionAffinity(ttl_s=0.0)
     sessions.bind("s", RANKS[0], 5.0)
     assert sessions.rank_of("s", 5.0) is None
     assert len(sessions) == 0
 
 
-def test_the_session_used_longest_ago_makes_room() -> None:
-    """At the limit the least recently used session is dropped and counted."""
+def test_beyond_the_limit_the_least_recently_used_session_is_dropped() -> None:
+    """Beyond the limit of sessions, the least recently used one is dropped and counted."""
     sessions = SessionAffinity(ttl_s=100.0, sessions_max=2)
     for now, session in enumerate(("a", "b", "a", "c")):
         sessions.bind(session, RANKS[0], float(now))
@@ -398,22 +399,22 @@ def test_the_session_used_longest_ago_makes_room() -> None:
 # --- predictions --------------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_counts_where_it_is_longer() -> None:
-    """A longer prediction replaces a rank's score, an equal one raises its blocks to the device, a shorter one changes
-    nothing."""
+def test_a_prediction_is_used_if_it_is_longer() -> None:
+    """A longer prediction replaces a rank's score. An equal one moves its blocks to the device tier. A shorter one
+    changes nothing."""
     one, two, three = RANKS
     known = OverlapScores({one: 4, two: 4}, {one: (1, 3, 0, 0)})
     joined, predicted = with_predictions(known, OverlapScores({one: 4, two: 3, three: 2}))
     assert dict(joined.scores) == {one: 4, two: 4, three: 2}
     assert dict(joined.by_tier) == {}
     assert predicted == {one, three}
-    same, nobody = with_predictions(known, OverlapScores({one: 3, two: 4}))
+    same, none = with_predictions(known, OverlapScores({one: 3, two: 4}))
     assert same is known
-    assert nobody == frozenset()
+    assert none == frozenset()
 
 
 def test_a_choice_changes_neither_loads_nor_metrics() -> None:
-    """In every mode a choice books nothing."""
+    """In every mode, choosing a rank changes neither loads nor metrics."""
     loads = loads_of(1, 2, 3, blocks=4)
     before = {each: (load.requests, load.decode_blocks, load.prefill_tokens) for each, load in loads.ranks().items()}
     fleet = FleetState({each: metrics(kv_active_blocks=1, kv_total_blocks=9) for each in RANKS})

@@ -1,4 +1,4 @@
-"""What a view answers in addition to its folds: predictions, metrics and eligible ranks, without Kafka."""
+"""Answers of a view that go beyond its folds: predictions, engine metrics and eligible ranks, without Kafka."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def rank(worker_id: int, dp_rank: int = 0) -> RankId:
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
 
 
-def view_of(clock: Clock, **knobs: Any) -> View:
-    return View(Settings(**knobs), clock, PlainRunFold)
+def view_of(clock: Clock, **changes: Any) -> View:
+    return View(Settings(**changes), clock, PlainRunFold)
 
 
 def register(view: View, worker_id: int, **changes: Any) -> None:
@@ -62,13 +62,13 @@ def register(view: View, worker_id: int, **changes: Any) -> None:
 
 
 def report(view: View, of: RankId, **gauges: Any) -> None:
-    """The rank's engine reports these metrics."""
-    told = MetricsReport(of, WorkerMetrics(**gauges), TTL_MS, 0, 3)
-    view.fold_report(str(of.worker_id).encode(), encode_metrics(told))
+    """Fold a report of these metrics by the rank's engine."""
+    record = MetricsReport(of, WorkerMetrics(**gauges), TTL_MS, 0, 3)
+    view.fold_report(str(of.worker_id).encode(), encode_metrics(record))
 
 
 def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
-    """The events of the rank have arrived: it holds these blocks, is exact, and its partition owner is running."""
+    """Fold records by which a rank holds these blocks and is exact, and its partition's owner is running."""
     sequence = sequence_hashes(local).tolist()
     epoch = Epoch(Incarnation(1), 0)
     run = Run(
@@ -93,8 +93,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_without_events_own_decisions_are_what_is_known(clock: Clock) -> None:
-    """Without events a prediction counts for 120 s, the mode is `approximate`, and the index is not read."""
+def test_without_events_overlap_is_predicted_from_own_decisions(clock: Clock) -> None:
+    """With kv_events off, a prediction is used for 120 s, the mode is `approximate`, and the index is not read."""
     view = view_of(clock, kv_events=False)
     hold(view, rank(2), LOCAL)
     view.predict(rank(1), LOCAL[:3])
@@ -109,8 +109,8 @@ def test_without_events_own_decisions_are_what_is_known(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("kv_events", [True, False])
-def test_without_weight_nothing_is_known_or_predicted(kv_events: bool, clock: Clock) -> None:
-    """Without weight nothing is predicted, and a request for overlap is answered in mode `fallback`."""
+def test_without_weight_nothing_is_read_or_predicted(kv_events: bool, clock: Clock) -> None:
+    """With an overlap weight of 0, nothing is predicted, no rank has a score, and the mode is `fallback`."""
     view = view_of(clock, kv_overlap_score_weight=0.0, kv_events=kv_events, router_predicted_ttl_s=5.0)
     hold(view, rank(2), LOCAL)
     view.predict(rank(1), LOCAL)
@@ -118,8 +118,8 @@ def test_without_weight_nothing_is_known_or_predicted(kv_events: bool, clock: Cl
     assert view.trust([rank(1), rank(2)]).mode is AnswerMode.FALLBACK
 
 
-def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
-    """A prediction that is longer than what is held makes the answer approximate; without a TTL it is not made."""
+def test_a_prediction_is_used_until_its_events_arrive(clock: Clock) -> None:
+    """A prediction that is longer than the held prefix makes the answer approximate; with a TTL of 0 none is made."""
     view, off = view_of(clock, router_predicted_ttl_s=2.0), view_of(clock)
     for each in (view, off):
         hold(each, rank(1), LOCAL[:2])
@@ -139,14 +139,14 @@ def test_a_decision_counts_until_its_events_come(clock: Clock) -> None:
     assert dict(view.overlap(np.concatenate([LOCAL, LOCAL]))[0].scores) == {rank(1): 4, rank(2): 2}
 
 
-def test_a_request_of_no_full_block_predicts_nothing(clock: Clock) -> None:
-    """A request without a full block predicts nothing."""
+def test_a_request_without_a_full_block_predicts_nothing(clock: Clock) -> None:
+    """A request without a full block leads to no prediction."""
     view = view_of(clock, kv_events=False)
     view.predict(rank(1), LOCAL[:0])
     assert view.overlap(LOCAL)[0].scores == {}
 
 
-def test_a_worker_that_leaves_takes_its_predictions_and_metrics_along(clock: Clock) -> None:
+def test_a_removed_worker_leaves_no_predictions_or_metrics(clock: Clock) -> None:
     """A removed worker's predictions and metrics are dropped, since a later worker with its id has another cache."""
     view = view_of(clock, kv_events=False)
     for worker_id in (1, 2):
@@ -158,8 +158,8 @@ def test_a_worker_that_leaves_takes_its_predictions_and_metrics_along(clock: Clo
     assert view.fleet().metrics == {rank(2, 1): WorkerMetrics(num_requests_waiting=2)}
 
 
-def test_the_fleet_is_told_as_it_is_now(clock: Clock) -> None:
-    """The fleet has the last metrics and device classes, and values that were returned before do not change."""
+def test_fleet_returns_the_current_state(clock: Clock) -> None:
+    """`fleet` returns the valid metrics and device classes of now; values that it returned before do not change."""
     view = view_of(clock)
     register(view, 1, device_class="cpu")
     register(view, 2)
@@ -173,8 +173,8 @@ def test_the_fleet_is_told_as_it_is_now(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("later_ms", "known"), [(TTL_MS - 1, True), (TTL_MS, False), (TTL_MS + 1, False)])
-def test_what_an_engine_said_ends_with_its_time(later_ms: int, known: bool, clock: Clock) -> None:
-    """A report is valid for its own time from receipt, and a newer one from its receipt."""
+def test_an_engines_report_expires(later_ms: int, known: bool, clock: Clock) -> None:
+    """A report is valid for its TTL, counted from its own receipt and not from that of other reports."""
     view = view_of(clock)
     worker = Worker(WorkerId(1), "http://w", "m", BLOCK_SIZE)
     report(view, rank(1), num_requests_waiting=1)
@@ -188,17 +188,17 @@ def test_what_an_engine_said_ends_with_its_time(later_ms: int, known: bool, cloc
     assert (view.reports(), view.fleet().metrics) == ([], {})
 
 
-def test_totals_that_an_engine_does_not_tell_are_those_of_its_registration(clock: Clock) -> None:
-    """Totals come from the registration if the engine reports none, whichever arrives first."""
+def test_totals_that_an_engine_does_not_report_are_those_of_its_registration(clock: Clock) -> None:
+    """Totals come from the registration if the engine reports none, whether the report or the registration is first."""
     view = view_of(clock)
     for worker_id in (1, 2):
         report(view, rank(worker_id), gpu_cache_usage_perc=0.25, request_active_slots=3)
         register(view, worker_id, kv_total_blocks=200, max_requests=12)
         report(view, rank(worker_id, 1), kv_active_blocks=5, kv_total_blocks=10, request_total_slots=4)
     for worker_id in (1, 2):
-        filled, told = (view.fleet().metrics[rank(worker_id, dp_rank)] for dp_rank in (0, 1))
+        filled, reported = (view.fleet().metrics[rank(worker_id, dp_rank)] for dp_rank in (0, 1))
         assert (filled.kv_active_blocks, filled.kv_total_blocks, filled.request_total_slots) == (50, 200, 12)
-        assert (told.kv_active_blocks, told.kv_total_blocks, told.request_total_slots) == (5, 10, 4)
+        assert (reported.kv_active_blocks, reported.kv_total_blocks, reported.request_total_slots) == (5, 10, 4)
 
 
 def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,26 +221,26 @@ def test_reports_that_cannot_be_used_are_refused(clock: Clock, monkeypatch: pyte
     assert view.fleet().metrics.keys() == {rank(3)}
 
 
-def test_who_may_be_asked_follows_every_change(clock: Clock) -> None:
-    """Eligible ranks are cached, and listed again when a worker or a rank's silence changes."""
+def test_eligible_ranks_follow_every_change(clock: Clock) -> None:
+    """Eligible ranks are cached, and are listed again when a worker is changed or a rank becomes silent or returns."""
     view = view_of(clock)
-    wanted = WorkerFilter("m")
+    worker_filter = WorkerFilter("m")
     register(view, 1)
-    found = view.eligible(wanted)
+    found = view.eligible(worker_filter)
     assert found == (rank(1),)
     assert view.eligible(WorkerFilter("m")) is found
     register(view, 2, dp_size=2)
-    assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
+    assert view.eligible(worker_filter) == (rank(1), rank(2), rank(2, 1))
     silent = Progress(rank(2), Epoch(Incarnation(1), 0), 0, health=Health.EXACT, model="m", block_size=16, silent=True)
     view.fold_index(progress_key(rank(2)), encode_progress(silent))
-    assert view.eligible(wanted) == (rank(1), rank(2, 1))
+    assert view.eligible(worker_filter) == (rank(1), rank(2, 1))
     view.fold_index(progress_key(rank(2)), encode_progress(replace(silent, silent=False, sequence=1)))
-    assert view.eligible(wanted) == (rank(1), rank(2), rank(2, 1))
+    assert view.eligible(worker_filter) == (rank(1), rank(2), rank(2, 1))
     view.fold_worker(b"2", None)
-    assert view.eligible(wanted) == (rank(1),)
+    assert view.eligible(worker_filter) == (rank(1),)
     for number in range(1000):  # more filters than are cached
         assert view.eligible(WorkerFilter("m", excluded=frozenset({WorkerId(number)}))) == (
             () if number == 1 else (rank(1),)
         )
     view.reset()
-    assert view.eligible(wanted) == ()
+    assert view.eligible(worker_filter) == ()

@@ -1,4 +1,4 @@
-"""Columns of coverage: assigning them, clearing one at once whatever it holds, and sweeping it out of the runs later.
+"""Columns of coverage: assigning one, clearing one in a single step, and sweeping its bits out of the runs later.
 
 What lives here: what happens when a rank is added, cleared or removed. What must not: single blocks.
 """

@@ -5,9 +5,9 @@ What lives here: what a record of a run changes in the tree, given the record's 
 
 A record names its blocks by sequence hash, so a parent is found whichever rank holds it. If the parent has not been
 read yet, a phantom stands in for it: the record's blocks hang from the phantom until the parent arrives, and queries do
-not reach them. Blocks of a record that are not held are in the tree too, as far as held blocks hang from them. Since
-compaction leaves no order between keys, two records of a rank can claim the same block for a while: the block's old
-record and its new one. The block is removed when the last claim ends.
+not reach them. Blocks of a record that are not held are in the tree too if held blocks follow them. Since compaction
+leaves no order between keys, two records of a rank can claim the same block for a while: the block's old record and its
+new one. The block is removed when the last claim ends.
 
 An entry of RECORDS: first sequence hash; holder << 32 | the last held block; presence bits, 0 for a free entry; the
 holder's generation when the entry was written.
@@ -191,7 +191,7 @@ def attach_point(
 
 @kernel()
 def kept_blocks(context: int, last_block: int, n_old: int, locals_: int, n_blocks: int) -> int:
-    """How many leading blocks of a record are the ones that it had before, adjacent and ending at `last_block`.
+    """Count the leading blocks of a record that its previous value had too: adjacent, and ending at `last_block`.
 
     Equal local hashes in one run after the same first block are the same chain. Returns 0 if the blocks differ or are
     not adjacent in one run.

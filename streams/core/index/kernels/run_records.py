@@ -1,4 +1,4 @@
-"""Holders of run records: which holder a record belongs to, and whether it has its rank's epoch, for many records.
+"""Holders of run records: finding each record's holder, and checking that the record has its rank's epoch.
 
 What lives here: the table of known holders, and the columns of records that follow those of fold_runs. What must not:
 bytes (streams/tables), and what a record does to the tree (fold).
@@ -67,7 +67,8 @@ def is_current(known: int, mask: int, table: int, record: int) -> bool:
 def fold_known(context: int, known: int, mask: int, table: int, first: int, last: int) -> int:
     """Fold records from `first` on, as `fold_runs` does, as long as their holders are known and their epochs current.
 
-    Returns the first record that is not like that or does not fit (FULL is set), or `last`.
+    Returns the first record whose holder is unknown, whose epoch is not current, or that does not fit (FULL is set);
+    `last` if there is none.
     """
     end = first
     while end < last and is_current(known, mask, table, end):

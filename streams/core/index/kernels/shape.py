@@ -257,7 +257,7 @@ def remove_names(context: int, first: int, n_blocks: int) -> None:
 
 @kernel()
 def wait_for_queries(context: int) -> None:
-    """Leave the tree unchanged until the queries that asked for this have ended, or PAUSE_CHECKS_MAX is over."""
+    """Leave the tree unchanged until the queries that asked for it have ended, for at most PAUSE_CHECKS_MAX checks."""
     for checks in range(PAUSE_CHECKS_MAX):
         if load_acquire(context + (WAITING << 3)) == 0:
             return
@@ -288,7 +288,7 @@ def tidy(context: int) -> None:
 
 @kernel()
 def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> None:
-    """Schedule the removal of blocks' names and of a span for the end of the change; if too many wait, do it now."""
+    """Schedule the removal of blocks' names and of a span for the end of the change; if too many wait, tidy first."""
     if get(context, N_DEFERRED) >= DEFERRED_MAX:
         tidy(context)
     index = get(context, N_DEFERRED)

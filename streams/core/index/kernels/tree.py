@@ -429,9 +429,10 @@ def link(
 
 @kernel()
 def exceeded_limit(context: int, n_blocks: int, n_names: int) -> int:
-    """Which limit an event with this many new blocks, in at most one span, and this many names exceeds; 0 if it fits.
+    """Return the limit that an event with this many new blocks and names exceeds; 0 if it fits.
 
-    The span is put after all others, or in a free one of a greater class, all of which are long enough.
+    The new blocks are in one span at most, which goes after all others or into a free span of a greater class; every
+    such span is long enough.
     """
     if n_blocks and get(context, N_BLOCKS) + n_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
         which = SPAN_CLASSES + span_class(n_blocks) + 1
@@ -458,9 +459,10 @@ def store_blocks(
 ) -> int:
     """Store consecutive blocks for a column, the first after `offset` blocks of a run; run 0 is the root.
 
-    First a walk that changes nothing, then the new blocks where no query reads yet, and then the whole change at once,
-    as briefly as possible. Aliases are written before the change, since queries do not read them: with aliases written
-    within the change, a store of 131,072 blocks under other names blocked queries for 395 ms.
+    This walks the existing blocks without changing anything, then writes new blocks where no query reads yet, and then
+    makes the whole change at once, as briefly as possible. Aliases are written before the change, since queries do not
+    read them: with aliases written within the change, a store of 131,072 blocks under other names blocked queries for
+    395 ms.
     column: -1 to add the blocks without a holder. claiming: the blocks come from a run record, and those that the
     column holds already get a claim.
     Begins a change, which the caller ends. Returns 0, or the result of `exceeded_limit`, and has then changed nothing.
@@ -593,10 +595,10 @@ def store_in_steps(context: int, column: int, run: int, offset: int, names: int,
 
 @kernel()
 def mark_nameless(context: int, column: int, block: int, lost: int, n_lost: int) -> int:
-    """Mark a block of a column whose name goes to another block, by a synthetic alias, and add it to the list `lost`.
+    """Mark a block that loses its name in a column to another block, and add it to the list `lost`.
 
-    If a later name of the same event is for this block, it replaces the mark. The blocks that still have their mark at
-    the end of the event are no longer held. Returns the length of the list.
+    The mark is a synthetic alias. If the same event names the block again later, that name replaces the mark. Blocks
+    that still have their mark at the end of the event are no longer held. Returns the length of the list.
     """
     mark = synthetic_name(context)
     while find_alias_of_name(context, column, mark) >= 0:
@@ -661,7 +663,7 @@ def name_stretch(
 def mark_nameless_firsts(
     context: int, column: int, first: int, names: int, n_blocks: int, lost: int, n_lost: int
 ) -> int:
-    """Mark those of these blocks whose shared name a later block of the same event took as its alias.
+    """Mark the blocks whose shared name became the alias of a later block of the same event.
 
     `name_stretch` could not detect this, because the column did not hold these blocks yet.
     """
