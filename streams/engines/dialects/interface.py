@@ -21,8 +21,9 @@ EngineEvent = KvEvent | CxlStateChanged
 class DecodedBatch:
     """One payload, decoded.
 
-    emitted_at_ms: the engine's clock. dp_rank: the rank that the payload names, 0 if it names none. n_unindexed: blocks
-    that the payload reports and that prefix matching cannot represent; they are counted and do not appear in `events`.
+    emitted_at_ms: the engine's clock. dp_rank: the rank that the payload names, 0 if it names none. They become an Avro
+    long and an Avro int, and a decoder refuses a payload whose values do not fit. n_unindexed: blocks that the payload
+    reports and that prefix matching cannot represent; they are counted and do not appear in `events`.
     """
 
     emitted_at_ms: int
