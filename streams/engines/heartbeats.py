@@ -65,8 +65,8 @@ class Heartbeats:
         """Check why the connection broke, if no batch has arrived since.
 
         If the engine's metrics refuse the connection as well, its process has exited, and the rank is made silent at
-        once. It is renewed as soon as the metrics answer again. A host that vanished refuses nothing, and a proxy
-        answers for an engine that crashed; in these cases the lease expires.
+        once. It is renewed as soon as the metrics answer again. A host that vanished refuses nothing, so the lease
+        expires. If a proxy answers in the engine's place, with any status, the engine counts as heard from.
         """
         now_s = time.monotonic()
         if now_s - self._break_checked_at_s < BREAK_CHECK_INTERVAL_S:

@@ -25,6 +25,7 @@ from streams.core.events import (
 )
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, Int64Array, RankId, Tier, WorkerId
 from streams.core.reducer.kernels.layout import (
+    CLEARED,
     EVENT_BLOCKS,
     EVENT_ENGINE,
     EVENT_HAS_PARENT,
@@ -108,7 +109,7 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
     kept: list[HashArray] = []
     for row, event in zip(rows, events, strict=True):
         if isinstance(event, AllBlocksCleared):
-            row[EVENT_KIND] = 2
+            row[EVENT_KIND] = CLEARED
             continue
         engine = np.ascontiguousarray(event.engine, dtype=np.uint64)
         kept.append(engine)

@@ -22,8 +22,6 @@ HASHES = types.Array(types.uint64, 1, "C", readonly=True)
 _I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(_I64, 8)
 
-LINE_BYTES = 64
-
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Records of kv-events to rows that a store of runs applies.
+"""Decodes records of kv-events into rows that a store of runs applies.
 
 What lives here: the bytes of an ordinary batch, as a kernel reads them. What must not: error messages. Every other
 record is left to `codec.decode_batch`, which decodes or refuses it: restatements, removals, heartbeats, stores into CXL

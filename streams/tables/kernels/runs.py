@@ -1,4 +1,4 @@
-"""Run records: bytes to columns or into a store of runs, and a store's changes to bytes.
+"""Decodes run records into columns or into a store of runs, and encodes a store's changes.
 
 What lives here: the bytes of a run record as kernels read and write them. What must not: error messages. A record that
 a kernel does not take is left to `records.decode_run`, which decodes it or raises the error. The two agree on every
@@ -82,7 +82,7 @@ _SIGN = -(1 << 63)
 
 @inlined
 def _skip_labels(at: int, end: int, n_blocks: int) -> int:
-    """Return the address after the labels; beyond `end` if they are invalid, or of a block that the run does not have.
+    """Return the address after the labels; an address beyond `end` if they are invalid or of a block outside the run.
 
     As in fastavro, the index of a union's branch may count from the end, with -1 for the last branch.
     """
@@ -228,11 +228,11 @@ def decode_records(
 
 @kernel()
 def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, out: int) -> int:
-    """Write the labels of held blocks, of records first to last that decode_records took; returns the number of rows.
+    """Write the labels of the held blocks of records `first` to `last` - 1; returns the number of rows.
 
-    data, table: as in decode_records. out: address of rows of LABEL_ROW_WORDS int64: record, sequence hash, layer,
-    expert and group, NO_LABEL for none. The rows are in order of records, and of blocks within each. If a block has
-    labels twice, the later ones apply.
+    Skips records that decode_records left. data, table: as in decode_records. out: address of rows of LABEL_ROW_WORDS
+    int64: record, sequence hash, layer, expert and group, NO_LABEL for none. The rows are in order of records, and of
+    blocks within each. If a block has labels twice, the later ones apply.
     """
     presents, offsets = load(table + FOLD_PRESENT * 8), load(table + FOLD_OFFSET * 8)
     locals_, labelled = load(table + FOLD_LOCAL * 8), load(table + FOLD_LABELLED * 8)

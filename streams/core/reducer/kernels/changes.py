@@ -288,7 +288,7 @@ def hold(
     labelled: int,
     labels: int,
 ) -> int:
-    """Add one block: in the run that already has it, else after slot `last` if that run can grow, else in a new run.
+    """Add one block: to the run that already has it, or after slot `last` if that run can grow, or in a new run.
 
     Returns its slot. last: -1 for none.
     """
@@ -433,7 +433,8 @@ def end_rank(context: int, rank: int) -> None:
 def reserve_blocks(context: int, n_blocks: int) -> int:
     """Return 0 if any changes of this many blocks fit, otherwise GROW or FULL.
 
-    A block needs at most a run, a span of the smallest class, one of labels and, as its run grows, one of each class.
+    One block needs at most a run, a span of the smallest class, a span for labels and, as its run grows, a span of each
+    class.
     """
     for which in (BY_ENGINE, BY_SEQUENCE):
         if (get(context, which + MAP_ENTRIES) + n_blocks) * 5 > (get(context, which + MAP_MASK) + 1) * 3:
