@@ -49,6 +49,7 @@ class SupplementaryFacts:
         self._labels = LabelIndex(new_sets())
         # Rows of pooled blocks by the partition of their owner, which need not be registered any more.
         self._rows_by_partition: Counter[int] = Counter()
+        self._partitions_with_rows: tuple[int, ...] = ()  # replaced, never changed: answers read it without a lock
         #: Whether any block is pooled or labelled. If none is, a decision reads nothing else here.
         self.has_any = False
 
@@ -72,7 +73,10 @@ class SupplementaryFacts:
                 self._note_whether_any()
             if (change.before is None) != (change.after is None):
                 partition = partition_of(parse_block_key(key).owner.worker_id, self._n_partitions)
-                self._rows_by_partition[partition] += 1 if change.before is None else -1
+                counts = self._rows_by_partition
+                counts[partition] += 1 if change.before is None else -1
+                if counts[partition] == (1 if change.before is None else 0):  # the first row, or the last one
+                    self._partitions_with_rows = tuple(number for number, n_rows in counts.items() if n_rows)
 
     def has_labels(self) -> bool:
         """Whether any record has labels, or had labels that are still to be removed."""
@@ -130,7 +134,7 @@ class SupplementaryFacts:
         """Return what limits the trust in answers that use pooled blocks; None if there was never a row."""
         if not self._rows_by_partition:
             return None
-        return PooledRows(self.pooled_over_capacity(), self._rows_by_partition.copy())
+        return PooledRows(self.pooled_over_capacity(), self._partitions_with_rows)
 
     def ranks_missing_labels(self) -> Set[RankId]:
         """Ranks of which labels were dropped. A live set: read it under the view's lock."""

@@ -7,7 +7,7 @@ the index is over capacity. What must not: keys and bytes of records, and locks 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from streams.core.ids import Epoch, RankId
@@ -67,11 +67,11 @@ _POOLED = {
 class PooledRows:
     """What the trust in an answer that uses pooled blocks depends on.
 
-    n_over_capacity: rows that were dropped. n_rows_by_partition: rows by the partition of their owner.
+    n_over_capacity: rows that were dropped. partitions: those whose owners wrote the rows that there are.
     """
 
     n_over_capacity: int
-    n_rows_by_partition: Mapping[int, int]
+    partitions: tuple[int, ...]
 
 
 class TrustTracker:
@@ -156,11 +156,11 @@ class TrustTracker:
                 fresh.add(partition)
             if health is Health.APPROXIMATE or rank in predicted:
                 worst = AnswerMode.APPROXIMATE
-        if pooled is not None and pooled.n_rows_by_partition:
+        if pooled is not None:
             if pooled.n_over_capacity:
                 return _DEGRADED[DegradedReason.POOLED_OVER_CAPACITY]
-            for partition, n_rows in pooled.n_rows_by_partition.items():
-                reason = self._degraded_by_owner(partition, now_ms) if n_rows else None
+            for partition in pooled.partitions:
+                reason = None if partition in fresh else self._degraded_by_owner(partition, now_ms)
                 if reason is not None:
                     return _DEGRADED[_POOLED[reason]]
         return _TRUSTED[worst]
