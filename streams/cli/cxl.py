@@ -11,7 +11,7 @@ from streams.settings import Resolved
 
 if TYPE_CHECKING:
     from streams.cxl.events import CxlPool
-    from streams.cxl.verdicts import TransitionVerdict
+    from streams.engines.verdicts import TransitionVerdict
 
 #: Longest --wait. Agents reach a verdict within a second or not at all; after an hour, a script has lost its terminal.
 WAIT_MAX_S = 3600.0
@@ -149,7 +149,7 @@ def cxl_transition(
 
 def _verdict_lines(verdict: TransitionVerdict | None, wait_s: float) -> list[str]:
     """What is wrong with a transition, one line each; empty if it was applied, or if --wait was not given."""
-    from streams.cxl.verdicts import VerdictStatus
+    from streams.engines.verdicts import VerdictStatus
 
     if verdict is None:
         return []

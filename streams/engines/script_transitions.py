@@ -15,9 +15,9 @@ from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import RankId
 from streams.cxl.events import CxlStateChanged
 from streams.cxl.pool_registry import PoolDirectory
-from streams.cxl.verdicts import TransitionVerdict, VerdictWatch
 from streams.engines.publisher import PUBLISH_TIMEOUT_S, RankWriter, event_producer
 from streams.engines.recovery import recover_ranks
+from streams.engines.verdicts import TransitionVerdict, VerdictWatch
 from streams.errors import KvStreamsError, UnknownId
 from streams.kafka import require_topic
 from streams.settings import Settings
