@@ -196,6 +196,14 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     )
 
 
+def decode_batch_or_error(value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> EngineBatch | BadRecord:
+    """Decode a record of kv-events as `decode_batch` does, and return the error of a bad one instead of raising it."""
+    try:
+        return decode_batch(value, schema_ids)
+    except BadRecord as exc:
+        return exc
+
+
 def encode_resync(request: ResyncRequest) -> bytes:
     """Encode one record of kv-control."""
     return codec("kv-control").encode(

@@ -13,7 +13,7 @@ from typing import overload
 
 import numpy as np
 
-from streams.codec import decode_batch
+from streams.codec import decode_batch_or_error
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -148,17 +148,11 @@ def decode_events(
         len(rows),
     )
     address = rows.ctypes.data
+    # A negative head, and a batch that cannot be built, are left to the codec.
     return [
-        _one(value, schema_ids) if head[0] < 0 else _batch(head, data, rows, address) or _one(value, schema_ids)
+        (None if head[0] < 0 else _batch(head, data, rows, address)) or decode_batch_or_error(value, schema_ids)
         for value, head in zip(values, heads.tolist(), strict=True)
     ]
-
-
-def _one(value: bytes | None, schema_ids: Mapping[str, int] | None) -> EngineBatch | BadRecord:
-    try:
-        return decode_batch(value, schema_ids)
-    except BadRecord as exc:
-        return exc
 
 
 def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> EngineBatch | None:

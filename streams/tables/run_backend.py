@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Protocol
 
-from streams.codec import decode_batch
+from streams.codec import decode_batch_or_error
 from streams.core.events import EngineBatch, KvEvent
 from streams.core.ids import Epoch, RankId
 from streams.core.kernels.available import kernels_available
@@ -73,14 +73,7 @@ def _compiled() -> tuple[Callable[[], IndexRuns], DecodeEvents] | None:
 
 def decode_one_by_one(values: Sequence[bytes | None], schema_ids: Mapping[str, int]) -> list[EngineBatch | BadRecord]:
     """See DecodeEvents."""
-    return [_decode(value, schema_ids) for value in values]
-
-
-def _decode(value: bytes | None, schema_ids: Mapping[str, int]) -> EngineBatch | BadRecord:
-    try:
-        return decode_batch(value, schema_ids)
-    except BadRecord as exc:
-        return exc
+    return [decode_batch_or_error(value, schema_ids) for value in values]
 
 
 def _as_bytes(key: RunKey, run: Run | None) -> Change:
