@@ -6,19 +6,24 @@ What must not be here: anything that depends on Kafka's behaviour (test_router_m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from streams.core.hashing import local_hashes
-from streams.core.ids import HashArray
+from streams.core.ids import HashArray, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.reducer.ordering import Health
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
+from streams.router_api import prompt_matches
+from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
 from streams.router_api.wire import answer_json, parse_route_query
 from streams.settings import Settings
+from streams.tables.records import encode_progress, progress_key
 from tests.helpers.api import TOKENS, packed
 from tests.unit.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
 
@@ -200,3 +205,158 @@ def test_an_answer_has_the_url_of_its_worker() -> None:
     router.view.fold_worker(b"1", None)
     register(router.view, 2)
     assert (ask(router)["worker_id"], ask(router)["url"]) == (1, None)
+
+
+def spoil(router: Router, worker_id: int, health: Health) -> None:
+    """The worker's rank gets another health, as if it had lost a batch or had blocks that are not indexed."""
+    (progress,) = router.view.progress_of(WorkerId(worker_id))
+    changed = replace(progress, health=health, sequence=progress.sequence + 1)
+    router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
+
+
+def modes_of(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """An answer's rank, its modes, and the reasons for which they are degraded."""
+    reasons = answer.get("degraded_because"), answer.get("chosen_degraded_because")
+    return (answer["worker_id"], answer["mode"], answer["chosen_mode"], *reasons)
+
+
+def test_an_answer_has_the_trust_in_the_chosen_rank_alone() -> None:
+    """`mode` is the worst over all eligible ranks, and `chosen_mode` that of the chosen rank, each with its reason."""
+    router = router_of(3)
+    local = local_hashes(TOKENS, BLOCK_SIZE)
+    for worker_id in (1, 2, 3):
+        hold(router.view, rank(worker_id), local[:worker_id])
+    assert modes_of(ask(router, update_states="false")) == (3, "exact", "exact", None, None)
+    spoil(router, 1, Health.DEGRADED)
+    assert modes_of(ask(router, update_states="false")) == (3, "degraded", "exact", "events_lost", None)
+    spoil(router, 3, Health.APPROXIMATE)
+    assert modes_of(ask(router, update_states="false")) == (3, "degraded", "approximate", "events_lost", None)
+    assert modes_of(ask(router, update_states="false", worker_id=2)) == (2, "exact", "exact", None, None)
+    register(router.view, 4)
+    for worker_id, reason in ((1, "events_lost"), (4, "no_events_yet")):
+        only = ask(router, update_states="false", worker_id=worker_id)
+        assert modes_of(only) == (worker_id, "degraded", "degraded", reason, reason)
+    assert router.chosen_modes == {"exact": 3, "approximate": 1, "degraded": 2}
+    booked = ask(router, "again", allowed_worker_ids="1,2")
+    assert modes_of(booked) == (2, "degraded", "exact", "events_lost", None)
+    assert modes_of(ask(router, "again")) == (2, "exact", "exact", None, None)  # the booked rank is the only one
+    assert modes_of(ask(router, overlap_score_weight=0.0))[1:] == ("fallback", "fallback", None, None)
+
+
+def test_a_chosen_rank_is_no_better_than_its_prediction_and_the_bookings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chosen rank whose overlap is predicted is approximate, and if bookings are out of sync it is degraded."""
+    router = router_of(2, router_predicted_ttl_s=60.0)
+    for worker_id in (1, 2):
+        hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE)[:1])
+    router.view.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
+    assert modes_of(ask(router, update_states="false")) == (1, "approximate", "approximate", None, None)
+    assert modes_of(ask(router, update_states="false", allowed_worker_ids="2"))[1:3] == ("exact", "exact")
+    spoil(router, 1, Health.DEGRADED)
+    monkeypatch.setattr(type(router.loads), "in_sync", False)
+    not_in_sync = "bookings_not_in_sync"
+    found = modes_of(ask(router, update_states="false", excluded_worker_ids="1"))
+    assert found == (2, "degraded", "degraded", not_in_sync, not_in_sync)
+    router.view.predict(rank(2), local_hashes(TOKENS, BLOCK_SIZE))
+    drawn = {modes_of(ask(router, update_states="false"))[2:] for _ in range(30)}
+    assert drawn == {("degraded", "events_lost", "events_lost"), ("degraded", "events_lost", not_in_sync)}
+
+
+def test_a_policy_without_a_preference_trusts_nothing() -> None:
+    """If an older policy had nothing to choose by, both modes are `fallback`."""
+    router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
+    assert modes_of(ask(router))[1:] == ("fallback", "fallback", None, None)
+
+
+# --- prompts that match nothing -----------------------------------------------------------------------------------
+
+
+def holding(router: Router, worker_id: int, tokens: Sequence[int]) -> None:
+    """The worker's rank holds the blocks of these tokens, as its progress says too."""
+    local = local_hashes(list(tokens), BLOCK_SIZE)
+    hold(router.view, rank(worker_id), local)
+    (progress,) = router.view.progress_of(WorkerId(worker_id))
+    changed = replace(progress, n_blocks=len(local), sequence=progress.sequence + 1)
+    router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
+
+
+def route_prompts(router: Router, n: int, first: int = 0, **fields: Any) -> None:
+    """Route n prompts that nothing holds."""
+    for number in range(first, first + n):
+        ask(router, tokens=range(10**6 + 100 * number, 10**6 + 100 * number + 32), update_states="false", **fields)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_model_whose_prompts_never_match_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """After UNMATCHED_DECISIONS without a match on a fleet that holds blocks, one warning names likely causes."""
+    router = router_of(2)
+    register(router.view, 3, model="other")
+    holding(router, 1, TOKENS)
+    holding(router, 3, range(32))
+    with caplog.at_level("INFO"):
+        route_prompts(router, UNMATCHED_DECISIONS - 1, model="m")
+        ask(router, tokens=range(32), model="other", update_states="false")  # it matches, on its own model's rank
+        assert (router.prompt_matches.unmatched(), warnings_of(caplog)) == ({}, [])
+        # Blocks of another model do not count as a match.
+        ask(router, tokens=range(32), model="m", update_states="false")
+        assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}
+        route_prompts(router, 60, model="m", first=1000)
+        (warning,) = warnings_of(caplog)
+        for part in ("'m'", "4 blocks", "tokenizer", "block size", "hash seed", "lora_name", "namespace"):
+            assert part in warning
+        assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS + 60}
+        ask(router, model="m", update_states="false")
+        assert router.prompt_matches.unmatched() == {}
+        route_prompts(router, 2 * UNMATCHED_DECISIONS, model="m")
+        assert (router.prompt_matches.unmatched(), len(warnings_of(caplog))) == ({}, 1)
+
+
+def test_an_empty_fleet_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Decisions count only while the model's ranks hold blocks, since nothing can match before that."""
+    router = router_of(1)
+    route_prompts(router, 2 * UNMATCHED_DECISIONS)
+    holding(router, 1, TOKENS)
+    route_prompts(router, UNMATCHED_DECISIONS - 20, first=1000)
+    assert (router.prompt_matches.unmatched(), warnings_of(caplog)) == ({}, [])
+    route_prompts(router, 20, first=2000)
+    assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}
+
+
+def test_a_prediction_is_no_match(caplog: pytest.LogCaptureFixture) -> None:
+    """A router hashes a prompt and its own prediction alike, so that a prediction shows nothing about the engines."""
+    router = router_of(1, router_predicted_ttl_s=60.0)
+    holding(router, 1, TOKENS)
+    router.view.predict(rank(1), local_hashes(list(range(64)), BLOCK_SIZE))
+    for _ in range(UNMATCHED_DECISIONS):
+        assert ask(router, tokens=range(64), update_states="false")["overlap_blocks"] == 4
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_prompts_shorter_than_a_block_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt without a full block can match nothing, and the warning says how many of the prompts are like that."""
+    router = router_of(1)
+    holding(router, 1, TOKENS)
+    for number in range(UNMATCHED_DECISIONS):
+        n_tokens = BLOCK_SIZE - number % 2
+        assert ask(router, tokens=range(n_tokens), update_states="false")["request_blocks"] == 1
+    assert router.prompt_matches.n_without_blocks == UNMATCHED_DECISIONS // 2
+    (warning,) = warnings_of(caplog)
+    assert f"{UNMATCHED_DECISIONS // 2} of these prompts are shorter" in warning
+    ask(router, tokens=[1], overlap_score_weight=0.0, update_states="false")  # it does not read the index
+    assert router.prompt_matches.n_without_blocks == UNMATCHED_DECISIONS // 2
+
+
+def test_further_models_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of models that are followed has a limit."""
+    monkeypatch.setattr(prompt_matches, "MODELS_MAX", 1)
+    router = router_of(1)
+    register(router.view, 2, model="other")
+    for worker_id in (1, 2):
+        holding(router, worker_id, TOKENS)
+    route_prompts(router, 1, model="m")
+    route_prompts(router, UNMATCHED_DECISIONS, model="other")
+    assert router.prompt_matches.unmatched() == {}
+    route_prompts(router, UNMATCHED_DECISIONS - 1, model="m")
+    assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}

@@ -26,7 +26,7 @@ from streams.core.routing.cost import (
     prefill_tokens,
 )
 from streams.core.routing.policies import hit_usage_waiting, load_deviation
-from streams.core.routing.pricing import price
+from streams.core.routing.pricing import NO_PREFERENCE, price
 from streams.core.routing.selection import (
     CUDA_TO_CPU_RATIO,
     Rng,
@@ -154,13 +154,17 @@ class Chooser:
             own_scores, effective = scores.columns(found.candidates, policy.tier_weights)
         else:
             own_scores, effective = np.zeros(n, np.int64), np.zeros(n)
-        cached, cxl_accessible_scores, moe_scores = effective, None, None
+        cached, cxl_accessible_scores, moe_scores, preference = effective, None, None, NO_PREFERENCE
         if supplementary is not None and policy.reads_index:
             weighed = supplementary.weigh(
                 found.candidates, own_scores, effective, policy.cxl_score_weight, policy.moe_score_weight
             )
             if weighed is not None:
                 cxl_accessible_scores, moe_scores, cached, effective = weighed[:4]
+                # Own prefill is never below 0, so ranks that hold the whole request cost the same whatever their labels
+                # are: there, labels decide the tie. With weight 0 labels are not part of the choice.
+                if moe_scores is not None and policy.moe_score_weight > 0.0:
+                    preference = moe_scores
         columns, first, n_lowest = price(
             ranks,
             loads,
@@ -175,6 +179,7 @@ class Chooser:
             cached_blocks=cached,
             cxl_accessible_scores=cxl_accessible_scores,
             moe_scores=moe_scores,
+            preference=preference,
         )
         rng = self._rng
         preferred = True
@@ -182,7 +187,7 @@ class Chooser:
             case RouterMode.KV if policy.temperature:
                 index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
             case RouterMode.KV:
-                index = select_lowest(columns.cost, first, n_lowest, rng)
+                index = select_lowest(columns.cost, first, n_lowest, rng, preference)
             case RouterMode.ROUND_ROBIN:
                 index = self._turns.select(n)
             case RouterMode.RANDOM:
