@@ -11,13 +11,14 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from confluent_kafka import Producer
 
+from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
 from streams.core.index.interface import Candidates, OverlapScores
@@ -239,12 +240,15 @@ class Router:
         AllWorkersBusy. After AllWorkersBusy it can be called again with the same preparation.
         """
         request = prepared.request
+        # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
+        # decision. In the other order they would count for nothing.
+        reported = self.view.reports_received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
         fleet = self.view.fleet()
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
             existing = loads.live(prepared.request_id) if request.update_states else None
             if existing is None:
-                decision = self._choose(prepared, loads, fleet)
+                decision = self._choose(prepared, loads, fleet, reported)
                 if request.update_states:
                     self._book(prepared, decision)
         if existing is not None:
@@ -421,7 +425,10 @@ class Router:
             )
         return left, True
 
-    def _choose(self, prepared: PreparedRequest, loads: ActiveLoads, fleet: FleetState) -> Decision:
+    def _choose(
+        self, prepared: PreparedRequest, loads: ActiveLoads, fleet: FleetState, reported: Mapping[RankId, int] | None
+    ) -> Decision:
+        """reported: when the last report of each rank was received; None if the policy reads none."""
         if prepared.refusal is not None:
             raise prepared.refusal
         ranks = idle_ranks(prepared.ranks, self._busy, self.view.workers, loads, fleet.metrics)
@@ -431,6 +438,8 @@ class Router:
                 remedy="Try again; active_decode_blocks_threshold and active_prefill_tokens_threshold define busy",
                 ranks=len(prepared.ranks),
             )
+        if reported is not None:
+            fleet = replace(fleet, metrics=self._with_unreported(fleet.metrics, reported))
         session = _session_of(prepared)
         bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
         return self._chooser.choose(
@@ -441,9 +450,21 @@ class Router:
             sequence=prepared.sequence,
             request_blocks=prepared.blocks.request_blocks,
             block_size=prepared.block_size,
+            n_tokens=prepared.blocks.n_tokens,
             fleet=fleet,
             supplementary=prepared.supplementary,
         )
+
+    def _with_unreported(
+        self, metrics: Mapping[RankId, WorkerMetrics], reported: Mapping[RankId, int]
+    ) -> dict[RankId, WorkerMetrics]:
+        """Return the metrics of the ranks in `reported`, with what was booked there since."""
+        changed = {}
+        for rank, received_ms in reported.items():
+            if rank in metrics:  # a report may expire in between
+                booked = self.loads.unreported(rank, received_ms)
+                changed[rank] = with_bookings(metrics[rank], *booked) if booked.requests else metrics[rank]
+        return changed
 
     def _book(self, prepared: PreparedRequest, decision: Decision) -> None:
         """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it."""

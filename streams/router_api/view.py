@@ -434,6 +434,10 @@ class View:
         """Return what routing policies read about engines, as a value that later records do not change."""
         return self._engine_reports.fleet()
 
+    def reports_received_ms(self, ranks: Iterable[RankId]) -> dict[RankId, int]:
+        """When the last report of each of these ranks was received, for those that have a valid one."""
+        return self._engine_reports.received_ms(ranks)
+
     def trust(
         self,
         ranks: Iterable[RankId],

@@ -9,19 +9,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
-from streams.core.hashing import local_hashes
-from streams.core.ids import HashArray, WorkerId
+from streams.codec import encode_load
+from streams.core.hashing import local_hashes, pack_hashes
+from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
+from streams.kafka import Record
 from streams.router_api import prompt_matches
 from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
-from streams.router_api.wire import answer_json, parse_route_query
+from streams.router_api.wire import answer_json, parse_route, parse_route_query
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.api import TOKENS, packed
@@ -130,6 +133,93 @@ def test_metrics_reach_the_older_policies() -> None:
         report(router.view, rank(worker_id), kv_active_blocks=active, kv_total_blocks=100)
     answer = ask(router)
     assert (answer["worker_id"], answer["mode"]) == (2, "exact")
+
+
+def cold(router: Router, number: int, **fields: Any) -> int:
+    """Route a prompt of its own that nothing holds; return the chosen worker."""
+    worker_id: int = ask(router, f"cold{number}", range(10**6 + 100 * number, 10**6 + 100 * number + 32), **fields)[
+        "worker_id"
+    ]
+    return worker_id
+
+
+@pytest.mark.parametrize("replica_sync", [False, True])
+def test_a_burst_between_two_reports_spreads_and_ends_when_all_slots_are_taken(replica_sync: bool) -> None:
+    """Of 12 cold requests over two workers with 4 slots each, each worker gets 4, and the others all_workers_busy."""
+    router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION, router_replica_sync=replica_sync)
+    for worker_id in (1, 2):
+        report(router.view, rank(worker_id), request_total_slots=4, kv_total_blocks=100)
+    for _ in range(5):
+        cold(router, 99, update_states="false")  # it books nothing
+    chosen = [cold(router, number) for number in range(8)]
+    assert [chosen.count(worker_id) for worker_id in (1, 2)] == [4, 4]
+    for _ in range(4):
+        with pytest.raises(AllWorkersBusy, match="full"):
+            cold(router, 8)
+    assert ask(router, "cold3", range(10**6))["cost"] is None  # a repeated id gets its booking
+    router.report_phase("cold3", BookingPhase.FREE)
+    assert cold(router, 9) == chosen[3]
+    with pytest.raises(AllWorkersBusy):
+        cold(router, 10)
+
+
+def test_a_report_replaces_the_bookings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bookings count until a report that contains them arrives; from then on the report does."""
+    router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
+    now_ms = [10_000]
+    for owner in (router.view._engine_reports, router.loads):
+        monkeypatch.setattr(owner, "_now_ms", lambda: now_ms[0])
+
+    def reported(**running: int) -> None:
+        for name, n in running.items():
+            numbers = {"request_active_slots": n, "request_total_slots": 4, "kv_total_blocks": 100}
+            report(router.view, rank(int(name[1:])), **numbers, kv_active_blocks=2 * n)
+
+    reported(w1=0, w2=0)
+    for number in range(8):
+        cold(router, number)
+    now_ms[0] += 1000
+    reported(w1=4, w2=2)  # two of the second worker's requests have ended, and their clients have not said so
+    assert [cold(router, number) for number in (8, 9)] == [2, 2]
+    with pytest.raises(AllWorkersBusy):
+        cold(router, 10)
+    now_ms[0] += 100
+    reported(w1=4, w2=2)  # scraped before the last two requests can have reached the engine
+    with pytest.raises(AllWorkersBusy):
+        cold(router, 10)
+
+
+def test_booked_blocks_fill_a_rank_as_slots_do() -> None:
+    """Blocks of booked requests, including a partial last one, count against the rank's blocks, shared ones once."""
+    router = router_of(1, router_mode=RouterMode.LOAD_DEVIATION)
+    report(router.view, rank(1), kv_total_blocks=8, kv_active_blocks=1)
+    ask(router, "a", range(36))  # 3 blocks
+    ask(router, "b", range(52))  # the first two are the same: 2 more
+    ask(router, "c", range(68))  # the first three are the same: 2 more, and all 8 are in use
+    with pytest.raises(AllWorkersBusy):
+        ask(router, "e", [1])
+
+
+def test_bookings_of_other_routers_count_as_well() -> None:
+    """A booking that another router wrote to the log counts on its rank from when it is read."""
+    router = router_of(1, router_mode=RouterMode.HIT_USAGE_WAITING, router_replica_sync=True)
+    report(router.view, rank(1), kv_total_blocks=10)
+    assert ask(router, update_states="false")["mode"] == "fallback"  # nothing is known but an empty engine
+    theirs = Booking(rank(1), "m", 64, pack_hashes([1, 2]), 0, 3)
+    key, value = encode_load(BookingId("x", "other", 1), BookingPhase.ADD, theirs, 0)
+    router.loads.fold(Record("router-loads", 0, 0, 5, key, value))
+    found = ask(router, update_states="false", explain="true")["candidates"][0]["cost"]
+    assert found == pytest.approx(0.3)  # 3 of 10 blocks
+
+
+def test_a_hit_rate_counts_tokens_and_not_pooled_or_weighted_blocks() -> None:
+    """Of 20 tokens with one cached block of 16 the hit rate is 0.8; a request given as hashes has full blocks."""
+    router = router_of(1, router_mode=RouterMode.HIT_USAGE_WAITING)
+    local = local_hashes(list(range(32)), BLOCK_SIZE)
+    hold(router.view, rank(1), local[:1], Tier.HOST)
+    assert ask(router, tokens=range(20), update_states="false")["cost"] == pytest.approx(-1.6)
+    by_hashes = parse_route(orjson.dumps({"block_hashes": local.tolist(), "update_states": False}))
+    assert router.route(by_hashes).cost == pytest.approx(-1.0)
 
 
 def test_overrides_are_the_requests_own() -> None:
