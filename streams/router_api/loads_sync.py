@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -188,13 +188,13 @@ class LoadsSync:
                 self._announce_falls()
             return booking_id
 
-    def unreported(self, rank: RankId, reported_ms: int) -> UnreportedLoad:
-        """What was booked on a rank, by any router, since its engine's last report, which was received at reported_ms.
+    def unreported(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
+        """What any router booked on these ranks since their engines' last reports, for ranks with such bookings.
 
-        Zero unless the router's mode reads such reports.
+        reported: when each report was received. Nothing is kept for this unless the router's mode reads reports.
         """
         with self._lock:
-            return UnreportedLoad() if self._unreported is None else self._unreported.of(rank, reported_ms)
+            return {} if self._unreported is None else self._unreported.since(reported)
 
     def report_phase(self, request_id: str, phase: BookingPhase) -> bool:
         """Apply prefill-complete or free. Returns False if no booking of the id is known, so that the call is buffered.

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 #: A model is reported after this many decisions without a match, made while its ranks held blocks. Requests of one
 #: application mostly share the start of a prompt, so that a fleet with blocks usually matches one of the first few.
-UNMATCHED_DECISIONS = 200
+UNMATCHED_DECISIONS = 100
 
 #: How often it is checked whether a model's ranks hold blocks, in decisions: the check takes 10 us for 64 ranks.
 _CHECK_EVERY = 20

@@ -438,7 +438,7 @@ class Router:
                 remedy="Try again; active_decode_blocks_threshold and active_prefill_tokens_threshold define busy",
                 ranks=len(prepared.ranks),
             )
-        if reported is not None:
+        if reported:
             fleet = replace(fleet, metrics=self._with_unreported(fleet.metrics, reported))
         session = _session_of(prepared)
         bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
@@ -458,13 +458,10 @@ class Router:
     def _with_unreported(
         self, metrics: Mapping[RankId, WorkerMetrics], reported: Mapping[RankId, int]
     ) -> dict[RankId, WorkerMetrics]:
-        """Return the metrics of the ranks in `reported`, with what was booked there since."""
-        changed = {}
-        for rank, received_ms in reported.items():
-            if rank in metrics:  # a report may expire in between
-                booked = self.loads.unreported(rank, received_ms)
-                changed[rank] = with_bookings(metrics[rank], *booked) if booked.requests else metrics[rank]
-        return changed
+        """Return metrics with what was booked on each rank since its last report."""
+        booked = self.loads.unreported(reported)
+        known = [rank for rank in booked if rank in metrics]  # a report may have expired in between
+        return {**metrics, **{rank: with_bookings(metrics[rank], *booked[rank]) for rank in known}}
 
     def _book(self, prepared: PreparedRequest, decision: Decision) -> None:
         """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it."""

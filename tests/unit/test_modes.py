@@ -368,19 +368,26 @@ def booking_id(number: int) -> BookingId:
     return BookingId(str(number), "router", number)
 
 
+def since(unreported: UnreportedBookings, reported_ms: int, *ranks: RankId) -> list[tuple[int, int]]:
+    """Requests and blocks on each of these ranks, all of which reported at this time; all of RANKS by default."""
+    asked = ranks or RANKS
+    found = unreported.since(dict.fromkeys(asked, reported_ms))
+    return [tuple(found.get(each, (0, 0))) for each in asked]  # type: ignore[misc]
+
+
 def test_bookings_count_from_when_they_are_made_until_a_later_report() -> None:
     """A booking counts on its rank until it ends, or until a report of which it must be part was received."""
     unreported = UnreportedBookings()
     for number, (each, blocks, at_ms) in enumerate([(RANKS[0], 3, 1000), (RANKS[0], 2, 1100), (RANKS[1], 7, 1100)]):
         unreported.add(booking_id(number), each, blocks, at_ms)
     unreported.add(booking_id(0), RANKS[2], 9, 1200)  # the same booking again
-    assert [unreported.of(each, 900) for each in RANKS] == [(2, 5), (1, 7), (0, 0)]
-    assert unreported.of(RANKS[0], 1000 + REPORT_DELAY_MS) == (2, 5)
-    assert unreported.of(RANKS[0], 1001 + REPORT_DELAY_MS) == (1, 2)
+    assert since(unreported, 900) == [(2, 5), (1, 7), (0, 0)]
+    assert since(unreported, 1000 + REPORT_DELAY_MS, RANKS[0]) == [(2, 5)]
+    assert since(unreported, 1001 + REPORT_DELAY_MS, RANKS[0]) == [(1, 2)]
     unreported.end(booking_id(1))
     unreported.end(booking_id(1))
-    assert [unreported.of(each, 900) for each in RANKS] == [(0, 0), (1, 7), (0, 0)]
-    assert unreported.of(RANKS[1], 10_000) == (0, 0)
+    assert since(unreported, 900) == [(0, 0), (1, 7), (0, 0)]
+    assert since(unreported, 10_000, RANKS[1]) == [(0, 0)]
     assert len(unreported) == 0
 
 
@@ -390,7 +397,7 @@ def test_bookings_that_are_kept_have_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     unreported = UnreportedBookings()
     for number, each in enumerate(RANKS):
         unreported.add(booking_id(number), each, 1, 1000)
-    assert [unreported.of(each, 0) for each in RANKS] == [(0, 0), (1, 1), (1, 1)]
+    assert since(unreported, 0) == [(0, 0), (1, 1), (1, 1)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 400)), max_size=40))
@@ -413,7 +420,7 @@ def test_unreported_bookings_are_those_of_a_list(calls: list[tuple[int, int, int
         for each in stale:
             del kept[each]
         mine = [blocks for of, blocks, _ in kept.values() if of == RANKS[at]]
-        assert unreported.of(RANKS[at], since_ms) == (len(mine), sum(mine))
+        assert since(unreported, since_ms, RANKS[at]) == [(len(mine), sum(mine))]
         assert len(unreported) == len(kept)
 
 

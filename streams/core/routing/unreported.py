@@ -8,6 +8,7 @@ Between two scrapes a policy that reads nothing but reports would send every req
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from streams.core.ids import RankId
@@ -26,11 +27,8 @@ UNREPORTED_MAX = 100_000
 class UnreportedLoad(NamedTuple):
     """What bookings add to a rank's report. blocks: those that no other booking of the rank uses."""
 
-    requests: int = 0
-    blocks: int = 0
-
-
-_NOTHING = UnreportedLoad()
+    requests: int
+    blocks: int
 
 
 class UnreportedBookings:
@@ -65,17 +63,18 @@ class UnreportedBookings:
         if not bookings:
             del self._bookings[rank], self._blocks[rank]
 
-    def of(self, rank: RankId, reported_ms: int) -> UnreportedLoad:
-        """Return what was booked since a rank's last report, and drop the bookings before.
+    def since(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
+        """Return what was booked on these ranks since their last reports, and drop the bookings before.
 
-        reported_ms: when that report was received, by the clock of `add`.
+        reported: when each rank's report was received, by the clock of `add`. Ranks without such bookings are absent.
         """
-        bookings = self._bookings.get(rank)
-        if bookings is None:
-            return _NOTHING
-        while bookings:  # the oldest comes first
-            booking_id = next(iter(bookings))
-            if bookings[booking_id][0] >= reported_ms - REPORT_DELAY_MS:
-                break
-            self.end(booking_id)
-        return UnreportedLoad(len(bookings), self._blocks.get(rank, 0))
+        loads = {}
+        for rank in [rank for rank in self._bookings if rank in reported]:
+            bookings, since_ms = self._bookings[rank], reported[rank] - REPORT_DELAY_MS
+            while bookings:  # the oldest comes first
+                booking_id = next(iter(bookings))
+                if bookings[booking_id][0] >= since_ms:
+                    loads[rank] = UnreportedLoad(len(bookings), self._blocks[rank])
+                    break
+                self.end(booking_id)
+        return loads
