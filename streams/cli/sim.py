@@ -32,6 +32,12 @@ from streams.settings import Settings
 @click.option("--moe-expert", type=int, default=None, help="expert that its blocks are labelled with")
 @click.option("--moe-group", type=int, default=None, help="expert group that its blocks are labelled with")
 @click.option(
+    "--journal",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="file to which every change of its cache is appended, with its time",
+)
+@click.option(
     "--info", type=click.Path(path_type=Path), default=None, help="file to which the addresses are written, as JSON"
 )
 def sim(
@@ -48,6 +54,7 @@ def sim(
     moe_layer: int | None,
     moe_expert: int | None,
     moe_group: int | None,
+    journal: Path | None,
     info: Path | None,
 ) -> None:
     """Run a simulated engine that a router cannot distinguish from vLLM."""
@@ -69,6 +76,7 @@ def sim(
         time_scale=time_scale,
         pool=pool,
         moe=moe,
+        journal=journal,
         event_dialect="array" if moe is None else "map",  # events in array form have no field for labels
     )
     warming.warm(warming.HASHING)

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
@@ -48,6 +49,7 @@ from streams.sim.event_publisher import (
     HashDialect,
     WireForm,
 )
+from streams.sim.journal import Journal
 from streams.sim.model import EngineModel
 from streams.sim.pool import CxlChanged
 from streams.sim.pool_client import PoolLink
@@ -71,7 +73,8 @@ class SimServerConfig:
 
     time_scale: model ms per wall ms. lora_names: adapters served in addition to `model`, each addressed as a model, as
     in vLLM. hash_dialect, event_dialect, moe: see WireForm. Ports are bound as given: vLLM adds an offset for
-    `dp_rank`, which is left to the caller. pool: URL of a shared pool (pool_server). Raises SettingsError.
+    `dp_rank`, which is left to the caller. pool: URL of a shared pool (pool_server). journal: file that every change of
+    the cache is appended to (journal). Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -90,6 +93,7 @@ class SimServerConfig:
     lora_names: tuple[str, ...] = ()
     pool: str | None = None
     moe: MoeLabels | None = None
+    journal: Path | None = None
 
     def __post_init__(self) -> None:
         check_time_scale(self.time_scale)
@@ -209,6 +213,7 @@ class SimServer:
         self._calls: dict[str, _Call] = {}  # by request id; at most LIVE_REQUESTS_MAX
         self._wake = asyncio.Event()
         self._publisher: EventPublisher | None = None
+        self._journal = None if config.journal is None else Journal(config.journal)
         self._runner: web.AppRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._generated_tokens = 0
@@ -268,6 +273,9 @@ class SimServer:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     def routes(self) -> list[web.RouteDef]:
         """Return the HTTP routes."""
@@ -330,6 +338,8 @@ class SimServer:
                     yield changed
 
     def _publish(self, events: Sequence[BlockEvent]) -> None:
+        if self._journal is not None:
+            self._journal.note(events)
         if self._publisher is not None:
             self._publisher.publish(events)
 

@@ -33,11 +33,14 @@ class EngineDouble:
     """One engine process.
 
     reports_start: whether /metrics contains the start time. kept: how many batches the replay buffer holds. prefix: the
-    frames before the sequence number in a replay's answers.
+    frames before the sequence number in a replay's answers. model: the model that /v1/models names.
     """
 
-    def __init__(self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
+    def __init__(
+        self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",), model: str = "m"
+    ) -> None:
         self.reports_start = reports_start
+        self.model = model
         self._prefix = list(prefix)
         self._ports = [free_port() for _ in range(3)]
         self.url, self.events, self.replay = (
@@ -149,7 +152,7 @@ def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                body = json.dumps({"data": [{"id": "m"}]})
+                body = json.dumps({"data": [{"id": engine.model}]})
             else:
                 engine.answers.wait()
                 start = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
