@@ -99,6 +99,10 @@ class NotReady(KvStreamsError):
     http_status = 503
 
 
+class BlockSizeContradicted(NotReady):
+    """This process's settings have another block size for a model than its scope; `detail` contains both."""
+
+
 class InvalidEvent(InvalidRequest):
     """An engine event contains impossible values: hashes of a wrong type or number, or an id out of range."""
 

@@ -34,7 +34,7 @@ RANK_DEGRADED_REASONS = (
     DegradedReason.OWNER_BEHIND,
 )
 
-_RANK_STATES = ("registered", "cordoned", "silent", "degraded", "approximate")
+_RANK_STATES = ("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate")
 _ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.values(), HTTP_ERROR}))
 _PLAIN_TOPICS = topics(Settings())
 _DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.name, ENGINE, OTHER)
@@ -56,7 +56,14 @@ class RouterSnapshot:
     def ranks_by_state(self) -> dict[str, int]:
         """Ranks of registered workers by state; one rank may be in several states."""
         ranks = self.ranks
-        counts = (ranks.registered, ranks.cordoned, ranks.silent, ranks.degraded.total(), ranks.approximate)
+        counts = (
+            ranks.registered,
+            ranks.cordoned,
+            ranks.wrong_block_size,
+            ranks.silent,
+            ranks.degraded.total(),
+            ranks.approximate,
+        )
         return dict(zip(_RANK_STATES, counts, strict=True))
 
 

@@ -306,7 +306,7 @@ class Router:
         self.check_ready()
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.model_of(request.model)
-        block_size = self.settings.block_size_of(model)
+        block_size = self.view.block_size_of(model)
         blocks = blocks_of(
             request.token_ids if packed is None else packed,
             request.block_hashes,
@@ -315,7 +315,7 @@ class Router:
             namespace=request.namespace,
             tokens_max=self.settings.request_tokens_max,
         )
-        filters = filters._replace(model=model)
+        filters = filters._replace(model=model, block_size=block_size)
         ranks: Sequence[RankId] = ()
         refusal: KvStreamsError | None = None
         scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
@@ -370,7 +370,7 @@ class Router:
         return NoEligibleWorker(
             f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
             remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints "
-            "and phase, and cordons and silent_dp_ranks in GET /workers",
+            "and phase, and state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
             workers=serving,
             refused_ranks=refused,
         )
