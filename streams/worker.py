@@ -24,6 +24,7 @@ from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
 from streams.metrics import monitoring_routes
+from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
@@ -98,6 +99,7 @@ def create_app(settings: Settings) -> faust.App:
             ensure_topics(settings, topics(settings).all())
             if settings.router_reset_states:
                 reset_scope(settings, force=settings.router_reset_force)
+            check_models(settings)
         except KvStreamsError as exc:
             raise SystemExit(f"kvstreams: {exc}") from exc
 

@@ -30,7 +30,7 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
-from streams.kafka import producer
+from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.loads_sync import LoadsSync
@@ -108,7 +108,7 @@ class Router:
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
-        self.registry = Registry(settings, self.view, self._kafka, self.check_topics)
+        self.registry = Registry(settings, self.view, self.check_topics)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
         feeds = {
             "workers": Feed(
@@ -174,9 +174,8 @@ class Router:
     def missing(self) -> NotReady:
         """The error that explains which topics are missing."""
         return NotReady(
-            f"{len(self.topics_missing)} topics of this scope are missing, {self.topics_missing[0]} among them",
-            remedy="Check topic_prefix. `kvstreams topics create` with the same settings creates the topics, and so "
-            "does a worker that starts",
+            topics_missing(self.topics_missing),
+            remedy=TOPICS_REMEDY,
             topics_missing=list(self.topics_missing),
         )
 
