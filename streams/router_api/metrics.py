@@ -99,8 +99,8 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge(
         "kvstreams_ranks",
         "Ranks of registered workers by state. `registered` counts all ranks; a rank may also be in several other "
-        "states. No request goes to a `silent` rank. Answers that involve a `degraded` or `approximate` rank have that "
-        "mode",
+        "states. No request goes to a `cordoned`, `wrong_block_size` or `silent` rank. Answers that involve a "
+        "`degraded` or `approximate` rank have that mode",
         RouterSnapshot.ranks_by_state,
         Label("state", _RANK_STATES),
     ),
