@@ -409,6 +409,7 @@ def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it()
             page = await client.complete(model="other", max_tokens=1)
             assert page["kvstreams"]["cached_tokens"] == 0
             assert not await attached(client)
+            client.close()
         finally:
             await server.stop()
 
