@@ -9,6 +9,7 @@ order, a writer that crashed between the two and resumed after its last batch wo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
@@ -53,6 +54,8 @@ from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 from streams.warming import HASHING, warm
+
+log = logging.getLogger(__name__)
 
 #: How long a batch waits for space in the client's queue, and a flush for the broker.
 PUBLISH_TIMEOUT_S = 30.0
@@ -123,12 +126,19 @@ class RankWriter:
         changes: list[KvEvent] = []
         # All events are checked before the first one changes the ledger.
         checked = [(event, announced_states(event)) for event in events]
+        was_early = self.ledger.removed_early
         for event, states in checked:
             if not isinstance(event, CxlStateChanged):
                 changes += self.ledger.apply(event)
             for changed in states:
                 self._change(changed, sequence, emitted_at_ms)
         self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
+        if self.ledger.removed_early and not was_early:
+            log.info(
+                "rank %s is approximate from batch %d on: the engine may hold further copies of a removed block",
+                self.rank,
+                sequence,
+            )
         n_unindexed += self.ledger.removed_early
         self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(changes)), n_unindexed)
         self.sequence, self.digest = sequence, digest
