@@ -56,7 +56,13 @@ class EngineDouble:
         self.gauges = ""  # further lines of /metrics
         self.answers = threading.Event()  # while it is not set, /metrics does not answer
         self.answers.set()
+        self._replays = threading.Event()
+        self._replays.set()
         self._start()
+
+    def stop_replays(self) -> None:
+        """Answer no further request for a replay."""
+        self._replays.clear()
 
     def _start(self) -> None:
         self._stopping.clear()
@@ -133,6 +139,8 @@ class EngineDouble:
                 if not socket.poll(_POLL_MS):
                     continue
                 client, _, start = socket.recv_multipart()
+                if not self._replays.is_set():
+                    continue
                 with self._lock:
                     kept = list(self._buffer)
                 for sequence, payload in kept:
