@@ -220,15 +220,15 @@ async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> st
     outage = Outage()
     while True:
         try:
-            model = await _served_model(http, engine.url)
+            model = await _served_model(http, engine.models_url)
         except Exception as exc:  # whatever an HTTP server sends, it must not end the bridge
             lasted_s = outage.failed(time.monotonic())
             if lasted_s is not None:
                 log.warning(
-                    "worker %d: %s/v1/models does not name the engine's model, so the engine is not fed: %s%s. "
+                    "worker %d: %s does not name the engine's model, so the engine is not fed: %s%s. "
                     "To feed it from its events alone, add model=NAME to its --engine",
                     engine.worker_id,
-                    engine.url,
+                    engine.models_url,
                     str(exc) or repr(exc),
                     lasting(lasted_s),
                 )
@@ -241,7 +241,7 @@ async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> st
 
 
 async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
-    async with http.get(f"{url}/v1/models") as response:
+    async with http.get(url) as response:
         response.raise_for_status()
         body = await read_body(response, MODELS_BYTES_MAX)
     return first_model(body)

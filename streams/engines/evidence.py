@@ -116,7 +116,8 @@ class EvidenceReader:
     async def _over_http(self) -> Evidence:
         try:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
-                return await read_process_start(self._wiring.http, self._wiring.engine)
+                engine = self._wiring.engine
+                return await read_process_start(self._wiring.http, engine.metrics_url, engine.models_url)
         except aiohttp.ClientConnectorError as exc:
             return Evidence(reachable=False, started=None, refused=exc.os_error.errno == errno.ECONNREFUSED)
         except (aiohttp.ClientError, TimeoutError):

@@ -15,7 +15,6 @@ import re
 import aiohttp
 
 from streams.core.ids import Incarnation
-from streams.engines.address import EngineAddress
 from streams.engines.continuity import Evidence
 
 #: Bytes of a page. vLLM's page of eight ranks with all its histograms is about 500 KB.
@@ -26,17 +25,17 @@ _START_TIME = re.compile(r"^process_start_time_seconds(?:\{[^}]*\})?\s+(\S+)", r
 _OK, _CLIENT_ERRORS = 200, range(400, 500)
 
 
-async def read_process_start(http: aiohttp.ClientSession, engine: EngineAddress) -> Evidence:
+async def read_process_start(http: aiohttp.ClientSession, metrics_url: str, models_url: str) -> Evidence:
     """Read the start time from an engine's metrics; a page without one still shows that the engine is reachable.
 
     Raises ClientError, TimeoutError.
     """
-    async with http.get(engine.metrics_url) as response:
+    async with http.get(metrics_url) as response:
         if response.status == _OK:
             return parse_process_start((await read_body(response, PAGE_BYTES_MAX)).decode(errors="replace"))
         if response.status not in _CLIENT_ERRORS:
             return Evidence(reachable=False, started=None)
-    async with http.get(f"{engine.url}/v1/models") as response:
+    async with http.get(models_url) as response:
         return Evidence(reachable=response.status == _OK, started=None)
 
 

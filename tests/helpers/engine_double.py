@@ -56,6 +56,8 @@ class EngineDouble:
         self.gauges = ""  # further lines of /metrics
         self.answers = threading.Event()  # while it is not set, /metrics does not answer
         self.answers.set()
+        self.status = 200  # of all answers over HTTP
+        self.models_body = json.dumps({"data": [{"id": model}]})  # the answer of /v1/models
         self._replays = threading.Event()
         self._replays.set()
         self._start()
@@ -160,12 +162,12 @@ def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                body = json.dumps({"data": [{"id": engine.model}]})
+                body = engine.models_body
             else:
                 engine.answers.wait()
                 start = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
                 body = f"# TYPE x gauge\n{start}\n{engine.gauges}"
-            self.send_response(200)
+            self.send_response(engine.status)
             self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
