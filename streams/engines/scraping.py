@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from streams.codec import encode_metrics
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.ids import DpRank, RankId
-from streams.engines.metrics import parse_metrics, tokens_processed
+from streams.engines.metrics import parse_block_size, parse_metrics, tokens_processed
 from streams.engines.outage import Outage, lasting
 from streams.engines.process_start import PAGE_BYTES_MAX, read_body
 from streams.engines.wiring import EngineWiring
@@ -88,6 +88,7 @@ class Scraper:
             page = await _fetch(self._wiring.http, engine.metrics_url)
             block_size = settings.block_size_of(self._wiring.model)
             # On a thread: a long page would delay the batches of all other engines.
+            self._wiring.on_page_block_size(await asyncio.to_thread(parse_block_size, page))
             ranks = await asyncio.to_thread(parse_metrics, page, dp_size=engine.dp_size, block_size=block_size)
             tokens = await asyncio.to_thread(tokens_processed, page, dp_size=engine.dp_size)
         except (aiohttp.ClientError, TimeoutError, BadRecord) as exc:
@@ -140,6 +141,14 @@ class Scraper:
             self.counters.published += 1
         else:
             self.counters.unpublished += 1
+
+
+async def reported_block_size(http: aiohttp.ClientSession, url: str) -> int | None:
+    """Return the number of tokens per block on an engine's page; None if the page cannot be read or reports none."""
+    try:
+        return parse_block_size(await _fetch(http, url))
+    except (aiohttp.ClientError, TimeoutError, BadRecord):
+        return None
 
 
 async def _fetch(http: aiohttp.ClientSession, url: str) -> bytes:
