@@ -31,6 +31,7 @@ from streams.core.events import (
     Body,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -70,7 +71,11 @@ def schemas_dir() -> Path:
 
 
 class RecordCodec:
-    """Encodes and decodes the records of one schema, including the frame."""
+    """Encodes and decodes the records of one schema, including the frame.
+
+    Records of earlier schemas are read too, with the defaults of the fields that they lack. These schemas are kept as
+    `schemas/previous/<name>.<number>.avsc`, since a topic or a table has such records after an upgrade.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,6 +84,11 @@ class RecordCodec:
         # fastavro returns the fingerprint as hex, in the byte order of the frame (little-endian).
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(self._schema), "CRC-64-AVRO"))
         self._header = _SINGLE_OBJECT + self.fingerprint
+        #: By fingerprint, what records may have been written with.
+        self._writers: dict[bytes, Any] = {self.fingerprint: self._schema}
+        for path in (schemas_dir() / "previous").glob(f"{name}.*.avsc"):
+            earlier = fastavro.parse_schema(json.loads(path.read_text()))
+            self._writers[bytes.fromhex(fingerprint(to_parsing_canonical_form(earlier), "CRC-64-AVRO"))] = earlier
 
     def encode(self, datum: Mapping[str, Any]) -> bytes:
         """Frame and encode; raises KvStreamsError for a value that does not fit the schema."""
@@ -98,11 +108,11 @@ class RecordCodec:
         """
         if not raw:
             raise BadRecord("not_avro", "the record is empty")
-        start = self._frame(raw, schema_ids or {})
+        start, writer = self._frame(raw, schema_ids or {})
         stream = io.BytesIO(raw)
         stream.seek(start)
         try:
-            datum: Any = fastavro.schemaless_reader(stream, self._schema, None)
+            datum: Any = fastavro.schemaless_reader(stream, writer, None if writer is self._schema else self._schema)
         except EOFError as exc:  # without its own message, which contains a memory address
             raise BadRecord("bad_avro", f"the datum is not a {self.name} record: it ends early") from exc
         except Exception as exc:  # fastavro passes on any exception of its C code
@@ -112,17 +122,19 @@ class RecordCodec:
         assert isinstance(datum, dict)
         return datum
 
-    def _frame(self, raw: bytes, schema_ids: Mapping[str, int]) -> int:
+    def _frame(self, raw: bytes, schema_ids: Mapping[str, int]) -> tuple[int, Any]:
+        """Return where the datum begins, and the schema that it was written with."""
         if raw[:2] == _SINGLE_OBJECT and len(raw) >= _SINGLE_OBJECT_HEADER_BYTES:
-            if raw[2:_SINGLE_OBJECT_HEADER_BYTES] != self.fingerprint:
-                found = raw[2:_SINGLE_OBJECT_HEADER_BYTES].hex()
-                raise BadRecord("unknown_schema", f"schema fingerprint {found} is not that of {self.name}")
-            return _SINGLE_OBJECT_HEADER_BYTES
+            found = raw[2:_SINGLE_OBJECT_HEADER_BYTES]
+            writer = self._writers.get(found)
+            if writer is None:
+                raise BadRecord("unknown_schema", f"schema fingerprint {found.hex()} is not that of {self.name}")
+            return _SINGLE_OBJECT_HEADER_BYTES, writer
         if raw[0] == _CONFLUENT_MAGIC and len(raw) >= _CONFLUENT_HEADER_BYTES:
             found_id = int.from_bytes(raw[1:_CONFLUENT_HEADER_BYTES], "big")
             if schema_ids.get(self.name) != found_id:
                 raise BadRecord("unknown_schema", f"registry id {found_id} is not the one configured for {self.name}")
-            return _CONFLUENT_HEADER_BYTES
+            return _CONFLUENT_HEADER_BYTES, self._schema
         raise BadRecord("not_avro", f"the record starts with {raw[:4].hex()}, which is not the header of an Avro datum")
 
 
@@ -166,6 +178,8 @@ def encode_batch(batch: EngineBatch) -> bytes:
             "digest": to_hash(batch.digest),
             "emitted_at_ms": batch.emitted_at_ms,
             "n_unindexed": batch.n_unindexed,
+            "incomplete": batch.incomplete,
+            "feed": batch.feed.name.lower(),
             "body": _body_datum(body),
         }
     )
@@ -193,6 +207,8 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         emitted_at_ms=datum["emitted_at_ms"],
         body=body,
         n_unindexed=datum["n_unindexed"],
+        incomplete=datum["incomplete"],
+        feed=FeedState[datum["feed"].upper()],
     )
 
 

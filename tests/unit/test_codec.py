@@ -6,12 +6,14 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import avro.io
 import avro.schema
 import numpy as np
 import pytest
+from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibilityType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +41,7 @@ from streams.core.events import (
     BlocksStored,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -90,6 +93,7 @@ from streams.cxl.records import (
     pool_key,
 )
 from streams.errors import BadRecord, KvStreamsError
+from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PartitionRecord,
     SourceProgress,
@@ -250,6 +254,7 @@ progresses = st.builds(
     n_gaps=st.integers(0, I63),
     n_unknown_parents=st.integers(0, I63),
     n_unknown_removals=st.integers(0, I63),
+    feed=st.sampled_from(FeedState),
 )
 source_progresses = st.builds(SourceProgress, texts, texts, longs, longs, longs, longs)
 partition_records = st.builds(
@@ -312,7 +317,7 @@ CHUNK = replace(
     body=RestatementChunk(1, 0, 2, True, (RestatedRun(2, SequenceHash(5), u64([1]), u64([2]), Tier.DISK),)),
 )
 REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
-HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000))
+HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000), feed=FeedState.UNPROVEN)
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
 METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
@@ -916,6 +921,50 @@ def test_decoded_arrays_are_read_only() -> None:
     event: KvEvent = body.events[0]
     assert isinstance(event, BlocksStored)
     assert not event.engine.flags.writeable
+
+
+#: Records as they were written before `incomplete` and `feed` existed: a batch, a heartbeat, a rank's progress.
+OLD_BATCH = bytes.fromhex(
+    "c30177925b29e5d3d68e0106026d20ffffffffffffffffff01120a000000000000001618000400020700000000000000200100000000000000"
+    "ffffffffffffffff200300000000000000040000000000000002020202000204000400"
+)
+OLD_HEARTBEAT = bytes.fromhex("c30177925b29e5d3d68e0106026d20ffffffffffffffffff01120a000000000000001618060262e05d")
+OLD_PROGRESS = bytes.fromhex("c301aa466d61b95159f90804120a00000000000000020a6d6f64656c2002040608e05d01")
+
+
+def test_records_of_an_earlier_schema_are_read_with_the_defaults_of_new_fields() -> None:
+    """A topic or a table keeps such records over an upgrade. Both decoders read them."""
+    old = EngineBatch(
+        RANK,
+        "m",
+        16,
+        Incarnation(1 << 63),
+        9,
+        10,
+        11,
+        EngineEvents((replace(STORED, cxl=None), AllBlocksCleared())),
+        12,
+        incomplete=False,
+        feed=FeedState.LIVE,
+    )
+    assert plain(decode_batch(OLD_BATCH)) == plain(old)
+    assert decode_batch(OLD_HEARTBEAT).body == Heartbeat("b", 6000)
+    progress = decode_progress(progress_key(RANK), OLD_PROGRESS)
+    assert progress == PROGRESS and progress.feed is FeedState.LIVE
+    (found,) = decode_events([OLD_BATCH])
+    assert isinstance(found, EngineBatch)
+    assert encode_batch(found) == encode_batch(old)
+    assert reason_of(lambda: decode_batch(OLD_BATCH + b"\0")) == "bad_avro"
+    assert reason_of(lambda: decode_batch(OLD_PROGRESS)) == "unknown_schema"
+
+
+@pytest.mark.parametrize("path", sorted((schemas_dir() / "previous").glob("*.avsc")), ids=lambda path: path.stem)
+def test_the_avro_package_finds_each_schema_compatible_with_its_earlier_versions(path: Path) -> None:
+    """A reader of today understands what was written before."""
+    name = path.name.split(".")[0]
+    reader, writer = (avro.schema.parse(each.read_text()) for each in (schemas_dir() / f"{name}.avsc", path))
+    found = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)
+    assert found.compatibility is SchemaCompatibilityType.compatible, found.messages
 
 
 def test_schemas_are_json_with_a_name_and_a_doc_string() -> None:

@@ -85,9 +85,11 @@ class Holdings(Generic[Events, Change]):
         self.parking.drop(rank)  # a restatement would not include this batch
         applied = self.runs.apply(rank, events)
         if applied.n_clears:
-            # An empty cache is known exactly, whatever was lost before. The batch's unindexed blocks may have been
-            # stored after the clear, though: their position in the batch is unknown.
-            health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
+            # An empty cache is known exactly, whatever was lost before. The batch's missing events and its unindexed
+            # blocks may have followed the clear, though: their position in the batch is unknown.
+            health = Health.DEGRADED if batch.incomplete else Health.EXACT
+            if batch.n_unindexed:
+                health = Health.APPROXIMATE
             epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + applied.n_clears)
             progress = replace(progress, epoch=epoch, health=health)
         if applied.n_unknown_parents or applied.n_unknown_removals:
