@@ -6,6 +6,7 @@ bytes (codec) and engine dialects (engines).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,6 +134,14 @@ class Heartbeat:
 Body = EngineEvents | RestatementChunk | WorkerRemoved | Heartbeat
 
 
+class FeedState(enum.IntEnum):
+    """State of a rank's feed when a record was written; the numbers are on Kafka. Only LIVE is false."""
+
+    LIVE = 0  # the rank's events arrive as they happen
+    UNPROVEN = 1  # the engine's event stream has not been proven to work, so an empty rank may hold blocks
+    CATCHING_UP = 2  # the engine has published batches that the feed has not
+
+
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
     """One record of `kv-events`: one batch of one rank.
@@ -142,6 +151,8 @@ class EngineBatch:
     digest: xxh3_64 of the engine's payload, which shows whether two batches with the same number are the same batch.
     emitted_at_ms: time on the engine's clock, used only for measurements.
     n_unindexed: blocks of KV cache groups that are not full attention; they make the rank's answers approximate.
+    incomplete: whether the batch lacks events that the engine reported and that could matter; it counts as a gap.
+    feed: state of the rank's feed when the record was written, whatever its body is.
     """
 
     rank: RankId
@@ -153,6 +164,8 @@ class EngineBatch:
     emitted_at_ms: int
     body: Body
     n_unindexed: int = 0
+    incomplete: bool = False
+    feed: FeedState = FeedState.LIVE
 
 
 @dataclass(frozen=True, slots=True)

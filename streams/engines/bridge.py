@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import aiohttp
 import zmq
@@ -24,6 +25,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.address import EngineAddress
+from streams.engines.block_size import EngineBlockSize
 from streams.engines.feed import RETRY_S, RankFeed
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
@@ -31,10 +33,11 @@ from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.publisher import event_producer
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
-from streams.engines.scraping import Scraper
+from streams.engines.scraping import Scraper, reported_block_size
 from streams.engines.wiring import EngineWiring
-from streams.errors import KvStreamsError
+from streams.errors import BlockSizeContradicted, KvStreamsError
 from streams.kafka import worker_key
+from streams.model_registry import check_model, claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -49,6 +52,9 @@ RECOVERIES_AT_ONCE = 2
 
 #: Checks of the leases per lease length; a claim is late by at most one such interval.
 _TICKS_PER_LEASE = 30
+
+#: How often a bridge checks whether a model's record, which contradicts its settings, is gone after a reset.
+REFUSED_RETRY_S = 30.0
 
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -68,9 +74,11 @@ class Bridge:
         self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
         self._unread = {engine.worker_id for engine in engines}
+        self._refused: set[WorkerId] = set()  # engines of models whose record contradicts the settings
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run until cancelled. Raises BlockSizeContradicted if there is no engine that it may feed."""
+        contradictions: list[Exception] = []
         registry_reader = RegistryReader(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
             async with aiohttp.ClientSession(timeout=_HTTP_TIMEOUT) as http, asyncio.TaskGroup() as tasks:
@@ -78,6 +86,8 @@ class Bridge:
                 tasks.create_task(self._tick())
                 for engine in self._engines:
                     tasks.create_task(self._bridge(engine, http))
+        except* BlockSizeContradicted as refused:
+            contradictions += refused.exceptions
         finally:
             for lease_handle in self._lease_handles.values():
                 lease_handle.release()
@@ -85,6 +95,8 @@ class Bridge:
                 self._pools.close()
             self._context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
+        if contradictions:  # raised here, since `except*` would put it into another group
+            raise contradictions[0]
 
     def feed_counts(self) -> Mapping[RankId, Mapping[str, int]]:
         """Return a copy of the counters of every rank that this bridge has fed, by rank and name (see FeedCounters).
@@ -136,12 +148,46 @@ class Bridge:
                 log.info("worker %d at %s does not answer yet: %s", engine.worker_id, engine.url, exc)
                 await asyncio.sleep(RETRY_S)
         lease_handle = self._lease_handles[engine.worker_id]
-        lease_handle.lease.want(self._registration(engine, model))
+        block_size = EngineBlockSize(self._settings.block_size_of(model))
+        block_size.on_page(await reported_block_size(http, engine.metrics_url))
+        await self._claim_model(engine, model, block_size)
+        registration = self._registration(engine, model)
+
+        def register() -> None:
+            """Register the engine with the size that its blocks have."""
+            own = replace(registration, block_size=block_size.size)
+            if own.block_size != lease_handle.lease.wanted_block_size:
+                if block_size.is_wrong:
+                    log.warning("%s", _wrong_block_size(engine, model, block_size))
+                lease_handle.lease.want(own)
+
+        def on_page(size: int | None) -> None:
+            block_size.on_page(size)
+            register()
+
+        def on_stored(size: int | None) -> None:
+            if size is None:
+                block_size.on_incarnation(page_is_read=self._settings.metrics_interval_s > 0)
+            else:
+                block_size.on_stored(size)
+            register()
+
+        register()
         while True:
             term = await lease_handle.held()
             log.info("worker %d: %s serves %s; this bridge holds term %d", engine.worker_id, engine.url, model, term)
             wiring = EngineWiring(
-                self._settings, self._kafka, self._context, http, engine, model, lease_handle, term, self._epoch_of
+                self._settings,
+                self._kafka,
+                self._context,
+                http,
+                engine,
+                model,
+                lease_handle,
+                term,
+                self._epoch_of,
+                on_page,
+                on_stored,
             )
             try:
                 await self._feed(wiring)
@@ -150,6 +196,32 @@ class Bridge:
             except* Exception:
                 log.exception("worker %d: the feeds failed and start again", engine.worker_id)
                 await asyncio.sleep(RETRY_S)
+
+    async def _claim_model(self, engine: EngineAddress, model: str, block_size: EngineBlockSize) -> None:
+        """Wait until the scope's record of the model agrees with the settings; write it if there is none.
+
+        An engine with another size than the settings is no reason to write them: the settings may be what is wrong.
+        Raises BlockSizeContradicted if this bridge has no engine left that it may feed.
+        """
+        while True:
+            try:
+                if block_size.is_wrong:
+                    await asyncio.to_thread(check_model, self._settings, model)
+                else:
+                    await asyncio.to_thread(claim_model, self._settings, model, writer_name("bridge"))
+            except BlockSizeContradicted as exc:
+                if engine.worker_id not in self._refused:
+                    log.error("worker %d is not fed: %s", engine.worker_id, exc)
+                    self._refused.add(engine.worker_id)
+                if len(self._refused) == len(self._engines):
+                    raise
+                await asyncio.sleep(REFUSED_RETRY_S)
+            except KvStreamsError as exc:
+                log.info("worker %d: the record of its model cannot be read yet: %s", engine.worker_id, exc)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._refused.discard(engine.worker_id)
+                return
 
     async def _feed(self, wiring: EngineWiring) -> None:
         """Feed every rank of an engine, until one of the feeds ends with an exception."""
@@ -210,6 +282,14 @@ class Bridge:
             replay_endpoint=engine.replay,
             registered_at_ms=time.time_ns() // 1_000_000,
         )
+
+
+def _wrong_block_size(engine: EngineAddress, model: str, block_size: EngineBlockSize) -> str:
+    return (
+        f"worker {engine.worker_id}: the engine at {engine.url} has blocks of {block_size.size} tokens, but this scope "
+        f"has blocks of {block_size.scope} for {model}. The engine gets no requests. Restart it with "
+        f"--block-size {block_size.scope}, or set block_size or model_block_sizes in every process of the scope"
+    )
 
 
 async def _served_model(http: aiohttp.ClientSession, url: str) -> str:

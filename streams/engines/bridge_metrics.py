@@ -57,6 +57,10 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
         "batches_foreign",
         "Batches that were dropped because they belong to another incarnation than the one that is running",
     ),
+    _total(
+        "batches_of_wrong_block_size",
+        "Batches with blocks of another size than the scope's; only the first one of an incarnation is a dead letter",
+    ),
     _total("dead_letters", "Batches that could not be decoded and went to the dead letters"),
     _total("gaps", "Gaps in the engines' batch numbers"),
     _total("gap_batches_filled", "Missing batches that an engine's replay socket returned"),

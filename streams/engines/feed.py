@@ -22,7 +22,7 @@ import aiohttp
 import zmq
 import zmq.asyncio
 
-from streams.core.events import BEFORE_FIRST, ResyncRequest
+from streams.core.events import BEFORE_FIRST, BlocksStored, ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.address import port_above
 from streams.engines.continuity import (
@@ -48,7 +48,7 @@ from streams.engines.recovery import RecoveredRank, ledger_of
 from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, check_last_batch, replay
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
-from streams.errors import BadRecord, KvStreamsError
+from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
 from streams.topics import topics
 
@@ -109,6 +109,8 @@ class RankFeed:
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
         self._state = self._incarnation_state(None)
+        self._stored_block_size: int | None = None  # of the blocks that this incarnation stored, if it stored any
+        self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
         self._judged_at_s = 0.0
 
@@ -176,6 +178,8 @@ class RankFeed:
         """Begin an incarnation, and publish its start, which empties the rank before the incarnation's first batch."""
         log.info("rank %s: incarnation %d begins", self.rank, incarnation)
         self.counters.incarnations += 1
+        self._note_block_size(None)
+        self._wrong_block_size_reported = False
         if started is None:
             started = (await self._start_time()).started
         self._state = self._incarnation_state(started)
@@ -239,7 +243,8 @@ class RankFeed:
                     try:
                         for event in decoder.decode(batch.payload).events:
                             names.apply(event, ledger)
-                    except BadRecord:
+                    except BadRecord as exc:
+                        self._note_refused(exc)
                         ledger.lost_events()
                     following += 1
                     if following > until:
@@ -382,11 +387,26 @@ class RankFeed:
             decoded = state.decoder.decode(batch.payload)
             self._writer.write(batch.sequence, digest, decoded.emitted_at_ms, decoded.events, decoded.n_unindexed)
             self.counters.batches_published += 1
+            if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
+                self._note_block_size(self._block_size)
         except BadRecord as exc:
+            self._note_refused(exc)
             # Its number is then missing on Kafka and the agent degrades the rank, which is correct.
             if exc.reason != "too_large":
                 self._writer.ledger.lost_events()  # a batch that is too large is in the ledger, which will be restated
             self._dead_letter(batch.payload, exc)
+
+    def _note_refused(self, exc: BadRecord) -> None:
+        """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used."""
+        size = exc.detail.get("block_size")
+        if exc.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
+            self._note_block_size(size)
+
+    def _note_block_size(self, size: int | None) -> None:
+        """size: None if it is not known, at the start of an incarnation."""
+        if size != self._stored_block_size:
+            self._stored_block_size = size
+            self._wiring.on_stored_block_size(size)
 
     def on_batches_lost(self) -> None:
         """Note that the ledger lacks what the lost batches contained."""
@@ -427,6 +447,11 @@ class RankFeed:
         await self._wiring.lease_handle.allowed(self._wiring.term)
 
     def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
+        if exc.reason == WRONG_BLOCK_SIZE:
+            self.counters.batches_of_wrong_block_size += 1
+            if self._wrong_block_size_reported:
+                return  # every further batch would be one; the bridge has logged why, and registered the engine's size
+            self._wrong_block_size_reported = True
         self.counters.dead_letters += 1
         log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
         self._wiring.kafka.produce(

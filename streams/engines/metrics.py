@@ -71,6 +71,10 @@ _NAMES: Mapping[str, tuple[_Reading, ...]] = {
         _Reading(_TOTAL, ("kv_cache_block_type", "max")),
     ),
 }
+#: The label in which an engine reports the size of its blocks, by the name of the sample.
+_BLOCK_SIZE_LABELS = {"vllm:cache_config_info": "block_size", "sglang:cache_config_info": "page_size"}
+_BLOCK_SIZE_PREFIXES = tuple(name.encode() for name in _BLOCK_SIZE_LABELS)
+
 _PREFERENCE = {name: position for position, name in enumerate(_NAMES)}
 _PREFIXES = tuple(_NAMES)
 
@@ -110,6 +114,20 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
         rank: _gauges({gauge: value for (of, gauge), (_, value) in found.items() if of == rank}, block_size)
         for rank in ranks
     }
+
+
+def parse_block_size(page: bytes) -> int | None:
+    """Return the number of tokens per block that a page reports; None if it reports none that can be used."""
+    relevant = b"\n".join(line for line in page.split(b"\n") if line.startswith(_BLOCK_SIZE_PREFIXES))
+    try:
+        for family in text_string_to_metric_families(relevant.decode(errors="replace") + "\n"):
+            for sample in family.samples:
+                reported = sample.labels.get(_BLOCK_SIZE_LABELS.get(sample.name, ""), "")
+                if reported.isascii() and reported.isdigit() and 0 < len(reported) <= 9 and int(reported) > 0:
+                    return int(reported)
+    except ValueError:
+        pass  # `parse_metrics` reports a page that is not Prometheus text
+    return None
 
 
 def _rank_of(labels: Mapping[str, str], dp_size: int) -> DpRank | None:

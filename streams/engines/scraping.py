@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from streams.codec import encode_metrics
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport
 from streams.core.ids import RankId
-from streams.engines.metrics import parse_metrics
+from streams.engines.metrics import parse_block_size, parse_metrics
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
 from streams.kafka import worker_key
@@ -81,6 +81,7 @@ class Scraper:
         try:
             page = await _fetch(self._wiring.http, engine.metrics_url)
             block_size = settings.block_size_of(self._wiring.model)
+            self._wiring.on_page_block_size(parse_block_size(page))
             ranks = parse_metrics(page, dp_size=engine.dp_size, block_size=block_size)
         except (aiohttp.ClientError, TimeoutError, BadRecord) as exc:
             self._failed(exc)
@@ -119,6 +120,14 @@ class Scraper:
             self.counters.published += 1
         else:
             self.counters.unpublished += 1
+
+
+async def reported_block_size(http: aiohttp.ClientSession, url: str) -> int | None:
+    """Return the number of tokens per block on an engine's page; None if the page cannot be read or reports none."""
+    try:
+        return parse_block_size(await _fetch(http, url))
+    except (aiohttp.ClientError, TimeoutError, BadRecord):
+        return None
 
 
 async def _fetch(http: aiohttp.ClientSession, url: str) -> bytes:

@@ -19,6 +19,7 @@ from streams.core.reducer.ordering import (
     Verdict,
     judge,
     judge_chunk,
+    judge_unusable,
     refuses_expiry,
     removed,
     renew,
@@ -85,9 +86,11 @@ class Holdings(Generic[Events, Change]):
         self.parking.drop(rank)  # a restatement would not include this batch
         applied = self.runs.apply(rank, events)
         if applied.n_clears:
-            # An empty cache is known exactly, whatever was lost before. The batch's unindexed blocks may have been
-            # stored after the clear, though: their position in the batch is unknown.
-            health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
+            # An empty cache is known exactly, whatever was lost before. The batch's missing events and its unindexed
+            # blocks may have followed the clear, though: their position in the batch is unknown.
+            health = Health.DEGRADED if batch.incomplete else Health.EXACT
+            if batch.n_unindexed:
+                health = Health.APPROXIMATE
             epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + applied.n_clears)
             progress = replace(progress, epoch=epoch, health=health)
         if applied.n_unknown_parents or applied.n_unknown_removals:
@@ -100,6 +103,16 @@ class Holdings(Generic[Events, Change]):
         self.progress[rank] = progress
         self.touched[rank] = None
         self._heard[rank] = None
+        return judgement.verdict
+
+    def refuse(self, batch: EngineBatch) -> Verdict:
+        """Judge a batch of which no event can be used. It ends an older incarnation all the same."""
+        judgement = self._judged(judge_unusable(self._progress_of(batch.rank), batch))
+        if judgement.verdict is not Verdict.STALE:
+            self._begin(judgement)
+            self.parking.drop(batch.rank)
+            self._keep(judgement.progress)
+            self._heard[batch.rank] = None
         return judgement.verdict
 
     def renew(self, batch: EngineBatch, heartbeat: Heartbeat) -> Verdict:
