@@ -28,6 +28,7 @@ from streams.core.events import (
     Body,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -102,6 +103,9 @@ class RankWriter:
         #: The last batch published in this incarnation, and the digest of its payload.
         self.sequence = BEFORE_FIRST
         self.digest = 0
+        #: State of the rank's feed, which every record states; and the state that the last record stated.
+        self.feed = FeedState.LIVE
+        self.feed_shown: FeedState | None = None
         #: Blocks for which no transition was published, since neither ledger nor pool names contain their engine hash.
         self.unknown_names = 0
         self.published = 0
@@ -207,11 +211,13 @@ class RankWriter:
                 emitted_at_ms=emitted_at_ms,
                 body=body,
                 n_unindexed=n_unindexed,
+                feed=self.feed,
             )
         )
         if len(value) > EVENT_BYTES_MAX:
             raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} has {len(value)} bytes")
         self._produce(self._topic, value)
+        self.feed_shown = self.feed
         self.published += 1
 
     def _produce(self, topic: str, value: bytes) -> None:
