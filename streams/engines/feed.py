@@ -37,7 +37,8 @@ from streams.engines.continuity import (
     needs_replay_check,
 )
 from streams.engines.cxl_names import CxlNames
-from streams.engines.dialects.interface import Decoder
+from streams.engines.dead_letters import of_frames, of_payload
+from streams.engines.dialects.interface import DecodedBatch, Decoder, UnusableEvent, undecodable
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.gap_filling import GapFiller, ReplayFinding
 from streams.engines.heartbeats import Heartbeats
@@ -49,7 +50,7 @@ from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, check_last_bat
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
+from streams.kafka import dead_letter_headers, worker_key
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -236,10 +237,13 @@ class RankFeed:
                     if batch.sequence != following:
                         return None
                     self._state.batches.digests.add(batch)
+                    decoded = _decode(decoder, batch.payload)
                     try:
-                        for event in decoder.decode(batch.payload).events:
+                        for event in decoded.events:
                             names.apply(event, ledger)
                     except BadRecord:
+                        ledger.lost_events()
+                    if decoded.is_incomplete:
                         ledger.lost_events()
                     following += 1
                     if following > until:
@@ -353,7 +357,7 @@ class RankFeed:
         """Take one message of the live socket."""
         if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
             exc = BadRecord("bad_frames", f"the message has {len(frames)} frames and no sequence number")
-            self._dead_letter(b"".join(frames), exc)
+            self._dead_letter(of_frames(frames), sum(map(len, frames)), exc)
             return None
         batch, batches = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state.batches
         if batch.sequence < batches.next:
@@ -374,19 +378,34 @@ class RankFeed:
     # -- the sink of batches in order (gap_filling.BatchSink) ----------------------------------------------------------
 
     async def publish(self, batch: Batch) -> None:
-        """Decode and publish the next batch of the incarnation. Raises LeaseLost."""
+        """Decode and publish the next batch of the incarnation. Raises LeaseLost.
+
+        Its number is on Kafka afterwards, whatever the payload contains: otherwise nothing would show that it is
+        missing until the engine sends another batch.
+        """
         await self._wait_for_lease()
         state = self._state
         digest = state.batches.digests.add(batch)
+        decoded = _decode(state.decoder, batch.payload)
+        unusable = list(decoded.unusable)
         try:
-            decoded = state.decoder.decode(batch.payload)
-            self._writer.write(batch.sequence, digest, decoded.emitted_at_ms, decoded.events, decoded.n_unindexed)
-            self.counters.batches_published += 1
+            self._writer.write(
+                batch.sequence,
+                digest,
+                decoded.emitted_at_ms,
+                decoded.events,
+                decoded.n_unindexed,
+                is_incomplete=decoded.is_incomplete,
+            )
         except BadRecord as exc:
-            # Its number is then missing on Kafka and the agent degrades the rank, which is correct.
-            if exc.reason != "too_large":
-                self._writer.ledger.lost_events()  # a batch that is too large is in the ledger, which will be restated
-            self._dead_letter(batch.payload, exc)
+            unusable.append(UnusableEvent(None, exc))
+        self.counters.batches_published += 1
+        self.counters.blocks_unindexed += decoded.n_unindexed
+        self.counters.events_ignored += decoded.n_ignored
+        if unusable:
+            self.counters.events_unusable += len(unusable)
+            letter = of_payload(batch.sequence, len(batch.payload), digest, unusable)
+            self._dead_letter(letter, len(batch.payload), unusable[0].error)
 
     def on_batches_lost(self) -> None:
         """Note that the ledger lacks what the lost batches contained."""
@@ -426,15 +445,24 @@ class RankFeed:
     async def _wait_for_lease(self) -> None:
         await self._wiring.lease_handle.allowed(self._wiring.term)
 
-    def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
+    def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
+        """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""
         self.counters.dead_letters += 1
         log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
             key=worker_key(self.rank.worker_id),
-            value=dead_letter_value(payload),
-            headers=dead_letter_headers(self._events, exc, len(payload)),
+            value=letter,
+            headers=dead_letter_headers(self._events, exc, n_bytes),
         )
+
+
+def _decode(decoder: Decoder, payload: bytes) -> DecodedBatch:
+    """Decode a payload; one that cannot be decoded is a batch without events, whose events are lost."""
+    try:
+        return decoder.decode(payload)
+    except BadRecord as exc:
+        return undecodable(exc, _now_us() // 1000)
 
 
 def _now_us() -> int:

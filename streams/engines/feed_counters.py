@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 #: Counters that grow with ordinary traffic; the log names only the others.
-_ORDINARY = frozenset({"batches_published", "batches_repeated", "replays", "heartbeats"})
+_ORDINARY = frozenset(
+    {"batches_published", "batches_repeated", "events_ignored", "blocks_unindexed", "replays", "heartbeats"}
+)
 
 
 @dataclass(slots=True)
@@ -21,6 +23,9 @@ class FeedCounters:
     batches_repeated: int = 0  # received a second time, for example from the replay socket and then live
     batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that is running
     dead_letters: int = 0
+    events_unusable: int = 0  # in these dead letters
+    events_ignored: int = 0  # they cannot matter, for example the beginning of a block
+    blocks_unindexed: int = 0  # reported, and not represented by the index, or not exactly
     gaps: int = 0
     gap_batches_filled: int = 0
     gap_batches_lost: int = 0

@@ -18,7 +18,7 @@ class Health(enum.IntEnum):
 
     EXACT = 0
     DEGRADED = 1  # a batch was lost, or the parent of a stored block is unknown
-    APPROXIMATE = 2  # the model has KV cache groups that are not full attention
+    APPROXIMATE = 2  # the engine reported blocks that the index cannot represent, or not exactly
     REMOVED = 3  # the worker was removed; the row is kept so that its late events are refused
 
 
