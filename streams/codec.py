@@ -53,7 +53,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.core.workers import BridgeLease, Role, Worker, WorkerState
+from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 
 _SINGLE_OBJECT = b"\xc3\x01"
@@ -62,6 +62,7 @@ _CONFLUENT_MAGIC = 0
 _CONFLUENT_HEADER_BYTES = 5
 _U63 = 1 << 63
 _I32_MAX = (1 << 31) - 1
+_U64_DIGITS = 20
 
 
 def schemas_dir() -> Path:
@@ -287,6 +288,61 @@ def _lease(datum: dict[str, Any] | None) -> BridgeLease | None:
     if min(datum["term"], datum["lease_ms"], datum["renewal"]) < 0:
         raise BadRecord("bad_lease", f"term {datum['term']}, {datum['lease_ms']} ms, renewal {datum['renewal']}")
     return BridgeLease(datum["bridge"], datum["term"], datum["lease_ms"], datum["renewal"])
+
+
+#: Prefixes of the keys that the topic `workers` has in addition to worker ids.
+CORDON_KEY_PREFIX = b"cordon/"
+MODEL_KEY_PREFIX = b"model/"
+
+
+def cordon_key(worker_id: WorkerId) -> bytes:
+    """Return the key of a worker's cordon in the topic workers."""
+    return CORDON_KEY_PREFIX + str(worker_id).encode()
+
+
+def parse_cordon_key(key: bytes) -> WorkerId:
+    """Return the worker whose cordon has this key; raises BadRecord."""
+    text = key.removeprefix(CORDON_KEY_PREFIX)
+    worker_id = WorkerId(int(text)) if text.isdigit() and len(text) <= _U64_DIGITS else None
+    if worker_id is None or worker_id > U64_MASK or cordon_key(worker_id) != key:
+        raise BadRecord("bad_key", f"{key!r} is not the key of a cordon")
+    return worker_id
+
+
+def encode_cordon(cordon: Cordon) -> bytes:
+    """Encode one cordon of the topic workers."""
+    return codec("cordons").encode({**asdict(cordon), "worker_id": to_long(cordon.worker_id)})
+
+
+def decode_cordon(key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> Cordon:
+    """Decode one cordon of the topic workers; raises BadRecord, also if its key is not the worker's own."""
+    datum = codec("cordons").decode(value, schema_ids)
+    cordon = Cordon(WorkerId(from_long(datum["worker_id"])), datum["cordoned_at_ms"])
+    if parse_cordon_key(key) != cordon.worker_id:
+        raise BadRecord("wrong_key", f"key {key!r} is not that of the cordon of worker {cordon.worker_id}")
+    return cordon
+
+
+def model_key(name: str) -> bytes:
+    """Return the key of a model's record in the topic workers."""
+    return MODEL_KEY_PREFIX + name.encode(errors="replace")
+
+
+def encode_model(model: ServedModel) -> bytes:
+    """Encode one model of the topic workers."""
+    return codec("models").encode(asdict(model))
+
+
+def decode_model(key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> ServedModel:
+    """Decode one model of the topic workers; raises BadRecord, also if its key is not the model's own."""
+    datum = codec("models").decode(value, schema_ids)
+    try:
+        model = ServedModel(datum["name"], datum["block_size"], datum["writer"], datum["written_at_ms"])
+    except InvalidRequest as exc:
+        raise BadRecord("bad_model", exc.message) from exc
+    if model_key(model.name) != key:
+        raise BadRecord("wrong_key", f"key {key!r} is not that of model {model.name!r}")
+    return model
 
 
 def encode_metrics(report: MetricsReport) -> bytes:

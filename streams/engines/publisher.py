@@ -27,6 +27,7 @@ from streams.core.events import (
     Body,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -49,6 +50,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.restatements import chunks
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import producer, require_topic, worker_key
+from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 from streams.warming import HASHING, warm
@@ -99,6 +101,9 @@ class RankWriter:
         self.sequence = BEFORE_FIRST
         self.digest = 0
         self.unindexed = 0
+        #: State of the rank's feed, which every record states; and the state that the last record stated.
+        self.feed = FeedState.LIVE
+        self.feed_shown: FeedState | None = None
         #: Blocks for which no transition was published, since neither ledger nor pool names contain their engine hash.
         self.unknown_names = 0
         self.published = 0
@@ -219,11 +224,13 @@ class RankWriter:
                 body=body,
                 n_unindexed=n_unindexed,
                 incomplete=is_incomplete,
+                feed=self.feed,
             )
         )
         if len(value) > EVENT_BYTES_MAX:
             raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} has {len(value)} bytes")
         self._produce(self._topic, value)
+        self.feed_shown = self.feed
         self.published += 1
 
     def _produce(self, topic: str, value: bytes) -> None:
@@ -283,12 +290,14 @@ class KvEventPublisher:
     ) -> None:
         """incarnation: greater than any earlier one of the rank; the current time in microseconds by default.
 
-        kafka: a producer to share, if the caller has checked that a broker answers. Without one, a producer is created,
-        and KvStreamsError is raised after some seconds if no broker answers or the topic is missing; a producer alone
-        would retry for ever.
+        kafka: a producer to share, if the caller has checked that a broker answers and has called `claim_model`.
+        Without one, a producer is created. KvStreamsError is then raised after some seconds if no broker answers or
+        the topic is missing (a producer alone would retry for ever), and BlockSizeContradicted if the scope has another
+        block size for the model than the settings.
         """
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
+            claim_model(settings, model, writer_name(f"publisher of worker {worker_id}"))
         warm(HASHING)  # before the first event, which would otherwise wait for a compiler
         self._kafka = kafka or event_producer(settings)
         self._settings = settings

@@ -19,6 +19,7 @@ from streams.core.reducer.ordering import (
     Verdict,
     judge,
     judge_chunk,
+    judge_unusable,
     refuses_expiry,
     removed,
     renew,
@@ -102,6 +103,16 @@ class Holdings(Generic[Events, Change]):
         self.progress[rank] = progress
         self.touched[rank] = None
         self._heard[rank] = None
+        return judgement.verdict
+
+    def refuse(self, batch: EngineBatch) -> Verdict:
+        """Judge a batch of which no event can be used. It ends an older incarnation all the same."""
+        judgement = self._judged(judge_unusable(self._progress_of(batch.rank), batch))
+        if judgement.verdict is not Verdict.STALE:
+            self._begin(judgement)
+            self.parking.drop(batch.rank)
+            self._keep(judgement.progress)
+            self._heard[batch.rank] = None
         return judgement.verdict
 
     def renew(self, batch: EngineBatch, heartbeat: Heartbeat) -> Verdict:

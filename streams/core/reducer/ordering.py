@@ -54,6 +54,7 @@ class Verdict(enum.StrEnum):
     GAP = "gap"  # applied, but events of it or before it are missing; or a heartbeat that shows a missing batch
     DUPLICATE = "duplicate"
     STALE = "stale"  # from an older incarnation or a removed worker, or an expiry that came too late
+    WRONG_BLOCK_SIZE = "wrong_block_size"  # its blocks have another size than the scope's; none of them is applied
     RENEWED = "renewed"  # a heartbeat: the bridge is running
     PARKED = "parked"  # a chunk of a restatement that waits for the rest
     DROPPED = "dropped"  # a chunk that does not follow the parked ones, or is over capacity
@@ -99,6 +100,21 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         feed=batch.feed,
     )
     return Judgement(Verdict.GAP if gap else Verdict.APPLIED, after, begins)
+
+
+def judge_unusable(progress: Progress, batch: EngineBatch) -> Judgement:
+    """Judge a batch of which no event can be used, because its blocks have another size than the scope's.
+
+    A newer incarnation ends what the rank held, as if the batch could be used. The sequence does not advance. Progress
+    contains the batch's block size, so that routers do not choose the rank.
+    """
+    fenced = fence(progress, batch)
+    if fenced is None:
+        return Judgement(Verdict.STALE, progress)
+    progress, begins = fenced
+    health = max(progress.health, Health.DEGRADED)
+    progress = replace(progress, health=health, model=batch.model, block_size=batch.block_size)
+    return Judgement(Verdict.WRONG_BLOCK_SIZE, progress, begins)
 
 
 def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:

@@ -32,7 +32,7 @@ from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_change, check_pool_id
 from streams.cxl.states import stored_as
 from streams.engines.dialects.interface import DecodedBatch, Dialect, EngineEvent, UnusableEvent
-from streams.errors import BadRecord, InvalidRequest
+from streams.errors import WRONG_BLOCK_SIZE, BadRecord, InvalidRequest
 
 #: Bytes of one payload. A prompt of 1M tokens that is stored at once takes 5 MB; a payload more than ten times as large
 #: is not an event batch.
@@ -273,7 +273,7 @@ def _wrong_block_size(size: Any, block_size: int) -> BadRecord:
     shown = _shown_size(size)
     found = "another number of" if shown is None else shown
     message = f"blocks have {found} tokens; this scope has {block_size} for the model"
-    return BadRecord("wrong_block_size", message, block_size=shown)
+    return BadRecord(WRONG_BLOCK_SIZE, message, block_size=shown)
 
 
 def _remove(batch: _Batch, index: int, raw: Any, get: _Get) -> None:
