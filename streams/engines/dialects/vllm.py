@@ -277,31 +277,41 @@ def _wrong_block_size(size: Any, block_size: int) -> BadRecord:
 
 
 def _remove(batch: _Batch, index: int, raw: Any, get: _Get) -> None:
-    """Read a removal. If it cannot be used as it is, remove the blocks that it names from every tier."""
+    """Read a removal. If it cannot be used as it is, remove the blocks that it names."""
+    try:
+        hashes, group, tier = _hashes(get("block_hashes")), _group(get), _tier(get("medium"))
+    except (BadRecord, TypeError):
+        _remove_named(batch, index, raw, get)
+        return
+    if group:
+        batch.n_unindexed += len(hashes)
+    else:
+        batch.events.append(BlocksRemoved(hashes, tier))
+
+
+def _remove_named(batch: _Batch, index: int, raw: Any, get: _Get) -> None:
+    """Remove the blocks that an unusable removal names, from every tier if its tier or group cannot be read."""
     values = get("block_hashes")
     if not isinstance(values, list):  # each byte of a bytes value would be read as a hash
         raise BadRecord("bad_event", f"block_hashes is a {type(values).__name__}, not a list")
     names = [engine_hash(value) for value in values if _is_hash(value)]
     hashes = np.array(names, dtype=np.uint64)
+    error = BadRecord("bad_event", f"{len(values) - len(names)} of {len(values)} block_hashes are not block hashes")
     try:
         group, tier = _group(get), _tier(get("medium"))
     except BadRecord as exc:
-        error: BadRecord | None = exc
-        group, tiers = 0, tuple(Tier)
+        error, group, tiers = exc, 0, tuple(Tier)
+        batch.n_unindexed += len(names)  # copies in other tiers may still be held
     else:
-        error, tiers = None, (tier,)
+        tiers = (tier,)
     if group:
         batch.n_unindexed += len(values)
         return
-    is_lost = len(names) < len(values)
-    if is_lost:
-        error = BadRecord("bad_event", f"{len(values) - len(names)} of {len(values)} block_hashes are not block hashes")
     if names:
         batch.events += [BlocksRemoved(hashes, tier) for tier in tiers]
-    if error is not None:
-        batch.unusable.append(UnusableEvent(index, error, is_lost, hashes, _shown(raw)))
-        batch.is_incomplete |= is_lost
-        batch.n_unindexed += len(names) if len(tiers) > 1 else 0  # copies in other tiers may still be held
+    is_lost = len(names) < len(values)
+    batch.unusable.append(UnusableEvent(index, error, is_lost, hashes, _shown(raw)))
+    batch.is_incomplete |= is_lost
 
 
 def _transition(get: _Get) -> CxlStateChanged:
