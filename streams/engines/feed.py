@@ -53,7 +53,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.missing_events import MissingEvents
 from streams.engines.outage import Outage, lasting
 from streams.engines.publisher import RankWriter
-from streams.engines.recovery import RecoveredRank, ledger_of
+from streams.engines.recovery import RecoveredRank
 from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
@@ -517,9 +517,7 @@ class RankFeed:
         ledger_and_names = await self._ledger_from_engine(recovered.sequence)
         if ledger_and_names is None:
             self.counters.resumed_from_table += 1
-            counts_copies = self._dialect.counts_copies
-            ledger = ledger_of(recovered.ledger.restated(), recovered.ledger.complete, counts_copies=counts_copies)
-            names = recovered.names
+            ledger, names = recovered.table_ledger(self._dialect.counts_copies), recovered.names
         else:
             ledger, names = ledger_and_names
         log.info("rank %s: continues after batch %d with %d blocks", self.rank, recovered.sequence, len(ledger))
@@ -552,6 +550,7 @@ class RankFeed:
                             names.apply(event, ledger)
                     except BadRecord:
                         ledger.lost_events()
+                    ledger.has_unindexed |= decoded.n_unindexed > 0
                     if decoded.is_incomplete:
                         ledger.lost_events()
                     following += 1
