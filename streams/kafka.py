@@ -30,7 +30,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 from streams.errors import BadRecord, KafkaUnreachable, KvStreamsError, TopicMismatch
 from streams.kafka_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.settings import Settings
-from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
+from streams.topics import DEAD_LETTER_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def partition_of_key(key: bytes, n_partitions: int) -> int:
 def dead_letter_headers(
     origin: str, exc: BadRecord, size: int, partition: int | None = None, offset: int | None = None
 ) -> list[tuple[str, str | bytes | None]]:
-    """Headers that state where a dead letter came from, and the reason. size: bytes received, before truncation."""
+    """Headers that state where a dead letter came from, and the reason. size: bytes received."""
     values = {
         "topic": origin,
         "partition": partition,
@@ -225,11 +225,6 @@ def dead_letter_headers(
         "bytes": size,
     }
     return [(f"kvstreams.{name}", str(value).encode()) for name, value in values.items() if value is not None]
-
-
-def dead_letter_value(value: bytes | None) -> bytes | None:
-    """The bytes received, truncated if a topic of ours cannot hold them; the header has the full size."""
-    return value[:EVENT_BYTES_MAX] if value is not None and len(value) > EVENT_BYTES_MAX else value
 
 
 def as_record(message: Message) -> Record:

@@ -20,7 +20,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, assert_never
@@ -43,7 +43,8 @@ from streams.engines.continuity import (
     needs_replay_check,
 )
 from streams.engines.cxl_names import CxlNames
-from streams.engines.dialects.interface import Decoder
+from streams.engines.dead_letters import of_frames, of_payload
+from streams.engines.dialects.interface import DecodedBatch, Decoder, UnusableEvent, undecodable
 from streams.engines.evidence import EvidenceReader, Finding
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.gap_filling import GapFiller, ReplayFinding
@@ -57,7 +58,7 @@ from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
-from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
+from streams.kafka import dead_letter_headers, worker_key
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -322,7 +323,7 @@ class RankFeed:
         """Take one message of the live socket."""
         if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
             exc = BadRecord("bad_frames", f"the message has {len(frames)} frames and no sequence number")
-            self._dead_letter(b"".join(frames), exc)
+            self._dead_letter(of_frames(frames), sum(map(len, frames)), exc)
             return
         batch, batches = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state.batches
         if batch.sequence < batches.next:
@@ -542,13 +543,15 @@ class RankFeed:
                     if batch.sequence != following:
                         return None
                     self._state.batches.digests.add(batch)
+                    decoded = _decode(decoder, batch.payload)
+                    self._note_refused(decoded.unusable)
                     try:
-                        decoded = decoder.decode(batch.payload)
                         for event in decoded.events:
                             names.apply(event, ledger)
-                        ledger.has_unindexed |= decoded.n_unindexed > 0
-                    except BadRecord as exc:
-                        self._note_refused(exc)
+                    except BadRecord:
+                        ledger.lost_events()
+                    ledger.has_unindexed |= decoded.n_unindexed > 0
+                    if decoded.is_incomplete:
                         ledger.lost_events()
                     following += 1
                     if following > until:
@@ -565,30 +568,55 @@ class RankFeed:
     # -- the sink of batches in order (gap_filling.BatchSink) ----------------------------------------------------------
 
     async def publish(self, batch: Batch) -> None:
-        """Decode and publish the next batch of the incarnation. Raises LeaseLost."""
+        """Decode and publish the next batch of the incarnation. Raises LeaseLost.
+
+        Its number is on Kafka afterwards, whatever the payload contains: otherwise nothing would show that it is
+        missing until the engine sends another batch.
+        """
         await self._wait_for_lease()
         state = self._state
         self._missing_events.on_event()
         digest = state.batches.digests.add(batch)
         self._writer.feed = self._feed_state()
+        decoded = _decode(state.decoder, batch.payload)
+        unusable = list(decoded.unusable)
         try:
-            decoded = state.decoder.decode(batch.payload)
-            self._writer.write(batch.sequence, digest, decoded.emitted_at_ms, decoded.events, decoded.n_unindexed)
-            self.counters.batches_published += 1
-            if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
-                self._note_block_size(self._block_size)
+            self._writer.write(
+                batch.sequence,
+                digest,
+                decoded.emitted_at_ms,
+                decoded.events,
+                decoded.n_unindexed,
+                is_incomplete=decoded.is_incomplete,
+            )
         except BadRecord as exc:
-            self._note_refused(exc)
-            # Its number is then missing on Kafka and the agent degrades the rank, which is correct.
-            if exc.reason != "too_large":
-                self._writer.ledger.lost_events()  # a batch that is too large is in the ledger, which will be restated
-            self._dead_letter(batch.payload, exc)
+            unusable.append(UnusableEvent(None, exc))
+        self.counters.batches_published += 1
+        self.counters.blocks_unindexed += decoded.n_unindexed
+        self.counters.events_ignored += decoded.n_ignored
+        if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
+            self._note_block_size(self._block_size)
+        if unusable:
+            self._note_unusable(batch, digest, unusable)
 
-    def _note_refused(self, exc: BadRecord) -> None:
+    def _note_unusable(self, batch: Batch, digest: int, unusable: Sequence[UnusableEvent]) -> None:
+        """Write the dead letter of a batch with unusable events."""
+        self.counters.events_unusable += len(unusable)
+        self._note_refused(unusable)
+        if all(each.error.reason == WRONG_BLOCK_SIZE for each in unusable):
+            self.counters.batches_of_wrong_block_size += 1
+            if self._wrong_block_size_reported:
+                return  # every further batch would be one; the bridge has logged why, and registered the engine's size
+            self._wrong_block_size_reported = True
+        letter = of_payload(batch.sequence, len(batch.payload), digest, unusable)
+        self._dead_letter(letter, len(batch.payload), unusable[0].error)
+
+    def _note_refused(self, unusable: Sequence[UnusableEvent]) -> None:
         """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used."""
-        size = exc.detail.get("block_size")
-        if exc.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
-            self._note_block_size(size)
+        for each in unusable:
+            size = each.error.detail.get("block_size")
+            if each.error.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
+                self._note_block_size(size)
 
     def _note_block_size(self, size: int | None) -> None:
         """size: None if it is not known, at the start of an incarnation."""
@@ -634,20 +662,24 @@ class RankFeed:
     async def _wait_for_lease(self) -> None:
         await self._wiring.lease_handle.allowed(self._wiring.term)
 
-    def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
-        if exc.reason == WRONG_BLOCK_SIZE:
-            self.counters.batches_of_wrong_block_size += 1
-            if self._wrong_block_size_reported:
-                return  # every further batch would be one; the bridge has logged why, and registered the engine's size
-            self._wrong_block_size_reported = True
+    def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
+        """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""
         self.counters.dead_letters += 1
         log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
             key=worker_key(self.rank.worker_id),
-            value=dead_letter_value(payload),
-            headers=dead_letter_headers(self._events, exc, len(payload)),
+            value=letter,
+            headers=dead_letter_headers(self._events, exc, n_bytes),
         )
+
+
+def _decode(decoder: Decoder, payload: bytes) -> DecodedBatch:
+    """Decode a payload; one that cannot be decoded is a batch without events, whose events are lost."""
+    try:
+        return decoder.decode(payload)
+    except BadRecord as exc:
+        return undecodable(exc, _now_us() // 1000)
 
 
 def _now_us() -> int:

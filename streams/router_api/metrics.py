@@ -109,7 +109,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "kvstreams_dead_letters_total",
         "Dead letters of the whole scope since this router started; do not add up the counts of several routers. The "
         "source is the topic of the record (`cxl-events` for a refused transition), or `engine` for a message that a "
-        "bridge could not decode",
+        "bridge could not use as it is",
         lambda now: now.router.dead_letters.counts(),
         Label("source", _DEAD_LETTER_SOURCES),
         Label("reason", values_max=PAIRS_MAX),
