@@ -279,6 +279,7 @@ class RankFeed:
                 lasted_s = self._events_outage.answered(now_s)
                 if lasted_s is not None:
                     log.info("rank %s: %s is connected after %.0f s", self.rank, self._events, lasted_s)
+                self._evidence.close()  # what was asked for before shows nothing about this connection
                 self._ask_at_s = now_s
             case Change.BROKEN:
                 # What has arrived until now is from the process that was connected.
