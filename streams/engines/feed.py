@@ -142,7 +142,6 @@ class RankFeed:
         self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
         self._doubt: Doubt | None = Doubt.START
-        self._doubt_since_s = float("-inf")
         self._ask_at_s = float("-inf")  # when evidence is due
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
@@ -160,7 +159,8 @@ class RankFeed:
 
     def note_requests_running(self) -> None:
         """Note that the engine's metrics show requests that are running, or tokens that were processed."""
-        if self._missing_events.on_requests(time.monotonic()):
+        # A proven stream has no events to report while all prompts are cached, or shorter than a block.
+        if self._feed_state() is not FeedState.LIVE and self._missing_events.on_requests(time.monotonic()):
             log.warning(
                 "rank %s: requests are running, but no event has arrived from %s. Either the engine publishes no "
                 "events (vLLM: --kv-events-config with enable_kv_cache_events and publisher zmq), or the port is "
@@ -260,9 +260,9 @@ class RankFeed:
 
     def _start_to_doubt(self, doubt: Doubt) -> None:
         """Publish no live batch until evidence that is asked for from now on has decided."""
-        now_s = time.monotonic()
-        self._doubt, self._doubt_since_s = doubt, now_s
-        self._ask_at_s = now_s
+        self._doubt = doubt
+        self._evidence.close()
+        self._ask_at_s = time.monotonic()
         self._state.batches.abort()
 
     # -- the connection ------------------------------------------------------------------------------------------------
@@ -286,9 +286,7 @@ class RankFeed:
                 while self._takes_live and connection.has_message:
                     await self._take_live()
                     await asyncio.sleep(0)
-                if self._doubt is not Doubt.START:
-                    self._start_to_doubt(Doubt.RECONNECTION)
-                self._ask_at_s = now_s
+                self._start_to_doubt(Doubt.START if self._doubt is Doubt.START else Doubt.RECONNECTION)
                 self._connection_failed(now_s)
             case Change.FAILED:
                 self._connection_failed(now_s)
@@ -377,7 +375,7 @@ class RankFeed:
         if evidence.shows_life:
             self._heartbeats.heard()
         elif evidence.refused and doubt is Doubt.RECONNECTION and connection.completed_at_s is None:
-            self._heartbeats.engine_exited()
+            self._heartbeats.engine_exited("its connection broke, and its HTTP port refuses connections")
         # Evidence is about the process at the other end of the connection only if it was asked for through it.
         completed_at_s = connection.completed_at_s
         of_connection = completed_at_s is not None and finding.asked_at_s >= completed_at_s
@@ -447,8 +445,6 @@ class RankFeed:
                 decision = decide_while_feeding(known, started, evidence, now_us)
                 if isinstance(decision, SameIncarnation):
                     return Undecided()
-            case Doubt.CONTRADICTED | Doubt.FOREIGN if finding.asked_at_s < self._doubt_since_s:
-                return Undecided()
             case Doubt.CONTRADICTED | Doubt.FOREIGN | None:
                 assert known is not None
                 contradicted = self._doubt is Doubt.CONTRADICTED
