@@ -52,7 +52,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.missing_events import MissingEvents
 from streams.engines.outage import Outage, lasting
 from streams.engines.publisher import RankWriter
-from streams.engines.recovery import RecoveredRank, ledger_of
+from streams.engines.recovery import RecoveredRank
 from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
@@ -68,8 +68,10 @@ INCARNATION_CHECK_S = 2.0
 #: Time between two attempts to reach an engine that does not answer.
 RETRY_S = 1.0
 
-#: Batches of another connection are held back for at most this long until something shows which process sends them.
+#: Batches of another connection are held back for at most this long until something shows which process sends them;
+#: the second limit is for a rank without an earlier incarnation, which has no blocks to lose.
 EVIDENCE_WAIT_S = 10.0
+FIRST_EVIDENCE_WAIT_S = 3.0
 
 #: An engine drops batches until the subscription has reached it, which follows the connection at once. What a replay
 #: brings that is requested this much later includes the dropped ones: a round trip takes less.
@@ -412,9 +414,11 @@ class RankFeed:
 
     @property
     def _waited_long(self) -> bool:
-        """Whether a message has waited for evidence about its process for EVIDENCE_WAIT_S."""
-        since_s = self._message_since_s
-        return since_s is not None and time.monotonic() - since_s >= EVIDENCE_WAIT_S
+        """Whether a message has waited long enough for evidence about its process."""
+        since_s, known = self._message_since_s, self._known()
+        nothing_to_lose = known is None or known.sequence == BEFORE_FIRST
+        longest_s = FIRST_EVIDENCE_WAIT_S if nothing_to_lose else EVIDENCE_WAIT_S
+        return since_s is not None and time.monotonic() - since_s >= longest_s
 
     def _no_evidence(self) -> Finding | None:
         """Give up evidence that has not arrived in time: messages wait for it, and they show that an engine runs."""
@@ -513,9 +517,7 @@ class RankFeed:
         ledger_and_names = await self._ledger_from_engine(recovered.sequence)
         if ledger_and_names is None:
             self.counters.resumed_from_table += 1
-            counts_copies = self._dialect.counts_copies
-            ledger = ledger_of(recovered.ledger.restated(), recovered.ledger.complete, counts_copies=counts_copies)
-            names = recovered.names
+            ledger, names = recovered.table_ledger(self._dialect.counts_copies), recovered.names
         else:
             ledger, names = ledger_and_names
         log.info("rank %s: continues after batch %d with %d blocks", self.rank, recovered.sequence, len(ledger))
@@ -542,8 +544,10 @@ class RankFeed:
                         return None
                     self._state.batches.digests.add(batch)
                     try:
-                        for event in decoder.decode(batch.payload).events:
+                        decoded = decoder.decode(batch.payload)
+                        for event in decoded.events:
                             names.apply(event, ledger)
+                        ledger.has_unindexed |= decoded.n_unindexed > 0
                     except BadRecord as exc:
                         self._note_refused(exc)
                         ledger.lost_events()

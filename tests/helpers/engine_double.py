@@ -127,6 +127,12 @@ class EngineDouble:
         del self.held[name]
         return self.publish(["BlockRemoved", [name], "GPU"], live=live)
 
+    def forget(self) -> None:
+        """Drop all batches but the last one from the replay buffer."""
+        with self._lock:
+            while len(self._buffer) > 1:
+                self._buffer.popleft()
+
     def clear(self) -> int:
         """Clear the cache."""
         self.held.clear()

@@ -50,10 +50,11 @@ def test_a_rank_whose_event_stream_is_not_proven_is_not_exact(fleet: TrustFleet,
         if case == "idle, without replay":
             engine.store(50_000)  # the number of this batch shows that another one is missing
             fleet.wait_answer(model, PROMPT, lambda found: found.get("degraded_because") == "events_lost", "a gap")
-        else:
+        elif case == "nothing listens":
             log = bridge.log_path
             wait_for(lambda: "requests are running, but no event" in log.read_text(), PATIENCE_S, "the warning")
-            assert log.read_text().count("no events can be received") == 1
+        if case != "idle, without replay":
+            assert bridge.log_path.read_text().count("no events can be received") == 1
 
 
 def test_a_gap_that_the_bridge_knows_of_is_stated_before_it_is_filled(fleet: TrustFleet) -> None:

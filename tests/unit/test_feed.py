@@ -232,7 +232,7 @@ def test_an_engine_whose_http_server_never_answers_is_fed_from_its_events(
     replay: str | None, hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Events prove that it is running. It is fed once other evidence was waited for, with one warning."""
-    monkeypatch.setattr(feed_module, "EVIDENCE_WAIT_S", 1.0)
+    monkeypatch.setattr(feed_module, "FIRST_EVIDENCE_WAIT_S", 1.0)
     with EngineDouble() as engine:
         engine.answers.clear()
         address = address_of(engine, replay=replay)
@@ -251,6 +251,21 @@ def test_an_engine_whose_http_server_never_answers_is_fed_from_its_events(
     assert len({batch.incarnation for batch in batches}) == 1
     warnings = [record for record in caplog.records if "from its events alone" in record.getMessage()]
     assert len(warnings) == 1
+
+
+def test_an_idle_engine_whose_http_server_hangs_is_fed_from_its_replay_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it published before the bridge was connected is found without a later event."""
+    monkeypatch.setattr(evidence_module, "HTTP_TIMEOUT_S", 0.5)
+    with EngineDouble() as engine:
+        engine.answers.clear()
+        engine.store(1)
+        engine.store(100)
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            assert fed.numbers() == [0, 1]
+
+        feeding(address_of(engine), act)
 
 
 def test_after_a_broken_connection_only_proof_of_the_same_process_continues_the_incarnation(
