@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import aiohttp
@@ -65,6 +66,9 @@ _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 #: limit, since engines that do not answer would use it up, and the others would wait.
 HTTP_CONNECTIONS_PER_ENGINE = 16
 
+#: Threads for everything but lookups of names: recoveries, restatements and long pages.
+THREADS_MIN = 8
+
 #: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
 MODELS_BYTES_MAX = 1024 * 1024
 
@@ -76,7 +80,8 @@ class Bridge:
         self._settings = settings
         self._engines = engines
         self._kafka = event_producer(settings)
-        self._context = zmq.asyncio.Context()
+        # One for each engine: a context has one thread for the network, which waits for each name to be resolved.
+        self._contexts = {engine.worker_id: zmq.asyncio.Context() for engine in engines}
         self._recoveries = asyncio.Semaphore(RECOVERIES_AT_ONCE)
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._lease_handles = {engine.worker_id: self._lease_handle(engine.worker_id) for engine in engines}
@@ -91,6 +96,9 @@ class Bridge:
         contradictions: list[Exception] = []
         registry_reader = RegistryReader(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
+            # A lookup of a name occupies a thread, for a minute if no DNS server answers. Each engine has two names.
+            threads = ThreadPoolExecutor(2 * len(self._engines) + THREADS_MIN)
+            asyncio.get_running_loop().set_default_executor(threads)
             connector = aiohttp.TCPConnector(limit=0, limit_per_host=HTTP_CONNECTIONS_PER_ENGINE)
             session = aiohttp.ClientSession(timeout=_HTTP_TIMEOUT, connector=connector)
             async with session as http, asyncio.TaskGroup() as tasks:
@@ -105,7 +113,8 @@ class Bridge:
                 lease_handle.release()
             if self._pools is not None:
                 self._pools.close()
-            self._context.destroy(linger=0)
+            for context in self._contexts.values():
+                context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
         if contradictions:  # raised here, since `except*` would put it into another group
             raise contradictions[0]
@@ -188,7 +197,7 @@ class Bridge:
             wiring = EngineWiring(
                 self._settings,
                 self._kafka,
-                self._context,
+                self._contexts[engine.worker_id],
                 http,
                 engine,
                 model,

@@ -69,8 +69,10 @@ INCARNATION_CHECK_S = 2.0
 #: Time between two attempts to reach an engine that does not answer.
 RETRY_S = 1.0
 
-#: Batches of another connection are held back for at most this long until something shows which process sends them.
+#: Batches of another connection are held back for at most this long until something shows which process sends them;
+#: the second limit is for a rank without an earlier incarnation, which has no blocks to lose.
 EVIDENCE_WAIT_S = 10.0
+FIRST_EVIDENCE_WAIT_S = 3.0
 
 #: An engine drops batches until the subscription has reached it, which follows the connection at once. What a replay
 #: brings that is requested this much later includes the dropped ones: a round trip takes less.
@@ -143,7 +145,6 @@ class RankFeed:
         self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
         self._doubt: Doubt | None = Doubt.START
-        self._doubt_since_s = float("-inf")
         self._ask_at_s = float("-inf")  # when evidence is due
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
@@ -161,7 +162,8 @@ class RankFeed:
 
     def note_requests_running(self) -> None:
         """Note that the engine's metrics show requests that are running, or tokens that were processed."""
-        if self._missing_events.on_requests(time.monotonic()):
+        # A proven stream has no events to report while all prompts are cached, or shorter than a block.
+        if self._feed_state() is not FeedState.LIVE and self._missing_events.on_requests(time.monotonic()):
             log.warning(
                 "rank %s: requests are running, but no event has arrived from %s. Either the engine publishes no "
                 "events (vLLM: --kv-events-config with enable_kv_cache_events and publisher zmq), or the port is "
@@ -261,9 +263,9 @@ class RankFeed:
 
     def _start_to_doubt(self, doubt: Doubt) -> None:
         """Publish no live batch until evidence that is asked for from now on has decided."""
-        now_s = time.monotonic()
-        self._doubt, self._doubt_since_s = doubt, now_s
-        self._ask_at_s = now_s
+        self._doubt = doubt
+        self._evidence.close()
+        self._ask_at_s = time.monotonic()
         self._state.batches.abort()
 
     # -- the connection ------------------------------------------------------------------------------------------------
@@ -280,15 +282,14 @@ class RankFeed:
                 lasted_s = self._events_outage.answered(now_s)
                 if lasted_s is not None:
                     log.info("rank %s: %s is connected after %.0f s", self.rank, self._events, lasted_s)
+                self._evidence.close()  # what was asked for before shows nothing about this connection
                 self._ask_at_s = now_s
             case Change.BROKEN:
                 # What has arrived until now is from the process that was connected.
                 while self._takes_live and connection.has_message:
                     await self._take_live()
                     await asyncio.sleep(0)
-                if self._doubt is not Doubt.START:
-                    self._start_to_doubt(Doubt.RECONNECTION)
-                self._ask_at_s = now_s
+                self._start_to_doubt(Doubt.START if self._doubt is Doubt.START else Doubt.RECONNECTION)
                 self._connection_failed(now_s)
             case Change.FAILED:
                 self._connection_failed(now_s)
@@ -377,7 +378,7 @@ class RankFeed:
         if evidence.shows_life:
             self._heartbeats.heard()
         elif evidence.refused and doubt is Doubt.RECONNECTION and connection.completed_at_s is None:
-            self._heartbeats.engine_exited()
+            self._heartbeats.engine_exited("its connection broke, and its HTTP port refuses connections")
         # Evidence is about the process at the other end of the connection only if it was asked for through it.
         completed_at_s = connection.completed_at_s
         of_connection = completed_at_s is not None and finding.asked_at_s >= completed_at_s
@@ -414,9 +415,11 @@ class RankFeed:
 
     @property
     def _waited_long(self) -> bool:
-        """Whether a message has waited for evidence about its process for EVIDENCE_WAIT_S."""
-        since_s = self._message_since_s
-        return since_s is not None and time.monotonic() - since_s >= EVIDENCE_WAIT_S
+        """Whether a message has waited long enough for evidence about its process."""
+        since_s, known = self._message_since_s, self._known()
+        nothing_to_lose = known is None or known.sequence == BEFORE_FIRST
+        longest_s = FIRST_EVIDENCE_WAIT_S if nothing_to_lose else EVIDENCE_WAIT_S
+        return since_s is not None and time.monotonic() - since_s >= longest_s
 
     def _no_evidence(self) -> Finding | None:
         """Give up evidence that has not arrived in time: messages wait for it, and they show that an engine runs."""
@@ -447,8 +450,6 @@ class RankFeed:
                 decision = decide_while_feeding(known, started, evidence, now_us)
                 if isinstance(decision, SameIncarnation):
                     return Undecided()
-            case Doubt.CONTRADICTED | Doubt.FOREIGN if finding.asked_at_s < self._doubt_since_s:
-                return Undecided()
             case Doubt.CONTRADICTED | Doubt.FOREIGN | None:
                 assert known is not None
                 contradicted = self._doubt is Doubt.CONTRADICTED
