@@ -156,6 +156,10 @@ class BadRecord(KvStreamsError):
         self.reason = reason
 
 
+class KafkaUnreachable(KvStreamsError):
+    """No broker answers at the address that the settings name."""
+
+
 class TopicMismatch(KvStreamsError):
     """A topic exists, but its number of partitions or its settings differ from what this scope needs."""
 

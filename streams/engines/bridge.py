@@ -74,6 +74,7 @@ class Bridge:
         self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
         self._refused: set[WorkerId] = set()  # engines of models whose record contradicts the settings
+        self._unread = {engine.worker_id for engine in engines}
 
     async def run(self) -> None:
         """Run until cancelled. Raises BlockSizeContradicted if there is no engine that it may feed."""
@@ -104,6 +105,12 @@ class Bridge:
         """
         return {rank: counters.counts() for rank, counters in self._counters.items()}
 
+    def not_ready(self) -> str | None:
+        """Return why no engine can be fed yet, or None: the registry says which bridge feeds an engine."""
+        if self._unread:
+            return f"the registry has not been read yet for {len(self._unread)} of {len(self._engines)} engines"
+        return None
+
     # -- called by the registry reader, on the loop --------------------------------------------------------------------
 
     def on_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
@@ -112,6 +119,7 @@ class Bridge:
 
     def on_end(self, worker_ids: Collection[WorkerId]) -> None:
         """See registry_reader.RegistryListener."""
+        self._unread.difference_update(worker_ids)
         for worker_id in worker_ids:
             self._lease_handles[worker_id].on_end()
 

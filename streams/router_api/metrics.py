@@ -16,6 +16,7 @@ from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
 from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
 from streams.router_api.engine_reports import REPORTS_MAX
+from streams.router_api.prompt_matches import MODELS_MAX
 from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode, DegradedReason
 from streams.router_api.view import RankCounts
@@ -79,6 +80,24 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "Answers of `POST /route` by mode",
         lambda now: {mode: now.router.answers[mode] for mode in AnswerMode},
         Label("mode", tuple(AnswerMode)),
+    ),
+    counter(
+        "kvstreams_answers_by_chosen_mode_total",
+        "Answers of `POST /route` by `chosen_mode`, the trust in the chosen rank alone",
+        lambda now: {mode: now.router.chosen_modes[mode] for mode in AnswerMode},
+        Label("chosen_mode", tuple(AnswerMode)),
+    ),
+    counter(
+        "kvstreams_prompts_without_blocks_total",
+        "Decisions by overlap whose prompt is shorter than one block, so that it can match nothing",
+        lambda now: now.router.prompt_matches.n_without_blocks,
+    ),
+    gauge(
+        "kvstreams_unmatched_prompts",
+        "Decisions for a model whose prompts have never matched a block although its ranks hold blocks; absent for all "
+        "other models. The prompts are probably not hashed like the engines' blocks, and the log names likely causes",
+        lambda now: now.router.prompt_matches.unmatched(),
+        Label("model", values_max=MODELS_MAX),
     ),
     counter(
         "kvstreams_errors_total",

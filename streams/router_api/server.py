@@ -8,15 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 
-from streams.errors import KvStreamsError, SettingsError, TopicMismatch
+from streams.errors import KvStreamsError, TopicMismatch
+from streams.http_server import HttpServer, Startup, starting_app
 from streams.kafka import TOPICS_POLL_S, missing_topics
+from streams.metrics import MetricsRegistry
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
 from streams.settings import Settings
 from streams.topics import topics
+from streams.warming import ROUTER, warm_while_serving
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,13 @@ async def tick_forever(router: Router) -> None:
         router.tick()
 
 
+def api_app(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> web.Application:
+    """The HTTP API of a router. more_metrics: further registries of this process."""
+    app = web.Application(middlewares=[error_shape], client_max_size=router.settings.body_bytes_max)
+    Handlers(router, more_metrics).add_to(app)
+    return app
+
+
 async def serve(settings: Settings) -> None:
     """Serve until cancelled.
 
@@ -52,25 +64,20 @@ async def serve(settings: Settings) -> None:
     A router creates no topics: a typo in `topic_prefix` would then create a scope to which nothing is ever written.
     While topics are missing, the server answers that it is not ready, and why.
     """
-    missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
-    prefer_request_threads()
-    router = Router(settings)
-    router.topics_missing = tuple(missing)
-    app = web.Application(middlewares=[error_shape], client_max_size=settings.body_bytes_max)
-    Handlers(router).add_to(app)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
-    except OSError as exc:
-        await runner.cleanup()
-        raise SettingsError(
-            f"host and port: cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}",
-            remedy="Set --host and --port, or stop the process that listens there",
-        ) from exc
-    log.info("routing on http://%s:%d", *runner.addresses[0][:2])
+    startup = Startup()
+    server = HttpServer(settings.host, settings.port)
+    router: Router | None = None
     ticking: asyncio.Task[None] | None = None
     try:
+        await server.serve(starting_app(startup))
+        startup.note("connecting to Kafka")
+        missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
+        await warm_while_serving(ROUTER, startup.note)
+        prefer_request_threads()
+        router = Router(settings)
+        router.topics_missing = tuple(missing)
+        await server.serve(api_app(router))
+        log.info("routing on http://%s:%d", *server.address)
         await _until_topics_are_there(router)
         router.start()
         ticking = asyncio.create_task(tick_forever(router))
@@ -79,8 +86,9 @@ async def serve(settings: Settings) -> None:
     finally:
         if ticking is not None:
             ticking.cancel()
-        await runner.cleanup()
-        await asyncio.to_thread(router.stop)
+        await server.close()
+        if router is not None:
+            await asyncio.to_thread(router.stop)
 
 
 async def _until_topics_are_there(router: Router) -> None:

@@ -514,6 +514,10 @@ class View:
         """Return what routing policies read about engines, as a value that later records do not change."""
         return self._engine_reports.fleet()
 
+    def reports_received_ms(self, ranks: Iterable[RankId]) -> dict[RankId, int]:
+        """When the last report of each of these ranks was received, for those that have a valid one."""
+        return self._engine_reports.received_ms(ranks)
+
     def trust(
         self,
         ranks: Iterable[RankId],
@@ -575,6 +579,13 @@ class View:
         served, block_size = self._served.get(worker.model), self._settings.block_size_of(worker.model)
         wanted = block_size if served is None else served.block_size
         return not worker.block_size == wanted == block_size or rank in self._wrong_size
+
+    def blocks_of_model(self, model: str) -> dict[RankId, int]:
+        """Every rank that serves a model, with the number of blocks that it holds by its last progress record."""
+        with self._lock:
+            ranks = [rank for worker in self.workers.values() if worker.model == model for rank in worker.ranks()]
+            known = self._trust.progress
+            return {rank: known[rank].n_blocks if rank in known else 0 for rank in ranks}
 
     def progress_of(self, worker_id: WorkerId) -> list[Progress]:
         """Progress of those of a worker's ranks that have any."""

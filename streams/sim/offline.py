@@ -100,6 +100,7 @@ def simulate(
             sequence=sequence,
             request_blocks=request_blocks,
             block_size=config.block_size,
+            n_tokens=request.input_length,
             supplementary=fleet.supplementary(hashes.sequence) if policy.reads_index else None,
         )
         booking = booking_of(

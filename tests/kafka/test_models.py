@@ -55,9 +55,10 @@ def test_the_first_writer_of_a_model_wins(small: Settings) -> None:
         claim_model(large, "m", "bridge c")
     assert "block_size" in refused.value.remedy and "kvstreams reset" in refused.value.remedy
     assert refused.value.detail == {"model": "m", "block_size": 32, "scope_block_size": 16}
-    for check in (lambda: check_model(large, "m"), lambda: check_models(large)):
-        with pytest.raises(BlockSizeContradicted):
-            check()
+    with pytest.raises(BlockSizeContradicted):
+        check_model(large, "m")
+    with pytest.raises(BlockSizeContradicted):
+        check_models(large)
     check_model(large, "other")  # without a record, nothing is written
     assert claim_model(replace(large, model_block_sizes={"m": 16}), "m", "router").block_size == 16
     claim_model(large, "n", "bridge c")
@@ -151,12 +152,13 @@ def test_a_bridge_whose_scope_has_no_topics_waits_and_creates_none(scope: Settin
     specs = topics(scope).all()
     process = start("bridge", "--engine", "id=1,url=http://127.0.0.1:1,events=tcp://127.0.0.1:1", env=as_environ(scope))
     assert process.stderr is not None
-    line = process.stderr.readline()
+    lines = iter(process.stderr.readline, "")
+    line = next(line for line in lines if "missing" in line)
     assert "9 topics of this scope are missing" in line and specs[0].name in line
     assert "kvstreams topics create" in line and "a worker that starts" in line
     assert set(describe_topics(scope, specs).values()) == {None}
     assert run("topics", "create", env=as_environ(scope)).returncode == 0
-    wait_for(lambda: "does not answer yet" in process.stderr.readline(), PATIENCE_S, "the bridge to begin")
+    assert any("does not answer" in line for line in lines)  # it begins; the test's own time limit ends a hang
 
 
 def test_a_reset_of_a_scope_without_topics_creates_none(scope: Settings, start: Start, run: Run) -> None:

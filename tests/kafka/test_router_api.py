@@ -462,7 +462,7 @@ def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
 
 
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
-    """A cordoned worker keeps its running requests, and gets no new ones from any router until the cordon is deleted."""
+    """A cordoned worker keeps its running requests, and gets no new ones until the cordon is deleted."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-running")

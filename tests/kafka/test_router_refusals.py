@@ -314,7 +314,9 @@ def test_a_block_size_that_is_not_the_models_is_refused(fleet: Fleet) -> None:
     assert 5 not in fleet.main.workers()
 
 
-@pytest.mark.parametrize("call", ["PUT /workers/{}", "DELETE /workers/{}", "PUT /workers/{}/cordon", "DELETE /workers/{}/cordon"])
+@pytest.mark.parametrize(
+    "call", ["PUT /workers/{}", "DELETE /workers/{}", "PUT /workers/{}/cordon", "DELETE /workers/{}/cordon"]
+)
 @pytest.mark.parametrize("worker_id", ["-1", "x", str(1 << 64), "9" * 1000, "1.5", "0x1", "%C2%B2", "%ff", "1%20"])
 def test_a_worker_id_is_a_u64(call: str, worker_id: str, fleet: Fleet) -> None:
     """A worker id in a path is a decimal u64 and nothing else."""

@@ -49,12 +49,14 @@ class Fleet:
     http: aiohttp.ClientSession
     context: zmq.asyncio.Context
     _stops: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    _clients: list[Client] = field(default_factory=list)
 
     async def engine(self, config: SimServerConfig = FAST, **changes: Any) -> Client:
         """Start an engine and wait until it is attached."""
         server = await serve(replace(config, pool=self.pool.url, **changes))
         self._stops.append(server.stop)
         client = Client(server, self.http, self.context)
+        self._clients.append(client)
         await until(lambda: attached(client))
         return client
 
@@ -79,6 +81,8 @@ class Fleet:
         self.pool = await serve_pool(replace(self.pool.config, port=port))
 
     async def stop(self) -> None:
+        for client in self._clients:
+            client.close()
         for stop in self._stops:
             await stop()
         await self.pool.stop()
@@ -93,8 +97,8 @@ async def fleet(config: PoolServerConfig = POOL_SERVER) -> AsyncIterator[Fleet]:
             yield found
             found.pool.pool.check()
         finally:
-            context.destroy(linger=0)
             await found.stop()
+            context.destroy(linger=0)
 
 
 def live(scenario: Callable[[Fleet], Awaitable[None]], config: PoolServerConfig = POOL_SERVER) -> None:
