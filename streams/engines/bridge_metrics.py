@@ -87,7 +87,7 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
 async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
-    Raises SettingsError if it cannot listen on that port.
+    Raises SettingsError if it cannot listen on that port, and KvStreamsError if no broker answers.
     """
     startup = Startup()
     async with monitoring_server(settings.host, settings.metrics_port, startup) as server:

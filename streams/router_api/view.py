@@ -560,6 +560,13 @@ class View:
         with self._lock:
             return sorted(rank.dp_rank for rank in self._silent if rank.worker_id == worker_id)
 
+    def blocks_of_model(self, model: str) -> dict[RankId, int]:
+        """Every rank that serves a model, with the number of blocks that it holds by its last progress record."""
+        with self._lock:
+            ranks = [rank for worker in self.workers.values() if worker.model == model for rank in worker.ranks()]
+            known = self._trust.progress
+            return {rank: known[rank].n_blocks if rank in known else 0 for rank in ranks}
+
     def registration(self, worker_id: WorkerId) -> Worker | None:
         """Return a worker's record as the registry has it, without its cordon; None if it is not registered."""
         with self._lock:
@@ -579,13 +586,6 @@ class View:
         served, block_size = self._served.get(worker.model), self._settings.block_size_of(worker.model)
         wanted = block_size if served is None else served.block_size
         return not worker.block_size == wanted == block_size or rank in self._wrong_size
-
-    def blocks_of_model(self, model: str) -> dict[RankId, int]:
-        """Every rank that serves a model, with the number of blocks that it holds by its last progress record."""
-        with self._lock:
-            ranks = [rank for worker in self.workers.values() if worker.model == model for rank in worker.ranks()]
-            known = self._trust.progress
-            return {rank: known[rank].n_blocks if rank in known else 0 for rank in ranks}
 
     def progress_of(self, worker_id: WorkerId) -> list[Progress]:
         """Progress of those of a worker's ranks that have any."""
