@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -117,7 +118,12 @@ def test_no_client_creates_a_topic_on_a_broker_that_creates_them_on_demand(
     client = admin(settings)
     client.list_topics(topics(settings).workers.name, timeout=10.0)
     assert bridge.stderr is not None
-    assert any("9 topics of this scope are missing" in line for line in iter(bridge.stderr.readline, ""))
+    seen = list(
+        itertools.takewhile(
+            lambda line: "9 topics of this scope are missing" not in line, iter(bridge.stderr.readline, "")
+        )
+    )
+    assert bridge.poll() is None, seen
     api = Api(f"http://127.0.0.1:{settings.port}")
     wait_for(lambda: is_reset(api), PATIENCE_S, "the router to wait for topics")
     assert names(settings) == set()
