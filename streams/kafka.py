@@ -72,6 +72,10 @@ _NO_LEADER_YET = frozenset(
 #: How long the watch of kafka_log waits for an answer. A broker that is up answers within milliseconds.
 ASK_TIMEOUT_S = 2.0
 
+#: Otherwise producers and admin clients cause a broker with auto.create.topics.enable to create a topic that they name,
+#: with the broker's own settings (measured; consumers do not).
+_CREATES_NO_TOPIC = {"allow.auto.create.topics": False}
+
 #: The hash of Faust and Java. With librdkafka's own default, one worker's records would be in two partitions.
 PARTITIONER = "murmur2_random"
 
@@ -138,6 +142,7 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
             "bootstrap.servers": settings.kafka,
             "enable.idempotence": True,
             "acks": "all",
+            **_CREATES_NO_TOPIC,
             "partitioner": PARTITIONER,
             "linger.ms": 2,
             # The client refuses larger records before the broker sees them; its own default is 1 MB.
@@ -236,7 +241,7 @@ def as_record(message: Message) -> Record:
 
 def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None, **overrides: Any) -> AdminClient:
     """An admin client that logs nothing. Its calls raise; on_error receives the reasons why no broker is reached."""
-    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, "log_level": 0, **overrides}
+    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, **_CREATES_NO_TOPIC, "log_level": 0, **overrides}
     if on_error is not None:
         config["error_cb"] = on_error
     return AdminClient(config)
@@ -361,8 +366,8 @@ def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
         raise KvStreamsError(topics_missing(missing), remedy=TOPICS_REMEDY, topics_missing=missing)
 
 
-async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
-    """Wait until none of these topics is missing, and log what the wait is for.
+async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: Callable[[str], None]) -> None:
+    """Wait until none of these topics is missing, and log what the wait is for. note: takes it as well.
 
     Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
     """
@@ -373,6 +378,7 @@ async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> Non
         if time.monotonic() - logged_s >= MISSING_LOG_S:
             log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
             logged_s = time.monotonic()
+        note(f"{topics_missing(missing)}. {TOPICS_REMEDY}")
         await asyncio.sleep(TOPICS_POLL_S)
         try:
             missing = await asyncio.to_thread(missing_topics, settings, specs)

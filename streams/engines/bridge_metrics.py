@@ -97,8 +97,8 @@ async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     """
     startup = Startup()
     async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
-        startup.note("waiting for Kafka and the topics of this scope")
-        await wait_for_topics(settings, topics(settings).all())
+        startup.note("connecting to Kafka")
+        await wait_for_topics(settings, topics(settings).all(), startup.note)
         await warm_while_serving(HASHING, startup.note)
         bridge = Bridge(settings, engines)
         if server is not None:
