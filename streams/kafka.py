@@ -6,7 +6,9 @@ of records.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,12 +33,25 @@ from streams.settings import Settings
 from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
+log = logging.getLogger(__name__)
+
 #: A broker answers requests about its topics within milliseconds. If it has not answered after this time, there is
 #: probably none at the address, and a user who mistyped the address should see the error soon.
 ANSWER_TIMEOUT_S = 8.0
 
 #: Creating topics takes a busy broker seconds, since each partition is a folder with files of its own.
 CREATE_TIMEOUT_S = 20.0
+
+#: What an operator does about missing topics. Only these two create any: with a mistyped prefix, every other process
+#: would create a scope to which nothing else is ever written.
+TOPICS_REMEDY = (
+    "Check topic_prefix. `kvstreams topics create` with the same settings creates the topics, and so does a worker "
+    "that starts"
+)
+
+#: Interval at which missing topics are checked for (each check is one call to the broker), and logged again.
+TOPICS_POLL_S = 1.0
+MISSING_LOG_S = 60.0
 
 #: A client's call ends at its own timeout, with the reason. We wait for its future a little longer, to receive that
 #: reason.
@@ -339,6 +354,39 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
         )
 
 
+def topics_missing(missing: Sequence[str]) -> str:
+    """What is wrong if a process that creates no topics finds that these are missing; TOPICS_REMEDY is the remedy."""
+    return f"{len(missing)} topics of this scope are missing, {missing[0]} among them"
+
+
+def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+    """Raise KvStreamsError, with the remedies, if any of these topics is missing, and what `missing_topics` raises."""
+    missing = missing_topics(settings, specs)
+    if missing:
+        raise KvStreamsError(topics_missing(missing), remedy=TOPICS_REMEDY, topics_missing=missing)
+
+
+async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+    """Wait until none of these topics is missing, and log what the wait is for.
+
+    Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
+    """
+    specs = list(specs)
+    missing = await asyncio.to_thread(missing_topics, settings, specs)
+    logged_s = float("-inf")
+    while missing:
+        if time.monotonic() - logged_s >= MISSING_LOG_S:
+            log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
+            logged_s = time.monotonic()
+        await asyncio.sleep(TOPICS_POLL_S)
+        try:
+            missing = await asyncio.to_thread(missing_topics, settings, specs)
+        except TopicMismatch:
+            raise
+        except KvStreamsError as exc:
+            log.debug("cannot check for missing topics, trying again: %s", exc)
+
+
 def require_topic(settings: Settings, name: str) -> None:
     """Raise KvStreamsError if no broker answers, or if the topic does not exist. Needs only a writer's rights."""
     reasons: list[KafkaError] = []
@@ -351,7 +399,7 @@ def require_topic(settings: Settings, name: str) -> None:
     if name not in known:
         raise KvStreamsError(
             f"Kafka at {settings.kafka} has no topic {name}",
-            remedy="`kvstreams topics create` with the same settings creates it",
+            remedy=TOPICS_REMEDY,
         )
 
 

@@ -28,6 +28,7 @@ from streams.http_server import HttpServer, Startup, monitoring_app, starting_ap
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
 from streams.kafka_log import unreachable
+from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.router import Router
 from streams.router_api.server import api_app, prefer_request_threads, tick_forever
@@ -72,6 +73,7 @@ class WorkerProcess:
         if settings.router_reset_states:
             startup.note("resetting the scope")
             await asyncio.to_thread(reset_scope, settings, force=settings.router_reset_force)
+        await asyncio.to_thread(check_models, settings)
         await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
         agent_metrics = agent_registry(self.indexer)
         if settings.router:

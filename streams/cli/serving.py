@@ -16,7 +16,6 @@ from streams import log
 from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
 from streams.settings import Resolved, as_environ
-from streams.topics import topics as scope_topics
 
 
 @click.command(cls=GroupedCommand)
@@ -35,7 +34,7 @@ def router(resolved: Resolved) -> None:
 
     log.configure(resolved.settings)
     if resolved.settings.router_reset_states:
-        empty_scope(resolved.settings, resolved.settings.router_reset_force)
+        empty_scope(resolved.settings, resolved.settings.router_reset_force, may_be_new=True)
     _run(serve(resolved.settings))
 
 
@@ -56,12 +55,10 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
     from streams.engines.address import engine_address
     from streams.engines.bridge_metrics import run_bridge
-    from streams.kafka import ensure_topics
 
     log.configure(resolved.settings)
     # Parsed first, so that a typo is reported without waiting for Kafka.
     addresses = [engine_address(text) for text in engines]
-    ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
     _run(run_bridge(resolved.settings, addresses))
 
 

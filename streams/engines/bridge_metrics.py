@@ -16,9 +16,11 @@ from streams.core.ids import RankId
 from streams.engines.address import EngineAddress
 from streams.engines.bridge import Bridge
 from streams.http_server import Startup, monitoring_app, monitoring_server
+from streams.kafka import wait_for_topics
 from streams.kafka_log import unreachable
 from streams.metrics import Metric, MetricsRegistry, counter, gauge
 from streams.settings import Settings
+from streams.topics import topics
 from streams.warming import HASHING, warm_while_serving
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,10 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
         "batches_foreign",
         "Batches that were dropped because they belong to another incarnation than the one that is running",
     ),
+    _total(
+        "batches_of_wrong_block_size",
+        "Batches with blocks of another size than the scope's; only the first one of an incarnation is a dead letter",
+    ),
     _total("dead_letters", "Batches that could not be decoded and went to the dead letters"),
     _total("gaps", "Gaps in the engines' batch numbers"),
     _total("gap_batches_filled", "Missing batches that an engine's replay socket returned"),
@@ -81,10 +87,12 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
 async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
-    Raises SettingsError if it cannot listen on that port.
+    Raises SettingsError if it cannot listen on that port, and KvStreamsError if no broker answers.
     """
     startup = Startup()
     async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
+        startup.note("waiting for Kafka and the topics of this scope")
+        await wait_for_topics(settings, topics(settings).all())
         await warm_while_serving(HASHING, startup.note)
         bridge = Bridge(settings, engines)
         if server is not None:

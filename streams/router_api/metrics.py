@@ -36,7 +36,7 @@ RANK_DEGRADED_REASONS = (
     DegradedReason.OWNER_BEHIND,
 )
 
-_RANK_STATES = ("registered", "cordoned", "silent", "degraded", "approximate")
+_RANK_STATES = ("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate")
 _ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.values(), HTTP_ERROR}))
 _PLAIN_TOPICS = topics(Settings())
 _DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.name, ENGINE, OTHER)
@@ -58,7 +58,14 @@ class RouterSnapshot:
     def ranks_by_state(self) -> dict[str, int]:
         """Ranks of registered workers by state; one rank may be in several states."""
         ranks = self.ranks
-        counts = (ranks.registered, ranks.cordoned, ranks.silent, ranks.degraded.total(), ranks.approximate)
+        counts = (
+            ranks.registered,
+            ranks.cordoned,
+            ranks.wrong_block_size,
+            ranks.silent,
+            ranks.degraded.total(),
+            ranks.approximate,
+        )
         return dict(zip(_RANK_STATES, counts, strict=True))
 
 
@@ -111,8 +118,8 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge(
         "kvstreams_ranks",
         "Ranks of registered workers by state. `registered` counts all ranks; a rank may also be in several other "
-        "states. No request goes to a `silent` rank. Answers that involve a `degraded` or `approximate` rank have that "
-        "mode",
+        "states. No request goes to a `cordoned`, `wrong_block_size` or `silent` rank. Answers that involve a "
+        "`degraded` or `approximate` rank have that mode",
         RouterSnapshot.ranks_by_state,
         Label("state", _RANK_STATES),
     ),

@@ -31,7 +31,7 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
-from streams.kafka import producer
+from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.loads_sync import LoadsSync
@@ -111,7 +111,7 @@ class Router:
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
-        self.registry = Registry(settings, self.view, self._kafka, self.check_topics)
+        self.registry = Registry(settings, self.view, self.check_topics)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
         feeds = {
             "workers": Feed(
@@ -179,9 +179,8 @@ class Router:
     def missing(self) -> NotReady:
         """The error that explains which topics are missing."""
         return NotReady(
-            f"{len(self.topics_missing)} topics of this scope are missing, {self.topics_missing[0]} among them",
-            remedy="Check topic_prefix. `kvstreams topics create` with the same settings creates the topics, and so "
-            "does a worker that starts",
+            topics_missing(self.topics_missing),
+            remedy=TOPICS_REMEDY,
             topics_missing=list(self.topics_missing),
         )
 
@@ -327,7 +326,7 @@ class Router:
         self.check_ready()
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.model_of(request.model)
-        block_size = self.settings.block_size_of(model)
+        block_size = self.view.block_size_of(model)
         blocks = blocks_of(
             request.token_ids if packed is None else packed,
             request.block_hashes,
@@ -336,7 +335,7 @@ class Router:
             namespace=request.namespace,
             tokens_max=self.settings.request_tokens_max,
         )
-        filters = filters._replace(model=model)
+        filters = filters._replace(model=model, block_size=block_size)
         ranks: Sequence[RankId] = ()
         refusal: KvStreamsError | None = None
         scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
@@ -393,7 +392,7 @@ class Router:
         return NoEligibleWorker(
             f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
             remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints "
-            "and phase, and cordons and silent_dp_ranks in GET /workers",
+            "and phase, and state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
             workers=serving,
             refused_ranks=refused,
         )

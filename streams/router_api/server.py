@@ -15,7 +15,7 @@ from aiohttp import web
 
 from streams.errors import KvStreamsError, TopicMismatch
 from streams.http_server import HttpServer, Startup, starting_app
-from streams.kafka import missing_topics
+from streams.kafka import TOPICS_POLL_S, missing_topics
 from streams.metrics import MetricsRegistry
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 #: Interval of a router's ticks, which serve delivery reports and expiry.
 TICK_S = 0.5
 
-#: Interval at which missing topics are checked for; each check is one call to the broker.
-TOPICS_POLL_S = 1.0
+#: Interval at which a starting router checks whether it has read the registry.
+REGISTRY_POLL_S = 0.05
 
 #: Threads that fold records share the interpreter with the thread that answers. With Python's default of 5 ms, a query
 #: waits that long for each busy thread. With one busy thread, the p99 is 5 to 7 ms; this interval reduces it to 0.3 ms.
@@ -56,7 +56,10 @@ def api_app(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until cancelled; raises KvStreamsError if Kafka cannot be reached or the port is not available.
+    """Serve until cancelled.
+
+    Raises KvStreamsError if Kafka cannot be reached, the port is not available, or the scope has another block size for
+    a model than the settings.
 
     A router creates no topics: a typo in `topic_prefix` would then create a scope to which nothing is ever written.
     While topics are missing, the server answers that it is not ready, and why.
@@ -78,6 +81,7 @@ async def serve(settings: Settings) -> None:
         await _until_topics_are_there(router)
         router.start()
         ticking = asyncio.create_task(tick_forever(router))
+        await _check_block_sizes(router)
         await asyncio.Event().wait()
     finally:
         if ticking is not None:
@@ -101,3 +105,13 @@ async def _until_topics_are_there(router: Router) -> None:
             log.warning("cannot check for missing topics, trying again: %s", exc)
             continue
         router.topics_missing = tuple(missing)
+
+
+async def _check_block_sizes(router: Router) -> None:
+    """Wait until the registry was read; raises BlockSizeContradicted if a model contradicts the router's settings.
+
+    A contradiction that appears later does not end the router: it refuses the requests for that model.
+    """
+    while "workers" in router.feeds.pending():
+        await asyncio.sleep(REGISTRY_POLL_S)
+    router.view.check_block_sizes()

@@ -132,7 +132,7 @@ async def reported(client: Client) -> dict[int, CxlMemoryMetadata]:
     for _, payload in await client.replay(0):
         for event in decode_payload(payload, ENGINE.block_size).events:
             if isinstance(event, CxlStateChanged):
-                blocks, unknown = names.resolve(event.engine, event.state, ledger)
+                blocks, unknown = names.resolve(event, ledger)
                 assert unknown == []
                 for block in blocks.sequence.tolist():
                     after = transition(states.get(block, NOT_POOLED), event.state, event.pool_id)
@@ -409,6 +409,7 @@ def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it()
             page = await client.complete(model="other", max_tokens=1)
             assert page["kvstreams"]["cached_tokens"] == 0
             assert not await attached(client)
+            client.close()
         finally:
             await server.stop()
 

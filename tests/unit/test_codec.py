@@ -19,17 +19,23 @@ from hypothesis import strategies as st
 
 from streams.codec import (
     codec,
+    cordon_key,
     decode_batch,
+    decode_cordon,
     decode_load,
     decode_metrics,
+    decode_model,
     decode_resync,
     decode_worker,
     encode_batch,
+    encode_cordon,
     encode_load,
     encode_metrics,
+    encode_model,
     encode_resync,
     encode_worker,
     from_long,
+    model_key,
     schemas_dir,
     to_long,
 )
@@ -67,7 +73,7 @@ from streams.core.ids import (
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.core.workers import DP_SIZE_MAX, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
@@ -320,6 +326,8 @@ REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
 HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000), feed=FeedState.UNPROVEN)
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
+CORDON = Cordon(WorkerId(U64_MASK), 9)
+MODEL = ServedModel("modèle", 16, "bridge host:1", 9)
 METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
 BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
 BOOKING_ID = BookingId("request", "router", 3)
@@ -371,6 +379,8 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "heartbeat": ("kv-events", encode_batch(HEARTBEAT), decode_batch),
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
+    "cordon": ("cordons", encode_cordon(CORDON), lambda raw: decode_cordon(cordon_key(CORDON.worker_id), raw)),
+    "model": ("models", encode_model(MODEL), lambda raw: decode_model(model_key(MODEL.name), raw)),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
     "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
