@@ -6,6 +6,7 @@ of records.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
@@ -365,21 +366,22 @@ def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
         raise KvStreamsError(topics_missing(missing), remedy=TOPICS_REMEDY, topics_missing=missing)
 
 
-def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
-    """Wait until none of these topics is missing, and log what the wait is for.
+async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: Callable[[str], None]) -> None:
+    """Wait until none of these topics is missing, and log what the wait is for. note: called with the reason.
 
     Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
     """
     specs = list(specs)
-    missing = missing_topics(settings, specs)
+    missing = await asyncio.to_thread(missing_topics, settings, specs)
     logged_s = float("-inf")
     while missing:
+        note(topics_missing(missing))
         if time.monotonic() - logged_s >= MISSING_LOG_S:
             log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
             logged_s = time.monotonic()
-        time.sleep(TOPICS_POLL_S)
+        await asyncio.sleep(TOPICS_POLL_S)
         try:
-            missing = missing_topics(settings, specs)
+            missing = await asyncio.to_thread(missing_topics, settings, specs)
         except TopicMismatch:
             raise
         except KvStreamsError as exc:

@@ -16,7 +16,6 @@ from streams import log
 from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
 from streams.settings import Resolved, as_environ
-from streams.topics import topics as scope_topics
 
 
 @click.command(cls=GroupedCommand)
@@ -56,12 +55,10 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
     from streams.engines.address import engine_address
     from streams.engines.bridge_metrics import run_bridge
-    from streams.kafka import wait_for_topics
 
     log.configure(resolved.settings)
     # Parsed first, so that a typo is reported without waiting for Kafka.
     addresses = [engine_address(text) for text in engines]
-    wait_for_topics(resolved.settings, scope_topics(resolved.settings).all())
     _run(run_bridge(resolved.settings, addresses))
 
 

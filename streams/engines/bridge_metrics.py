@@ -16,9 +16,11 @@ from streams.core.ids import RankId
 from streams.engines.address import EngineAddress
 from streams.engines.bridge import Bridge
 from streams.http_server import Startup, monitoring_app, monitoring_server
+from streams.kafka import wait_for_topics
 from streams.kafka_log import unreachable
 from streams.metrics import Metric, MetricsRegistry, counter, gauge
 from streams.settings import Settings
+from streams.topics import topics
 from streams.warming import HASHING, warm_while_serving
 
 log = logging.getLogger(__name__)
@@ -85,10 +87,13 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
 async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
-    Raises SettingsError if it cannot listen on that port.
+    A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,
+    and KvStreamsError if Kafka cannot be reached.
     """
     startup = Startup()
     async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
+        startup.note("connecting to Kafka")
+        await wait_for_topics(settings, topics(settings).all(), startup.note)
         await warm_while_serving(HASHING, startup.note)
         bridge = Bridge(settings, engines)
         if server is not None:
