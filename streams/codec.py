@@ -26,6 +26,7 @@ from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, Worke
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
+    BlockFacts,
     BlocksRemoved,
     BlocksStored,
     Body,
@@ -479,6 +480,15 @@ def _body_datum(body: Body) -> tuple[str, dict[str, Any]]:
                         "engine_hashes": pack_hashes(run.engine),
                         "local_hashes": pack_hashes(run.local),
                         "tier": run.tier.name.lower(),
+                        "facts": [
+                            {
+                                "first": each.first,
+                                "n_blocks": each.n_blocks,
+                                "moe": _labels_datum(each.moe),
+                                "cxl_metadata": _cxl_datum(each.cxl),
+                            }
+                            for each in run.facts
+                        ],
                     }
                     for run in body.runs
                 ],
@@ -499,20 +509,8 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
                 "engine_hashes": pack_hashes(event.engine),
                 "local_hashes": pack_hashes(event.local),
                 "tier": event.tier.name.lower(),
-                "moe": None
-                if event.moe is None
-                else {
-                    "layer_id": event.moe.layer_id,
-                    "expert_id": event.moe.expert_id,
-                    "expert_group": event.moe.expert_group,
-                },
-                "cxl_metadata": None
-                if event.cxl is None
-                else {
-                    "state": event.cxl.state.value,
-                    "pool_id": event.cxl.pool_id,
-                    "accessible_workers": [to_long(worker) for worker in event.cxl.accessible_workers],
-                },
+                "moe": _labels_datum(event.moe),
+                "cxl_metadata": _cxl_datum(event.cxl),
             }
         case BlocksRemoved():
             return "io.kvstreams.BlocksRemoved", {
@@ -523,6 +521,22 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
             return "io.kvstreams.AllBlocksCleared", {}
         case _:
             assert_never(event)
+
+
+def _labels_datum(moe: MoeLabels | None) -> dict[str, Any] | None:
+    if moe is None:
+        return None
+    return {"layer_id": moe.layer_id, "expert_id": moe.expert_id, "expert_group": moe.expert_group}
+
+
+def _cxl_datum(cxl: CxlMemoryMetadata | None) -> dict[str, Any] | None:
+    if cxl is None:
+        return None
+    return {
+        "state": cxl.state.value,
+        "pool_id": cxl.pool_id,
+        "accessible_workers": [to_long(worker) for worker in cxl.accessible_workers],
+    }
 
 
 def _body(datum: dict[str, Any]) -> Body:
@@ -557,6 +571,21 @@ def _restated(datum: dict[str, Any]) -> RestatedRun:
         engine=engine,
         local=local,
         tier=Tier[datum["tier"].upper()],
+        facts=_block_facts(datum["facts"], len(local)),
+    )
+
+
+def _block_facts(facts: list[dict[str, Any]], n_blocks: int) -> tuple[BlockFacts, ...]:
+    end = 0
+    for each in facts:
+        if each["first"] < end or each["n_blocks"] < 1:
+            raise BadRecord("bad_restatement", f"labels of {each['n_blocks']} blocks from {each['first']} after {end}")
+        end = each["first"] + each["n_blocks"]
+    if end > n_blocks:
+        raise BadRecord("bad_restatement", f"labels of blocks up to {end} in a run of {n_blocks}")
+    return tuple(
+        BlockFacts(each["first"], each["n_blocks"], _labels(each["moe"]), _cxl_metadata(each["cxl_metadata"]))
+        for each in facts
     )
 
 
@@ -564,21 +593,26 @@ def _event(datum: dict[str, Any]) -> KvEvent:
     if "local_hashes" in datum:
         engine, local = _paired(datum)
         parent = from_hash(datum["parent"])
-        moe, cxl = datum["moe"], datum["cxl_metadata"]
         return BlocksStored(
             parent=None if parent is None else EngineHash(parent),
             engine=engine,
             local=local,
             tier=Tier[datum["tier"].upper()],
-            moe=None if moe is None else MoeLabels(moe["layer_id"], moe["expert_id"], moe["expert_group"]),
-            cxl=None if cxl is None else _cxl_metadata(cxl),
+            moe=_labels(datum["moe"]),
+            cxl=_cxl_metadata(datum["cxl_metadata"]),
         )
     if "engine_hashes" in datum:
         return BlocksRemoved(_hashes(datum["engine_hashes"]), Tier[datum["tier"].upper()])
     return AllBlocksCleared()
 
 
-def _cxl_metadata(datum: dict[str, Any]) -> CxlMemoryMetadata:
+def _labels(datum: dict[str, Any] | None) -> MoeLabels | None:
+    return None if datum is None else MoeLabels(datum["layer_id"], datum["expert_id"], datum["expert_group"])
+
+
+def _cxl_metadata(datum: dict[str, Any] | None) -> CxlMemoryMetadata | None:
+    if datum is None:
+        return None
     try:
         return CxlMemoryMetadata(datum["state"], datum["pool_id"], tuple(map(from_long, datum["accessible_workers"])))
     except InvalidEvent as exc:

@@ -7,6 +7,7 @@ not: the order of batches and their incarnation (gap_filling, feed), and which b
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -30,6 +31,8 @@ from streams.engines.feed import RETRY_S, RankFeed
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
+from streams.engines.outage import Outage, lasting
+from streams.engines.process_start import read_body
 from streams.engines.publisher import event_producer
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
@@ -58,6 +61,13 @@ REFUSED_RETRY_S = 30.0
 
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
+#: Connections to one engine's HTTP server at a time; each of its ranks and the scraper needs one. There is no common
+#: limit, since engines that do not answer would use it up, and the others would wait.
+HTTP_CONNECTIONS_PER_ENGINE = 16
+
+#: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
+MODELS_BYTES_MAX = 1024 * 1024
+
 
 class Bridge:
     """Bridges any number of engines with one producer."""
@@ -81,7 +91,9 @@ class Bridge:
         contradictions: list[Exception] = []
         registry_reader = RegistryReader(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
-            async with aiohttp.ClientSession(timeout=_HTTP_TIMEOUT) as http, asyncio.TaskGroup() as tasks:
+            connector = aiohttp.TCPConnector(limit=0, limit_per_host=HTTP_CONNECTIONS_PER_ENGINE)
+            session = aiohttp.ClientSession(timeout=_HTTP_TIMEOUT, connector=connector)
+            async with session as http, asyncio.TaskGroup() as tasks:
                 tasks.create_task(registry_reader.run())
                 tasks.create_task(self._tick())
                 for engine in self._engines:
@@ -139,14 +151,11 @@ class Bridge:
             await asyncio.sleep(min(0.05, self._settings.bridge_lease_s / _TICKS_PER_LEASE))
 
     async def _bridge(self, engine: EngineAddress, http: aiohttp.ClientSession) -> None:
-        """Claim an engine's lease once the engine answers, and feed the engine whenever the lease is held."""
-        while True:
-            try:
-                model = engine.model or await _served_model(http, engine.url)
-                break
-            except (aiohttp.ClientError, TimeoutError, KvStreamsError) as exc:
-                log.info("worker %d at %s does not answer yet: %s", engine.worker_id, engine.url, exc)
-                await asyncio.sleep(RETRY_S)
+        """Claim an engine's lease once its model is known, and feed the engine whenever the lease is held.
+
+        Whatever the engine sends, or does not send, ends nothing but this round; the other engines' tasks continue.
+        """
+        model = engine.model or await _await_model(http, engine)
         lease_handle = self._lease_handles[engine.worker_id]
         block_size = EngineBlockSize(self._settings.block_size_of(model))
         block_size.on_page(await reported_block_size(http, engine.metrics_url))
@@ -235,7 +244,9 @@ class Bridge:
                 for feed in feeds:
                     self._feeds[feed.rank] = feed
                     tasks.create_task(feed.run())
-                tasks.create_task(Scraper(wiring).run())
+                tasks.create_task(
+                    Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running()).run(),
+                )
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
@@ -292,10 +303,47 @@ def _wrong_block_size(engine: EngineAddress, model: str, block_size: EngineBlock
     )
 
 
+async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> str:
+    """Ask an engine which model it serves, until it answers."""
+    outage = Outage()
+    while True:
+        try:
+            model = await _served_model(http, engine.models_url)
+        except Exception as exc:  # whatever an HTTP server sends, it must not end the bridge
+            lasted_s = outage.failed(time.monotonic())
+            if lasted_s is not None:
+                log.warning(
+                    "worker %d: %s does not name the engine's model, so the engine is not fed: %s%s. "
+                    "To feed it from its events alone, add model=NAME to its --engine",
+                    engine.worker_id,
+                    engine.models_url,
+                    str(exc) or repr(exc),
+                    lasting(lasted_s),
+                )
+            await asyncio.sleep(RETRY_S)
+            continue
+        lasted_s = outage.answered(time.monotonic())
+        if lasted_s is not None:
+            log.info("worker %d: %s answers after %.0f s", engine.worker_id, engine.url, lasted_s)
+        return model
+
+
 async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
-    async with http.get(f"{url}/v1/models") as response:
+    async with http.get(url) as response:
         response.raise_for_status()
-        models = (await response.json()).get("data") or []
-    if not models:
-        raise KvStreamsError(f"{url} serves no model")
-    return str(models[0]["id"])
+        body = await read_body(response, MODELS_BYTES_MAX)
+    return first_model(body)
+
+
+def first_model(body: bytes) -> str:
+    """Return the id of the first model in an answer of /v1/models. Raises KvStreamsError for any other answer."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise KvStreamsError("the answer is not JSON") from exc
+    models = answer.get("data") if isinstance(answer, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not name:
+        raise KvStreamsError("the answer names no model")
+    return name

@@ -116,6 +116,31 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
     }
 
 
+#: Counters of tokens that the engines have processed. They grow while requests run.
+_TOKEN_COUNTERS = tuple(
+    f"{engine}:{kind}_tokens_total" for engine in ("vllm", "sglang") for kind in ("prompt", "generation")
+)
+
+
+def tokens_processed(page: bytes, *, dp_size: int) -> dict[DpRank, float]:
+    """Return how many tokens each rank has processed since its engine started; empty if the page does not report it.
+
+    Raises BadRecord: bad_page.
+    """
+    text = page.decode(errors="replace")
+    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_TOKEN_COUNTERS))
+    tokens: dict[DpRank, float] = {}
+    try:
+        for family in text_string_to_metric_families(relevant + "\n"):
+            for sample in family.samples:
+                rank = _rank_of(sample.labels, dp_size)
+                if rank is not None and sample.name in _TOKEN_COUNTERS:
+                    tokens[rank] = tokens.get(rank, 0.0) + sample.value
+    except ValueError as exc:
+        raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
+    return tokens
+
+
 def parse_block_size(page: bytes) -> int | None:
     """Return the number of tokens per block that a page reports; None if it reports none that can be used."""
     relevant = b"\n".join(line for line in page.split(b"\n") if line.startswith(_BLOCK_SIZE_PREFIXES))

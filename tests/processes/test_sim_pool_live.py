@@ -132,7 +132,7 @@ async def reported(client: Client) -> dict[int, CxlMemoryMetadata]:
     for _, payload in await client.replay(0):
         for event in decode_payload(payload, ENGINE.block_size).events:
             if isinstance(event, CxlStateChanged):
-                blocks, unknown = names.resolve(event.engine, event.state, ledger)
+                blocks, unknown = names.resolve(event, ledger)
                 assert unknown == []
                 for block in blocks.sequence.tolist():
                     after = transition(states.get(block, NOT_POOLED), event.state, event.pool_id)

@@ -72,7 +72,7 @@ def test_a_batch_is_judged_by_its_incarnation_and_then_by_its_number(
         (KNOWN, 6, BEFORE_FIRST, Verdict.RENEWED, (6, 0), Health.EXACT),
         (KNOWN, 6, 0, Verdict.GAP, (6, 0), Health.DEGRADED),
         (replace(KNOWN, health=Health.DEGRADED), 5, 11, Verdict.RENEWED, (5, 2), Health.DEGRADED),
-        (replace(KNOWN, health=Health.APPROXIMATE), 5, 11, Verdict.RENEWED, (5, 2), Health.APPROXIMATE),
+        (replace(KNOWN, health=Health.APPROXIMATE), 5, 11, Verdict.GAP, (5, 2), Health.DEGRADED),
         (REMOVED, 5, BEFORE_FIRST, Verdict.STALE, (5, 2), Health.REMOVED),
         (REMOVED, 5, 10, Verdict.STALE, (5, 2), Health.REMOVED),
         (REMOVED, 6, BEFORE_FIRST, Verdict.RENEWED, (6, 0), Health.EXACT),
@@ -112,9 +112,9 @@ def test_a_new_incarnation_starts_without_a_lease() -> None:
     ("health", "n_unindexed", "sequence", "after"),
     [
         (Health.EXACT, 1, 11, Health.APPROXIMATE),
-        (Health.DEGRADED, 1, 11, Health.APPROXIMATE),
+        (Health.DEGRADED, 1, 11, Health.DEGRADED),
         (Health.APPROXIMATE, 0, 11, Health.APPROXIMATE),
-        (Health.APPROXIMATE, 0, 12, Health.APPROXIMATE),
+        (Health.APPROXIMATE, 0, 12, Health.DEGRADED),
         (Health.DEGRADED, 0, 11, Health.DEGRADED),
     ],
 )

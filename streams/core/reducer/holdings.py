@@ -88,9 +88,9 @@ class Holdings(Generic[Events, Change]):
         if applied.n_clears:
             # An empty cache is known exactly, whatever was lost before. The batch's missing events and its unindexed
             # blocks may have followed the clear, though: their position in the batch is unknown.
-            health = Health.DEGRADED if batch.incomplete else Health.EXACT
-            if batch.n_unindexed:
-                health = Health.APPROXIMATE
+            health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
+            if batch.incomplete:
+                health = Health.DEGRADED
             epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + applied.n_clears)
             progress = replace(progress, epoch=epoch, health=health)
         if applied.n_unknown_parents or applied.n_unknown_removals:
@@ -98,7 +98,7 @@ class Holdings(Generic[Events, Change]):
                 progress,
                 n_unknown_parents=progress.n_unknown_parents + applied.n_unknown_parents,
                 n_unknown_removals=progress.n_unknown_removals + applied.n_unknown_removals,
-                health=max(progress.health, Health.DEGRADED if applied.parents_since_clear else Health.EXACT),
+                health=Health.DEGRADED if applied.parents_since_clear else progress.health,
             )
         self.progress[rank] = progress
         self.touched[rank] = None
@@ -186,7 +186,7 @@ class Holdings(Generic[Events, Change]):
         """Degrade every rank, since the source lost records before this partition read them."""
         for rank, progress in self.progress.items():
             self.parking.drop(rank)
-            if progress.health in (Health.EXACT, Health.DEGRADED):
+            if progress.health is not Health.REMOVED:
                 self._keep(replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1))
 
     def take_heard(self) -> Iterable[RankId]:

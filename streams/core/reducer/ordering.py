@@ -14,11 +14,15 @@ from streams.core.ids import Epoch, Incarnation, RankId
 
 
 class Health(enum.IntEnum):
-    """How far a rank's facts can be trusted; the numbers are on Kafka."""
+    """How far a rank's facts can be trusted; the numbers are on Kafka.
+
+    A rank that is degraded and approximate is DEGRADED. An approximate rank may hold more than the index has; after
+    lost events, it may also hold less.
+    """
 
     EXACT = 0
     DEGRADED = 1  # a batch was lost, or the parent of a stored block is unknown
-    APPROXIMATE = 2  # the model has KV cache groups that are not full attention
+    APPROXIMATE = 2  # the rank holds, or may hold, blocks that the index lacks (EngineBatch.n_unindexed)
     REMOVED = 3  # the worker was removed; the row is kept so that its late events are refused
 
 
@@ -80,9 +84,9 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         return Judgement(Verdict.DUPLICATE, progress)
     gap = batch.sequence > progress.sequence + 1 or batch.incomplete
     health = progress.health
-    if gap and health < Health.DEGRADED:
+    if gap:
         health = Health.DEGRADED
-    if batch.n_unindexed and health < Health.APPROXIMATE:
+    elif batch.n_unindexed and health is Health.EXACT:
         health = Health.APPROXIMATE
     after = Progress(
         progress.rank,
@@ -112,8 +116,7 @@ def judge_unusable(progress: Progress, batch: EngineBatch) -> Judgement:
     if fenced is None:
         return Judgement(Verdict.STALE, progress)
     progress, begins = fenced
-    health = max(progress.health, Health.DEGRADED)
-    progress = replace(progress, health=health, model=batch.model, block_size=batch.block_size)
+    progress = replace(progress, health=Health.DEGRADED, model=batch.model, block_size=batch.block_size)
     return Judgement(Verdict.WRONG_BLOCK_SIZE, progress, begins)
 
 
@@ -141,7 +144,7 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
     if progress.silent or progress.lease_ms != lease_ms or progress.feed is not batch.feed:
         progress = replace(progress, lease_ms=lease_ms, silent=False, feed=batch.feed)
     missing = batch.sequence > (BEFORE_FIRST if returned else progress.sequence)
-    if not missing or progress.health is not Health.EXACT:  # every heartbeat shows the same gap; it is counted once
+    if not missing or progress.health is Health.DEGRADED:  # every heartbeat shows the same gap; it is counted once
         return Judgement(Verdict.RENEWED, progress, begins)
     lossy = replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1)
     return Judgement(Verdict.GAP, lossy, begins)
