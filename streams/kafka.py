@@ -367,7 +367,7 @@ def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
 
 
 async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: Callable[[str], None]) -> None:
-    """Wait until none of these topics is missing, and log what the wait is for. note: takes it as well.
+    """Wait until none of these topics is missing, and log what the wait is for. note: called with the reason.
 
     Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
     """
@@ -375,6 +375,7 @@ async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: 
     missing = await asyncio.to_thread(missing_topics, settings, specs)
     logged_s = float("-inf")
     while missing:
+        note(topics_missing(missing))
         if time.monotonic() - logged_s >= MISSING_LOG_S:
             log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
             logged_s = time.monotonic()

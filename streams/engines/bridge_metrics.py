@@ -93,7 +93,8 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
 async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
-    Raises SettingsError if it cannot listen on that port, and KvStreamsError if no broker answers.
+    A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,
+    and KvStreamsError if Kafka cannot be reached.
     """
     startup = Startup()
     async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
