@@ -21,6 +21,7 @@ from typing import Any, assert_never
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
+from streams.core.bridge_pulses import BridgePulse
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
@@ -358,6 +359,24 @@ def encode_metrics(report: MetricsReport) -> bytes:
             **asdict(report.metrics),
         }
     )
+
+
+PULSE_KEY_PREFIX = b"bridge/"
+
+
+def pulse_key(bridge: str) -> bytes:
+    """Return the key of a bridge's pulses in worker-metrics."""
+    return PULSE_KEY_PREFIX + bridge.encode()
+
+
+def encode_pulse(pulse: BridgePulse) -> bytes:
+    """Encode one pulse of worker-metrics."""
+    return codec("bridge-pulses").encode(asdict(pulse))
+
+
+def decode_pulse(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> BridgePulse:
+    """Decode one pulse of worker-metrics; raises BadRecord."""
+    return BridgePulse(**codec("bridge-pulses").decode(raw, schema_ids))
 
 
 _METRIC_COUNTS = (

@@ -122,7 +122,7 @@ def topics(settings: Settings) -> Topics:
         ),
         worker_metrics=spec(
             f"{prefix}worker-metrics",
-            "worker id, ASCII decimal",
+            "worker id, ASCII decimal; bridge/ and a bridge's name",
             "worker-metrics",
             # Routers start reading at its end, since only the newest record of a rank is of use to them.
             {"cleanup.policy": "delete", "retention.ms": str(METRICS_TTL_MS_MAX), "segment.ms": str(60 * 1000)},

@@ -35,6 +35,7 @@ from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.outage import Outage, lasting
 from streams.engines.process_start import read_body
 from streams.engines.publisher import event_producer
+from streams.engines.pulse import Pulse
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
 from streams.engines.scraping import Scraper, reported_block_size
@@ -88,6 +89,7 @@ class Bridge:
         self._feeds: dict[RankId, RankFeed] = {}
         self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
+        self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up)
         self._unread = {engine.worker_id for engine in engines}
         self._refused: set[WorkerId] = set()  # engines of models whose record contradicts the settings
 
@@ -104,6 +106,7 @@ class Bridge:
             async with session as http, asyncio.TaskGroup() as tasks:
                 tasks.create_task(registry_reader.run())
                 tasks.create_task(self._tick())
+                tasks.create_task(self._pulse.run())
                 for engine in self._engines:
                     tasks.create_task(self._bridge(engine, http))
         except* BlockSizeContradicted as refused:
@@ -151,6 +154,10 @@ class Bridge:
             feed.request_restatement(request)
 
     # -- engines -------------------------------------------------------------------------------------------------------
+
+    def _keeps_up(self) -> bool:
+        """Whether no message of an engine waits in a socket, except where the rank's records say so themselves."""
+        return not any(feed.has_backlog for feed in self._feeds.values())
 
     async def _tick(self) -> None:
         while True:

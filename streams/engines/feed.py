@@ -79,7 +79,7 @@ FIRST_EVIDENCE_WAIT_S = 3.0
 SUBSCRIBED_AFTER_S = 0.25
 
 #: If messages have been waiting in the socket without a pause for this long, the feed is behind.
-BACKLOG_S = 1.0
+BACKLOG_S = 0.5
 
 #: Messages taken at once, before the loop does its other work.
 MESSAGES_AT_ONCE = 64
@@ -171,6 +171,11 @@ class RankFeed:
                 self.rank,
                 self._events,
             )
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a message waits in the socket although the rank's last record says that its feed is live."""
+        return self._writer.feed is FeedState.LIVE and self._connection.has_message
 
     async def run(self) -> None:
         """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka does not take a batch."""

@@ -28,6 +28,7 @@ ROUTE_SECONDS = "kvstreams_route_seconds"
 #: Reasons for which a rank by itself makes answers degraded.
 RANK_DEGRADED_REASONS = (
     DegradedReason.NO_EVENTS_YET,
+    DegradedReason.BRIDGE_SILENT,
     DegradedReason.FEED_BEHIND,
     DegradedReason.EVENTS_LOST,
     DegradedReason.REMOVED,

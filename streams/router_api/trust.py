@@ -17,6 +17,7 @@ from streams.kafka import partition_of
 from streams.tables.records import PartitionRecord
 
 _NO_RANKS: frozenset[RankId] = frozenset()
+_NO_WORKERS: frozenset[WorkerId] = frozenset()
 
 _EXACT = Health.EXACT
 
@@ -38,6 +39,7 @@ class DegradedReason(enum.StrEnum):
     """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
 
     NO_EVENTS_YET = "no_events_yet"  # no event of the rank is known to have arrived, so its cache is unknown
+    BRIDGE_SILENT = "bridge_silent"  # the rank's bridge was not heard from, so that it may have passed on nothing
     FEED_BEHIND = "feed_behind"  # the rank's engine published batches that its bridge has not passed on yet
     EVENTS_LOST = "events_lost"  # a batch was lost, or a stored block's parent was never seen
     REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
@@ -135,14 +137,15 @@ class TrustTracker:
         predicted: Set[RankId],
         now_ms: int,
         *,
+        unfed: Set[WorkerId] = _NO_WORKERS,
         ranks_missing_labels: Set[RankId] = _NO_RANKS,
         pooled: PooledRows | None = None,
     ) -> Trust:
         """Return the least trust that any of these ranks deserves.
 
-        predicted: ranks whose score is a prediction. ranks_missing_labels: ranks whose labels were dropped, if labels
-        are used. pooled: given if pooled blocks are used; then the owner of each partition that has such rows must be
-        running, whether or not the ranks that wrote them are eligible.
+        predicted: ranks whose score is a prediction. unfed: workers whose bridge is silent. ranks_missing_labels: ranks
+        whose labels were dropped, if labels are used. pooled: given if pooled blocks are used; then the owner of each
+        partition that has such rows must be running, whether or not the ranks that wrote them are eligible.
         """
         worst = AnswerMode.EXACT
         fresh: set[int] = set()
@@ -158,6 +161,8 @@ class TrustTracker:
             if feed:
                 unproven = feed is FeedState.UNPROVEN
                 return _DEGRADED[DegradedReason.NO_EVENTS_YET if unproven else DegradedReason.FEED_BEHIND]
+            if unfed and rank.worker_id in unfed and progress.lease_ms:  # without a lease, no bridge feeds the rank
+                return _DEGRADED[DegradedReason.BRIDGE_SILENT]
             if incomplete and self._lacks_records(rank):
                 return _DEGRADED[DegradedReason.OVER_CAPACITY]
             if ranks_missing_labels and rank in ranks_missing_labels:
