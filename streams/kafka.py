@@ -145,6 +145,9 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
             **_CREATES_NO_TOPIC,
             "partitioner": PARTITIONER,
             "linger.ms": 2,
+            # Reconnect to a restarted broker after 1.5 s at most (1 s and jitter), not after the default 10 s: routers
+            # wait for records that an outage held back.
+            "reconnect.backoff.max.ms": 1000,
             # The client refuses larger records before the broker sees them; its own default is 1 MB.
             "message.max.bytes": DEAD_LETTER_BYTES_MAX + 64 * 1024,
             **_logs(settings),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust import APPROXIMATE, FALLBACK, AnswerMode, DegradedReason, Trust, TrustTracker
 from streams.settings import Settings
+from streams.tables.applied_until import SourceOffset
 from streams.tables.records import (
     PARKED_PREFIX,
     PARTITION_PREFIX,
@@ -389,6 +390,18 @@ class View:
     def fold_pooled(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the changelog of pooled blocks. A record that raises BadRecord changes nothing."""
         self._facts.fold_pooled(key, value)
+
+    def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
+        """Take in where the sources of a partition end; see `TrustTracker.note_ends`."""
+        with self._lock:
+            self._trust.note_ends(partition, asked_ms, ends)
+
+    def note_pooled_ends(
+        self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
+    ) -> None:
+        """Take in where the changelog of pooled blocks ends; see `TrustTracker.note_pooled_ends`."""
+        with self._lock:
+            self._trust.note_pooled_ends(partition, asked_ms, ends, folded)
 
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""

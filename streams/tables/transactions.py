@@ -44,8 +44,7 @@ class TransactionWriter:
     """Writes the transactions of one partition. Owner: the partition's thread.
 
     topic_ids: by topic, set when the partition opens. changelog_ends: by changelog, the offset after the last record
-    that was read or written. last_in_source: by source, the offset of the last record that this writer wrote there
-    itself (an expiry); the next offset is that transaction's marker.
+    that was read or written.
     """
 
     def __init__(self, partition: int, wiring: PartitionWiring) -> None:
@@ -54,7 +53,9 @@ class TransactionWriter:
         self._producer: Producer | None = None
         self.topic_ids: dict[str, str] = {}
         self.changelog_ends: dict[str, int] = {}
-        self.last_in_source: dict[str, int] = {}
+        # By source, the offset of the last record that this writer wrote there itself (an expiry), and when its
+        # transaction had been committed, monotonic, in ms.
+        self._last_in_source: dict[str, tuple[int, int]] = {}
 
     def open(self) -> None:
         """Create the producer and fence every older one, so that only this one can write the changelogs from now on."""
@@ -114,8 +115,9 @@ class TransactionWriter:
                     f"{topic} [{self._partition}] was recreated: wrote offset {first[topic]}, expected {end} or more"
                 )
         self.changelog_ends.update({topic: last[topic] + 1 for topic in self.changelog_ends if topic in last})
-        self.last_in_source.update(
-            {source.name: last[source.name] for source in self._wiring.sources if source.name in last}
+        committed_ms = time.monotonic_ns() // 1_000_000
+        self._last_in_source.update(
+            {source.name: (last[source.name], committed_ms) for source in self._wiring.sources if source.name in last}
         )
         # This includes changelogs that have no record in the transaction: only this producer writes them, so their ends
         # have not moved, and the copy of a table that seldom changes does not become too old to use.
@@ -126,6 +128,17 @@ class TransactionWriter:
             )
             for table in self._wiring.tables
         }
+
+    def marker_follows(self, source: str, applied: int, end: int, asked_ms: int) -> bool:
+        """Whether the only offset between an applied record and the end of a source is a marker of this writer.
+
+        Consumers never receive markers. asked_ms: when the end was asked for. It must be after the commit, since before
+        that the offset may be another producer's record.
+        """
+        if source not in self._last_in_source:
+            return False
+        last, committed_ms = self._last_in_source[source]
+        return last == applied == end - 2 and asked_ms > committed_ms
 
     def _produce_dead_letter(
         self,
