@@ -19,8 +19,8 @@ from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.errors import BadRecord
 from streams.kafka import partition_of
-from streams.router_api import engine_reports
-from streams.router_api.trust import AnswerMode
+from streams.router_api import engine_reports, trust
+from streams.router_api.trust import AnswerMode, DegradedReason
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import (
@@ -252,3 +252,19 @@ def test_eligible_ranks_follow_every_change(clock: Clock) -> None:
         )
     view.reset()
     assert view.eligible(worker_filter) == ()
+
+
+def test_the_cache_of_partitions_has_a_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more workers than the cache holds, each rank is still judged by its own partition's owner."""
+    monkeypatch.setattr(trust, "_WORKERS_CACHED_MAX", 2)
+    view = view_of(clock)
+    for worker_id in range(1, 6):
+        hold(view, rank(worker_id), LOCAL)
+    ranks = [rank(worker_id) for worker_id in range(1, 6)]
+    for _ in range(2):
+        assert view.trust(ranks).mode is AnswerMode.EXACT
+    assert len(view._trust._partition_of) <= 2
+    silent = next(n for n in range(6, 100) if partition_of(n, 8) not in {partition_of(n, 8) for n in range(1, 6)})
+    progress = Progress(rank(silent), Epoch(Incarnation(1), 0), 0)
+    view.fold_index(progress_key(rank(silent)), encode_progress(progress))
+    assert view.trust([*ranks, rank(silent)]).reason is DegradedReason.OWNER_SILENT
