@@ -532,12 +532,17 @@ class Router:
             self._sessions.bind(session, chosen.rank, time.monotonic())
 
     def _existing_answer(self, prepared: PreparedRequest, booking: Booking) -> RouteAnswer:
+        """Return a booking's choice. Its overlap is that of the booking, which is exact only if it is still so."""
         policy, query = prepared.policy, prepared.moe_query
         trust = FALLBACK
         if policy.reads_index:
             # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
             labelled = query is not None and query.counts(policy.moe_score_weight)
             trust = self._trust((booking.rank,), _NO_RANKS, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
+        if trust.mode is AnswerMode.EXACT:
+            # If the request was refused, the index was not read.
+            now = None if prepared.refusal else prepared.scores.scores.get(booking.rank, 0)
+            trust = trust if now == booking.overlap_blocks else FALLBACK
         return RouteAnswer(
             prepared.request_id,
             booking.rank,

@@ -166,7 +166,7 @@ class View:
         self._trust = TrustTracker(
             settings.partitions, settings.stale_after_ms, settings.behind_after_ms, self.index.epoch_of
         )
-        self._engine_reports = EngineReports(self.workers, settings.schema_ids, self._now_ms)
+        self._engine_reports = EngineReports(self.workers, settings.schema_ids, self._now_ms, settings.behind_after_ms)
         self._facts = SupplementaryFacts(
             settings.partitions,
             settings.schema_ids,
@@ -557,6 +557,7 @@ class View:
             ranks,
             predicted,
             now_ms,
+            unfed=self._engine_reports.unfed(),
             ranks_missing_labels=self._facts.ranks_missing_labels() if labelled else _NO_RANKS,
             pooled=self._facts.pooled_rows() if pooled else None,
         )

@@ -6,18 +6,22 @@ must not: the order of effects (partition), what a record means (the reducers), 
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from streams.codec import codec
 from streams.errors import BadRecord, TableError
-from streams.kafka import as_record, dead_letter_headers, dead_letter_value, producer
+from streams.kafka import as_record, dead_letter_headers, producer
 from streams.settings import Settings
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import ChangelogPosition, Changes, TableSpec
 from streams.tables.wiring import PartitionWiring
+from streams.topics import EVENT_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +36,8 @@ COMMIT_TIMEOUT_S = 30.0
 #: The fault point inside an open transaction: its records are in the log, its commit is not.
 IN_TRANSACTION = 0
 
-#: Bytes of a bad record's own headers that are kept with its dead letter.
-HEADER_BYTES_MAX = 16 * 1024
+#: A worker's key. A dead letter keeps no other key, and none of the record's headers: they may contain anything.
+_WORKER_KEY = re.compile(rb"[0-9]{1,20}")
 
 
 class TransactionWriter:
@@ -146,11 +150,29 @@ class TransactionWriter:
         log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
         size = len(record.value or b"")
         headers = dead_letter_headers(record.topic, exc, size, record.partition, record.offset)
-        # The record's own headers are kept as long as they leave space for the record itself.
-        if sum(len(name) + len(value or b"") for name, value in record.headers) <= HEADER_BYTES_MAX:
-            headers = [*record.headers, *headers]
-        value = dead_letter_value(record.value)
-        produce(kafka, self._wiring.dead_letters.name, self._partition, record.key, value, on_delivery, headers)
+        schemas = {source.name: source.schema for source in self._wiring.sources}
+        value = dead_letter_value(record.value, schemas.get(record.topic), self._wiring.settings.schema_ids)
+        key = record.key if record.key is not None and _WORKER_KEY.fullmatch(record.key) else None
+        produce(kafka, self._wiring.dead_letters.name, self._partition, key, value, on_delivery, headers)
+
+
+def dead_letter_value(
+    value: bytes | None, schema: str | None, schema_ids: Mapping[str, int] | None = None
+) -> bytes | None:
+    """Return what a dead letter keeps of a record: the record as received if it has the topic's schema.
+
+    The schemas of kvstreams have no fields for tokens or text of prompts. Of any other record only the length is kept,
+    as JSON: it may be an engine's own message, for example.
+    """
+    if value is None:
+        return None
+    try:
+        if schema is not None and len(value) <= EVENT_BYTES_MAX:
+            codec(schema).decode(value, schema_ids)
+            return value
+    except BadRecord:
+        pass
+    return json.dumps({"bytes": len(value)}).encode()
 
 
 def scope_of(settings: Settings, partition: int) -> str:

@@ -654,6 +654,8 @@ def test_records_that_cannot_be_used_are_counted_and_skipped(scope: Settings) ->
             (b"P" + bytes(12), b"\xc3\x01"),
             (b"B" + bytes(20) + b"pool", b"\xc3\x01"),
             (b"pool/", b"\xc3\x01"),
+            (b"cordon/x", b"\xc3\x01"),
+            (b"model/m", b"\xc3\x01"),
             (b"Z", struct.pack(">I", 1)),
         )
     ]
