@@ -225,7 +225,7 @@ class Indexer:
                 try:
                     await self._app.consumer.refresh_topics()
                 except Exception as exc:  # the next reading tries again
-                    log.warning("Faust's consumer did not look for new topics: %s", exc)
+                    log.info("Faust's consumer did not look for new topics: %s", exc)
 
     def _feed(self, event: Any) -> None:
         """Offer the records of one event (delivery.RecordsMessage) to their partition."""

@@ -24,7 +24,6 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
         request_tokens_max=TOKENS_MAX,
         body_bytes_max=BODY_BYTES_MAX,
         stale_after_ms=2000,
-        behind_after_ms=500,
     )
     faults: list[str] = []
 
