@@ -123,7 +123,9 @@ def create_app(settings: Settings) -> faust.App:
 
     agent_metrics = agent_registry(indexer)
     if router is not None:
-        Handlers(router, [agent_metrics]).add_to(app.web.web_app)
+        handlers = Handlers(router, [agent_metrics])
+        handlers.add_to(app.web.web_app)
+        app.web._runner = handlers.runner(app.web.web_app)  # Faust's own has no limits of connections
     elif serves_only_metrics:
         app.web.web_app.add_routes(monitoring_routes(agent_metrics))
     return app

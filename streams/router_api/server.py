@@ -54,8 +54,9 @@ async def serve(settings: Settings) -> None:
     router = Router(settings)
     router.topics_missing = tuple(missing)
     app = web.Application(middlewares=[error_shape], client_max_size=settings.body_bytes_max)
-    Handlers(router).add_to(app)
-    runner = web.AppRunner(app, access_log=None)
+    handlers = Handlers(router)
+    handlers.add_to(app)
+    runner = handlers.runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.host, settings.port).start()
