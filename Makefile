@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit fast warm soak chaos replicas conformance bench bench-stream clean
+.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance bench bench-stream clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -46,6 +46,10 @@ chaos: warm
 # Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm
 	$(BIN)/python -m tests.replicas
+
+# Every way in which a router's knowledge can be wrong (docs/trust.md), in the long form, with real processes.
+trust: warm
+	$(BIN)/pytest --long tests/trust
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)

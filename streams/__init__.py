@@ -18,13 +18,14 @@ The map of the package. docs/architecture.md describes every file.
     worker            the Faust App that `faust -A streams worker` runs
     reset, warming    emptying a scope; compiling kernels before they are needed
     topics, codec     the topics as data; Avro bytes to values and back
-    kafka, settings, metrics, agent_metrics, log, errors, progress, waiting, faults
+    kafka, kafka_log, http_server, settings, metrics, agent_metrics, log, errors, progress, waiting, faults
                       one concern each, used everywhere
     sim/              simulated engines without GPUs, and the CXL pool that they share
     local/            a Kafka, child processes and the demo for one machine
     cli/              the command line, one module per group of commands
 
 The attribute `streams.app` is created when it is first used, because importing a part must not build a Faust App.
+Building it has no effects: only Faust's command `worker` listens, connects to Kafka and compiles kernels.
 """
 
 from __future__ import annotations

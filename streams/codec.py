@@ -26,11 +26,13 @@ from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, Worke
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
+    BlockFacts,
     BlocksRemoved,
     BlocksStored,
     Body,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -52,7 +54,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.core.workers import BridgeLease, Role, Worker, WorkerState
+from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 
 _SINGLE_OBJECT = b"\xc3\x01"
@@ -61,6 +63,7 @@ _CONFLUENT_MAGIC = 0
 _CONFLUENT_HEADER_BYTES = 5
 _U63 = 1 << 63
 _I32_MAX = (1 << 31) - 1
+_U64_DIGITS = 20
 
 
 def schemas_dir() -> Path:
@@ -70,7 +73,11 @@ def schemas_dir() -> Path:
 
 
 class RecordCodec:
-    """Encodes and decodes the records of one schema, including the frame."""
+    """Encodes and decodes the records of one schema, including the frame.
+
+    Records of earlier schemas are read too, with the defaults of the fields that they lack. These schemas are kept as
+    `schemas/previous/<name>.<number>.avsc`, since a topic or a table has such records after an upgrade.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,6 +86,11 @@ class RecordCodec:
         # fastavro returns the fingerprint as hex, in the byte order of the frame (little-endian).
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(self._schema), "CRC-64-AVRO"))
         self._header = _SINGLE_OBJECT + self.fingerprint
+        #: By fingerprint, what records may have been written with.
+        self._writers: dict[bytes, Any] = {self.fingerprint: self._schema}
+        for path in (schemas_dir() / "previous").glob(f"{name}.*.avsc"):
+            earlier = fastavro.parse_schema(json.loads(path.read_text()))
+            self._writers[bytes.fromhex(fingerprint(to_parsing_canonical_form(earlier), "CRC-64-AVRO"))] = earlier
 
     def encode(self, datum: Mapping[str, Any]) -> bytes:
         """Frame and encode; raises KvStreamsError for a value that does not fit the schema."""
@@ -98,11 +110,11 @@ class RecordCodec:
         """
         if not raw:
             raise BadRecord("not_avro", "the record is empty")
-        start = self._frame(raw, schema_ids or {})
+        start, writer = self._frame(raw, schema_ids or {})
         stream = io.BytesIO(raw)
         stream.seek(start)
         try:
-            datum: Any = fastavro.schemaless_reader(stream, self._schema, None)
+            datum: Any = fastavro.schemaless_reader(stream, writer, None if writer is self._schema else self._schema)
         except EOFError as exc:  # without its own message, which contains a memory address
             raise BadRecord("bad_avro", f"the datum is not a {self.name} record: it ends early") from exc
         except Exception as exc:  # fastavro passes on any exception of its C code
@@ -112,17 +124,19 @@ class RecordCodec:
         assert isinstance(datum, dict)
         return datum
 
-    def _frame(self, raw: bytes, schema_ids: Mapping[str, int]) -> int:
+    def _frame(self, raw: bytes, schema_ids: Mapping[str, int]) -> tuple[int, Any]:
+        """Return where the datum begins, and the schema that it was written with."""
         if raw[:2] == _SINGLE_OBJECT and len(raw) >= _SINGLE_OBJECT_HEADER_BYTES:
-            if raw[2:_SINGLE_OBJECT_HEADER_BYTES] != self.fingerprint:
-                found = raw[2:_SINGLE_OBJECT_HEADER_BYTES].hex()
-                raise BadRecord("unknown_schema", f"schema fingerprint {found} is not that of {self.name}")
-            return _SINGLE_OBJECT_HEADER_BYTES
+            found = raw[2:_SINGLE_OBJECT_HEADER_BYTES]
+            writer = self._writers.get(found)
+            if writer is None:
+                raise BadRecord("unknown_schema", f"schema fingerprint {found.hex()} is not that of {self.name}")
+            return _SINGLE_OBJECT_HEADER_BYTES, writer
         if raw[0] == _CONFLUENT_MAGIC and len(raw) >= _CONFLUENT_HEADER_BYTES:
             found_id = int.from_bytes(raw[1:_CONFLUENT_HEADER_BYTES], "big")
             if schema_ids.get(self.name) != found_id:
                 raise BadRecord("unknown_schema", f"registry id {found_id} is not the one configured for {self.name}")
-            return _CONFLUENT_HEADER_BYTES
+            return _CONFLUENT_HEADER_BYTES, self._schema
         raise BadRecord("not_avro", f"the record starts with {raw[:4].hex()}, which is not the header of an Avro datum")
 
 
@@ -166,6 +180,8 @@ def encode_batch(batch: EngineBatch) -> bytes:
             "digest": to_hash(batch.digest),
             "emitted_at_ms": batch.emitted_at_ms,
             "n_unindexed": batch.n_unindexed,
+            "incomplete": batch.incomplete,
+            "feed": batch.feed.name.lower(),
             "body": _body_datum(body),
         }
     )
@@ -193,6 +209,8 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         emitted_at_ms=datum["emitted_at_ms"],
         body=body,
         n_unindexed=datum["n_unindexed"],
+        incomplete=datum["incomplete"],
+        feed=FeedState[datum["feed"].upper()],
     )
 
 
@@ -270,6 +288,61 @@ def _lease(datum: dict[str, Any] | None) -> BridgeLease | None:
     if min(datum["term"], datum["lease_ms"], datum["renewal"]) < 0:
         raise BadRecord("bad_lease", f"term {datum['term']}, {datum['lease_ms']} ms, renewal {datum['renewal']}")
     return BridgeLease(datum["bridge"], datum["term"], datum["lease_ms"], datum["renewal"])
+
+
+#: Prefixes of the keys that the topic `workers` has in addition to worker ids.
+CORDON_KEY_PREFIX = b"cordon/"
+MODEL_KEY_PREFIX = b"model/"
+
+
+def cordon_key(worker_id: WorkerId) -> bytes:
+    """Return the key of a worker's cordon in the topic workers."""
+    return CORDON_KEY_PREFIX + str(worker_id).encode()
+
+
+def parse_cordon_key(key: bytes) -> WorkerId:
+    """Return the worker whose cordon has this key; raises BadRecord."""
+    text = key.removeprefix(CORDON_KEY_PREFIX)
+    worker_id = WorkerId(int(text)) if text.isdigit() and len(text) <= _U64_DIGITS else None
+    if worker_id is None or worker_id > U64_MASK or cordon_key(worker_id) != key:
+        raise BadRecord("bad_key", f"{key!r} is not the key of a cordon")
+    return worker_id
+
+
+def encode_cordon(cordon: Cordon) -> bytes:
+    """Encode one cordon of the topic workers."""
+    return codec("cordons").encode({**asdict(cordon), "worker_id": to_long(cordon.worker_id)})
+
+
+def decode_cordon(key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> Cordon:
+    """Decode one cordon of the topic workers; raises BadRecord, also if its key is not the worker's own."""
+    datum = codec("cordons").decode(value, schema_ids)
+    cordon = Cordon(WorkerId(from_long(datum["worker_id"])), datum["cordoned_at_ms"])
+    if parse_cordon_key(key) != cordon.worker_id:
+        raise BadRecord("wrong_key", f"key {key!r} is not that of the cordon of worker {cordon.worker_id}")
+    return cordon
+
+
+def model_key(name: str) -> bytes:
+    """Return the key of a model's record in the topic workers."""
+    return MODEL_KEY_PREFIX + name.encode(errors="replace")
+
+
+def encode_model(model: ServedModel) -> bytes:
+    """Encode one model of the topic workers."""
+    return codec("models").encode(asdict(model))
+
+
+def decode_model(key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> ServedModel:
+    """Decode one model of the topic workers; raises BadRecord, also if its key is not the model's own."""
+    datum = codec("models").decode(value, schema_ids)
+    try:
+        model = ServedModel(datum["name"], datum["block_size"], datum["writer"], datum["written_at_ms"])
+    except InvalidRequest as exc:
+        raise BadRecord("bad_model", exc.message) from exc
+    if model_key(model.name) != key:
+        raise BadRecord("wrong_key", f"key {key!r} is not that of model {model.name!r}")
+    return model
 
 
 def encode_metrics(report: MetricsReport) -> bytes:
@@ -407,6 +480,15 @@ def _body_datum(body: Body) -> tuple[str, dict[str, Any]]:
                         "engine_hashes": pack_hashes(run.engine),
                         "local_hashes": pack_hashes(run.local),
                         "tier": run.tier.name.lower(),
+                        "facts": [
+                            {
+                                "first": each.first,
+                                "n_blocks": each.n_blocks,
+                                "moe": _labels_datum(each.moe),
+                                "cxl_metadata": _cxl_datum(each.cxl),
+                            }
+                            for each in run.facts
+                        ],
                     }
                     for run in body.runs
                 ],
@@ -427,20 +509,8 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
                 "engine_hashes": pack_hashes(event.engine),
                 "local_hashes": pack_hashes(event.local),
                 "tier": event.tier.name.lower(),
-                "moe": None
-                if event.moe is None
-                else {
-                    "layer_id": event.moe.layer_id,
-                    "expert_id": event.moe.expert_id,
-                    "expert_group": event.moe.expert_group,
-                },
-                "cxl_metadata": None
-                if event.cxl is None
-                else {
-                    "state": event.cxl.state.value,
-                    "pool_id": event.cxl.pool_id,
-                    "accessible_workers": [to_long(worker) for worker in event.cxl.accessible_workers],
-                },
+                "moe": _labels_datum(event.moe),
+                "cxl_metadata": _cxl_datum(event.cxl),
             }
         case BlocksRemoved():
             return "io.kvstreams.BlocksRemoved", {
@@ -451,6 +521,22 @@ def _event_datum(event: KvEvent) -> tuple[str, dict[str, Any]]:
             return "io.kvstreams.AllBlocksCleared", {}
         case _:
             assert_never(event)
+
+
+def _labels_datum(moe: MoeLabels | None) -> dict[str, Any] | None:
+    if moe is None:
+        return None
+    return {"layer_id": moe.layer_id, "expert_id": moe.expert_id, "expert_group": moe.expert_group}
+
+
+def _cxl_datum(cxl: CxlMemoryMetadata | None) -> dict[str, Any] | None:
+    if cxl is None:
+        return None
+    return {
+        "state": cxl.state.value,
+        "pool_id": cxl.pool_id,
+        "accessible_workers": [to_long(worker) for worker in cxl.accessible_workers],
+    }
 
 
 def _body(datum: dict[str, Any]) -> Body:
@@ -485,6 +571,21 @@ def _restated(datum: dict[str, Any]) -> RestatedRun:
         engine=engine,
         local=local,
         tier=Tier[datum["tier"].upper()],
+        facts=_block_facts(datum["facts"], len(local)),
+    )
+
+
+def _block_facts(facts: list[dict[str, Any]], n_blocks: int) -> tuple[BlockFacts, ...]:
+    end = 0
+    for each in facts:
+        if each["first"] < end or each["n_blocks"] < 1:
+            raise BadRecord("bad_restatement", f"labels of {each['n_blocks']} blocks from {each['first']} after {end}")
+        end = each["first"] + each["n_blocks"]
+    if end > n_blocks:
+        raise BadRecord("bad_restatement", f"labels of blocks up to {end} in a run of {n_blocks}")
+    return tuple(
+        BlockFacts(each["first"], each["n_blocks"], _labels(each["moe"]), _cxl_metadata(each["cxl_metadata"]))
+        for each in facts
     )
 
 
@@ -492,21 +593,26 @@ def _event(datum: dict[str, Any]) -> KvEvent:
     if "local_hashes" in datum:
         engine, local = _paired(datum)
         parent = from_hash(datum["parent"])
-        moe, cxl = datum["moe"], datum["cxl_metadata"]
         return BlocksStored(
             parent=None if parent is None else EngineHash(parent),
             engine=engine,
             local=local,
             tier=Tier[datum["tier"].upper()],
-            moe=None if moe is None else MoeLabels(moe["layer_id"], moe["expert_id"], moe["expert_group"]),
-            cxl=None if cxl is None else _cxl_metadata(cxl),
+            moe=_labels(datum["moe"]),
+            cxl=_cxl_metadata(datum["cxl_metadata"]),
         )
     if "engine_hashes" in datum:
         return BlocksRemoved(_hashes(datum["engine_hashes"]), Tier[datum["tier"].upper()])
     return AllBlocksCleared()
 
 
-def _cxl_metadata(datum: dict[str, Any]) -> CxlMemoryMetadata:
+def _labels(datum: dict[str, Any] | None) -> MoeLabels | None:
+    return None if datum is None else MoeLabels(datum["layer_id"], datum["expert_id"], datum["expert_group"])
+
+
+def _cxl_metadata(datum: dict[str, Any] | None) -> CxlMemoryMetadata | None:
+    if datum is None:
+        return None
     try:
         return CxlMemoryMetadata(datum["state"], datum["pool_id"], tuple(map(from_long, datum["accessible_workers"])))
     except InvalidEvent as exc:

@@ -172,8 +172,26 @@ class _Transport(aiokafka.Transport):  # type: ignore[misc]
     Consumer = _Consumer
 
 
+class _BootStrategy(faust.App.BootStrategy):  # type: ignore[misc]
+    #: Faust's own pages (/router/, /table/, /graph and others) are not part of our API.
+    enable_web = False
+
+
+class _Topic(faust.Topic):  # type: ignore[misc]
+    """A topic of Faust, which may consist of several topics of Kafka."""
+
+    def get_topic_name(self) -> str:
+        """Return all names. Faust's own method refuses several, and `faust -A streams agents` then fails."""
+        return ", ".join(self.topics)
+
+
 class App(faust.App):  # type: ignore[misc]
-    """A Faust App whose agents receive the records of a fetch together."""
+    """A Faust App whose agents receive the records of a fetch together, and that serves none of Faust's web pages."""
+
+    BootStrategy = _BootStrategy
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"Topic": _Topic, **options})
 
     def _new_transport(self) -> Any:
         return _Transport(self.conf.broker_consumer, self, loop=self.loop)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+#: Why a record or batch is refused whose blocks have another size than the scope's. Writers report it once and then
+#: count it, since an engine with another size causes it with every batch.
+WRONG_BLOCK_SIZE = "wrong_block_size"
+
 
 class KvStreamsError(Exception):
     """Base class. `detail` contains the ids and numbers, `remedy` what the operator does next."""
@@ -120,6 +124,14 @@ class NotReady(KvStreamsError):
     http_status = 503
 
 
+class OutcomeUnknown(NotReady):
+    """Kafka did not confirm a change in time. It may have taken effect, and repeating it is safe."""
+
+
+class BlockSizeContradicted(NotReady):
+    """This process's settings have another block size for a model than its scope; `detail` contains both."""
+
+
 class InvalidEvent(InvalidRequest):
     """An engine event contains impossible values: hashes of a wrong type or number, or an id out of range."""
 
@@ -163,6 +175,10 @@ class BadRecord(KvStreamsError):
     def __init__(self, reason: str, message: str, **detail: Any) -> None:
         super().__init__(message, **detail)
         self.reason = reason
+
+
+class KafkaUnreachable(KvStreamsError):
+    """No broker answers at the address that the settings name."""
 
 
 class TopicMismatch(KvStreamsError):

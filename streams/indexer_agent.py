@@ -87,6 +87,13 @@ class Indexer:
         """
         return dict.fromkeys(PARTITION_COUNTS, 0) | _sum(self._counts)
 
+    def not_ready(self) -> str | None:
+        """Return why events are not applied yet, or None. A worker without partitions is ready: others have them."""
+        if self._loop is None:
+            return "Kafka has not assigned partitions to this worker yet"
+        opening = [n for n, table in self._partitions.items() if table.next_offset(self._source.name) is None]
+        return f"partitions are being opened: {sorted(opening)}" if opening else None
+
     async def run(self, stream: Any) -> None:
         """Run the agent's loop.
 

@@ -6,7 +6,9 @@ of records.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,10 +27,13 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
-from streams.errors import BadRecord, KvStreamsError, TopicMismatch
+from streams.errors import BadRecord, KafkaUnreachable, KvStreamsError, TopicMismatch
+from streams.kafka_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.settings import Settings
 from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
+
+log = logging.getLogger(__name__)
 
 #: A broker answers requests about its topics within milliseconds. If it has not answered after this time, there is
 #: probably none at the address, and a user who mistyped the address should see the error soon.
@@ -36,6 +41,17 @@ ANSWER_TIMEOUT_S = 8.0
 
 #: Creating topics takes a busy broker seconds, since each partition is a folder with files of its own.
 CREATE_TIMEOUT_S = 20.0
+
+#: What an operator does about missing topics. Only these two create any: with a mistyped prefix, every other process
+#: would create a scope to which nothing else is ever written.
+TOPICS_REMEDY = (
+    "Check topic_prefix. `kvstreams topics create` with the same settings creates the topics, and so does a worker "
+    "that starts"
+)
+
+#: Interval at which missing topics are checked for (each check is one call to the broker), and logged again.
+TOPICS_POLL_S = 1.0
+MISSING_LOG_S = 60.0
 
 #: A client's call ends at its own timeout, with the reason. We wait for its future a little longer, to receive that
 #: reason.
@@ -53,15 +69,8 @@ _NO_LEADER_YET = frozenset(
     {KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
 )
 
-#: Codes which mean that no broker was reached. Any other code is a broker's answer and explains itself.
-_UNREACHED = frozenset(
-    {
-        KafkaError._ALL_BROKERS_DOWN,
-        KafkaError._RESOLVE,
-        KafkaError._TIMED_OUT,
-        KafkaError._TRANSPORT,
-    }
-)
+#: How long the watch of kafka_log waits for an answer. A broker that is up answers within milliseconds.
+ASK_TIMEOUT_S = 2.0
 
 #: The hash of Faust and Java. With librdkafka's own default, one worker's records would be in two partitions.
 PARTITIONER = "murmur2_random"
@@ -90,6 +99,38 @@ class TopicState:
     config: dict[str, str]
 
 
+def _logs(settings: Settings) -> dict[str, Any]:
+    """What every client's configuration has in common: its errors start the watch, and Python logs its lines."""
+    watch = watch_of(settings.kafka, lambda: _asks(settings))
+    # librdkafka hands its lines over when the client is polled.
+    return {"error_cb": watch.on_error, "logger": CLIENT_LOGGER, "log_level": 3}
+
+
+def _asks(settings: Settings) -> Ask:
+    """Return a function that asks Kafka whether it is there, with a client of its own."""
+    reasons: list[KafkaError] = []
+    # After the default of up to 10 s between attempts, the end of an outage would be noticed late.
+    client = admin(settings, reasons.append, **{"reconnect.backoff.max.ms": 500})
+
+    def ask() -> str | None:
+        reasons.clear()
+        try:
+            client.list_topics(timeout=ASK_TIMEOUT_S)
+        except KafkaException as exc:
+            client.poll(0)  # calls back with the reasons that the client has collected
+            if exc.args[0].code() in UNREACHED:
+                return _most_telling([*reasons, exc.args[0]]).str()
+        return None
+
+    return ask
+
+
+def _most_telling(errors: Sequence[KafkaError]) -> KafkaError:
+    """The first error with a cause; that all brokers are down follows from the others, and a timeout names none."""
+    vague = (KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT)
+    return next((error for error in errors if error.code() not in vague), errors[0])
+
+
 def producer(settings: Settings, **overrides: Any) -> Producer:
     """An idempotent producer with acks=all, which partitions keys in the same way as Faust and Java."""
     return Producer(
@@ -101,7 +142,7 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
             "linger.ms": 2,
             # The client refuses larger records before the broker sees them; its own default is 1 MB.
             "message.max.bytes": DEAD_LETTER_BYTES_MAX + 64 * 1024,
-            "log_level": 3,
+            **_logs(settings),
             **overrides,
         }
     )
@@ -124,7 +165,7 @@ def reader(settings: Settings, **overrides: Any) -> Consumer:
             "fetch.wait.max.ms": 50,
             # Reconnect to a restarted broker after 1 s at most, not after the default 10 s.
             "reconnect.backoff.max.ms": 1000,
-            "log_level": 3,
+            **_logs(settings),
             **overrides,
         }
     )
@@ -198,9 +239,9 @@ def as_record(message: Message) -> Record:
     return Record(topic, partition, offset, message.timestamp()[1], message.key() or b"", message.value())
 
 
-def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None) -> AdminClient:
+def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None, **overrides: Any) -> AdminClient:
     """An admin client that logs nothing. Its calls raise; on_error receives the reasons why no broker is reached."""
-    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, "log_level": 0}
+    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, "log_level": 0, **overrides}
     if on_error is not None:
         config["error_cb"] = on_error
     return AdminClient(config)
@@ -313,6 +354,39 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
         )
 
 
+def topics_missing(missing: Sequence[str]) -> str:
+    """What is wrong if a process that creates no topics finds that these are missing; TOPICS_REMEDY is the remedy."""
+    return f"{len(missing)} topics of this scope are missing, {missing[0]} among them"
+
+
+def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+    """Raise KvStreamsError, with the remedies, if any of these topics is missing, and what `missing_topics` raises."""
+    missing = missing_topics(settings, specs)
+    if missing:
+        raise KvStreamsError(topics_missing(missing), remedy=TOPICS_REMEDY, topics_missing=missing)
+
+
+async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+    """Wait until none of these topics is missing, and log what the wait is for.
+
+    Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
+    """
+    specs = list(specs)
+    missing = await asyncio.to_thread(missing_topics, settings, specs)
+    logged_s = float("-inf")
+    while missing:
+        if time.monotonic() - logged_s >= MISSING_LOG_S:
+            log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
+            logged_s = time.monotonic()
+        await asyncio.sleep(TOPICS_POLL_S)
+        try:
+            missing = await asyncio.to_thread(missing_topics, settings, specs)
+        except TopicMismatch:
+            raise
+        except KvStreamsError as exc:
+            log.debug("cannot check for missing topics, trying again: %s", exc)
+
+
 def require_topic(settings: Settings, name: str) -> None:
     """Raise KvStreamsError if no broker answers, or if the topic does not exist. Needs only a writer's rights."""
     reasons: list[KafkaError] = []
@@ -325,7 +399,7 @@ def require_topic(settings: Settings, name: str) -> None:
     if name not in known:
         raise KvStreamsError(
             f"Kafka at {settings.kafka} has no topic {name}",
-            remedy="`kvstreams topics create` with the same settings creates it",
+            remedy=TOPICS_REMEDY,
         )
 
 
@@ -342,10 +416,10 @@ def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, Topi
 
 
 def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
-    if error.code() not in _UNREACHED:
+    if error.code() not in UNREACHED:
         return KvStreamsError(f"Kafka at {settings.kafka} refuses: {error.str()}")
-    why = reasons[0] if reasons else error  # the call's own error only has the timeout
-    return KvStreamsError(
+    why = _most_telling([*reasons, error])  # the call's own error only has the timeout
+    return KafkaUnreachable(
         f"no Kafka answers at {settings.kafka}: {why.str()}",
         remedy="Set --kafka or KVSTREAMS_KAFKA, or start one with `kvstreams kafka up`",
     )

@@ -1,4 +1,8 @@
-"""Logs of a process: one line per record, as text for people or as JSON for machines."""
+"""Logs of a process: one line per record, as text for people or as JSON for machines.
+
+What lives here: formats, levels, and where lines go. What must not: which lines an outage of Kafka adds or hides
+(kafka_log).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,13 @@ import orjson
 
 from streams.settings import Settings
 
-_PLAIN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime", "taskName"}
+#: Attributes of a line that are not fields of its JSON object: those of every line, and a mark of kafka_log.
+_PLAIN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+    "kafka_checked",
+}
 
 
 class JsonFormatter(logging.Formatter):
@@ -49,10 +59,20 @@ def dict_config(settings: Settings) -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"chosen": formatter},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "chosen", "stream": sys.stderr}},
+        "handlers": {"stderr": {"()": _handler, "formatter": "chosen"}},
         "loggers": {name: {"level": quiet} for name in ("aiokafka", "faust", "mode")},
         "root": {"level": level, "handlers": ["stderr"]},
     }
+
+
+def _handler() -> logging.Handler:
+    """The handler of all lines, which writes to standard error."""
+    # Imported late: every command imports this module, and few use Kafka.
+    from streams.kafka_log import KafkaAwayFilter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(KafkaAwayFilter(lambda: handler.handle))
+    return handler
 
 
 def configure(settings: Settings) -> None:

@@ -1,8 +1,8 @@
 """Prometheus metrics as data: declared once, read when they are scraped, served over HTTP, printed as the docs' table.
 
-What lives here: what a declaration is, the registry that a process serves, and the server of processes that have no
-other HTTP API. What must not: the metrics of any process. These are router_api.metrics for the router, agent_metrics
-for the Faust worker and engines.bridge_metrics for the bridge.
+What lives here: what a declaration is, and the registry that a process serves. What must not: the metrics of any
+process, which are router_api.metrics for the router, agent_metrics for the Faust worker and engines.bridge_metrics for
+the bridge; and servers (http_server).
 
 A metric holds no number. The router, the indexer and the bridge count for themselves; a declaration names the function
 that reads the current number from a snapshot of them. So counting costs nothing here, and the core needs no metrics
@@ -12,8 +12,7 @@ library. No label value is a prompt's text or an id, since a time series that is
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar, assert_never
@@ -22,8 +21,6 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from streams.errors import SettingsError
 
 S = TypeVar("S")
 
@@ -181,45 +178,6 @@ def metrics_response(*registries: MetricsRegistry[Any]) -> web.Response:
     """Answer GET /metrics with these registries, one after the other; their metrics have different names."""
     page = b"".join(registry.page() for registry in registries)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def monitoring_routes(*registries: MetricsRegistry[Any]) -> list[web.RouteDef]:
-    """/metrics and /healthz, for a process that does not serve the HTTP API, which has both of its own."""
-
-    async def metrics(_: web.Request) -> web.Response:
-        return metrics_response(*registries)
-
-    async def healthz(_: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    return [web.get("/metrics", metrics), web.get("/healthz", healthz)]
-
-
-@asynccontextmanager
-async def monitoring_server(host: str, port: int, *registries: MetricsRegistry[Any]) -> AsyncIterator[None]:
-    """Serve /metrics and /healthz while the block runs; a port of 0 serves nothing.
-
-    Raises SettingsError if the address cannot be listened on.
-    """
-    if not port:
-        yield
-        return
-    app = web.Application()
-    app.add_routes(monitoring_routes(*registries))
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as exc:
-        await runner.cleanup()
-        raise SettingsError(
-            f"host and metrics_port: cannot listen on {host}:{port}: {exc.strerror or exc}",
-            remedy="Set --host and --metrics-port to an address that is free",
-        ) from exc
-    try:
-        yield
-    finally:
-        await runner.cleanup()
 
 
 # -- the docs ----------------------------------------------------------------------------------------------------------

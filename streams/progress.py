@@ -5,16 +5,22 @@ What lives here: how progress is shown. What must not: the work itself.
 
 from __future__ import annotations
 
+import io
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 #: Without a terminal, a line is printed at this interval. After ten silent seconds a reader suspects a fault.
 LINE_EVERY_S = 5.0
+
+#: Longer than any line of ours, so that none is broken into two lines of a log.
+_LOG_COLUMNS = 1000
 
 #: A bar is redrawn at this interval, with its clock, so that a long part does not look like a standstill.
 BAR_EVERY_S = 0.1
@@ -86,6 +92,27 @@ def _bar(console: Console, step: Step, keep: bool) -> Iterator[None]:
             yield
         step.doing = ""
         draw()
+
+
+class _LogFile(io.TextIOBase):
+    """A file whose lines become lines of a log."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        super().__init__()
+        self._log = log
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in filter(None, lines):
+            self._log.info("%s", line)
+        return len(text)
+
+
+def log_console(log: logging.Logger) -> Console:
+    """A console whose lines go to a log, for a process that serves."""
+    file: Any = _LogFile(log)
+    return Console(file=file, width=_LOG_COLUMNS)
 
 
 #: When the last line was printed, by any step: many short steps in a row must not be silent either.

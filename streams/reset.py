@@ -4,7 +4,8 @@ What lives here: which processes must not be running, what is emptied, and in wh
 to reset.
 
 A reset empties the tables (their changelogs, and this machine's copies of them), `kv-events`, `cxl-events`,
-`kv-control` and `router-loads`. It keeps the registry, which operators and bridges wrote, and the dead letters, which
+`kv-control` and `router-loads`, and deletes the models' block sizes, so that the scope can be used with others. It
+keeps the rest of the registry (workers, cordons, pools), which operators and bridges wrote, and the dead letters, which
 are evidence of faults.
 
 No topic is deleted and recreated, for three reasons. The offsets of the new topic would start over, so a running reader
@@ -27,6 +28,7 @@ from confluent_kafka import OFFSET_END, KafkaException, Producer, TopicPartition
 
 from streams.errors import KvStreamsError, ScopeInUse, TableError
 from streams.kafka import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
+from streams.model_registry import delete_models
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
 from streams.tables.records import partition_key
@@ -57,12 +59,13 @@ class Emptied:
     """What was emptied.
 
     records: keys of the tables. partitions: partitions of the topics with events, requests and loads. copies: folders
-    of local copies.
+    of local copies. models: records of models.
     """
 
     records: int
     partitions: int
     copies: int
+    models: int
 
 
 def reset_scope(settings: Settings, *, force: bool = False) -> Emptied:
@@ -77,7 +80,7 @@ def reset_scope(settings: Settings, *, force: bool = False) -> Emptied:
     # Events first: an agent that starts in between would fill an empty index from them.
     n_truncated = _truncate(settings)
     records = sum(_delete_index(settings, partition) for partition in range(settings.partitions))
-    return Emptied(records, n_truncated, _remove_copies(settings))
+    return Emptied(records, n_truncated, _remove_copies(settings), delete_models(settings))
 
 
 def _check_unused(settings: Settings) -> None:

@@ -73,7 +73,7 @@ class Settings:
     port: int = _setting(8000, "port of the HTTP API", low=0, high=65535)
     metrics_port: int = _setting(
         0,
-        "port of /metrics and /healthz in a bridge, and in a Faust worker with router off; "
+        "port of /healthz, /ready and /metrics in a bridge, and in a Faust worker with router off; "
         "they listen on the same host as the API; 0 disables them",
         low=0,
         high=65535,

@@ -114,7 +114,12 @@ def topics(settings: Settings) -> Topics:
             "cxl-events",
             {"cleanup.policy": "delete", "retention.ms": str(settings.retention_ms)},
         ),
-        workers=spec(f"{prefix}workers", "worker id, ASCII decimal; pool/ and a pool's id", "workers", _COMPACTED),
+        workers=spec(
+            f"{prefix}workers",
+            "worker id, ASCII decimal; cordon/ and a worker id; model/ and a model; pool/ and a pool",
+            "workers",
+            _COMPACTED,
+        ),
         worker_metrics=spec(
             f"{prefix}worker-metrics",
             "worker id, ASCII decimal",

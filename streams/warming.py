@@ -10,13 +10,16 @@ in the cache, this takes less than half a second, starts no child and prints not
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import logging
 import os
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -31,7 +34,9 @@ import streams.core.routing.kernels as routing
 import streams.tables.kernels as tables
 from streams.core.kernels.available import kernels_available
 from streams.errors import ProcessError
-from streams.progress import shown
+from streams.progress import log_console, shown
+
+log = logging.getLogger(__name__)
 
 
 def _named(package: ModuleType, entry_points: Iterable[str]) -> tuple[str, ...]:
@@ -64,13 +69,24 @@ CHILDREN_MAX = 8
 #: A child takes a second to start, which does not pay off for fewer kernels than this.
 KERNELS_PER_CHILD_MIN = 4
 
+#: Interval at which it is checked whether the compilation must end.
+_STOP_POLL_S = 0.2
 
-def warm(names: Sequence[str] = EVERYTHING, console: Console | None = None) -> int:
+
+def warm(
+    names: Sequence[str] = EVERYTHING,
+    console: Console | None = None,
+    note: Callable[[str], None] | None = None,
+    stopping: threading.Event | None = None,
+) -> int:
     """Compile or load kernels; returns how many had to be compiled, or 0 if numba is missing.
 
-    console: where progress is shown. The default is standard error, since a worker calls this before it sets up its
-    logs. Raises ProcessError if a kernel cannot be compiled.
+    console: where progress is shown, by default standard error. note: called with the progress as text whenever it
+    changes, from any thread. stopping: ends the compilation between two kernels once it is set. Raises ProcessError if
+    a kernel cannot be compiled.
     """
+    note = note or _no_note
+    stopping = stopping or threading.Event()
     if not kernels_available():
         return 0
     from streams.core.kernels.compiling import compile_ahead, is_cacheable, is_cached, is_ready
@@ -80,14 +96,55 @@ def warm(names: Sequence[str] = EVERYTHING, console: Console | None = None) -> i
     if missing:
         console = console or Console(stderr=True)
         if all(is_cacheable(kernels[name]) for name in missing):
-            _compile_in_children(missing, console)
+            _compile_in_children(missing, console, note, stopping)
         else:
             console.print(_NO_CACHE, markup=False, highlight=False, soft_wrap=True)
-            _compile_here({name: kernels[name] for name in missing}, console)
+            _compile_here({name: kernels[name] for name in missing}, console, note, stopping)
     for kernel in kernels.values():
+        if stopping.is_set():
+            break
         if not is_ready(kernel):
             compile_ahead(kernel)
     return len(missing)
+
+
+async def warm_while_serving(names: Sequence[str], note: Callable[[str], None]) -> None:
+    """Warm kernels on a thread, while the loop continues to serve. Progress goes to the log. Raises what `warm` raises.
+
+    note: as of `warm`. If this is cancelled, the processes that compile are killed. A kernel that this process compiles
+    itself, which takes up to 20 s, is not waited for.
+    """
+    loop = asyncio.get_running_loop()
+    warmed: asyncio.Future[None] = loop.create_future()
+    stopping = threading.Event()
+
+    def finish(exc: BaseException | None) -> None:
+        if not warmed.done():
+            if exc is None:
+                warmed.set_result(None)
+            else:
+                warmed.set_exception(exc)
+
+    def run() -> None:
+        failure: BaseException | None = None
+        try:
+            warm(names, log_console(log), note, stopping)
+        except BaseException as exc:
+            failure = exc
+        with suppress(RuntimeError):  # the loop was closed meanwhile: the process ends
+            loop.call_soon_threadsafe(finish, failure)
+
+    thread = threading.Thread(target=run, name="warming", daemon=True)
+    thread.start()
+    try:
+        await warmed
+    finally:
+        stopping.set()
+        thread.join(2 * _STOP_POLL_S)
+
+
+def _no_note(_: str) -> None:
+    """Do nothing: the default where nobody asks for the progress."""
 
 
 _NO_CACHE = (
@@ -105,24 +162,39 @@ def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _compile_here(kernels: dict[str, Any], console: Console) -> None:
+def _compile_here(
+    kernels: dict[str, Any], console: Console, note: Callable[[str], None], stopping: threading.Event
+) -> None:
     from streams.core.kernels.compiling import compile_ahead
 
     with shown(console, "compiling kernels", len(kernels), keep=True) as step:
         for name, kernel in kernels.items():
+            if stopping.is_set():
+                return
             step.doing = _short(name)
+            note(_progress(step.done, len(kernels)))
             compile_ahead(kernel)
             step.done += 1
 
 
-def _compile_in_children(names: list[str], console: Console) -> None:
+def _progress(done: int, total: int) -> str:
+    return f"compiling kernels, {done} of {total} are done"
+
+
+def _compile_in_children(
+    names: list[str], console: Console, note: Callable[[str], None], stopping: threading.Event
+) -> None:
     """Compile kernels into numba's cache, in child processes. Raises ProcessError."""
     n_children = min(_n_cores(), CHILDREN_MAX, -(-len(names) // KERNELS_PER_CHILD_MIN))
     text = f"Compiling {len(names)} kernels in {n_children} processes. This is done once."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     with shown(console, "compiling kernels", len(names), keep=True) as step:
-        children = _Children(names, lambda done, doing: step.update(done, ", ".join(map(_short, doing))))
-        children.run(n_children)
+
+        def report(done: int, doing: list[str]) -> None:
+            step.update(done, ", ".join(map(_short, doing)))
+            note(_progress(done, len(names)))
+
+        _Children(names, report, stopping).run(n_children)
 
 
 def _n_cores() -> int:
@@ -136,12 +208,18 @@ def _n_cores() -> int:
 class _Children:
     """Child processes that share a list of kernels. One thread per child gives it the next kernel."""
 
-    def __init__(self, names: Sequence[str], report: Callable[[int, list[str]], None]) -> None:
-        """report: called with the number of compiled kernels, and with those that are being compiled."""
+    def __init__(
+        self, names: Sequence[str], report: Callable[[int, list[str]], None], stopping: threading.Event
+    ) -> None:
+        """report: called with the number of compiled kernels, and with those that are being compiled.
+
+        stopping: once it is set, the children are killed.
+        """
         self._waiting = deque(names)
         self._compiling: list[str] = []
         self._n_compiled = 0
         self._report = report
+        self._stopping = stopping
         self._lock = threading.Lock()
         self._error: ProcessError | None = None
 
@@ -166,12 +244,17 @@ class _Children:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()
+                while thread.is_alive() and not self._stopping.is_set():
+                    thread.join(_STOP_POLL_S)
         finally:
             for child in children:
                 child.kill()
+                child.wait()
+            for thread in threads:
+                thread.join()  # it has read the end of its child's output
+            for child in children:
                 child.communicate()
-        if self._error is not None:
+        if self._error is not None and not self._stopping.is_set():
             raise self._error
 
     def _feed(self, child: subprocess.Popen[str]) -> None:

@@ -8,45 +8,139 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import signal
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import faust
 from faust.types import TP
 
-from streams import faults, log
+from streams import faults
+from streams import log as log_setup
 from streams.agent_metrics import agent_registry
 from streams.delivery import App
 from streams.errors import KvStreamsError
+from streams.http_server import HttpServer, Startup, monitoring_app, starting_app
 from streams.indexer_agent import Indexer
 from streams.kafka import ensure_topics
-from streams.metrics import monitoring_routes
+from streams.kafka_log import unreachable
+from streams.model_registry import check_models
 from streams.reset import reset_scope
-from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
-from streams.router_api.server import prefer_request_threads, tick_forever
+from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
-from streams.warming import AGENT, WORKER, warm
+from streams.warming import AGENT, WORKER, warm_while_serving
+
+log = logging.getLogger(__name__)
 
 #: The time between two heartbeats to the group. The usual value, a third of the session timeout, makes a fail-over 1 s
 #: longer.
 HEARTBEAT_S = 0.5
 
 
-def create_app(settings: Settings) -> faust.App:
-    """Build the App. Nothing is read or written before the worker starts."""
-    data_dir = Path(settings.data_dir).absolute()
-    warm(WORKER if settings.router else AGENT)
-    serves_only_metrics = not settings.router and settings.metrics_port > 0
-    app = App(
+class WorkerProcess:
+    """What a worker needs besides Faust. Nothing is read, written, listened on or compiled before `prepare`."""
+
+    def __init__(self, app: faust.App, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self.indexer = Indexer(app, settings, partition_plan(settings), faults.armed())
+        self._server: HttpServer | None = None
+        self._router: Router | None = None
+        self._background: list[asyncio.Task[None]] = []
+
+    async def prepare(self) -> None:
+        """Do everything that must be done before Faust starts. Raises KvStreamsError.
+
+        The address comes first, since a scope must not be reset by a process that cannot run. Then it is possible to
+        see from outside what the process is doing.
+        """
+        settings, startup = self._settings, Startup()
+        Path(settings.data_dir).mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
+        if self._app.conf.web_enabled and (settings.router or settings.metrics_port):
+            setting = "port" if settings.router else "metrics_port"
+            self._server = HttpServer(self._app.conf.web_bind, self._app.conf.web_port, setting)
+            await self._server.serve(starting_app(startup))
+        startup.note("connecting to Kafka")
+        # Faust does not notice a source topic that appears after it has subscribed.
+        await asyncio.to_thread(ensure_topics, settings, topics(settings).all())
+        if settings.router_reset_states:
+            startup.note("resetting the scope")
+            await asyncio.to_thread(reset_scope, settings, force=settings.router_reset_force)
+        await asyncio.to_thread(check_models, settings)
+        await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
+        agent_metrics = agent_registry(self.indexer)
+        if settings.router:
+            self._router = Router(settings)
+        if self._server is None:
+            return
+        if self._router is not None:
+            await self._server.serve(api_runner(self._router, [agent_metrics]))
+        else:
+            await self._server.serve(monitoring_app(self._not_ready, [agent_metrics]))
+            log.info("/healthz, /ready and /metrics on http://%s:%d", *self._server.address)
+
+    def _not_ready(self) -> str | None:
+        return unreachable(self._settings.kafka) or self.indexer.not_ready()
+
+    def start(self) -> None:
+        """Start what runs next to Faust, once Faust has started."""
+        self._background.append(asyncio.create_task(self.indexer.watch()))
+        if self._router is not None:
+            prefer_request_threads()
+            self._router.start()
+            self._background.append(asyncio.create_task(tick_forever(self._router)))
+
+    async def stop(self) -> None:
+        """Stop everything, before Faust stops."""
+        for task in self._background:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        if self._server is not None:
+            await self._server.close()
+        await self.indexer.close()
+        if self._router is not None:
+            await asyncio.to_thread(self._router.stop)
+
+
+class Worker(faust.Worker):  # type: ignore[misc]
+    """Faust's worker, with our preparations before its start. Faust makes one for its command `worker` and no other."""
+
+    def execute_from_commandline(self) -> NoReturn:
+        """Prepare, and run until a signal arrives. An error of ours ends the process with one line."""
+        log_setup.configure(self.app.worker_settings)
+        preparing = self.loop.create_task(self.app.worker_process.prepare())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.loop.add_signal_handler(number, preparing.cancel)
+        try:
+            self.loop.run_until_complete(preparing)
+        except KvStreamsError as exc:
+            raise SystemExit(f"kvstreams: {exc}") from exc
+        except asyncio.CancelledError:
+            raise SystemExit(0) from None
+        raise super().execute_from_commandline()  # it never returns
+
+
+class WorkerApp(App):
+    """The App of a worker. worker_settings, worker_process: for `Worker`."""
+
+    worker_settings: Settings
+    worker_process: WorkerProcess
+
+
+def create_app(settings: Settings) -> WorkerApp:
+    """Build the App, without any effect. Faust builds it for `--help` and for `faust -A streams agents` as well."""
+    app = WorkerApp(
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
-        datadir=str(data_dir / "faust"),
+        datadir=str(Path(settings.data_dir).absolute() / "faust"),
         # Faust's own tables are not used (docs/architecture.md), so it has nothing to store.
         store="memory://",
         # Unique per process: an owner that was paused finds itself in its group by this id.
@@ -59,79 +153,48 @@ def create_app(settings: Settings) -> faust.App:
         topic_disable_leader=True,
         topic_partitions=settings.partitions,
         topic_replication_factor=settings.replication,
-        web_enabled=settings.router or serves_only_metrics,
+        # The address is ours to listen on (WorkerProcess.prepare); Faust's options --web-port and --web-bind change it.
         web_bind=settings.host,
-        web_port=settings.metrics_port if serves_only_metrics else settings.port,
         web_host=settings.host,
-        web_application_options={"client_max_size": settings.body_bytes_max, "middlewares": [error_shape]},
+        web_port=settings.port if settings.router or not settings.metrics_port else settings.metrics_port,
         stream_wait_empty=False,
-        logging_config=log.dict_config(settings),
+        logging_config=log_setup.dict_config(settings),
+        Worker=Worker,
     )
-    plan = partition_plan(settings)
-    indexer = Indexer(app, settings, plan, faults.armed())
+    process = app.worker_process = WorkerProcess(app, settings)
+    app.worker_settings = settings
     source = app.topic(
-        *(spec.name for spec in plan.sources),
+        *(spec.name for spec in partition_plan(settings).sources),
         key_type=bytes,
         value_type=bytes,
         key_serializer="raw",
         value_serializer="raw",
     )
-    router = Router(settings) if settings.router else None
 
     @app.agent(source)
     async def index(stream: Any) -> None:
-        await indexer.run(stream)
+        await process.indexer.run(stream)
 
     @app.on_partitions_assigned.connect(weak=False)
     async def assigned(_: Any, partitions: set[TP], **__: Any) -> None:
-        await indexer.assigned(partitions)
+        await process.indexer.assigned(partitions)
 
     @app.on_partitions_revoked.connect(weak=False)
     async def revoked(_: Any, partitions: set[TP], **__: Any) -> None:
-        await indexer.revoked(partitions)
-
-    @app.on_worker_init.connect(weak=False)
-    def prepare(_: Any, **__: Any) -> None:
-        data_dir.mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
-        # Faust does not notice a source topic that appears after it has subscribed.
-        try:
-            ensure_topics(settings, topics(settings).all())
-            if settings.router_reset_states:
-                reset_scope(settings, force=settings.router_reset_force)
-        except KvStreamsError as exc:
-            raise SystemExit(f"kvstreams: {exc}") from exc
-
-    background: list[asyncio.Task[None]] = []
+        await process.indexer.revoked(partitions)
 
     @app.task
     async def start() -> None:
-        background.append(asyncio.create_task(indexer.watch()))
-        if router is not None:
-            prefer_request_threads()
-            router.start()
-            background.append(asyncio.create_task(tick_forever(router)))
+        process.start()
 
     @app.on_before_shutdown.connect(weak=False)
     async def stop(_: Any, **__: Any) -> None:
-        for task in background:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await indexer.close()
-        if router is not None:
-            await asyncio.to_thread(router.stop)
+        await process.stop()
 
-    agent_metrics = agent_registry(indexer)
-    if router is not None:
-        handlers = Handlers(router, [agent_metrics])
-        handlers.add_to(app.web.web_app)
-        app.web._runner = handlers.runner(app.web.web_app)  # Faust's own has no limits of connections
-    elif serves_only_metrics:
-        app.web.web_app.add_routes(monitoring_routes(agent_metrics))
     return app
 
 
-def _app_from_environment() -> faust.App:
+def _app_from_environment() -> WorkerApp:
     for message in unknown_variables(os.environ).values():
         sys.stderr.write(f"kvstreams: {message}\n")  # Faust sets up logging later
     try:

@@ -30,8 +30,9 @@ _HYPOTHESIS_SETTINGS = "_hypothesis_internal_use_settings"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --fast, which `make fast` uses."""
+    """Add --fast, which `make fast` uses, and --long, which `make trust` uses."""
     parser.addoption("--fast", action="store_true", help="fewer generated examples, and no tests marked thorough")
+    parser.addoption("--long", action="store_true", help="tests of trust in their long form")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,6 +63,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         directory = Path(os.environ.pop(DIRECTORY_ENV))
         LocalKafka(broker_config(directory)).down()
         shutil.rmtree(directory)
+
+
+@pytest.fixture
+def long_form(request: pytest.FixtureRequest) -> bool:
+    """Give whether the test runs in its long form, with --long."""
+    return bool(request.config.getoption("--long"))
 
 
 @pytest.fixture

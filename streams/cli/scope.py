@@ -88,7 +88,8 @@ def topics_describe(resolved: Resolved) -> None:
 @with_settings
 @click.option("--force", is_flag=True, help="reset even if another process of the scope is running")
 def reset(resolved: Resolved, force: bool) -> None:
-    """Empty a scope: its index, loads and events. The registry and dead letters stay.
+    """Empty a scope: its index, loads, events and models. Workers, cordons, pools and dead letters
+    stay.
 
     Using a new topic prefix instead is safer.
     """
@@ -96,16 +97,25 @@ def reset(resolved: Resolved, force: bool) -> None:
     empty_scope(resolved.settings, force or resolved.settings.router_reset_force)
 
 
-def empty_scope(settings: Settings, force: bool) -> None:
-    """Empty the scope and print what was removed."""
-    from streams.kafka import ensure_topics
+def empty_scope(settings: Settings, force: bool, *, may_be_new: bool = False) -> None:
+    """Empty the scope and print what was removed.
+
+    may_be_new: without any topics, there is nothing to do. Otherwise missing topics are an error; they are never
+    created here.
+    """
+    from streams.kafka import missing_topics, require_topics
     from streams.reset import reset_scope
 
-    ensure_topics(settings, scope_topics(settings).all())
+    specs = scope_topics(settings).all()
+    if may_be_new and len(missing_topics(settings, specs)) == len(specs):
+        click.echo(f"{settings.app_id} has no topics, so there is nothing to reset")
+        return
+    require_topics(settings, specs)
     done = reset_scope(settings, force=force)
     click.echo(
         f"{settings.app_id} is empty: {done.records} records of the index deleted, "
-        f"{done.partitions} partitions of events, loads and requests truncated, {done.copies} local copies removed"
+        f"{done.partitions} partitions of events, loads and requests truncated, {done.copies} local copies removed, "
+        f"block sizes of {done.models} models forgotten"
     )
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import click
 
-from streams import log, warming
+from streams import log
 from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
 from streams.settings import Resolved, as_environ
-from streams.topics import topics as scope_topics
 
 
 @click.command(cls=GroupedCommand)
@@ -35,7 +34,7 @@ def router(resolved: Resolved) -> None:
 
     log.configure(resolved.settings)
     if resolved.settings.router_reset_states:
-        empty_scope(resolved.settings, resolved.settings.router_reset_force)
+        empty_scope(resolved.settings, resolved.settings.router_reset_force, may_be_new=True)
     _run(serve(resolved.settings))
 
 
@@ -55,16 +54,12 @@ def router(resolved: Resolved) -> None:
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
     from streams.engines.address import engine_address
-    from streams.engines.bridge import Bridge
     from streams.engines.bridge_metrics import run_bridge
-    from streams.kafka import ensure_topics
 
     log.configure(resolved.settings)
     # Parsed first, so that a typo is reported without waiting for Kafka.
     addresses = [engine_address(text) for text in engines]
-    ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
-    warming.warm(warming.HASHING)
-    _run(run_bridge(Bridge(resolved.settings, addresses), resolved.settings))
+    _run(run_bridge(resolved.settings, addresses))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -77,7 +72,10 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    asyncio.run(until_signalled())
+    import uvloop  # here, because every command imports this module
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(until_signalled())
 
 
 COMMANDS = (worker, router, bridge)

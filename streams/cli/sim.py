@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -28,9 +29,22 @@ from streams.settings import Settings
     metavar="URL",
     help="shared pool that it writes blocks to and reads them from (kvstreams sim-pool)",
 )
+@click.option(
+    "--kv-cache-report-mode",
+    type=click.Choice(["incremental", "full"]),
+    default="incremental",
+    show_default=True,
+    help="full also reports the cached blocks that a request reuses, as vLLM does for requests that ask for it",
+)
 @click.option("--moe-layer", type=int, default=None, help="layer that its blocks are labelled with")
 @click.option("--moe-expert", type=int, default=None, help="expert that its blocks are labelled with")
 @click.option("--moe-group", type=int, default=None, help="expert group that its blocks are labelled with")
+@click.option(
+    "--journal",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="file to which every change of its cache is appended, with its time",
+)
 @click.option(
     "--info", type=click.Path(path_type=Path), default=None, help="file to which the addresses are written, as JSON"
 )
@@ -45,9 +59,11 @@ def sim(
     blocks: int,
     time_scale: float,
     pool: str | None,
+    kv_cache_report_mode: Literal["incremental", "full"],
     moe_layer: int | None,
     moe_expert: int | None,
     moe_group: int | None,
+    journal: Path | None,
     info: Path | None,
 ) -> None:
     """Run a simulated engine that a router cannot distinguish from vLLM."""
@@ -69,6 +85,8 @@ def sim(
         time_scale=time_scale,
         pool=pool,
         moe=moe,
+        kv_cache_report_mode=kv_cache_report_mode,
+        journal=journal,
         event_dialect="array" if moe is None else "map",  # events in array form have no field for labels
     )
     warming.warm(warming.HASHING)

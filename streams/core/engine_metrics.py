@@ -59,6 +59,24 @@ class MetricsReport:
     n_scrapes_failed: int = 0
 
 
+def with_bookings(metrics: WorkerMetrics, n_requests: int, n_blocks: int) -> WorkerMetrics:
+    """Return metrics with requests and blocks that were booked since the engine was scraped.
+
+    The requests take slots, and wait if the number of slots is known and all are taken.
+    """
+    slots = metrics.request_active_slots + n_requests
+    total = metrics.request_total_slots
+    n_waiting = max(0, slots - max(total, metrics.request_active_slots)) if total else 0
+    share = n_blocks / metrics.kv_total_blocks if metrics.kv_total_blocks else 0.0
+    return replace(
+        metrics,
+        gpu_cache_usage_perc=min(1.0, metrics.gpu_cache_usage_perc + share),
+        num_requests_waiting=metrics.num_requests_waiting + n_waiting,
+        request_active_slots=slots - n_waiting,
+        kv_active_blocks=metrics.kv_active_blocks + n_blocks,
+    )
+
+
 def with_registered(metrics: WorkerMetrics, worker: Worker | None) -> WorkerMetrics:
     """Return metrics with the totals that the engine does not report taken from its registration, if that has them."""
     if worker is None:

@@ -6,7 +6,8 @@ bytes (codec) and engine dialects (engines).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from streams.core.cxl_memory import CxlMemoryMetadata
@@ -75,10 +76,24 @@ KvEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 @dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """Labels and CXL metadata that consecutive blocks of a restated run have in common.
+
+    first: offset of the first of them in the run. cxl: where the blocks are in CXL memory, None if they are in no pool.
+    """
+
+    first: int
+    n_blocks: int
+    moe: MoeLabels | None = None
+    cxl: CxlMemoryMetadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RestatedRun:
     """Consecutive blocks that a rank holds according to a restatement, addressed without their parent's engine hash.
 
     start: position of the first block on its chain. parent: sequence hash of the block before it, None at the root.
+    facts: in ascending order, without overlaps; all other blocks have neither labels nor CXL metadata.
     """
 
     start: int
@@ -86,6 +101,18 @@ class RestatedRun:
     engine: HashArray
     local: HashArray
     tier: Tier
+    facts: tuple[BlockFacts, ...] = ()
+
+    def by_labels(self) -> Iterator[tuple[int, int, MoeLabels | None]]:
+        """Return the run in parts with equal labels: the offsets of a part's first block and of its end, its labels."""
+        at = 0
+        for each in self.facts:
+            if each.first > at:
+                yield at, each.first, None
+            at = each.first + each.n_blocks
+            yield each.first, at, each.moe
+        if at < len(self.local):
+            yield at, len(self.local), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +160,14 @@ class Heartbeat:
 Body = EngineEvents | RestatementChunk | WorkerRemoved | Heartbeat
 
 
+class FeedState(enum.IntEnum):
+    """State of a rank's feed when a record was written; the numbers are on Kafka. Only LIVE is false."""
+
+    LIVE = 0  # the rank's events arrive as they happen
+    UNPROVEN = 1  # the engine's event stream has not been proven to work, so an empty rank may hold blocks
+    CATCHING_UP = 2  # the engine has published batches that the feed has not
+
+
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
     """One record of `kv-events`: one batch of one rank.
@@ -141,7 +176,11 @@ class EngineBatch:
     the last one published.
     digest: xxh3_64 of the engine's payload, which shows whether two batches with the same number are the same batch.
     emitted_at_ms: time on the engine's clock, used only for measurements.
-    n_unindexed: blocks of KV cache groups that are not full attention; they make the rank's answers approximate.
+    n_unindexed: blocks that the rank holds, or may hold, and that no event represents: those of KV cache groups that
+    are not full attention, and those that were removed although a further copy may exist. They make the rank's answers
+    approximate. In a restatement, and after an early removal, only whether the number is 0 has a meaning.
+    incomplete: whether the batch lacks events that the engine reported and that could matter; it counts as a gap.
+    feed: state of the rank's feed when the record was written, whatever its body is.
     """
 
     rank: RankId
@@ -153,6 +192,8 @@ class EngineBatch:
     emitted_at_ms: int
     body: Body
     n_unindexed: int = 0
+    incomplete: bool = False
+    feed: FeedState = FeedState.LIVE
 
 
 @dataclass(frozen=True, slots=True)

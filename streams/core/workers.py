@@ -1,7 +1,7 @@
-"""Workers as the registry has them.
+"""Workers, cordons and models as the registry has them.
 
-What lives here: a worker's record. What must not: Kafka, HTTP, and which workers a request may go to
-(routing.eligibility).
+What lives here: the records of the registry as values. What must not: Kafka, HTTP, which workers a request may go to
+(routing.eligibility), and who may write a model's record (model_registry).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
-    """Whether a worker gets new requests."""
+    """Whether a worker gets new requests.
+
+    A cordon is a record of its own. A router shows it here; in a worker's record, only earlier versions wrote it.
+    """
 
     ACTIVE = "active"
     CORDONED = "cordoned"
@@ -80,3 +83,27 @@ class Worker:
     def ranks(self) -> Iterator[RankId]:
         """The worker's ranks, in order."""
         return (RankId(self.worker_id, DpRank(rank)) for rank in range(self.dp_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    """A mark that keeps new requests from a worker. It outlives registrations of the worker, until it is deleted."""
+
+    worker_id: WorkerId
+    cordoned_at_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What all processes of a scope must agree on about a model. writer: who wrote the record, shown to people."""
+
+    name: str
+    block_size: int
+    writer: str = ""
+    written_at_ms: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise InvalidRequest(f"model {self.name}: block_size is {self.block_size}, but must be at least 1")
+        if not self.name:
+            raise InvalidRequest("a model's name is empty")

@@ -48,6 +48,11 @@ class EngineAddress:
         """The URL of its Prometheus page."""
         return self.metrics or f"{self.url}/metrics"
 
+    @property
+    def models_url(self) -> str:
+        """The URL at which an engine with OpenAI's API lists its models."""
+        return f"{self.url}/v1/models"
+
 
 def engine_address(text: str) -> EngineAddress:
     """Parse `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…]`.

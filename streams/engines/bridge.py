@@ -7,11 +7,13 @@ not: the order of batches and their incarnation (gap_filling, feed), and which b
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import aiohttp
 import zmq
@@ -24,17 +26,21 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.address import EngineAddress
+from streams.engines.block_size import EngineBlockSize
 from streams.engines.feed import RETRY_S, RankFeed
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
+from streams.engines.outage import Outage, lasting
+from streams.engines.process_start import read_body
 from streams.engines.publisher import event_producer
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
-from streams.engines.scraping import Scraper
+from streams.engines.scraping import Scraper, reported_block_size
 from streams.engines.wiring import EngineWiring
-from streams.errors import KvStreamsError
+from streams.errors import BlockSizeContradicted, KvStreamsError
 from streams.kafka import worker_key
+from streams.model_registry import check_model, claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import topics
 
@@ -50,7 +56,17 @@ RECOVERIES_AT_ONCE = 2
 #: Checks of the leases per lease length; a claim is late by at most one such interval.
 _TICKS_PER_LEASE = 30
 
+#: How often a bridge checks whether a model's record, which contradicts its settings, is gone after a reset.
+REFUSED_RETRY_S = 30.0
+
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+#: Connections to one engine's HTTP server at a time; each of its ranks and the scraper needs one. There is no common
+#: limit, since engines that do not answer would use it up, and the others would wait.
+HTTP_CONNECTIONS_PER_ENGINE = 16
+
+#: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
+MODELS_BYTES_MAX = 1024 * 1024
 
 
 class Bridge:
@@ -67,16 +83,23 @@ class Bridge:
         self._feeds: dict[RankId, RankFeed] = {}
         self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
+        self._unread = {engine.worker_id for engine in engines}
+        self._refused: set[WorkerId] = set()  # engines of models whose record contradicts the settings
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run until cancelled. Raises BlockSizeContradicted if there is no engine that it may feed."""
+        contradictions: list[Exception] = []
         registry_reader = RegistryReader(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
-            async with aiohttp.ClientSession(timeout=_HTTP_TIMEOUT) as http, asyncio.TaskGroup() as tasks:
+            connector = aiohttp.TCPConnector(limit=0, limit_per_host=HTTP_CONNECTIONS_PER_ENGINE)
+            session = aiohttp.ClientSession(timeout=_HTTP_TIMEOUT, connector=connector)
+            async with session as http, asyncio.TaskGroup() as tasks:
                 tasks.create_task(registry_reader.run())
                 tasks.create_task(self._tick())
                 for engine in self._engines:
                     tasks.create_task(self._bridge(engine, http))
+        except* BlockSizeContradicted as refused:
+            contradictions += refused.exceptions
         finally:
             for lease_handle in self._lease_handles.values():
                 lease_handle.release()
@@ -84,6 +107,8 @@ class Bridge:
                 self._pools.close()
             self._context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
+        if contradictions:  # raised here, since `except*` would put it into another group
+            raise contradictions[0]
 
     def feed_counts(self) -> Mapping[RankId, Mapping[str, int]]:
         """Return a copy of the counters of every rank that this bridge has fed, by rank and name (see FeedCounters).
@@ -91,6 +116,12 @@ class Bridge:
         A rank's totals survive a lost lease, so none of them decreases while the process runs. Call it on the loop.
         """
         return {rank: counters.counts() for rank, counters in self._counters.items()}
+
+    def not_ready(self) -> str | None:
+        """Return why no engine can be fed yet, or None: the registry says which bridge feeds an engine."""
+        if self._unread:
+            return f"the registry has not been read yet for {len(self._unread)} of {len(self._engines)} engines"
+        return None
 
     # -- called by the registry reader, on the loop --------------------------------------------------------------------
 
@@ -100,6 +131,7 @@ class Bridge:
 
     def on_end(self, worker_ids: Collection[WorkerId]) -> None:
         """See registry_reader.RegistryListener."""
+        self._unread.difference_update(worker_ids)
         for worker_id in worker_ids:
             self._lease_handles[worker_id].on_end()
 
@@ -119,21 +151,52 @@ class Bridge:
             await asyncio.sleep(min(0.05, self._settings.bridge_lease_s / _TICKS_PER_LEASE))
 
     async def _bridge(self, engine: EngineAddress, http: aiohttp.ClientSession) -> None:
-        """Claim an engine's lease once the engine answers, and feed the engine whenever the lease is held."""
-        while True:
-            try:
-                model = engine.model or await _served_model(http, engine.url)
-                break
-            except (aiohttp.ClientError, TimeoutError, KvStreamsError) as exc:
-                log.info("worker %d at %s does not answer yet: %s", engine.worker_id, engine.url, exc)
-                await asyncio.sleep(RETRY_S)
+        """Claim an engine's lease once its model is known, and feed the engine whenever the lease is held.
+
+        Whatever the engine sends, or does not send, ends nothing but this round; the other engines' tasks continue.
+        """
+        model = engine.model or await _await_model(http, engine)
         lease_handle = self._lease_handles[engine.worker_id]
-        lease_handle.lease.want(self._registration(engine, model))
+        block_size = EngineBlockSize(self._settings.block_size_of(model))
+        block_size.on_page(await reported_block_size(http, engine.metrics_url))
+        await self._claim_model(engine, model, block_size)
+        registration = self._registration(engine, model)
+
+        def register() -> None:
+            """Register the engine with the size that its blocks have."""
+            own = replace(registration, block_size=block_size.size)
+            if own.block_size != lease_handle.lease.wanted_block_size:
+                if block_size.is_wrong:
+                    log.warning("%s", _wrong_block_size(engine, model, block_size))
+                lease_handle.lease.want(own)
+
+        def on_page(size: int | None) -> None:
+            block_size.on_page(size)
+            register()
+
+        def on_stored(size: int | None) -> None:
+            if size is None:
+                block_size.on_incarnation(page_is_read=self._settings.metrics_interval_s > 0)
+            else:
+                block_size.on_stored(size)
+            register()
+
+        register()
         while True:
             term = await lease_handle.held()
             log.info("worker %d: %s serves %s; this bridge holds term %d", engine.worker_id, engine.url, model, term)
             wiring = EngineWiring(
-                self._settings, self._kafka, self._context, http, engine, model, lease_handle, term, self._epoch_of
+                self._settings,
+                self._kafka,
+                self._context,
+                http,
+                engine,
+                model,
+                lease_handle,
+                term,
+                self._epoch_of,
+                on_page,
+                on_stored,
             )
             try:
                 await self._feed(wiring)
@@ -142,6 +205,32 @@ class Bridge:
             except* Exception:
                 log.exception("worker %d: the feeds failed and start again", engine.worker_id)
                 await asyncio.sleep(RETRY_S)
+
+    async def _claim_model(self, engine: EngineAddress, model: str, block_size: EngineBlockSize) -> None:
+        """Wait until the scope's record of the model agrees with the settings; write it if there is none.
+
+        An engine with another size than the settings is no reason to write them: the settings may be what is wrong.
+        Raises BlockSizeContradicted if this bridge has no engine left that it may feed.
+        """
+        while True:
+            try:
+                if block_size.is_wrong:
+                    await asyncio.to_thread(check_model, self._settings, model)
+                else:
+                    await asyncio.to_thread(claim_model, self._settings, model, writer_name("bridge"))
+            except BlockSizeContradicted as exc:
+                if engine.worker_id not in self._refused:
+                    log.error("worker %d is not fed: %s", engine.worker_id, exc)
+                    self._refused.add(engine.worker_id)
+                if len(self._refused) == len(self._engines):
+                    raise
+                await asyncio.sleep(REFUSED_RETRY_S)
+            except KvStreamsError as exc:
+                log.info("worker %d: the record of its model cannot be read yet: %s", engine.worker_id, exc)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._refused.discard(engine.worker_id)
+                return
 
     async def _feed(self, wiring: EngineWiring) -> None:
         """Feed every rank of an engine, until one of the feeds ends with an exception."""
@@ -155,7 +244,9 @@ class Bridge:
                 for feed in feeds:
                     self._feeds[feed.rank] = feed
                     tasks.create_task(feed.run())
-                tasks.create_task(Scraper(wiring).run())
+                tasks.create_task(
+                    Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running()).run(),
+                )
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
@@ -204,10 +295,55 @@ class Bridge:
         )
 
 
+def _wrong_block_size(engine: EngineAddress, model: str, block_size: EngineBlockSize) -> str:
+    return (
+        f"worker {engine.worker_id}: the engine at {engine.url} has blocks of {block_size.size} tokens, but this scope "
+        f"has blocks of {block_size.scope} for {model}. The engine gets no requests. Restart it with "
+        f"--block-size {block_size.scope}, or set block_size or model_block_sizes in every process of the scope"
+    )
+
+
+async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> str:
+    """Ask an engine which model it serves, until it answers."""
+    outage = Outage()
+    while True:
+        try:
+            model = await _served_model(http, engine.models_url)
+        except Exception as exc:  # whatever an HTTP server sends, it must not end the bridge
+            lasted_s = outage.failed(time.monotonic())
+            if lasted_s is not None:
+                log.warning(
+                    "worker %d: %s does not name the engine's model, so the engine is not fed: %s%s. "
+                    "To feed it from its events alone, add model=NAME to its --engine",
+                    engine.worker_id,
+                    engine.models_url,
+                    str(exc) or repr(exc),
+                    lasting(lasted_s),
+                )
+            await asyncio.sleep(RETRY_S)
+            continue
+        lasted_s = outage.answered(time.monotonic())
+        if lasted_s is not None:
+            log.info("worker %d: %s answers after %.0f s", engine.worker_id, engine.url, lasted_s)
+        return model
+
+
 async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
-    async with http.get(f"{url}/v1/models") as response:
+    async with http.get(url) as response:
         response.raise_for_status()
-        models = (await response.json()).get("data") or []
-    if not models:
-        raise KvStreamsError(f"{url} serves no model")
-    return str(models[0]["id"])
+        body = await read_body(response, MODELS_BYTES_MAX)
+    return first_model(body)
+
+
+def first_model(body: bytes) -> str:
+    """Return the id of the first model in an answer of /v1/models. Raises KvStreamsError for any other answer."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise KvStreamsError("the answer is not JSON") from exc
+    models = answer.get("data") if isinstance(answer, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not name:
+        raise KvStreamsError("the answer names no model")
+    return name

@@ -7,14 +7,23 @@ that the bridge has fed, since the number of time series must not grow with the 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streams.core.ids import RankId
+from streams.engines.address import EngineAddress
 from streams.engines.bridge import Bridge
-from streams.metrics import Metric, MetricsRegistry, counter, gauge, monitoring_server
+from streams.http_server import Startup, monitoring_app, monitoring_server
+from streams.kafka import wait_for_topics
+from streams.kafka_log import unreachable
+from streams.metrics import Metric, MetricsRegistry, counter, gauge
 from streams.settings import Settings
+from streams.topics import topics
+from streams.warming import HASHING, warm_while_serving
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,10 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
         "batches_foreign",
         "Batches that were dropped because they belong to another incarnation than the one that is running",
     ),
+    _total(
+        "batches_of_wrong_block_size",
+        "Batches with blocks of another size than the scope's; only the first one of an incarnation is a dead letter",
+    ),
     _total("dead_letters", "Batches that could not be decoded and went to the dead letters"),
     _total("gaps", "Gaps in the engines' batch numbers"),
     _total("gap_batches_filled", "Missing batches that an engine's replay socket returned"),
@@ -71,10 +84,22 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
     return MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(bridge.feed_counts()))
 
 
-async def run_bridge(bridge: Bridge, settings: Settings) -> None:
-    """Run a bridge until cancelled, and serve its metrics if `metrics_port` is set.
+async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
+    """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
-    Raises SettingsError if the bridge cannot listen on that port.
+    Raises SettingsError if it cannot listen on that port, and KvStreamsError if no broker answers.
     """
-    async with monitoring_server(settings.host, settings.metrics_port, bridge_registry(bridge)):
+    startup = Startup()
+    async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
+        startup.note("waiting for Kafka and the topics of this scope")
+        await wait_for_topics(settings, topics(settings).all())
+        await warm_while_serving(HASHING, startup.note)
+        bridge = Bridge(settings, engines)
+        if server is not None:
+
+            def not_ready() -> str | None:
+                return unreachable(settings.kafka) or bridge.not_ready()
+
+            await server.serve(monitoring_app(not_ready, [bridge_registry(bridge)]))
+            log.info("/healthz, /ready and /metrics on http://%s:%d", *server.address)
         await bridge.run()

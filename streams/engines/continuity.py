@@ -7,7 +7,9 @@ An incarnation is one process of an engine. If the engine's metrics page reports
 time decides. Otherwise the bridge requests the rank's last known batch from the replay socket: identical bytes show
 that it is the same incarnation, since a payload contains the time at which it was made. Without either, a starting
 bridge begins a new incarnation. The index may then lack blocks that the rank still holds, but it never has blocks that
-the rank lost. A bridge that is already feeding continues the incarnation until evidence contradicts it.
+the rank lost. A bridge that is already feeding continues the incarnation until evidence contradicts it, as long as its
+connection to the engine lasts: through one connection, all batches come from one process. After the connection broke,
+the incarnation continues only if evidence shows that it is the same one.
 """
 
 from __future__ import annotations
@@ -45,12 +47,19 @@ class KnownIncarnation:
 class Evidence:
     """What could be found out about an engine.
 
-    reachable: whether its metrics answered at all. started: its start time in microseconds, None if not reported.
+    reachable: whether the engine itself answered over HTTP. started: its start time in microseconds, None if not
+    reported. refused: whether its HTTP port refused the connection, as the ports of a process that exited do.
     """
 
     reachable: bool
     started: Incarnation | None
     replay_check: ReplayCheck = ReplayCheck.SILENT
+    refused: bool = False
+
+    @property
+    def shows_life(self) -> bool:
+        """Whether the engine answered anything."""
+        return self.reachable or self.replay_check is not ReplayCheck.SILENT
 
     def __str__(self) -> str:
         if self.started is not None:
@@ -100,13 +109,18 @@ def needs_replay_check(known: KnownIncarnation | None, evidence: Evidence) -> bo
     return evidence.started is None or evidence.started < known.incarnation
 
 
-def decide_at_start(known: KnownIncarnation | None, evidence: Evidence, now_us: int) -> Decision:
-    """Decide for a bridge that starts. known: the rank's last incarnation as read from Kafka, None if there is none."""
+def decide_at_start(
+    known: KnownIncarnation | None, evidence: Evidence, now_us: int, *, alone: bool = False
+) -> Decision:
+    """Decide for a bridge that starts.
+
+    known: the rank's last incarnation as read from Kafka, None if there is none. alone: batches have arrived and waited
+    for other evidence long enough; they show that an engine is running, but not which process it is.
+    """
     if known is None:
         if evidence.started is not None:
             return NewIncarnation(evidence.started)
-        answered = evidence.reachable or evidence.replay_check is not ReplayCheck.SILENT
-        return NewIncarnation(Incarnation(now_us)) if answered else Undecided()
+        return NewIncarnation(Incarnation(now_us)) if evidence.shows_life or alone else Undecided()
     if evidence.started == known.incarnation:
         return SameIncarnation()
     if evidence.started is not None and evidence.started > known.incarnation:
@@ -115,7 +129,7 @@ def decide_at_start(known: KnownIncarnation | None, evidence: Evidence, now_us: 
     # while no start time was reported, or if the clock was set back.
     if evidence.replay_check is ReplayCheck.SAME:
         return SameIncarnation()
-    if not evidence.reachable and evidence.replay_check is ReplayCheck.SILENT:
+    if not evidence.shows_life and not alone:
         return Undecided()
     return NewIncarnation(mint_incarnation(known.incarnation, now_us))
 
@@ -144,6 +158,26 @@ def decide_while_feeding(
             return NewIncarnation(_after(known.incarnation, evidence.started))
         return NewIncarnation(mint_incarnation(known.incarnation, now_us))
     return SameIncarnation()
+
+
+def decide_after_connecting(
+    known: KnownIncarnation, seen_start: Incarnation | None, evidence: Evidence, now_us: int, *, alone: bool = False
+) -> Decision:
+    """Decide for a bridge that is feeding, before it publishes the first batch of another connection.
+
+    evidence: found out after the connection was complete. Others as in the functions above.
+    """
+    decision = decide_while_feeding(known, seen_start, evidence, now_us)
+    same_start = seen_start is not None and evidence.started == seen_start
+    if isinstance(decision, NewIncarnation) or same_start or evidence.replay_check is ReplayCheck.SAME:
+        return decision
+    if not evidence.reachable and not alone:
+        return Undecided()
+    if known.sequence == BEFORE_FIRST:
+        return SameIncarnation()  # it holds nothing that another process could have lost
+    if evidence.started is not None:
+        return NewIncarnation(_after(known.incarnation, evidence.started))
+    return NewIncarnation(mint_incarnation(known.incarnation, now_us))
 
 
 def mint_incarnation(known: Incarnation, now_us: int) -> Incarnation:

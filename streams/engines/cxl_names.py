@@ -4,60 +4,95 @@ What lives here: names of blocks that the ledger no longer has. What must not: t
 one per rank, next to its ledger.
 
 A block leaves the GPU, and with it the ledger, while it is on its way into a pool or stored there. Its engine continues
-to use the same name for it. So a name is kept from in_transit until the block is evicted or local_gpu again.
+to use the same name for it. So a name is kept from in_transit until the block is evicted or local_gpu again, together
+with the block's last reported metadata.
 """
 
 from __future__ import annotations
 
-from streams.core.cxl_memory import CxlMemoryState
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BlocksStored, KvEvent
-from streams.core.ids import EngineHash, HashArray
+from streams.core.ids import EngineHash, WorkerId
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
-from streams.cxl.states import RULES, PlacementEffect, stored_as
+from streams.cxl.states import NOT_POOLED as LOCAL
+from streams.cxl.states import RULES, PlacementEffect, Refused, stored_as, transition
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
 
-#: Names of one rank, 150 bytes each. At this limit, further transitions into a pool are refused. If an older name were
+#: Names of one rank, 220 bytes each. At this limit, further transitions into a pool are refused. If an older name were
 #: dropped instead, its block's eviction could not be published, and routers would count on the block for ever.
 POOLED_NAMES_MAX = 4_194_304
+
+
+class _Pooled(NamedTuple):
+    """The block that a name stands for. metadata: shared by the blocks of one transition."""
+
+    address: BlockAddress
+    metadata: CxlMemoryMetadata
 
 
 class CxlNames:
     """The names of one rank's blocks that are in a pool or on their way into one."""
 
     def __init__(self) -> None:
-        self._pooled: dict[int, BlockAddress] = {}
+        self._pooled: dict[int, _Pooled] = {}
 
     def __len__(self) -> int:
         return len(self._pooled)
 
-    def adopt(self, engine: EngineHash, address: BlockAddress) -> None:
+    def adopt(self, engine: EngineHash, address: BlockAddress, metadata: CxlMemoryMetadata) -> None:
         """Add a block that is in a pool under this name, as read from the table."""
-        self._pooled[engine] = address
+        self._pooled[engine] = _Pooled(address, metadata)
+
+    def enter(
+        self,
+        blocks: Iterable[tuple[BlockAddress, EngineHash]],
+        state: CxlMemoryState,
+        pool_id: str | None,
+        accessible_workers: tuple[WorkerId, ...],
+    ) -> None:
+        """Add blocks that are on their way into a pool, or in one now. An illegal transition only adds the names."""
+        moved: dict[CxlMemoryMetadata, CxlMemoryMetadata] = {}  # metadata before and after, so that blocks share both
+        for address, name in blocks:
+            known = self._pooled.get(name)
+            before = LOCAL if known is None else known.metadata
+            if before not in moved:
+                after = transition(before, state, pool_id, accessible_workers)
+                moved[before] = before if isinstance(after, Refused) else after
+            self._pooled[name] = _Pooled(address, moved[before])
+
+    def placements(self) -> dict[int, CxlMemoryMetadata]:
+        """Return the last reported metadata of each block, by sequence hash."""
+        return {pooled.address.sequence: pooled.metadata for pooled in self._pooled.values()}
 
     def apply(self, event: KvEvent | CxlStateChanged, ledger: Ledger) -> None:
         """Apply an event that is already on Kafka to the ledger and the names; nothing is published."""
         if not isinstance(event, CxlStateChanged):
             ledger.apply(event)
         for changed in _changes(event):
-            self.resolve(changed.engine, changed.state, ledger)
+            self.resolve(changed, ledger)
 
     def drop(self, engine: EngineHash) -> None:
         """Drop a name whose block is no longer in a pool."""
         self._pooled.pop(engine, None)
 
-    def resolve(self, engine: HashArray, state: CxlMemoryState, ledger: Ledger) -> tuple[AddressedBlocks, list[int]]:
+    def resolve(self, changed: CxlStateChanged, ledger: Ledger) -> tuple[AddressedBlocks, list[int]]:
         """Return the blocks that enter a state, and the unknown names.
 
         When a block starts to move into a pool, the ledger is searched for its name first. In every later state, the
         name means the block that moved into the pool under it, even if the engine has since given the name to another
         block. Raises BadRecord with reason over_capacity if the limit of names is reached.
         """
+        state = changed.state
         enters = RULES[state].placement is PlacementEffect.SET
         found: list[tuple[BlockAddress, EngineHash]] = []
         unknown: list[int] = []
-        for name in map(EngineHash, engine.tolist()):
-            held, pooled = ledger.address(name), self._pooled.get(name)
+        for name in map(EngineHash, changed.engine.tolist()):
+            held, known = ledger.address(name), self._pooled.get(name)
+            pooled = None if known is None else known.address
             address = (held or pooled) if enters else (pooled or held)
             if address is None:
                 unknown.append(name)
@@ -67,10 +102,13 @@ class CxlNames:
             raise BadRecord(
                 "over_capacity", f"{len(self._pooled)} blocks of a rank are in pools; at most {POOLED_NAMES_MAX}"
             )
-        for address, name in found:
-            if enters:
-                self._pooled[name] = address
-            elif state is not CxlMemoryState.CXL_POOLED:
+        if enters:
+            self.enter(found, state, changed.pool_id, changed.accessible_workers)
+        elif state is CxlMemoryState.CXL_POOLED:
+            known_names = [row for row in found if row[1] in self._pooled]
+            self.enter(known_names, state, changed.pool_id, changed.accessible_workers)
+        else:
+            for _, name in found:
                 self._pooled.pop(name, None)
         return addressed(found), unknown
 

@@ -1,61 +1,66 @@
 """The feed of one rank: from the engine's sockets to Kafka, one incarnation after another.
 
 What lives here: the receive loop, the change of incarnations, publishing, restatements. What must not: whether this
-bridge may feed the engine (lease), the order of batches and the filling of gaps (gap_filling), what a payload means
-(dialects), which events change what the rank holds (ledger), and whether it is the same incarnation (continuity).
+bridge may feed the engine (lease), the socket (connection), the order of batches and the filling of gaps (gap_filling),
+what a payload means (dialects), which events change what the rank holds (ledger), how evidence about the engine's
+process is obtained (evidence), and what follows from it (continuity).
 
 An engine numbers its batches from 0 in each incarnation and sends them in that order.
+
+The loop never waits for the engine's HTTP server, and never for its replay socket while batches arrive. Through one
+connection, all batches come from one process. So once it is known which incarnation a connection belongs to, its
+batches are published until it breaks, whatever the HTTP server does. Until it is known, they wait in the socket (at
+most RECEIVE_HWM), and nothing of the connection is published.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, assert_never
 
-import aiohttp
-import zmq
-import zmq.asyncio
-
-from streams.core.events import BEFORE_FIRST, ResyncRequest
+from streams.core.events import BEFORE_FIRST, BlocksStored, FeedState, ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.address import port_above
+from streams.engines.connection import RECONNECT_S_MIN, Change, EventConnection
 from streams.engines.continuity import (
+    Decision,
     Evidence,
     KnownIncarnation,
     NewIncarnation,
     ReplayCheck,
     SameIncarnation,
     Undecided,
+    decide_after_connecting,
     decide_at_start,
     decide_while_feeding,
     needs_replay_check,
 )
 from streams.engines.cxl_names import CxlNames
 from streams.engines.dialects.interface import Decoder
+from streams.engines.evidence import EvidenceReader, Finding
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.gap_filling import GapFiller, ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.ledger import Ledger
-from streams.engines.process_start import read_process_start
+from streams.engines.missing_events import MissingEvents
+from streams.engines.outage import Outage, lasting
 from streams.engines.publisher import RankWriter
-from streams.engines.recovery import RecoveredRank, ledger_of
-from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, check_last_batch, replay
+from streams.engines.recovery import RecoveredRank
+from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
-from streams.errors import BadRecord, KvStreamsError
+from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
-
-#: Batches that wait in the socket. ZMQ drops further ones; the numbers then show a gap, which the replay socket fills.
-RECEIVE_HWM = 100_000
 
 #: Time between two checks of an engine's incarnation, and between two requests for its last batches while it is quiet.
 INCARNATION_CHECK_S = 2.0
@@ -63,14 +68,34 @@ INCARNATION_CHECK_S = 2.0
 #: Time between two attempts to reach an engine that does not answer.
 RETRY_S = 1.0
 
-#: After a reconnection, the next batch is held back for at most this long until the engine's metrics answer.
-RECONNECT_CHECK_S = 10.0
+#: Batches of another connection are held back for at most this long until something shows which process sends them.
+EVIDENCE_WAIT_S = 10.0
+
+#: An engine drops batches until the subscription has reached it, which follows the connection at once. What a replay
+#: brings that is requested this much later includes the dropped ones: a round trip takes less.
+SUBSCRIBED_AFTER_S = 0.25
+
+#: If messages have been waiting in the socket without a pause for this long, the feed is behind.
+BACKLOG_S = 1.0
+
+#: Messages taken at once, before the loop does its other work.
+MESSAGES_AT_ONCE = 64
 
 #: Resync requests that wait for the loop. A partition's owner sends one at a time and repeats it.
 REQUESTS_MAX = 4
 
 #: How long the loop waits for a batch before it does its other work.
 IDLE_S = 0.25
+
+
+class Doubt(enum.Enum):
+    """Why no live batch may be published: what has to be found out first."""
+
+    START = "which incarnation the engine is in; the rank has none yet"
+    FIRST_CONNECTION = "whether the first connection is to the incarnation that was found out before it was complete"
+    RECONNECTION = "whether the engine is still the same process after its connection broke"
+    CONTRADICTED = "whether a batch that differs from the published one is from another process"
+    FOREIGN = "whether buffered batches were from another process"
 
 
 @dataclass(slots=True)
@@ -108,9 +133,21 @@ class RankFeed:
             wiring.epoch_of,
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
+        self._connection = EventConnection(wiring.context, self._events)
+        self._evidence = EvidenceReader(wiring, self._replay, self.rank)
+        self._events_outage, self._replay_outage = Outage(), Outage()
+        self._missing_events = MissingEvents()
         self._state = self._incarnation_state(None)
+        self._stored_block_size: int | None = None  # of the blocks that this incarnation stored, if it stored any
+        self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
-        self._judged_at_s = 0.0
+        self._doubt: Doubt | None = Doubt.START
+        self._doubt_since_s = float("-inf")
+        self._ask_at_s = float("-inf")  # when evidence is due
+        self._catch_up_at_s = float("inf")  # when a catch-up is due
+        self._message_since_s: float | None = None  # since when messages have been waiting in the socket
+        self._batch_seen = False  # whether a batch has arrived through this connection
+        self._fed_alone = False  # whether it was logged that only events show that the engine is running
 
     def counts(self) -> Mapping[str, int]:
         """Return a copy of the rank's counters by name (see FeedCounters)."""
@@ -121,80 +158,351 @@ class RankFeed:
         self.counters.resyncs_requested += 1
         self._requests.append(request)
 
+    def note_requests_running(self) -> None:
+        """Note that the engine's metrics show requests that are running, or tokens that were processed."""
+        if self._missing_events.on_requests(time.monotonic()):
+            log.warning(
+                "rank %s: requests are running, but no event has arrived from %s. Either the engine publishes no "
+                "events (vLLM: --kv-events-config with enable_kv_cache_events and publisher zmq), or the port is "
+                "wrong, or the ports of events and replay are swapped",
+                self.rank,
+                self._events,
+            )
+
     async def run(self) -> None:
         """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka does not take a batch."""
         try:
-            await self._run_incarnations()
+            async with asyncio.TaskGroup() as tasks:
+                heartbeats = tasks.create_task(self._heartbeats.run())
+                try:
+                    with self._connection:
+                        await self._feed()
+                finally:
+                    heartbeats.cancel()
+                    self._evidence.close()
+                    self._state.batches.abort()
         finally:
             log.info("rank %s: the feed ends: %s", self.rank, self.counters)
 
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    async def _feed(self) -> None:
+        """Do everything that is due, then wait for the next thing that happens."""
+        self._state_the_known_incarnation()
+        logged_counters = str(self.counters)
+        while True:
+            await self._wait()
+            await self._attend_connection()
+            await self._attend_evidence()
+            await self._take_live()
+            if self._may_replay:
+                self._on_finding(await self._state.batches.advance())
+            self._ask_what_is_due()
+            self._heartbeats.show(self._feed_state())
+            while self._requests and self._doubt is not Doubt.START:
+                await self._restate(self._requests.popleft())
+            if self._writer.failed:
+                raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
+            if str(self.counters) != logged_counters:
+                logged_counters = str(self.counters)
+                log.info("rank %s: %s", self.rank, logged_counters)
+
+    async def _wait(self) -> None:
+        """Wait until a message, an answer, or evidence arrives, at most IDLE_S. Other tasks always get their turn."""
+        connection = self._connection
+        waiting: set[asyncio.Future[Any]] = set()
+        if connection.event is not None:
+            waiting.add(connection.event)
+        if connection.received is not None and (self._takes_live or not connection.received.done()):
+            waiting.add(connection.received)
+        if self._evidence.pending is not None:
+            waiting.add(self._evidence.pending)
+        if self._may_replay and self._state.batches.answer is not None:
+            waiting.add(self._state.batches.answer)
+        timeout_s = RECONNECT_S_MIN if connection.received is None else IDLE_S
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(timeout_s)
+
+    @property
+    def _takes_live(self) -> bool:
+        """Whether live batches may be taken from the socket."""
+        return self._doubt is None and self._state.batches.takes_live
+
+    @property
+    def _may_replay(self) -> bool:
+        """Whether what the replay socket returns belongs to the incarnation that is being fed."""
+        return self._doubt in (None, Doubt.FIRST_CONNECTION)
+
+    def _feed_state(self) -> FeedState:
+        """Return what the rank's records say about its feed at this moment."""
+        now_s, batches = time.monotonic(), self._state.batches
+        waiting_s = 0.0 if self._message_since_s is None else now_s - self._message_since_s
+        held_back = self._message_since_s is not None and self._doubt is not None
+        if batches.is_behind(now_s) or held_back or waiting_s >= BACKLOG_S:
+            return FeedState.CATCHING_UP
+        completed_at_s = self._connection.completed_at_s
+        if self._doubt is not None or completed_at_s is None:
+            return FeedState.UNPROVEN
+        caught_up = batches.answered_from_s >= completed_at_s + SUBSCRIBED_AFTER_S
+        return FeedState.LIVE if self._batch_seen or caught_up else FeedState.UNPROVEN
+
+    def _ask_what_is_due(self) -> None:
+        """Ask for evidence, and for the batches that the live socket may have lost."""
+        now_s = time.monotonic()
+        if now_s >= self._ask_at_s and self._evidence.pending is None:
+            self._ask_at_s = now_s + (INCARNATION_CHECK_S if self._doubt is None else RETRY_S)
+            self._ask_for_evidence()
+        if now_s >= self._catch_up_at_s and self._may_replay and self._state.batches.answer is None:
+            self._catch_up_at_s = now_s + INCARNATION_CHECK_S
+            self._state.batches.catch_up()
+
+    def _start_to_doubt(self, doubt: Doubt) -> None:
+        """Publish no live batch until evidence that is asked for from now on has decided."""
+        now_s = time.monotonic()
+        self._doubt, self._doubt_since_s = doubt, now_s
+        self._ask_at_s = now_s
+        self._state.batches.abort()
+
+    # -- the connection ------------------------------------------------------------------------------------------------
+
+    async def _attend_connection(self) -> None:
+        """Follow what happens to the connection."""
+        now_s, connection = time.monotonic(), self._connection
+        change = connection.attend(now_s)
+        if connection.has_message and self._message_since_s is None:
+            self._message_since_s = now_s
+            self._heartbeats.heard()
+        match change:
+            case Change.COMPLETED:
+                lasted_s = self._events_outage.answered(now_s)
+                if lasted_s is not None:
+                    log.info("rank %s: %s is connected after %.0f s", self.rank, self._events, lasted_s)
+                self._ask_at_s = now_s
+            case Change.BROKEN:
+                # What has arrived until now is from the process that was connected.
+                while self._takes_live and connection.has_message:
+                    await self._take_live()
+                    await asyncio.sleep(0)
+                if self._doubt is not Doubt.START:
+                    self._start_to_doubt(Doubt.RECONNECTION)
+                self._ask_at_s = now_s
+                self._connection_failed(now_s)
+            case Change.FAILED:
+                self._connection_failed(now_s)
+            case None:
+                pass
+            case _:
+                assert_never(change)
+
+    def _connection_failed(self, now_s: float) -> None:
+        lasted_s = self._events_outage.failed(now_s)
+        if lasted_s is not None:
+            reason, duration = self._connection.reason, lasting(lasted_s)
+            log.warning("rank %s: no events can be received from %s: %s%s", self.rank, self._events, reason, duration)
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """Give up the connection with everything that waits in its socket."""
+        self._connection.reopen(time.monotonic())
+        self._message_since_s, self._batch_seen = None, False
+
+    async def _take_live(self) -> None:
+        """Take the messages that have arrived."""
+        for _ in range(MESSAGES_AT_ONCE):
+            if not self._takes_live or not self._connection.has_message:
+                break
+            self._catch_up_at_s = time.monotonic() + INCARNATION_CHECK_S
+            await self._take(self._connection.take())
+        if not self._connection.has_message:
+            self._message_since_s = None
+
+    async def _take(self, frames: list[bytes]) -> None:
+        """Take one message of the live socket."""
+        if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
+            exc = BadRecord("bad_frames", f"the message has {len(frames)} frames and no sequence number")
+            self._dead_letter(b"".join(frames), exc)
+            return
+        batch, batches = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state.batches
+        if batch.sequence < batches.next:
+            # Either a replay brought it already, or the engine restarted and numbers its batches from 0 again.
+            if batches.digests.contradict(batch):
+                self._start_to_doubt(Doubt.CONTRADICTED)
+            elif batch.sequence not in batches.digests:
+                self._start_to_doubt(Doubt.FOREIGN)
+            else:
+                self._batch_seen = True
+                self.counters.batches_repeated += 1
+            return
+        self._batch_seen = True
+        await batches.offer(batch)
+
+    def _on_finding(self, finding: ReplayFinding) -> None:
+        match finding:
+            case ReplayFinding.CONSISTENT:
+                pass
+            case ReplayFinding.CONTRADICTED:
+                self._start_to_doubt(Doubt.CONTRADICTED)
+            case ReplayFinding.FOREIGN:
+                self._start_to_doubt(Doubt.FOREIGN)
+            case _:
+                assert_never(finding)
+
     # -- incarnations --------------------------------------------------------------------------------------------------
 
-    async def _run_incarnations(self) -> None:
-        """Feed one incarnation of the engine after another, each through a socket of its own."""
-        decision: NewIncarnation | SameIncarnation | None = None
-        while True:
-            # A batch carries a number but no incarnation. Batches of an older incarnation that wait in its socket could
-            # not be distinguished from those of the new one, so that socket is closed.
-            with self._wiring.context.socket(zmq.SUB) as socket:
-                socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-                socket.setsockopt(zmq.SUBSCRIBE, b"")
-                monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                try:
-                    socket.connect(self._events)
-                    started: Incarnation | None = None
-                    if decision is None:
-                        started, decision = await self._decide_at_start()
-                    match decision:
-                        case NewIncarnation(incarnation):
-                            await self._begin(incarnation, started)
-                            contradicted = await self._catch_up()
-                        case SameIncarnation():
-                            contradicted = await self._resume(started)
-                        case _:
-                            assert_never(decision)
-                    decision = contradicted or await self._receive(socket, monitor)
-                finally:
-                    self._heartbeats.begun = False
-                    socket.disable_monitor()
-                    monitor.close(linger=0)
+    def _known(self) -> KnownIncarnation | None:
+        """Return the last known incarnation of the rank, None if there is none."""
+        if self._doubt is Doubt.START:
+            return self._recovered.known_incarnation if self._recovered else None
+        return KnownIncarnation(self._writer.incarnation, self._writer.sequence, self._writer.digest)
 
-    async def _decide_at_start(self) -> tuple[Incarnation | None, NewIncarnation | SameIncarnation]:
-        """Wait until the engine answers; return its start time, if reported, and whether its incarnation is new."""
-        known = self._recovered.known_incarnation if self._recovered else None
-        while True:
-            evidence = await self._start_time()
-            if needs_replay_check(known, evidence) and known is not None:
-                evidence = await self._with_replay_check(evidence, known)
-            decision = decide_at_start(known, evidence, _now_us())
-            if not isinstance(decision, Undecided):
-                log.info("rank %s: %s: %s", self.rank, decision, evidence)
-                return evidence.started, decision
-            await asyncio.sleep(RETRY_S)
+    def _ask_for_evidence(self) -> None:
+        known, starting, seen_start = self._known(), self._doubt is Doubt.START, self._state.started
+
+        def decides_alone(evidence: Evidence) -> bool:
+            if starting:
+                return not needs_replay_check(known, evidence)
+            return evidence.started is not None and seen_start is not None
+
+        self._evidence.ask(known, decides_alone, at_once=self._doubt is not None)
+
+    async def _attend_evidence(self) -> None:
+        """Take evidence that has been found out, and begin or continue an incarnation if it decides."""
+        finding = self._evidence.take() or self._no_evidence()
+        if finding is None:
+            return
+        connection, evidence, doubt = self._connection, finding.evidence, self._doubt
+        if evidence.shows_life:
+            self._heartbeats.heard()
+        elif evidence.refused and doubt is Doubt.RECONNECTION and connection.completed_at_s is None:
+            self._heartbeats.engine_exited()
+        # Evidence is about the process at the other end of the connection only if it was asked for through it.
+        completed_at_s = connection.completed_at_s
+        of_connection = completed_at_s is not None and finding.asked_at_s >= completed_at_s
+        decision = self._decide(finding, of_connection=of_connection)
+        if isinstance(decision, Undecided):
+            return
+        if doubt is None and isinstance(decision, SameIncarnation):
+            self._note_start(evidence)
+            return
+        if isinstance(decision, NewIncarnation) or doubt not in (Doubt.CONTRADICTED, Doubt.FOREIGN):
+            log.info("rank %s: %s: %s", self.rank, decision, evidence)
+        match decision:
+            case NewIncarnation(incarnation):
+                await self._begin(incarnation, evidence.started)
+            case SameIncarnation() if doubt is Doubt.START:
+                await self._resume(evidence.started)
+            case SameIncarnation():
+                self._note_start(evidence)
+            case _:
+                assert_never(decision)
+        self._doubt = None
+        if doubt in (Doubt.START, Doubt.FIRST_CONNECTION, Doubt.RECONNECTION):
+            if not of_connection:
+                self._start_to_doubt(Doubt.FIRST_CONNECTION)
+        elif isinstance(decision, NewIncarnation):
+            # The connection was to the older process, and so are the batches that wait in its socket.
+            self._reopen()
+            self._start_to_doubt(Doubt.FIRST_CONNECTION)
+        now_s = time.monotonic()
+        if self._doubt is None and connection.completed_at_s is not None:
+            self._catch_up_at_s = max(now_s, connection.completed_at_s + SUBSCRIBED_AFTER_S)
+        else:
+            self._catch_up_at_s = now_s
+
+    @property
+    def _waited_long(self) -> bool:
+        """Whether a message has waited for evidence about its process for EVIDENCE_WAIT_S."""
+        since_s = self._message_since_s
+        return since_s is not None and time.monotonic() - since_s >= EVIDENCE_WAIT_S
+
+    def _no_evidence(self) -> Finding | None:
+        """Give up evidence that has not arrived in time: messages wait for it, and they show that an engine runs."""
+        asked_at_s, completed_at_s = self._evidence.asked_at_s, self._connection.completed_at_s
+        connecting = self._doubt in (Doubt.START, Doubt.FIRST_CONNECTION, Doubt.RECONNECTION)
+        if not connecting or not self._waited_long or completed_at_s is None or asked_at_s < completed_at_s:
+            return None
+        self._evidence.close()
+        return Finding(asked_at_s, self._known(), Evidence(reachable=False, started=None))
+
+    def _decide(self, finding: Finding, *, of_connection: bool) -> Decision:
+        """Decide what evidence shows. of_connection: whether it was found out after the connection was complete."""
+        evidence, known, started, now_us = finding.evidence, self._known(), self._state.started, _now_us()
+        alone = of_connection and self._waited_long
+        match self._doubt:
+            case Doubt.START:
+                decision = decide_at_start(known, evidence, now_us, alone=alone)
+            case Doubt.FIRST_CONNECTION | Doubt.RECONNECTION if of_connection:
+                assert known is not None
+                asked = finding.known
+                first_batches = asked is None or asked.sequence == BEFORE_FIRST != known.sequence
+                if first_batches and (evidence.started is None or started is None) and not alone:
+                    self._ask_at_s = time.monotonic()  # now there is a batch that the replay socket can be asked for
+                    return Undecided()
+                decision = decide_after_connecting(known, started, evidence, now_us, alone=alone)
+            case Doubt.FIRST_CONNECTION | Doubt.RECONNECTION:
+                assert known is not None
+                decision = decide_while_feeding(known, started, evidence, now_us)
+                if isinstance(decision, SameIncarnation):
+                    return Undecided()
+            case Doubt.CONTRADICTED | Doubt.FOREIGN if finding.asked_at_s < self._doubt_since_s:
+                return Undecided()
+            case Doubt.CONTRADICTED | Doubt.FOREIGN | None:
+                assert known is not None
+                contradicted = self._doubt is Doubt.CONTRADICTED
+                decision = decide_while_feeding(known, started, evidence, now_us, contradicted=contradicted)
+            case _:
+                assert_never(self._doubt)
+        if alone and not evidence.reachable and not isinstance(decision, Undecided) and not self._fed_alone:
+            self._fed_alone = True
+            log.warning(
+                "rank %s: %s does not answer, but events arrive: the engine is fed from its events alone",
+                self.rank,
+                self._wiring.engine.metrics_url,
+            )
+        return decision
+
+    def _note_start(self, evidence: Evidence) -> None:
+        """Keep the process's start time, if it is reported only now and is that of this incarnation."""
+        same = evidence.replay_check is ReplayCheck.SAME or self._writer.sequence == BEFORE_FIRST
+        if self._state.started is None and same:
+            self._state.started = evidence.started
+
+    def _state_the_known_incarnation(self) -> None:
+        """Let heartbeats state the incarnation that Kafka has, as one that is not fed yet.
+
+        The rank's last records may say that its feed is live, and answers would be exact until the incarnation is
+        decided.
+        """
+        recovered = self._recovered
+        if recovered is not None and not recovered.is_removed and recovered.incarnation:
+            self._writer.resume(recovered.sequence, recovered.digest, recovered.ledger)
+            self._writer.feed = FeedState.UNPROVEN
+            self._heartbeats.begun = True
 
     async def _begin(self, incarnation: Incarnation, started: Incarnation | None) -> None:
         """Begin an incarnation, and publish its start, which empties the rank before the incarnation's first batch."""
         log.info("rank %s: incarnation %d begins", self.rank, incarnation)
         self.counters.incarnations += 1
-        if started is None:
-            started = (await self._start_time()).started
+        self._note_block_size(None)
+        self._wrong_block_size_reported = False
+        self._state.batches.abort()
         self._state = self._incarnation_state(started)
         self._writer.begin_incarnation(incarnation)
         await self._publish_beginning()
 
     async def _publish_beginning(self) -> None:
         await self._wait_for_lease()
+        self._writer.feed = FeedState.UNPROVEN
         self._writer.write(BEFORE_FIRST, 0, _now_us() // 1000, ())
         # The first heartbeat follows at once. Without it, the rank would have no lease in this incarnation yet, so a
         # crash of the bridge would not be noticed.
         self._heartbeats.renew()
         self._heartbeats.begun = True
 
-    async def _resume(self, started: Incarnation | None) -> NewIncarnation | None:
-        """Continue the incarnation that Kafka has, after its last batch.
-
-        Returns a NewIncarnation if the engine's batches contradict those on Kafka.
-        """
+    async def _resume(self, started: Incarnation | None) -> None:
+        """Continue the incarnation that Kafka has, after its last batch."""
         recovered = self._recovered
         assert recovered is not None  # without it there was no incarnation to continue
         self._recovered = None  # valid only at the start of this feed
@@ -203,20 +511,18 @@ class RankFeed:
         if recovered.is_removed or recovered.sequence == BEFORE_FIRST:
             self._writer.begin_incarnation(recovered.incarnation)
             await self._publish_beginning()  # this also brings back a worker that was removed
-            return await self._catch_up()
+            return
+        self._heartbeats.show(FeedState.UNPROVEN)  # the rank's last record may say that it is live
         ledger_and_names = await self._ledger_from_engine(recovered.sequence)
         if ledger_and_names is None:
             self.counters.resumed_from_table += 1
-            counts_copies = self._dialect.counts_copies
-            ledger = ledger_of(recovered.ledger.restated(), recovered.ledger.complete, counts_copies=counts_copies)
-            names = recovered.names
+            ledger, names = recovered.table_ledger(self._dialect.counts_copies), recovered.names
         else:
             ledger, names = ledger_and_names
         log.info("rank %s: continues after batch %d with %d blocks", self.rank, recovered.sequence, len(ledger))
         self._writer.resume(recovered.sequence, recovered.digest, ledger, names)
         self._state.batches.continue_after(recovered.sequence, recovered.digest)
         self._heartbeats.begun = True
-        return await self._catch_up()
 
     async def _ledger_from_engine(self, until: int) -> tuple[Ledger, CxlNames] | None:
         """Rebuild the ledger as of batch `until`, and the names of blocks in CXL pools, from the engine's own batches.
@@ -237,9 +543,12 @@ class RankFeed:
                         return None
                     self._state.batches.digests.add(batch)
                     try:
-                        for event in decoder.decode(batch.payload).events:
+                        decoded = decoder.decode(batch.payload)
+                        for event in decoded.events:
                             names.apply(event, ledger)
-                    except BadRecord:
+                        ledger.has_unindexed |= decoded.n_unindexed > 0
+                    except BadRecord as exc:
+                        self._note_refused(exc)
                         ledger.lost_events()
                     following += 1
                     if following > until:
@@ -249,127 +558,9 @@ class RankFeed:
             log.warning("rank %s: %s", self.rank, exc)
         return None
 
-    async def _judge(self, *, contradicted: bool = False) -> NewIncarnation | None:
-        """Check whether the engine is still the same process; return the new incarnation if not."""
-        state, writer = self._state, self._writer
-        self._judged_at_s = time.monotonic()
-        evidence = await self._start_time()
-        known = KnownIncarnation(writer.incarnation, writer.sequence, writer.digest)
-        if evidence.started is None or state.started is None:
-            evidence = await self._with_replay_check(evidence, known)
-        decision = decide_while_feeding(known, state.started, evidence, _now_us(), contradicted=contradicted)
-        if isinstance(decision, NewIncarnation):
-            log.info("rank %s: the engine restarted: %s", self.rank, evidence)
-            return decision
-        if state.started is None and evidence.replay_check is ReplayCheck.SAME:
-            state.started = evidence.started
-        return None
-
-    async def _judge_finding(self, finding: ReplayFinding) -> NewIncarnation | None:
-        match finding:
-            case ReplayFinding.CONSISTENT:
-                return None
-            case ReplayFinding.CONTRADICTED:
-                return await self._judge(contradicted=True)
-            case ReplayFinding.FOREIGN:
-                return await self._judge()
-            case _:
-                assert_never(finding)
-
-    async def _with_replay_check(self, evidence: Evidence, known: KnownIncarnation) -> Evidence:
-        if known.sequence == BEFORE_FIRST:
-            return evidence
-        replay_check = await check_last_batch(self._wiring.context, self._replay, known.sequence, known.digest)
-        if replay_check is not ReplayCheck.SILENT:
-            self._heartbeats.heard()
-        return Evidence(evidence.reachable, evidence.started, replay_check)
-
-    async def _start_time(self) -> Evidence:
-        try:
-            evidence = await read_process_start(self._wiring.http, self._wiring.engine.metrics_url)
-        except (aiohttp.ClientError, TimeoutError):
-            return Evidence(reachable=False, started=None)
-        self._heartbeats.heard()
-        return evidence
-
     def _incarnation_state(self, started: Incarnation | None) -> _IncarnationState:
-        batches = GapFiller(self, self._wiring.context, self._replay, self.rank, self.counters)
+        batches = GapFiller(self, self._wiring.context, self._replay, self.rank, self.counters, self._replay_outage)
         return _IncarnationState(started, batches, self._dialect.decoder(self._block_size))
-
-    # -- the receive loop ----------------------------------------------------------------------------------------------
-
-    async def _receive(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewIncarnation:
-        """Receive until the engine begins a new incarnation."""
-        async with asyncio.TaskGroup() as tasks:
-            heartbeats = tasks.create_task(self._heartbeats.run())
-            try:
-                return await self._receive_all(socket, monitor)
-            finally:
-                heartbeats.cancel()
-
-    async def _receive_all(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> NewIncarnation:
-        quiet_since_s = time.monotonic()
-        logged_counters = str(self.counters)
-        while True:
-            begun: NewIncarnation | None = None
-            if await socket.poll(int(IDLE_S * 1000)):
-                frames = await socket.recv_multipart()
-                self._heartbeats.heard()
-                quiet_since_s = time.monotonic()
-                if await monitor.poll(0):
-                    begun = await self._judge_reconnection(monitor)
-                begun = begun or await self._take(frames)
-            elif await monitor.poll(0):
-                await self._heartbeats.check_break()
-            begun = begun or await self._judge_finding(await self._state.batches.fill_gap())
-            now_s = time.monotonic()
-            if begun is None and now_s - quiet_since_s >= INCARNATION_CHECK_S:
-                quiet_since_s = now_s
-                begun = await self._catch_up()  # the last batch before a quiet time may have been dropped as well
-            if begun is None and now_s - self._judged_at_s >= INCARNATION_CHECK_S:
-                begun = await self._judge()
-            if begun is not None:
-                return begun
-            while self._requests:
-                await self._restate(self._requests.popleft())
-            if self._writer.failed:
-                raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
-            if str(self.counters) != logged_counters:
-                logged_counters = str(self.counters)
-                log.info("rank %s: %s", self.rank, logged_counters)
-
-    async def _judge_reconnection(self, monitor: zmq.asyncio.Socket) -> NewIncarnation | None:
-        """Judge the incarnation after a reconnection: the next batch may come from another process and still fit."""
-        while await monitor.poll(0):
-            await monitor.recv_multipart()
-        until_s = time.monotonic() + RECONNECT_CHECK_S
-        while True:
-            evidence = await self._start_time()
-            if evidence.reachable or time.monotonic() > until_s:
-                return await self._judge()
-            await asyncio.sleep(RETRY_S)
-
-    async def _take(self, frames: list[bytes]) -> NewIncarnation | None:
-        """Take one message of the live socket."""
-        if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
-            exc = BadRecord("bad_frames", f"the message has {len(frames)} frames and no sequence number")
-            self._dead_letter(b"".join(frames), exc)
-            return None
-        batch, batches = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state.batches
-        if batch.sequence < batches.next:
-            # Either a replay brought it already, or the engine restarted and numbers its batches from 0 again.
-            if batches.digests.contradict(batch):
-                return await self._judge(contradicted=True)
-            if batch.sequence not in batches.digests:
-                return await self._judge()
-            self.counters.batches_repeated += 1
-            return None
-        await batches.offer(batch)
-        return None
-
-    async def _catch_up(self) -> NewIncarnation | None:
-        """Publish what the engine has after the last batch; return a new incarnation if its batches contradict ours."""
-        return await self._judge_finding(await self._state.batches.catch_up())
 
     # -- the sink of batches in order (gap_filling.BatchSink) ----------------------------------------------------------
 
@@ -377,16 +568,33 @@ class RankFeed:
         """Decode and publish the next batch of the incarnation. Raises LeaseLost."""
         await self._wait_for_lease()
         state = self._state
+        self._missing_events.on_event()
         digest = state.batches.digests.add(batch)
+        self._writer.feed = self._feed_state()
         try:
             decoded = state.decoder.decode(batch.payload)
             self._writer.write(batch.sequence, digest, decoded.emitted_at_ms, decoded.events, decoded.n_unindexed)
             self.counters.batches_published += 1
+            if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
+                self._note_block_size(self._block_size)
         except BadRecord as exc:
+            self._note_refused(exc)
             # Its number is then missing on Kafka and the agent degrades the rank, which is correct.
             if exc.reason != "too_large":
                 self._writer.ledger.lost_events()  # a batch that is too large is in the ledger, which will be restated
             self._dead_letter(batch.payload, exc)
+
+    def _note_refused(self, exc: BadRecord) -> None:
+        """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used."""
+        size = exc.detail.get("block_size")
+        if exc.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
+            self._note_block_size(size)
+
+    def _note_block_size(self, size: int | None) -> None:
+        """size: None if it is not known, at the start of an incarnation."""
+        if size != self._stored_block_size:
+            self._stored_block_size = size
+            self._wiring.on_stored_block_size(size)
 
     def on_batches_lost(self) -> None:
         """Note that the ledger lacks what the lost batches contained."""
@@ -427,6 +635,11 @@ class RankFeed:
         await self._wiring.lease_handle.allowed(self._wiring.term)
 
     def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
+        if exc.reason == WRONG_BLOCK_SIZE:
+            self.counters.batches_of_wrong_block_size += 1
+            if self._wrong_block_size_reported:
+                return  # every further batch would be one; the bridge has logged why, and registered the engine's size
+            self._wrong_block_size_reported = True
         self.counters.dead_letters += 1
         log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
         self._wiring.kafka.produce(

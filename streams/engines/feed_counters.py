@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-#: Counters that grow with ordinary traffic; the log names only the others.
-_ORDINARY = frozenset({"batches_published", "batches_repeated", "replays", "heartbeats"})
+#: Counters that grow with every batch of some engine, so that the log names only the others. A wrong block size is
+#: logged once, by the bridge.
+_ORDINARY = frozenset({"batches_published", "batches_repeated", "batches_of_wrong_block_size", "replays", "heartbeats"})
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class FeedCounters:
     batches_published: int = 0
     batches_repeated: int = 0  # received a second time, for example from the replay socket and then live
     batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that is running
+    batches_of_wrong_block_size: int = 0  # of these, only the first one of an incarnation is a dead letter
     dead_letters: int = 0
     gaps: int = 0
     gap_batches_filled: int = 0

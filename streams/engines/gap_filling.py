@@ -7,15 +7,18 @@ the same process (continuity).
 A message is lost if the engine sends it before this bridge connects, or while a socket's queue is full. While a gap is
 being filled, live batches after it are buffered. Batches that the engine no longer keeps, or does not send in time,
 stay missing; the agent then sees the gap in the sequence numbers.
+
+Nothing here waits for the replay socket: the feed calls `advance` whenever an answer may have arrived, and publishes
+live batches in between.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import time
 from collections import OrderedDict
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,12 +28,28 @@ import zmq.asyncio
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import RankId
 from streams.engines.feed_counters import FeedCounters
-from streams.engines.replay import FILL_BACKOFF_S, Batch, ReplaySilent, Window, replay
+from streams.engines.outage import Outage, lasting
+from streams.engines.replay import (
+    FILL_BACKOFF_S,
+    REPLAY_TIMEOUT_S,
+    REPLAY_TIMEOUT_S_MAX,
+    Batch,
+    ReplayRequest,
+    ReplaySilent,
+    Window,
+)
 
 log = logging.getLogger(__name__)
 
 #: A gap that the replay socket has not filled after this time is given up, whatever the cause.
 GAP_HOLD_S = 10.0
+
+#: Answers taken at once, before the feed does its other work.
+ANSWERS_AT_ONCE = 64
+
+#: A socket that answered before and now needs longer than this shows that the engine may have batches that were not
+#: published. The engine checks the socket every 100 ms.
+ANSWER_LATE_S = 1.0
 
 #: Payload digests kept per incarnation. They show whether a second batch under one number is the same batch. The replay
 #: of a whole buffer (10,000 batches by default) repeats batches that were received live.
@@ -96,16 +115,21 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Replay:
-    """The result of one replay.
+    """A replay that is running.
 
-    answered: whether the engine sent its whole answer. progressed: whether a batch was published. contradicted: see
-    ReplayFinding. highest: the greatest batch number received, BEFORE_FIRST if none was.
+    until: the buffered batch before which the gap was when it was requested, None for a catch-up. includes_last:
+    whether the last published batch was requested as well. next_before: the next batch to publish at that time.
+    highest: the greatest batch number received, BEFORE_FIRST if none was. brings_new: whether it contains batches that
+    had not been published.
     """
 
-    answered: bool = False
-    progressed: bool = False
-    contradicted: bool = False
+    request: ReplayRequest
+    until: int | None
+    includes_last: bool
+    next_before: int
     highest: int = BEFORE_FIRST
+    n_answers: int = 0
+    brings_new: bool = False
 
 
 class GapFiller:
@@ -121,20 +145,46 @@ class GapFiller:
         replay_address: str | None,
         rank: RankId,
         counters: FeedCounters,
+        outage: Outage | None = None,
     ) -> None:
+        """outage: of the engine's replay socket, which outlives an incarnation."""
         self._sink = sink
         self._context = context
         self._replay_address = replay_address
         self._rank = rank
         self._counters = counters
+        self._outage = Outage() if outage is None else outage
         self._window = Window(0)
         self._gap: _Gap | None = None
+        self._replay: _Replay | None = None
+        self._has_answered = False
+        self._n_unanswered = 0  # in a row, for which no live batch has shown that nothing is missing
         self.digests = Digests()
+        #: When the last replay that was answered completely began; minus infinity before the first one.
+        self.answered_from_s = float("-inf")
 
     @property
     def next(self) -> int:
         """The number of the next batch to publish."""
         return self._window.next
+
+    @property
+    def answer(self) -> asyncio.Future[list[bytes]] | None:
+        """The next answer of the running replay, None if none is running. `advance` takes it."""
+        return None if self._replay is None else self._replay.request.answer
+
+    @property
+    def takes_live(self) -> bool:
+        """Whether live batches may be offered. While a replay brings what precedes them, they wait in their socket."""
+        return not self._window.full and not (self._replay is not None and self._replay.n_answers)
+
+    def is_behind(self, now_s: float) -> bool:
+        """Whether batches exist, or may exist, that have not been published."""
+        running = self._replay
+        if self._window.gap_until is not None or (running is not None and running.brings_new):
+            return True
+        late = running is not None and not running.n_answers and now_s - running.request.began_at_s >= ANSWER_LATE_S
+        return self._has_answered and (late or self._n_unanswered > 0)
 
     def continue_after(self, sequence: int, digest: int) -> None:
         """Expect the batch after `sequence`, which was published with this digest."""
@@ -142,15 +192,26 @@ class GapFiller:
         self.digests.put(sequence, digest)
 
     async def offer(self, batch: Batch) -> None:
-        """Take a batch; it is published now if it is the next one, and buffered if it is early."""
+        """Take a live batch; it is published now if it is the next one, and buffered if it is early."""
+        if batch.sequence == self._window.next:
+            self._n_unanswered = 0  # it shows that no batch before it is missing
         self._window.offer(batch)
         await self._publish_ready()
 
-    async def fill_gap(self) -> ReplayFinding:
-        """Fill the gaps before the buffered batches, or give them up; return early while the next attempt is not due.
+    def catch_up(self) -> None:
+        """Request what the engine has from the next batch on, in case the last live message was lost."""
+        if self._replay_address is not None and self._replay is None:
+            self._request(self._replay_address)
 
-        Any finding other than CONSISTENT ends the attempt, and the caller decides how to continue.
+    async def advance(self) -> ReplayFinding:
+        """Take answers that have arrived, request what is missing if that is due, and give up what cannot be obtained.
+
+        Any finding other than CONSISTENT ends the replay, and the caller decides how to continue.
         """
+        if self._replay is not None:
+            finding = await self._take_answers(self._replay)
+            if finding is not ReplayFinding.CONSISTENT or self._replay is not None:
+                return finding
         while (until := self._window.gap_until) is not None:
             now_s = time.monotonic()
             if self._gap is None:
@@ -158,73 +219,114 @@ class GapFiller:
                 self._gap = _Gap(now_s, now_s)
             gap = self._gap
             expired = gap.attempts > len(FILL_BACKOFF_S) or now_s - gap.since_s >= GAP_HOLD_S or self._window.full
-            if self._replay_address is None or expired:
-                await self._give_up(until)
-                self._gap = None
-                continue
-            if now_s < gap.due_at_s:
-                return ReplayFinding.CONSISTENT  # the caller receives live batches until then
-            missing = self._window.next
-            replayed = await self._request(self._replay_address)
-            if replayed.contradicted:
-                return ReplayFinding.CONTRADICTED
-            if replayed.answered and replayed.highest < until:
-                # The engine has never reached this number, so the buffered batches are from an older incarnation.
-                log.warning("rank %s: batch %d is not from this incarnation", self._rank, until)
-                self._counters.batches_foreign += self._window.drop()
-                self._gap = None
-                return ReplayFinding.FOREIGN
-            if replayed.progressed:
-                self._counters.gap_batches_filled += max(0, min(until, self._window.next) - missing)
-                gap.attempts = 0
-            else:
-                gap.due_at_s = time.monotonic() + FILL_BACKOFF_S[min(gap.attempts, len(FILL_BACKOFF_S) - 1)]
-                gap.attempts += 1
+            if self._replay_address is not None and not expired:
+                if now_s >= gap.due_at_s:
+                    self._request(self._replay_address)
+                return ReplayFinding.CONSISTENT  # the caller receives live batches in the meantime
+            await self._give_up(until)
+            self._gap = None
         self._gap = None
         return ReplayFinding.CONSISTENT
 
-    async def catch_up(self) -> ReplayFinding:
-        """Request what the engine has from the next batch on, in case the last live message was lost."""
-        if self._replay_address is None:
-            return ReplayFinding.CONSISTENT
-        replayed = await self._request(self._replay_address)
-        return ReplayFinding.CONTRADICTED if replayed.contradicted else ReplayFinding.CONSISTENT
+    def abort(self) -> None:
+        """End the running replay, if there is one. A gap stays, and is requested again when `advance` is called."""
+        if self._replay is not None:
+            self._replay.request.close()
+            self._replay = None
 
-    async def _request(self, address: str) -> _Replay:
-        """Publish what the engine has kept from the next batch on.
+    def _request(self, address: str) -> None:
+        """Request what the engine has kept from the next batch on.
 
         The request includes the last batch published: identical bytes show that it is the same incarnation.
         """
-        replayed = _Replay()
         last_published = self._window.next - 1
-        start = last_published if last_published in self.digests else self._window.next
+        includes_last = last_published in self.digests
+        start = last_published if includes_last else self._window.next
+        until = self._window.gap_until
+        # Live batches wait for an attempt to fill a gap, but not for a catch-up.
+        longest_s = REPLAY_TIMEOUT_S_MAX if until is None else REPLAY_TIMEOUT_S
+        timeout_s = min(longest_s, REPLAY_TIMEOUT_S * 2.0**self._n_unanswered)
         self._counters.replays += 1
-        first = True
-        try:
-            async with aclosing(replay(self._context, address, start)) as batches:
-                async for batch in batches:
-                    self._sink.on_engine_heard()
-                    replayed.highest = max(replayed.highest, batch.sequence)
-                    if self.digests.contradict(batch):
-                        replayed.contradicted = True
-                        return replayed
-                    if first and batch.sequence > start:
-                        # Only a jump at the start means that the engine no longer keeps the batches. A later jump means
-                        # that the socket's queue was full; the next attempt requests these batches again.
-                        await self._give_up_before(batch.sequence)
-                    first = False
-                    before = self._window.next
-                    self._window.offer(batch)
-                    await self._publish_ready()
-                    replayed.progressed |= self._window.next > before
-            replayed.answered = True
+        self._replay = _Replay(
+            ReplayRequest(self._context, address, start, timeout_s),
+            until,
+            includes_last,
+            self._window.next,
+        )
+
+    async def _take_answers(self, running: _Replay) -> ReplayFinding:
+        """Publish what has arrived of a replay."""
+        request = running.request
+        for _ in range(ANSWERS_AT_ONCE):
+            if not request.answer.done():
+                if time.monotonic() >= request.due_at_s:
+                    self._silent(running, f"{self._replay_address} does not answer")
+                return ReplayFinding.CONSISTENT
+            try:
+                batch = request.take()
+            except ReplaySilent as exc:
+                self._silent(running, str(exc))
+                return ReplayFinding.CONSISTENT
+            self._sink.on_engine_heard()
+            if batch is None:
+                return self._ended(running)
+            if self.digests.contradict(batch):
+                self.abort()
+                return ReplayFinding.CONTRADICTED
+            running.n_answers += 1
+            running.highest = max(running.highest, batch.sequence)
+            running.brings_new |= batch.sequence >= self._window.next
+            if running.n_answers == 1 and batch.sequence > request.start:
+                # Only a jump at the start means that the engine no longer keeps the batches. A later jump means that
+                # the socket's queue was full; the next attempt requests these batches again.
+                await self._give_up_before(batch.sequence)
+            self._window.offer(batch)
+            await self._publish_ready()
+        return ReplayFinding.CONSISTENT
+
+    def _ended(self, running: _Replay) -> ReplayFinding:
+        """Judge a replay that was answered completely."""
+        self.abort()
+        self._has_answered, self._n_unanswered = True, 0
+        self.answered_from_s = running.request.began_at_s
+        lasted_s = self._outage.answered(time.monotonic())
+        if lasted_s is not None:
+            log.info("rank %s: %s answers again after %.0f s", self._rank, self._replay_address, lasted_s)
+        if running.highest == BEFORE_FIRST and running.includes_last:
             # An engine keeps at least the last batch that it sent. If it returns nothing from `start` on, it never sent
             # batch `start`.
-            replayed.contradicted = replayed.highest == BEFORE_FIRST and start == last_published
-        except ReplaySilent as exc:
-            self._counters.replays_unanswered += 1
-            log.warning("rank %s: %s", self._rank, exc)
-        return replayed
+            return ReplayFinding.CONTRADICTED
+        until = running.until
+        if until is not None and running.highest < until and self._window.gap_until == until:
+            # The engine has never reached this number, so the buffered batches are from an older incarnation.
+            log.warning("rank %s: batch %d is not from this incarnation", self._rank, until)
+            self._counters.batches_foreign += self._window.drop()
+            self._gap = None
+            return ReplayFinding.FOREIGN
+        self._count_attempt(running)
+        return ReplayFinding.CONSISTENT
+
+    def _silent(self, running: _Replay, reason: str) -> None:
+        """End a replay that was not answered completely. Batches received before remain valid."""
+        self.abort()
+        self._n_unanswered += 1
+        self._counters.replays_unanswered += 1
+        lasted_s = self._outage.failed(time.monotonic())
+        if lasted_s is not None:
+            log.warning("rank %s: the replay socket: %s%s", self._rank, reason, lasting(lasted_s))
+        self._count_attempt(running)
+
+    def _count_attempt(self, running: _Replay) -> None:
+        """Note whether an attempt to fill a gap made progress, and when the next one is due."""
+        gap = self._gap
+        if gap is None or running.until is None:
+            return
+        if self._window.next > running.next_before:
+            self._counters.gap_batches_filled += max(0, min(running.until, self._window.next) - running.next_before)
+            gap.attempts = 0
+        else:
+            gap.due_at_s = time.monotonic() + FILL_BACKOFF_S[min(gap.attempts, len(FILL_BACKOFF_S) - 1)]
+            gap.attempts += 1
 
     async def _publish_ready(self) -> None:
         while (batch := self._window.take()) is not None:

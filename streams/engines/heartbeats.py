@@ -1,20 +1,17 @@
-"""Heartbeats of one rank: for how long its bridge promises to feed it.
+"""Heartbeats of one rank: for how long its bridge promises to feed it, and in which state the feed is.
 
-What lives here: when a heartbeat is published, and when an engine is reported to have exited. What must not: the lease
-of the engine (lease) and what a heartbeat does in the table (core.reducer).
+What lives here: when a heartbeat is published. What must not: the lease of the engine (lease), the feed's state (feed),
+and what a heartbeat does in the table (core.reducer).
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 
-import aiohttp
-
+from streams.core.events import FeedState
 from streams.engines.feed_counters import FeedCounters
-from streams.engines.process_start import read_process_start
 from streams.engines.publisher import RankWriter
 from streams.engines.wiring import EngineWiring
 
@@ -27,9 +24,6 @@ HEARTBEATS_PER_LEASE = 3
 #: tick marks the rank as silent.
 ENDED_ENGINE_LEASE_MS = 1
 
-#: Time between two attempts to reach an engine after its connection broke.
-BREAK_CHECK_INTERVAL_S = 1.0
-
 
 class Heartbeats:
     """Publishes that a rank is being fed while its engine is heard from. All methods run on the loop."""
@@ -39,15 +33,23 @@ class Heartbeats:
         self._writer = writer
         self._counters = counters
         self._lease_s = wiring.settings.bridge_lease_s
-        self._heard_at_s = time.monotonic()
-        self._ended_at_s = float("-inf")  # when this bridge last reported that the engine has exited
-        self._break_checked_at_s = 0.0
-        #: Whether the incarnation has begun; before that there is nothing to state.
+        self._heard_at_s = float("-inf")
+        self._ended = False  # whether the engine was reported to have exited, and has not been heard from since
+        #: Whether the rank has an incarnation; before that there is nothing to state.
         self.begun = False
 
     def heard(self) -> None:
         """Note that the engine sent or answered something."""
         self._heard_at_s = time.monotonic()
+        if self._ended:
+            self._ended = False
+            self._renew_if_due()
+
+    def show(self, state: FeedState) -> None:
+        """Publish a heartbeat now if the last record of the rank shows another state of its feed."""
+        self._writer.feed = state
+        if self._writer.feed_shown is not state:
+            self._renew_if_due()
 
     def renew(self) -> None:
         """Publish a heartbeat now."""
@@ -57,44 +59,23 @@ class Heartbeats:
         """Publish heartbeats until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / HEARTBEATS_PER_LEASE)
-            heard = time.monotonic() - self._heard_at_s < self._lease_s
-            if self.begun and heard and not self._engine_ended and self._wiring.lease_handle.may_publish():
-                self.renew()
+            self._renew_if_due()
 
-    async def check_break(self) -> None:
-        """Check why the connection broke, if no batch has arrived since.
+    def engine_exited(self) -> None:
+        """Make the rank silent at once: the engine's connection broke, and its HTTP port refuses connections.
 
-        If the engine's metrics refuse the connection as well, its process has exited, and the rank is made silent at
-        once. It is renewed as soon as the metrics answer again. A host that vanished refuses nothing, so the lease
-        expires. If a proxy answers in the engine's place, with any status, the engine counts as heard from.
+        It is renewed as soon as the engine is heard from again. A host that vanished refuses nothing, so the lease
+        expires.
         """
-        now_s = time.monotonic()
-        if now_s - self._break_checked_at_s < BREAK_CHECK_INTERVAL_S:
-            return
-        self._break_checked_at_s = now_s
-        try:
-            await read_process_start(self._wiring.http, self._wiring.engine.metrics_url)
-        except aiohttp.ClientConnectorError as exc:
-            if (
-                exc.os_error.errno == errno.ECONNREFUSED
-                and not self._engine_ended
-                and self._wiring.lease_handle.may_publish()
-            ):
-                log.warning("rank %s: the engine has exited: its connection broke, and %s", self._writer.rank, exc)
-                self._ended_at_s = now_s
-                self._publish(ENDED_ENGINE_LEASE_MS)
-        except (aiohttp.ClientError, TimeoutError):
-            pass  # the engine may be busy
-        else:
-            had_ended = self._engine_ended
-            self.heard()
-            if had_ended and self._wiring.lease_handle.may_publish():
-                self.renew()
+        if self.begun and not self._ended and self._wiring.lease_handle.may_publish():
+            log.warning("rank %s: the engine has exited: its sockets refuse connections", self._writer.rank)
+            self._ended = True
+            self._publish(ENDED_ENGINE_LEASE_MS)
 
-    @property
-    def _engine_ended(self) -> bool:
-        """Whether this bridge reported that the engine has exited, and has not heard from it since."""
-        return self._ended_at_s >= self._heard_at_s
+    def _renew_if_due(self) -> None:
+        heard = time.monotonic() - self._heard_at_s < self._lease_s
+        if self.begun and heard and not self._ended and self._wiring.lease_handle.may_publish():
+            self.renew()
 
     def _publish(self, lease_ms: int) -> None:
         self._writer.heartbeat(self._wiring.lease_handle.lease.bridge, lease_ms, time.time_ns() // 1_000_000)

@@ -94,8 +94,20 @@ class EngineLease:
         self._not_before_s = float("-inf")  # until then the previous holder may still publish
 
     def want(self, own: Worker) -> None:
-        """Claim the lease from now on whenever it is free. own: the registration to write if there is none yet."""
+        """Claim the lease from now on whenever it is free. own: the registration to write if there is none yet.
+
+        Called again, it changes the addresses and the block size of what a holder has registered.
+        """
+        changed = self._own is not None and own != self._own
         self._own = own
+        if changed and self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING):
+            self._base, self._base_number = _addressed(self._base, own), self._base_number + 1
+            self._renew_at_s = float("-inf")
+
+    @property
+    def wanted_block_size(self) -> int | None:
+        """The block size of the registration that this bridge writes; None before `want`."""
+        return None if self._own is None else self._own.block_size
 
     # -- records of the log --------------------------------------------------------------------------------------------
 
@@ -218,7 +230,8 @@ class EngineLease:
         lease = BridgeLease(self.bridge, self.term, lease_ms, self._renewal + (lease_ms == 0))
         worker = self._base or self._own
         assert worker is not None  # only a bridge that wants the lease writes
-        return replace(worker, lease=lease)
+        # Only the bridge knows the size of its engine's blocks, so no other writer can change it.
+        return replace(worker, lease=lease, block_size=worker.block_size if self._own is None else self._own.block_size)
 
 
 def _addressed(found: Worker | None, own: Worker) -> Worker:

@@ -10,19 +10,36 @@ their copies are not counted. Two engine names for one sequence hash count as tw
 first name. An engine may drop that name while others remain, and give it to another block. The other block is then
 published under its sequence hash, since on Kafka a name identifies one block.
 
+With `kv_cache_report_mode=full`, vLLM also reports the cached blocks that a request reuses, with an event that has the
+form of a store (`BlockPool.emit_cached_block_events`). Such a report always begins at the first block of the prompt,
+and all of its blocks are held. So a repeated store that names a parent, or that also has a new block, has copies. Any
+other repeated store may or may not have copies; none are counted.
+
 A ledger can list everything that it holds as runs of consecutive blocks (`restated`), and can start from such runs
-(`adopt`) with one copy of each block. A ledger that starts this way can remove a block too early, but never too late.
+(`adopt`) with one copy of each block. A block whose copies are not known is removed with its first removal, so the
+ledger can remove it too early, but never too late.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, count
+from types import MappingProxyType
 from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, RestatedRun
+from streams.core.cxl_memory import CxlMemoryMetadata
+from streams.core.events import (
+    AllBlocksCleared,
+    BlockFacts,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    MoeLabels,
+    RestatedRun,
+)
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
@@ -30,10 +47,11 @@ from streams.cxl.events import BlockAddress
 
 @dataclass(slots=True)
 class _Name:
-    """One engine hash: the block it names and its physical copies."""
+    """One engine hash: the block it names and its physical copies. copies_known: whether there may be no more."""
 
     sequence: int
     copies: int
+    copies_known: bool = True
 
 
 @dataclass(slots=True)
@@ -59,13 +77,20 @@ class _Found(NamedTuple):
     position: int
 
 
+#: The placements of a rank without blocks in CXL memory.
+NO_PLACEMENTS: Mapping[int, CxlMemoryMetadata] = MappingProxyType({})
+
+
 class Ledger:
     """Takes one rank's events, and returns the events to publish.
 
     _names[tier]: engine hash to the block that it names. _held[tier]: sequence hash to the block, for every block that
-    has a name. _published[tier]: published name to sequence hash, for the same blocks.
+    has a name. _published[tier]: published name to sequence hash, for the same blocks. _labels[tier]: sequence hash to
+    labels, for those of the blocks that have labels.
     complete: whether the ledger contains everything that the engine reported. False after a lost batch, or a store
     whose parent is unknown, until the engine clears its cache.
+    removed_early: whether a block was removed of which the engine may have further copies. has_unindexed: whether the
+    engine reported blocks that no event can represent. Both are false again when the engine clears its cache.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -73,7 +98,10 @@ class Ledger:
         self._names: tuple[dict[int, _Name], ...] = tuple({} for _ in Tier)
         self._held: tuple[dict[int, _HeldBlock], ...] = tuple({} for _ in Tier)
         self._published: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
+        self._labels: tuple[dict[int, MoeLabels], ...] = tuple({} for _ in Tier)
         self.complete = True
+        self.removed_early = False
+        self.has_unindexed = False
         self.unknown_parents = 0
         self.unknown_removals = 0
 
@@ -92,7 +120,9 @@ class Ledger:
                     self._names[tier].clear()
                     self._held[tier].clear()
                     self._published[tier].clear()
+                    self._labels[tier].clear()
                 self.complete = True  # an empty ledger is complete, since the rank holds nothing
+                self.removed_early = self.has_unindexed = False
                 return [event]
             case _:
                 assert_never(event)
@@ -101,6 +131,11 @@ class Ledger:
         """Note that events of the engine were lost, or could not be decoded."""
         self.complete = False
 
+    @property
+    def may_lack_blocks(self) -> bool:
+        """Whether the engine may hold blocks that the ledger lacks, although no event was lost."""
+        return self.removed_early or self.has_unindexed
+
     def __len__(self) -> int:
         """The number of blocks held; a block in two tiers counts twice."""
         return sum(map(len, self._held))
@@ -108,15 +143,18 @@ class Ledger:
     def adopt(self, run: RestatedRun) -> None:
         """Hold the blocks of a run, one copy each under its published name; blocks already held do not change."""
         before = run.parent
-        chained = sequence_hashes(run.local, before).tolist()
-        for offset, (engine, local, block) in enumerate(
-            zip(run.engine.tolist(), run.local.tolist(), chained, strict=True)
-        ):
-            if block not in self._held[run.tier] and engine not in self._names[run.tier]:
-                self._names[run.tier][engine] = _Name(block, 1)
-                self._held[run.tier][block] = _HeldBlock(engine, 1, local, before, run.start + offset)
-                self._published[run.tier][engine] = block
-            before = SequenceHash(block)
+        chained: list[int] = sequence_hashes(run.local, before).tolist()
+        engines, locals_, tier = run.engine.tolist(), run.local.tolist(), run.tier
+        for first, end, moe in run.by_labels():
+            for offset in range(first, end):
+                engine, block = engines[offset], chained[offset]
+                if block not in self._held[tier] and engine not in self._names[tier]:
+                    self._names[tier][engine] = _Name(block, 1, copies_known=not self._counts_copies)
+                    self._held[tier][block] = _HeldBlock(engine, 1, locals_[offset], before, run.start + offset)
+                    self._published[tier][engine] = block
+                    if moe is not None:
+                        self._labels[tier][block] = moe
+                before = SequenceHash(block)
 
     def address(self, engine: EngineHash) -> BlockAddress | None:
         """Return the chain position of the block that an engine hash names in any tier; None if it names none."""
@@ -129,18 +167,24 @@ class Ledger:
                 return BlockAddress(SequenceHash(block), before, held.position)
         return None
 
-    def restated(self) -> list[RestatedRun]:
-        """Return every block held, as the longest runs of consecutive blocks, parents before children."""
+    def restated(self, placements: Mapping[int, CxlMemoryMetadata] = NO_PLACEMENTS) -> list[RestatedRun]:
+        """Return every block held, as the longest runs of consecutive blocks, parents before children.
+
+        placements: where blocks are in CXL memory, by sequence hash.
+        """
         by_position = [(held.position, tier, block, held) for tier in Tier for block, held in self._held[tier].items()]
         by_position.sort(key=lambda row: row[:3])  # so that a block's run exists before those of its children
-        runs: list[tuple[Tier, _HeldBlock, list[int], list[int]]] = []
+        runs: list[tuple[Tier, _HeldBlock, list[int], list[int], list[BlockFacts]]] = []
         ends: dict[tuple[Tier, int | None], int] = {}  # tier and last block of a run, to its number
         for _, tier, block, held in by_position:
             number = ends.pop((tier, held.before), None) if held.before is not None else None
             if number is None:
                 number = len(runs)
-                runs.append((tier, held, [], []))
-            _, _, engine, local = runs[number]
+                runs.append((tier, held, [], [], []))
+            _, _, engine, local, facts = runs[number]
+            moe, cxl = self._labels[tier].get(block), placements.get(block)
+            if moe is not None or cxl is not None:
+                _append_fact(facts, len(engine), moe, cxl)
             engine.append(held.published_as)
             local.append(held.local)
             ends[tier, block] = number
@@ -151,8 +195,9 @@ class Ledger:
                 engine=np.array(engine, dtype=np.uint64),
                 local=np.array(local, dtype=np.uint64),
                 tier=tier,
+                facts=tuple(facts),
             )
-            for tier, first, engine, local in runs
+            for tier, first, engine, local, facts in runs
         ]
 
     def _store(self, event: BlocksStored) -> list[KvEvent]:
@@ -169,6 +214,7 @@ class Ledger:
         tier = event.tier
         blocks: list[int] = sequence_hashes(event.local, None if before is None else SequenceHash(before)).tolist()
         local: list[int] = event.local.tolist()
+        adds_copies = self._counts_copies and self._adds_copies(event)
         out: list[KvEvent] = []
         new: list[int] = []  # published names of the consecutive new blocks that end before `index`
         for index, (engine, block) in enumerate(zip(event.engine.tolist(), blocks, strict=True)):
@@ -177,7 +223,9 @@ class Ledger:
             if name is not None and name.sequence != block:
                 # The engine gave the name to another block, so the block that it named before has one name fewer.
                 removed, name = self._drop_name(engine, tier), None
-            is_new = self._take(engine, block, tier, name, local[index], before, position + index)
+            is_new = self._take(engine, block, tier, name, adds_copies, local[index], before, position + index)
+            if is_new and event.moe is not None:
+                self._labels[tier][block] = event.moe
             before = block
             published_as = self._held[tier][block].published_as
             if is_new:
@@ -194,13 +242,33 @@ class Ledger:
         self._flush(out, event, new, len(blocks), parent_published)
         return out
 
+    def _adds_copies(self, event: BlocksStored) -> bool:
+        """Whether the blocks of a store that are held already have one more copy now; otherwise they may have.
+
+        If the ledger lacks a block that the engine holds, a report of reused blocks seems to have a new one.
+        """
+        if event.parent is not None:
+            return True
+        names = self._names[event.tier]
+        return self.complete and not self.removed_early and any(engine not in names for engine in event.engine.tolist())
+
     def _take(
-        self, engine: int, block: int, tier: Tier, name: _Name | None, local: int, before: int | None, position: int
+        self,
+        engine: int,
+        block: int,
+        tier: Tier,
+        name: _Name | None,
+        adds_copies: bool,
+        local: int,
+        before: int | None,
+        position: int,
     ) -> bool:
         """Count one reported copy; return whether the block was not held before."""
         if name is not None:
-            if self._counts_copies:
+            if adds_copies:
                 name.copies += 1
+            elif self._counts_copies:
+                name.copies_known = False
             return False
         self._names[tier][engine] = _Name(block, 1)
         held = self._held[tier].get(block)
@@ -231,6 +299,7 @@ class Ledger:
                 continue
             name.copies -= 1
             if name.copies == 0:
+                self.removed_early |= not name.copies_known
                 published_as = self._drop_name(engine, event.tier)
                 if published_as is not None:
                     removed.append(published_as)
@@ -245,6 +314,7 @@ class Ledger:
             return None
         del self._held[tier][block]
         del self._published[tier][held.published_as]
+        self._labels[tier].pop(block, None)
         return held.published_as
 
     def _find(self, engine: EngineHash, tier: Tier) -> _Found | None:
@@ -276,3 +346,12 @@ class Ledger:
                 )
             )
             new.clear()
+
+
+def _append_fact(facts: list[BlockFacts], offset: int, moe: MoeLabels | None, cxl: CxlMemoryMetadata | None) -> None:
+    """Add the facts of the block at an offset: to those of the block before it if they are equal, else on their own."""
+    last = facts[-1] if facts else None
+    if last is not None and last.first + last.n_blocks == offset and (last.moe, last.cxl) == (moe, cxl):
+        facts[-1] = replace(last, n_blocks=last.n_blocks + 1)
+    else:
+        facts.append(BlockFacts(offset, 1, moe, cxl))

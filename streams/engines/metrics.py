@@ -71,6 +71,10 @@ _NAMES: Mapping[str, tuple[_Reading, ...]] = {
         _Reading(_TOTAL, ("kv_cache_block_type", "max")),
     ),
 }
+#: The label in which an engine reports the size of its blocks, by the name of the sample.
+_BLOCK_SIZE_LABELS = {"vllm:cache_config_info": "block_size", "sglang:cache_config_info": "page_size"}
+_BLOCK_SIZE_PREFIXES = tuple(name.encode() for name in _BLOCK_SIZE_LABELS)
+
 _PREFERENCE = {name: position for position, name in enumerate(_NAMES)}
 _PREFIXES = tuple(_NAMES)
 
@@ -110,6 +114,45 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
         rank: _gauges({gauge: value for (of, gauge), (_, value) in found.items() if of == rank}, block_size)
         for rank in ranks
     }
+
+
+#: Counters of tokens that the engines have processed. They grow while requests run.
+_TOKEN_COUNTERS = tuple(
+    f"{engine}:{kind}_tokens_total" for engine in ("vllm", "sglang") for kind in ("prompt", "generation")
+)
+
+
+def tokens_processed(page: bytes, *, dp_size: int) -> dict[DpRank, float]:
+    """Return how many tokens each rank has processed since its engine started; empty if the page does not report it.
+
+    Raises BadRecord: bad_page.
+    """
+    text = page.decode(errors="replace")
+    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_TOKEN_COUNTERS))
+    tokens: dict[DpRank, float] = {}
+    try:
+        for family in text_string_to_metric_families(relevant + "\n"):
+            for sample in family.samples:
+                rank = _rank_of(sample.labels, dp_size)
+                if rank is not None and sample.name in _TOKEN_COUNTERS:
+                    tokens[rank] = tokens.get(rank, 0.0) + sample.value
+    except ValueError as exc:
+        raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
+    return tokens
+
+
+def parse_block_size(page: bytes) -> int | None:
+    """Return the number of tokens per block that a page reports; None if it reports none that can be used."""
+    relevant = b"\n".join(line for line in page.split(b"\n") if line.startswith(_BLOCK_SIZE_PREFIXES))
+    try:
+        for family in text_string_to_metric_families(relevant.decode(errors="replace") + "\n"):
+            for sample in family.samples:
+                reported = sample.labels.get(_BLOCK_SIZE_LABELS.get(sample.name, ""), "")
+                if reported.isascii() and reported.isdigit() and 0 < len(reported) <= 9 and int(reported) > 0:
+                    return int(reported)
+    except ValueError:
+        pass  # `parse_metrics` reports a page that is not Prometheus text
+    return None
 
 
 def _rank_of(labels: Mapping[str, str], dp_size: int) -> DpRank | None:

@@ -27,6 +27,7 @@ from streams.core.events import (
     Body,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -49,6 +50,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.restatements import chunks
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import producer, require_topic, worker_key
+from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 from streams.warming import HASHING, warm
@@ -98,7 +100,9 @@ class RankWriter:
         #: The last batch published in this incarnation, and the digest of its payload.
         self.sequence = BEFORE_FIRST
         self.digest = 0
-        self.unindexed = 0
+        #: State of the rank's feed, which every record states; and the state that the last record stated.
+        self.feed = FeedState.LIVE
+        self.feed_shown: FeedState | None = None
         #: Blocks for which no transition was published, since neither ledger nor pool names contain their engine hash.
         self.unknown_names = 0
         self.published = 0
@@ -128,7 +132,8 @@ class RankWriter:
                 changes += self.ledger.apply(event)
             for changed in states:
                 self._change(changed, sequence, emitted_at_ms)
-        self.unindexed += n_unindexed
+        self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
+        n_unindexed += self.ledger.removed_early
         self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(changes)), n_unindexed)
         self.sequence, self.digest = sequence, digest
 
@@ -140,7 +145,7 @@ class RankWriter:
         return self._change(changed, self.sequence, emitted_at_ms)
 
     def _change(self, changed: CxlStateChanged, follows: int, emitted_at_ms: int) -> list[int]:
-        blocks, unknown = self.names.resolve(changed.engine, changed.state, self.ledger)
+        blocks, unknown = self.names.resolve(changed, self.ledger)
         self.unknown_names += len(unknown)
         for first in range(0, len(blocks), TRANSITION_BLOCKS_MAX):
             self._send_transition(changed, blocks[first : first + TRANSITION_BLOCKS_MAX], follows, emitted_at_ms)
@@ -170,11 +175,12 @@ class RankWriter:
         This takes about a second for 100,000 blocks, so call it on a thread. Until all chunks are sent, nothing but
         heartbeats may be written.
         """
-        return chunks(self.ledger.restated(), restatement_id, exact=self.ledger.complete)
+        runs = self.ledger.restated(self.names.placements())
+        return chunks(runs, restatement_id, exact=self.ledger.complete)
 
     def send_chunk(self, chunk: RestatementChunk, emitted_at_ms: int) -> None:
         """Publish one chunk of a restatement of the last batch."""
-        self._send(self.sequence, self.digest, emitted_at_ms, chunk, self.unindexed)
+        self._send(self.sequence, self.digest, emitted_at_ms, chunk, int(self.ledger.may_lack_blocks))
 
     def heartbeat(self, bridge: str, lease_ms: int, emitted_at_ms: int) -> None:
         """Publish that this rank is being fed, with the number of its last batch, so that a lost last batch is noticed.
@@ -195,11 +201,13 @@ class RankWriter:
                 emitted_at_ms=emitted_at_ms,
                 body=body,
                 n_unindexed=n_unindexed,
+                feed=self.feed,
             )
         )
         if len(value) > EVENT_BYTES_MAX:
             raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} has {len(value)} bytes")
         self._produce(self._topic, value)
+        self.feed_shown = self.feed
         self.published += 1
 
     def _produce(self, topic: str, value: bytes) -> None:
@@ -224,7 +232,6 @@ class RankWriter:
         """Continue this incarnation after a batch, with the ledger as of that batch and the names of pooled blocks."""
         self.sequence, self.digest, self.ledger = sequence, digest, ledger
         self.names = names or CxlNames()
-        self.unindexed = 0
         self.failed.clear()
 
     def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
@@ -259,12 +266,14 @@ class KvEventPublisher:
     ) -> None:
         """incarnation: greater than any earlier one of the rank; the current time in microseconds by default.
 
-        kafka: a producer to share, if the caller has checked that a broker answers. Without one, a producer is created,
-        and KvStreamsError is raised after some seconds if no broker answers or the topic is missing; a producer alone
-        would retry for ever.
+        kafka: a producer to share, if the caller has checked that a broker answers and has called `claim_model`.
+        Without one, a producer is created. KvStreamsError is then raised after some seconds if no broker answers or
+        the topic is missing (a producer alone would retry for ever), and BlockSizeContradicted if the scope has another
+        block size for the model than the settings.
         """
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
+            claim_model(settings, model, writer_name(f"publisher of worker {worker_id}"))
         warm(HASHING)  # before the first event, which would otherwise wait for a compiler
         self._kafka = kafka or event_producer(settings)
         self._settings = settings

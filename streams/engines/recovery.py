@@ -17,10 +17,11 @@ from typing import assert_never
 import numpy as np
 
 from streams.codec import decode_batch
-from streams.core.cxl_memory import CxlMemoryState
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
+    BlockFacts,
     EngineBatch,
     EngineEvents,
     Heartbeat,
@@ -72,6 +73,9 @@ from streams.tables.records import (
 )
 from streams.topics import topics
 
+#: States in which an engine's name of a block is kept.
+_PLACED = (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
+
 
 @dataclass(slots=True)
 class RecoveredRank:
@@ -118,7 +122,8 @@ class RecoveredRank:
                     for event in events:
                         self.ledger.apply(event)
                         if isinstance(event, AllBlocksCleared):
-                            self.progress = replace(self.progress, health=Health.EXACT)
+                            health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
+                            self.progress = replace(self.progress, health=health)
             case Heartbeat(lease_ms=lease_ms):
                 judgement = renew(self.progress, batch, lease_ms)
                 if judgement.verdict is not Verdict.STALE:
@@ -132,6 +137,12 @@ class RecoveredRank:
                 pass  # `fold_removal` applies it to all ranks at once
             case _:
                 assert_never(batch.body)
+
+    def table_ledger(self, counts_copies: bool) -> Ledger:
+        """Return a ledger of what agents hold of the rank, for a bridge that has nothing better to continue with."""
+        runs, complete = self.ledger.restated(), self.ledger.complete
+        approximate = self.progress.health is Health.APPROXIMATE
+        return ledger_of(runs, complete, counts_copies=counts_copies, removed_early=approximate)
 
     def end(self, progress: Progress) -> None:
         """Note that the worker was removed. progress: the rank's progress after the removal."""
@@ -150,10 +161,11 @@ class RecoveredRank:
         """Apply a transition that the table does not contain yet, legal or not: an additional name does no harm."""
         if transition.incarnation != self.incarnation:
             return
-        for address, engine in transition.blocks.rows():
-            if transition.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED):
-                self.names.adopt(engine, address)
-            else:
+        blocks = transition.blocks.rows()
+        if transition.state in _PLACED:
+            self.names.enter(blocks, transition.state, transition.pool_id, transition.accessible_workers)
+        else:
+            for _, engine in blocks:
                 self.names.drop(engine)
 
     def _empty(self) -> None:
@@ -188,12 +200,14 @@ def fold_removal(recovered_ranks: Collection[RecoveredRank], batch: EngineBatch,
             recovered.end(progress)
 
 
-def ledger_of(runs: Iterable[RestatedRun], complete: bool, *, counts_copies: bool) -> Ledger:
+def ledger_of(
+    runs: Iterable[RestatedRun], complete: bool, *, counts_copies: bool, removed_early: bool = False
+) -> Ledger:
     """Return a ledger that holds these runs, with one copy of each block."""
     ledger = Ledger(counts_copies)
     for run in runs:
         ledger.adopt(run)
-    ledger.complete = complete
+    ledger.complete, ledger.removed_early = complete, removed_early
     return ledger
 
 
@@ -212,6 +226,7 @@ def held_runs(run: Run) -> list[RestatedRun]:
             engine=np.array(run.engine[at[0] : at[-1] + 1], dtype=np.uint64),
             local=np.array(run.local[at[0] : at[-1] + 1], dtype=np.uint64),
             tier=run.key.tier,
+            facts=tuple(BlockFacts(offset - at[0], 1, run.moe[offset]) for offset in at if offset in run.moe),
         )
         for at in stretches
     ]
@@ -220,10 +235,7 @@ def held_runs(run: Run) -> list[RestatedRun]:
 def recovered_rank(progress: Progress, runs: Iterable[Run]) -> RecoveredRank:
     """Build a rank from its table records. Runs of other epochs are ignored."""
     is_removed = progress.health is Health.REMOVED
-    # An approximate rank may have been degraded before, which its health no longer shows.
-    complete = progress.health is Health.EXACT or (
-        progress.health is Health.APPROXIMATE and not (progress.n_gaps or progress.n_unknown_parents)
-    )
+    complete = progress.health in (Health.EXACT, Health.APPROXIMATE)
     held = [] if is_removed else [part for run in runs if run.epoch == progress.epoch for part in held_runs(run)]
     return RecoveredRank(progress, ledger_of(held, complete, counts_copies=False))
 
@@ -293,9 +305,11 @@ def _recover_names(settings: Settings, recovered_ranks: dict[int, RecoveredRank]
             if key.startswith(BLOCK_PREFIX):
                 where, row = decode_block(key, value)
                 recovered = recovered_ranks.get(where.owner.dp_rank)
-                placed = row.placement.state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
-                if recovered is not None and placed and row.placement.incarnation == recovered.incarnation:
-                    recovered.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position))
+                placement = row.placement
+                placed = placement.state in _PLACED
+                if recovered is not None and placed and placement.incarnation == recovered.incarnation:
+                    metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
+                    recovered.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position), metadata)
             else:
                 _fold_transition(recovered_ranks, decode_parked(key, value)[1].raw, settings)
         except BadRecord:

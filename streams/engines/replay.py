@@ -9,7 +9,9 @@ replay ends with the number -1, which some versions follow with an empty payload
 
 from __future__ import annotations
 
+import asyncio
 import struct
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,11 +20,16 @@ import xxhash
 import zmq
 import zmq.asyncio
 
+from streams.engines.connection import MESSAGE_BYTES_MAX
 from streams.engines.continuity import ReplayCheck
 from streams.errors import KvStreamsError
 
 #: The engine's publishing thread answers the replay socket. It checks the socket every 100 ms.
 REPLAY_TIMEOUT_S = 3.0
+
+#: The longest wait for the first answer to a catch-up, and for a further answer of any replay. Over a slow link, one
+#: batch of a long prompt takes seconds: 300 KB at 30 KB/s.
+REPLAY_TIMEOUT_S_MAX = 24.0
 
 #: Answers that wait in the socket. An engine keeps 10,000 batches by default.
 REPLAY_HWM = 100_000
@@ -63,6 +70,43 @@ def read_answer(frames: list[bytes]) -> Batch | None:
     return Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1])
 
 
+class ReplayRequest:
+    """One replay, for a loop that does other work while it waits for the answers.
+
+    start: the first batch requested. answer: the next answer, which `take` reads. due_at_s: if it has not arrived by
+    then, the socket counts as silent. timeout_s: for the first answer.
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, start: int, timeout_s: float = REPLAY_TIMEOUT_S
+    ) -> None:
+        self.start = start
+        self.began_at_s = time.monotonic()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, REPLAY_HWM)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._socket.connect(address)
+        # ZMQ queues the request until the connection is complete, so this future is done at once.
+        self._sent = asyncio.ensure_future(self._socket.send_multipart([b"", SEQUENCE.pack(start)]))
+        self._await_answer(timeout_s)
+
+    def take(self) -> Batch | None:
+        """Read the answer that has arrived; None if it ends the replay. Raises ReplaySilent for unknown frames."""
+        batch = read_answer(self.answer.result())
+        if batch is not None:
+            self._await_answer(REPLAY_TIMEOUT_S_MAX)
+        return batch
+
+    def close(self) -> None:
+        """Close the socket, with all answers that have not been read."""
+        self._socket.close(linger=0)
+
+    def _await_answer(self, timeout_s: float) -> None:
+        self.answer: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._socket.recv_multipart())
+        self.due_at_s = time.monotonic() + timeout_s
+
+
 async def replay(
     context: zmq.asyncio.Context, address: str, start: int, timeout_s: float = REPLAY_TIMEOUT_S
 ) -> AsyncGenerator[Batch]:
@@ -70,6 +114,7 @@ async def replay(
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, REPLAY_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.connect(address)
         await socket.send_multipart([b"", SEQUENCE.pack(start)])
         while True:

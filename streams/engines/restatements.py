@@ -6,9 +6,9 @@ What lives here: which resync requests are answered, and how runs are cut into c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from streams.core.events import BEFORE_FIRST, RestatedRun, RestatementChunk, ResyncRequest
+from streams.core.events import BEFORE_FIRST, BlockFacts, RestatedRun, RestatementChunk, ResyncRequest
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import Incarnation, SequenceHash
 
@@ -16,9 +16,13 @@ from streams.core.ids import Incarnation, SequenceHash
 #: contain a chunk as well as other ranks' batches.
 CHUNK_BYTES_MAX = 1024 * 1024
 
-#: A block has two hashes. A run has its start, parent, lengths and tier, rounded up.
+#: A block has two hashes. A run has its start, parent, lengths and tier, rounded up. Facts that blocks have in common
+#: are two numbers and three labels, and further bytes if the blocks are in CXL memory.
 _BLOCK_BYTES = 16
 _RUN_BYTES = 48
+_FACTS_BYTES = 32
+_PLACEMENT_BYTES = 32
+_WORKER_BYTES = 10
 
 #: A request that a restatement has answered is not answered again for this long, since the answer may be on its way. An
 #: agent that did not get it repeats the request with a growing delay.
@@ -67,22 +71,47 @@ def _packed(runs: Iterable[RestatedRun], bytes_max: int) -> Iterator[list[Restat
     for whole in runs:
         run: RestatedRun | None = whole
         while run is not None:
-            fitting = (free_bytes - _RUN_BYTES) // _BLOCK_BYTES
-            if fitting < 1:
+            fitting = _fitting(run, free_bytes - _RUN_BYTES)
+            if fitting < 1 and piece:
                 yield piece
                 piece, free_bytes = [], bytes_max
                 continue
-            head, run = _cut(run, fitting)
+            head, run = _cut(run, max(fitting, 1))
             piece.append(head)
-            free_bytes -= _RUN_BYTES + _BLOCK_BYTES * len(head.local)
+            free_bytes -= _RUN_BYTES + _BLOCK_BYTES * len(head.local) + sum(map(_bytes_of, head.facts))
     if piece:
         yield piece
+
+
+def _fitting(run: RestatedRun, free_bytes: int) -> int:
+    """Return how many leading blocks of a run fit, with their facts."""
+    for each in run.facts:
+        free_after = free_bytes - _bytes_of(each)
+        if free_after < (each.first + 1) * _BLOCK_BYTES:
+            return min(free_bytes // _BLOCK_BYTES, each.first)
+        free_bytes = free_after
+    return min(free_bytes // _BLOCK_BYTES, len(run.local))
+
+
+def _bytes_of(facts: BlockFacts) -> int:
+    if facts.cxl is None:
+        return _FACTS_BYTES
+    n_workers = len(facts.cxl.accessible_workers)
+    return _FACTS_BYTES + _PLACEMENT_BYTES + len((facts.cxl.pool_id or "").encode()) + _WORKER_BYTES * n_workers
 
 
 def _cut(run: RestatedRun, at: int) -> tuple[RestatedRun, RestatedRun | None]:
     """Return the first `at` blocks of a run, and the rest, whose parent is the last of them."""
     if len(run.local) <= at:
         return run, None
-    head = RestatedRun(run.start, run.parent, run.engine[:at], run.local[:at], run.tier)
+    before, after = [], []
+    for each in run.facts:
+        end = each.first + each.n_blocks
+        if each.first < at:
+            before.append(replace(each, n_blocks=min(end, at) - each.first))
+        if end > at:
+            first = max(each.first - at, 0)
+            after.append(replace(each, first=first, n_blocks=end - at - first))
+    head = RestatedRun(run.start, run.parent, run.engine[:at], run.local[:at], run.tier, tuple(before))
     last = SequenceHash(int(sequence_hashes(head.local, run.parent)[-1]))
-    return head, RestatedRun(run.start + at, last, run.engine[at:], run.local[at:], run.tier)
+    return head, RestatedRun(run.start + at, last, run.engine[at:], run.local[at:], run.tier, tuple(after))

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from streams.codec import encode_metrics
-from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport
-from streams.core.ids import RankId
-from streams.engines.metrics import parse_metrics
+from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
+from streams.core.ids import DpRank, RankId
+from streams.engines.metrics import parse_block_size, parse_metrics, tokens_processed
+from streams.engines.outage import Outage, lasting
+from streams.engines.process_start import PAGE_BYTES_MAX, read_body
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
 from streams.kafka import worker_key
@@ -28,9 +31,6 @@ log = logging.getLogger(__name__)
 
 #: A page that takes longer would be too old to use.
 SCRAPE_TIMEOUT_S = 2.0
-
-#: Bytes of a page. vLLM's page of eight ranks with all its histograms is about 500 KB.
-PAGE_BYTES_MAX = 8 * 1024 * 1024
 
 #: How many scrapes may fail in a row before the last report expires.
 INTERVALS_KEPT = 3
@@ -55,12 +55,18 @@ class ScrapeCounters:
 class Scraper:
     """Reads one engine's page while this bridge holds its lease."""
 
-    def __init__(self, wiring: EngineWiring) -> None:
+    def __init__(self, wiring: EngineWiring, on_requests: Callable[[DpRank], None] = lambda _: None) -> None:
+        """on_requests: called for each rank whose requests were running, or tokens were processed, since the last page.
+
+        The page may be read when no request happens to be running, so counters of tokens are compared as well.
+        """
         self._wiring = wiring
         self._interval_s = wiring.settings.metrics_interval_s
         self._ttl_ms = min(METRICS_TTL_MS_MAX, round((INTERVALS_KEPT * self._interval_s + SCRAPE_TIMEOUT_S) * 1000))
         self._topic = topics(wiring.settings).worker_metrics.name
-        self._failing = 0  # in a row
+        self._on_requests = on_requests
+        self._outage = Outage()
+        self._tokens: dict[DpRank, float] = {}  # as of the last page
         self.counters = ScrapeCounters()
 
     async def run(self) -> None:
@@ -81,25 +87,41 @@ class Scraper:
         try:
             page = await _fetch(self._wiring.http, engine.metrics_url)
             block_size = settings.block_size_of(self._wiring.model)
-            ranks = parse_metrics(page, dp_size=engine.dp_size, block_size=block_size)
+            # On a thread: a long page would delay the batches of all other engines.
+            self._wiring.on_page_block_size(await asyncio.to_thread(parse_block_size, page))
+            ranks = await asyncio.to_thread(parse_metrics, page, dp_size=engine.dp_size, block_size=block_size)
+            tokens = await asyncio.to_thread(tokens_processed, page, dp_size=engine.dp_size)
         except (aiohttp.ClientError, TimeoutError, BadRecord) as exc:
             self._failed(exc)
             return
-        if self._failing:
-            log.info("worker %d: %s can be read again", engine.worker_id, engine.metrics_url)
-            self._failing = 0
+        lasted_s = self._outage.answered(time.monotonic())
+        if lasted_s is not None:
+            log.info("worker %d: %s can be read again after %.0f s", engine.worker_id, engine.metrics_url, lasted_s)
+        self._note_requests(ranks, tokens)
         for dp_rank, metrics in ranks.items():
             rank = RankId(engine.worker_id, dp_rank)
             scraped_at_ms = time.time_ns() // 1_000_000
             self._publish(MetricsReport(rank, metrics, self._ttl_ms, scraped_at_ms, self.counters.failed))
 
+    def _note_requests(self, ranks: Mapping[DpRank, WorkerMetrics], tokens: Mapping[DpRank, float]) -> None:
+        earlier, self._tokens = self._tokens, dict(tokens)
+        for dp_rank in ranks.keys() | tokens.keys():
+            running = dp_rank in ranks and ranks[dp_rank].request_active_slots > 0
+            if running or (dp_rank in earlier and tokens.get(dp_rank, 0.0) > earlier[dp_rank]):
+                self._on_requests(dp_rank)
+
     def _failed(self, exc: Exception) -> None:
-        """Count a failure, and log the first one in a row; the others would fill the log of a restarting fleet."""
+        """Count a failure. It is logged like every outage: each failure would fill the log of a restarting fleet."""
         self.counters.failed += 1
-        self._failing += 1
-        if self._failing == 1:
-            engine = self._wiring.engine
-            log.warning("worker %d: %s cannot be read: %s", engine.worker_id, engine.metrics_url, str(exc) or repr(exc))
+        lasted_s = self._outage.failed(time.monotonic())
+        if lasted_s is not None:
+            log.warning(
+                "worker %d: %s cannot be read: %s%s",
+                self._wiring.engine.worker_id,
+                self._wiring.engine.metrics_url,
+                str(exc) or repr(exc),
+                lasting(lasted_s),
+            )
 
     def _publish(self, report: MetricsReport) -> None:
         if not self._wiring.lease_handle.may_publish():
@@ -121,14 +143,20 @@ class Scraper:
             self.counters.unpublished += 1
 
 
+async def reported_block_size(http: aiohttp.ClientSession, url: str) -> int | None:
+    """Return the number of tokens per block on an engine's page; None if the page cannot be read or reports none."""
+    try:
+        return parse_block_size(await _fetch(http, url))
+    except (aiohttp.ClientError, TimeoutError, BadRecord):
+        return None
+
+
 async def _fetch(http: aiohttp.ClientSession, url: str) -> bytes:
     """Fetch a page. Raises ClientError, TimeoutError, and BadRecord for another status or a page that is too long."""
     async with asyncio.timeout(SCRAPE_TIMEOUT_S), http.get(url) as response:
         if response.status != 200:
             raise BadRecord("bad_status", f"the answer's status is {response.status}")
-        page = bytearray()
-        async for part in response.content.iter_any():
-            page += part
-            if len(page) > PAGE_BYTES_MAX:
-                raise BadRecord("too_large", f"the page has more than {PAGE_BYTES_MAX} bytes")
-        return bytes(page)
+        page = await read_body(response, PAGE_BYTES_MAX)
+        if len(page) > PAGE_BYTES_MAX:
+            raise BadRecord("too_large", f"the page has more than {PAGE_BYTES_MAX} bytes")
+        return page

@@ -17,9 +17,18 @@ from streams.engines.lease_handle import LeaseHandle
 from streams.settings import Settings
 
 
+def _ignore(_: int | None) -> None:
+    """Take a block size that no bridge needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineWiring:
-    """term: of the lease that the bridge holds. epoch_of: returns a CXL pool's epoch from the registry."""
+    """term: of the lease that the bridge holds. epoch_of: returns a CXL pool's epoch from the registry.
+
+    on_page_block_size: takes the size of the engine's blocks from its metrics page, None if the page has none.
+    on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
+    incarnation.
+    """
 
     settings: Settings
     kafka: Producer
@@ -30,3 +39,5 @@ class EngineWiring:
     lease_handle: LeaseHandle
     term: int
     epoch_of: Callable[[str], int]
+    on_page_block_size: Callable[[int | None], None] = _ignore
+    on_stored_block_size: Callable[[int | None], None] = _ignore

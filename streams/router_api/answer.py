@@ -18,7 +18,9 @@ class RouteAnswer:
 
     worker_url: the worker's URL in the registry; None if the worker of an existing booking was removed.
     overlap_blocks: leading blocks of the request that the rank holds. request_blocks: the request's length in blocks.
-    cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice.
+    cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice. trust: the least
+    trust that any eligible rank deserves. chosen_trust: that of the chosen rank alone. moe_filter_applied: whether only
+    ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
     candidates: every candidate's terms, if the request asks for them.
     """
 
@@ -29,4 +31,6 @@ class RouteAnswer:
     request_blocks: int
     cost: float | None
     trust: Trust
+    chosen_trust: Trust
+    moe_filter_applied: bool | None = None
     candidates: tuple[RankTerms, ...] | None = None

@@ -1,7 +1,7 @@
 """The connections of the HTTP API: how many there may be, and how long one may stay without a request.
 
-What lives here: those limits, and the runner that applies them to both servers, `kvstreams router` and the Faust worker.
-What must not: requests (handlers) and their bodies (bodies).
+What lives here: those limits, and the runner that applies them to both servers, `kvstreams router` and the Faust
+worker. What must not: requests (handlers) and their bodies (bodies).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Connections:
         self.refused: Counter[str] = Counter()
         self._server: web.Server | None = None
         self._refusals: set[_Refusal] = set()
+        self._n_accepting = 0
         self._without_request: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
 
     def __len__(self) -> int:
@@ -58,15 +59,21 @@ class Connections:
         self._server = server
 
         def accept() -> asyncio.BaseProtocol:
-            if len(server.connections) >= self.connections_max:
+            loop = asyncio.get_running_loop()
+            if len(server.connections) + self._n_accepting >= self.connections_max:
                 self.refused[TOO_MANY] += 1
                 return _Refusal(self._refusals, self.connections_max)
             protocol = server()
-            loop = asyncio.get_running_loop()
+            # The loop accepts many connections in one step, and adds them to the server's list in the next one.
+            self._n_accepting += 1
+            loop.call_soon(self._made)
             self._without_request[protocol] = loop.call_later(FIRST_REQUEST_S, self._close_silent, protocol)
             return protocol
 
         return accept
+
+    def _made(self) -> None:
+        self._n_accepting -= 1
 
     def note_request(self, request: web.Request) -> None:
         """A connection has a request; called for every one of them."""
@@ -74,7 +81,7 @@ class Connections:
         if timer is not None:
             timer.cancel()
 
-    def _close_silent(self, protocol: web.RequestHandler[web.Request]) -> None:
+    def _close_silent(self, protocol: web.RequestHandler) -> None:
         del self._without_request[protocol]
         if protocol.transport is not None:  # otherwise the client has closed it
             self.refused[NO_REQUEST] += 1

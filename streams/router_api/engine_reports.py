@@ -7,7 +7,7 @@ What lives here: the last report of each rank, and the gauges that routing polic
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from streams.codec import decode_metrics
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
@@ -85,6 +85,12 @@ class EngineReports:
         with self._lock:
             self._expire(self._now_ms())
             return [self._reports[rank][0] for rank in worker.ranks() if rank in self._reports]
+
+    def received_ms(self, ranks: Iterable[RankId]) -> dict[RankId, int]:
+        """When the last report of each of these ranks was received, for those that have a valid one."""
+        with self._lock:
+            known = self._reports
+            return {rank: known[rank][1] - known[rank][0].ttl_ms for rank in ranks if rank in known}
 
     def fleet(self) -> FleetState:
         """Return what routing policies read about engines. Later reports do not change the value returned."""

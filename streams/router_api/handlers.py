@@ -107,6 +107,7 @@ class Handlers:
             web.put("/workers/{worker_id}", self.put_worker),
             web.delete("/workers/{worker_id}", self.delete_worker),
             web.put("/workers/{worker_id}/cordon", self.cordon),
+            web.delete("/workers/{worker_id}/cordon", self.uncordon),
             web.get("/pools", self.pools),
             web.put("/pools/{pool_id}", self.put_pool),
             web.delete("/pools/{pool_id}", self.delete_pool),
@@ -200,10 +201,11 @@ class Handlers:
 
     async def put_worker(self, request: web.Request) -> web.Response:
         """Register a worker, or change it."""
-        body = await self._short_body(request)
-        worker = parse_worker(_worker_id(request), body, time.time_ns() // 1_000_000)
-        await asyncio.to_thread(self._router.registry.put_worker, worker)
-        return _json(self._worker_json(worker))
+        worker_id, registry = _worker_id(request), self._router.registry
+        worker = parse_worker(
+            worker_id, await self._short_body(request), time.time_ns() // 1_000_000, registry.registration(worker_id)
+        )
+        return _json(self._worker_json(await asyncio.to_thread(registry.put_worker, worker)))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         """Remove a worker and everything that it held."""
@@ -220,11 +222,19 @@ class Handlers:
         async with self._bodies.of(request, SHORT_BODY_BYTES_MAX) as body:
             return body
 
+    async def uncordon(self, request: web.Request) -> web.Response:
+        """Let a worker get new requests again."""
+        await asyncio.to_thread(self._router.registry.uncordon, _worker_id(request))
+        return _json({"worker_id": _worker_id(request), "cordoned": False})
+
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
-        """A worker of the registry with its silent ranks and the metrics that its engine reports."""
+        """A worker of the registry with the ranks that get no requests, and the metrics that its engine reports."""
         view = self._router.view
+        served = view.served_model(worker.model)
         return {
             **worker_json(worker),
+            "model_block_size": None if served is None else served.block_size,
+            "wrong_block_size_dp_ranks": view.ranks_of_wrong_block_size(worker),
             "silent_dp_ranks": view.silent_ranks(worker.worker_id),
             "metrics": [report_json(report) for report in view.reports_of(worker)],
         }

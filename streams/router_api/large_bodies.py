@@ -35,7 +35,7 @@ class LargeBody(Generic[_Request]):
     """Parses bodies of one type. A body gives the same request, or an error of the same class, as a call at once."""
 
     def __init__(self, kind: type[_Request]) -> None:
-        self._kind = kind
+        self._kind: type[_Request] = kind
         fields: list[Any] = []
         for field in msgspec.structs.fields(kind):
             if field.name == _TOKENS or field.name in _LISTS:

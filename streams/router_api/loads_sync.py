@@ -16,14 +16,17 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import decode_load, encode_load, load_key
+from streams.core.ids import RankId
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase, with_output
+from streams.core.routing.policies import MODES as POLICY_MODES
+from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BookingConflict
 from streams.kafka import Record, partition_of_key
 from streams.router_api.outbox import Outbox
@@ -44,6 +47,9 @@ _PROBED = 0
 
 #: Key of a tick. Its value is a tombstone, so that compaction removes it, and no booking has this key.
 TICK_KEY = b"tick"
+
+#: The size of each of a booking's packed sequence hashes.
+_BYTES_PER_HASH = 8
 
 #: What a buffered call reports: a phase, or generated tokens.
 _Call = BookingPhase | Literal["output"]
@@ -68,6 +74,7 @@ class LoadsSync:
         self._kafka = kafka
         self._now_ms = now_ms
         self._shared = settings.router_replica_sync
+        self._reads_metrics = settings.router_mode in POLICY_MODES
         self._lock = threading.RLock()
         self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
         self._buffered: OrderedDict[tuple[str, _Call], _BufferedCall] = OrderedDict()
@@ -83,6 +90,8 @@ class LoadsSync:
 
     def _begin(self) -> None:
         self._loads = ActiveLoads(self._ttl_ms)
+        # Bookings since the engines' last reports, for the modes that read reports.
+        self._unreported = UnreportedBookings() if self._reads_metrics else None
         self._stream_ms = [0] * self._topic.partitions  # newest append time of each partition
         # This router's bookings that have not been read back from the log, with the times when they were made: active
         # ones, and ended ones.
@@ -172,12 +181,20 @@ class LoadsSync:
                 booking_id = BookingId(request_id, self.router_id, self._counter)
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
-            self._loads.add(booking_id, booking, self._local_time())
+            self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
             self._release_buffered(booking_id)
             if self._listeners:
                 self._announce_falls()
             return booking_id
+
+    def unreported(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
+        """What any router booked on these ranks since their engines' last reports, for ranks with such bookings.
+
+        reported: when each report was received. Nothing is kept for this unless the router's mode reads reports.
+        """
+        with self._lock:
+            return {} if self._unreported is None else self._unreported.since(reported)
 
     def report_phase(self, request_id: str, phase: BookingPhase) -> bool:
         """Apply prefill-complete or free. Returns False if no booking of the id is known, so that the call is buffered.
@@ -282,10 +299,24 @@ class LoadsSync:
         # Another router's booking, or an older version of one of this router's own. If a booking has two adds,
         # the later one in the log wins, whichever router wrote it, so that all routers end with the same booking.
         before = self._loads.live_ids(booking_id.request_id)
-        self._loads.add(booking_id, booking, at_ms, clock)
+        self._add(booking_id, booking, at_ms, clock)
         self._release_buffered(booking_id)
         if booking_id not in before and booking_id in self._loads.live_ids(booking_id.request_id):
             self._yield_to(booking_id, before)
+
+    def _add(self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0) -> None:
+        if self._unreported is None:
+            self._loads.add(booking_id, booking, at_ms, clock)
+            return
+        before = self._loads.load(booking.rank)
+        self._loads.add(booking_id, booking, at_ms, clock)
+        after = self._loads.load(booking.rank)
+        if (
+            after.requests > before.requests
+        ):  # otherwise it has ended, or replaces an earlier record of the same booking
+            n_partial = booking.request_blocks - len(booking.sequence) // _BYTES_PER_HASH
+            n_blocks = after.decode_blocks - before.decode_blocks + n_partial
+            self._unreported.add(booking_id, booking.rank, n_blocks, self._now_ms())
 
     def _yield_to(self, newer: BookingId, before: tuple[BookingId, ...]) -> None:
         """End this router's booking if another router booked the same request id later in the log.
@@ -326,6 +357,8 @@ class LoadsSync:
             self._loads.prefill_complete(booking_id, at_ms, clock)
         else:
             self._loads.free(booking_id, at_ms, clock)
+            if self._unreported is not None:
+                self._unreported.end(booking_id)
 
     def _local_time(self) -> int | None:
         """The time of this router's own records: None, since the log has yet to set it; without a log, local time."""

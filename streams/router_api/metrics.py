@@ -18,6 +18,7 @@ from streams.router_api.bodies import Bodies
 from streams.router_api.connections import REFUSAL_REASONS, Connections
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
 from streams.router_api.engine_reports import REPORTS_MAX
+from streams.router_api.prompt_matches import MODELS_MAX
 from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode, DegradedReason
 from streams.router_api.view import RankCounts
@@ -29,6 +30,7 @@ ROUTE_SECONDS = "kvstreams_route_seconds"
 #: Reasons for which a rank by itself makes answers degraded.
 RANK_DEGRADED_REASONS = (
     DegradedReason.NO_EVENTS_YET,
+    DegradedReason.FEED_BEHIND,
     DegradedReason.EVENTS_LOST,
     DegradedReason.REMOVED,
     DegradedReason.OVER_CAPACITY,
@@ -36,7 +38,7 @@ RANK_DEGRADED_REASONS = (
     DegradedReason.OWNER_BEHIND,
 )
 
-_RANK_STATES = ("registered", "cordoned", "silent", "degraded", "approximate")
+_RANK_STATES = ("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate")
 _ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.values(), HTTP_ERROR}))
 _PLAIN_TOPICS = topics(Settings())
 _DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.name, ENGINE, OTHER)
@@ -63,7 +65,14 @@ class RouterSnapshot:
     def ranks_by_state(self) -> dict[str, int]:
         """Ranks of registered workers by state; one rank may be in several states."""
         ranks = self.ranks
-        counts = (ranks.registered, ranks.cordoned, ranks.silent, ranks.degraded.total(), ranks.approximate)
+        counts = (
+            ranks.registered,
+            ranks.cordoned,
+            ranks.wrong_block_size,
+            ranks.silent,
+            ranks.degraded.total(),
+            ranks.approximate,
+        )
         return dict(zip(_RANK_STATES, counts, strict=True))
 
 
@@ -80,6 +89,24 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         Label("mode", tuple(AnswerMode)),
     ),
     counter(
+        "kvstreams_answers_by_chosen_mode_total",
+        "Answers of `POST /route` by `chosen_mode`, the trust in the chosen rank alone",
+        lambda now: {mode: now.router.chosen_modes[mode] for mode in AnswerMode},
+        Label("chosen_mode", tuple(AnswerMode)),
+    ),
+    counter(
+        "kvstreams_prompts_without_blocks_total",
+        "Decisions by overlap whose prompt is shorter than one block, so that it can match nothing",
+        lambda now: now.router.prompt_matches.n_without_blocks,
+    ),
+    gauge(
+        "kvstreams_unmatched_prompts",
+        "Decisions for a model whose prompts have never matched a block although its ranks hold blocks; absent for all "
+        "other models. The prompts are probably not hashed like the engines' blocks, and the log names likely causes",
+        lambda now: now.router.prompt_matches.unmatched(),
+        Label("model", values_max=MODELS_MAX),
+    ),
+    counter(
         "kvstreams_errors_total",
         "Calls answered with an error, by its code",
         lambda now: now.errors,
@@ -88,9 +115,9 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge("kvstreams_connections", "Open HTTP connections", lambda now: now.n_connections),
     counter(
         "kvstreams_connections_refused_total",
-        "HTTP connections that were closed before they had a request: beyond `connections_max` (`too_many`), or because "
-        "no request came for 10 s (`no_request`)",
-        lambda now: now.connections_refused,
+        "HTTP connections that were closed before they had a request: beyond `connections_max` (`too_many`), or "
+        "because no request came for 10 s (`no_request`)",
+        lambda now: {reason: now.connections_refused.get(reason, 0) for reason in REFUSAL_REASONS},
         Label("reason", REFUSAL_REASONS),
     ),
     gauge(
@@ -111,8 +138,8 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge(
         "kvstreams_ranks",
         "Ranks of registered workers by state. `registered` counts all ranks; a rank may also be in several other "
-        "states. No request goes to a `silent` rank. Answers that involve a `degraded` or `approximate` rank have that "
-        "mode",
+        "states. No request goes to a `cordoned`, `wrong_block_size` or `silent` rank. Answers that involve a "
+        "`degraded` or `approximate` rank have that mode",
         RouterSnapshot.ranks_by_state,
         Label("state", _RANK_STATES),
     ),

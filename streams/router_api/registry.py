@@ -1,4 +1,4 @@
-"""The calls that change the registry: workers and CXL pools.
+"""The calls that change the registry: workers, cordons and CXL pools.
 
 What lives here: one method per call, each of which returns after Kafka has taken the change. What must not: HTTP,
 decisions (router), and the epochs of pools (cxl.pool_registry).
@@ -6,21 +6,23 @@ decisions (router), and the epochs of pools (cxl.pool_registry).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from streams.codec import encode_batch, encode_worker
+from streams.codec import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.workers import Worker, WorkerState
+from streams.core.workers import Cordon, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pool_registry import next_epoch, registered_pool, write_pool_change
 from streams.cxl.records import encode_pool, pool_key
-from streams.errors import BlockSizeMismatch, NotReady, ProcessError, UnknownId
-from streams.kafka import worker_key
+from streams.errors import BlockSizeMismatch, KvStreamsError, NotReady, OutcomeUnknown, ProcessError, UnknownId
+from streams.kafka import producer, worker_key
+from streams.model_registry import claim_model, writer_name
 from streams.router_api.view import View
 from streams.router_api.wire import PoolBody, pool_members
 from streams.settings import Settings
@@ -30,17 +32,29 @@ from streams.waiting import wait_for
 #: How long a call that changes the registry waits for Kafka to take the change.
 PUBLISH_TIMEOUT_S = 10.0
 
+#: The client drops a record of the registry that was not delivered within this time, before the call gives up on it.
+#: Its own default is five minutes: a cordon would then take effect long after its caller received an error.
+DELIVERY_TIMEOUT_MS = 8000
+
+#: Removals of workers whose outcome is unknown. A repeated call succeeds if the worker is gone by then.
+REMOVALS_UNKNOWN_MAX = 1024
+
+#: Codes with which the client reports that a record was not confirmed in time; the broker may have it nevertheless.
+_TIMEOUTS = frozenset({KafkaError._MSG_TIMED_OUT, KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT})
+
 
 class Registry:
     """Writes the registry. Every change is also folded into this router's view at once."""
 
-    def __init__(self, settings: Settings, view: View, kafka: Producer, check_topics: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, view: View, check_topics: Callable[[], None]) -> None:
         """check_topics: raises NotReady while topics of the scope are missing."""
         self._settings = settings
         self._topics = topics(settings)
         self._view = view
-        self._kafka = kafka
         self._check_topics = check_topics
+        self._kafka: Producer | None = None
+        self._creating = threading.Lock()
+        self._removals_unknown: dict[WorkerId, None] = {}  # in order of the calls
 
     def workers(self) -> list[Worker]:
         """The registered workers, in order of worker id."""
@@ -53,26 +67,64 @@ class Registry:
             raise UnknownId(f"no worker {worker_id} is registered")
         return worker
 
-    def put_worker(self, worker: Worker) -> None:
-        """Register a worker; raises BlockSizeMismatch if the model has another block size in this scope."""
-        expected = self._settings.block_size_of(worker.model)
+    def registration(self, worker_id: WorkerId) -> Worker | None:
+        """Return a worker's record as the registry has it, without its cordon; None if it is not registered."""
+        return self._view.registration(worker_id)
+
+    def put_worker(self, worker: Worker) -> Worker:
+        """Register a worker, and return it with the state that follows from its cordon.
+
+        Raises BlockSizeMismatch if the model or the worker's engine has another block size, and BlockSizeContradicted
+        if this router's settings contradict the model's record.
+        """
+        expected = self._view.block_size_of(worker.model)
         if worker.block_size != expected:
             raise BlockSizeMismatch(
                 f"worker {worker.worker_id} has blocks of {worker.block_size} tokens, but in this scope "
                 f"{worker.model} has blocks of {expected}",
                 remedy="Set block_size or model_block_sizes; a model has one block size within a scope",
             )
-        self._publish(self._topics.workers.name, worker_key(worker.worker_id), encode_worker(worker))
-        self._view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+        known = self._view.registration(worker.worker_id)
+        if known is not None and known.lease is not None and known.block_size != worker.block_size:
+            raise BlockSizeMismatch(
+                f"worker {worker.worker_id} cannot have blocks of {worker.block_size} tokens: its bridge reports that "
+                f"its engine has blocks of {known.block_size}",
+                remedy="Restart the engine with the block size of the scope, and its bridge corrects the registration. "
+                "If no bridge feeds it any more, delete the worker first",
+            )
+        if self._view.served_model(worker.model) is None:
+            self._check_topics()
+            try:
+                served = claim_model(self._settings, worker.model, writer_name("router"))
+            except NotReady:
+                raise
+            except KvStreamsError as exc:
+                raise NotReady(f"the worker was not registered: {exc}") from exc
+            self._view.fold_worker(model_key(served.name), encode_model(served))
+        self._publish_registry(worker_key(worker.worker_id), encode_worker(worker))
+        return self.worker(worker.worker_id)
 
     def cordon(self, worker_id: WorkerId) -> Worker:
-        """Keep new requests from a worker; running ones continue. Returns the cordoned worker."""
-        cordoned = replace(self.worker(worker_id), state=WorkerState.CORDONED)
-        self.put_worker(cordoned)
-        return cordoned
+        """Keep new requests from a worker until `uncordon`; running ones continue. Returns the cordoned worker."""
+        self.worker(worker_id)
+        self._publish_registry(cordon_key(worker_id), encode_cordon(Cordon(worker_id, _now_ms())))
+        return self.worker(worker_id)
+
+    def uncordon(self, worker_id: WorkerId) -> None:
+        """End a worker's cordon. Raises UnknownId if there is neither a cordon nor such a worker."""
+        registered = self._view.registration(worker_id)
+        if registered is None and not self._view.has_cordon(worker_id):
+            raise UnknownId(f"worker {worker_id} is not registered, and has no cordon")
+        self._publish_registry(cordon_key(worker_id), None)
+        if registered is not None and registered.state is WorkerState.CORDONED:
+            # An earlier version cordoned the worker in the worker's own record.
+            self._publish_registry(worker_key(worker_id), encode_worker(replace(registered, state=WorkerState.ACTIVE)))
 
     def delete_worker(self, worker_id: WorkerId) -> None:
-        """Remove a worker from the registry, and from the index in order with its events."""
+        """Remove a worker from the registry, and from the index in order with its events. Its cordon stays."""
+        if self._view.registration(worker_id) is None and worker_id in self._removals_unknown:
+            del self._removals_unknown[worker_id]  # the removal took effect after its outcome had been unknown
+            return
         worker = self.worker(worker_id)
         incarnation = max((progress.epoch.incarnation for progress in self._view.progress_of(worker_id)), default=None)
         if incarnation is not None:
@@ -87,8 +139,14 @@ class Registry:
                 body=WorkerRemoved("DELETE /workers"),
             )
             self._publish(self._topics.kv_events.name, worker_key(worker_id), encode_batch(removed))
-        self._publish(self._topics.workers.name, worker_key(worker_id), None)
-        self._view.fold_worker(worker_key(worker_id), None)
+        try:
+            self._publish_registry(worker_key(worker_id), None)
+        except OutcomeUnknown:
+            self._removals_unknown[worker_id] = None
+            if len(self._removals_unknown) > REMOVALS_UNKNOWN_MAX:
+                del self._removals_unknown[next(iter(self._removals_unknown))]
+            raise
+        self._removals_unknown.pop(worker_id, None)
 
     def put_pool(self, pool_id: str, body: PoolBody) -> CxlPool:
         """Register a CXL pool, or change it; raises EpochConflict for an epoch that has ended.
@@ -121,25 +179,52 @@ class Registry:
         return pool
 
     def _publish_pool(self, pool: CxlPool) -> None:
-        key, value = pool_key(pool.pool_id), encode_pool(pool)
+        self._publish_registry(pool_key(pool.pool_id), encode_pool(pool))
+
+    def _publish_registry(self, key: bytes, value: bytes | None) -> None:
+        """Publish a record of the registry, and fold it once Kafka has it."""
         self._publish(self._topics.workers.name, key, value)
         self._view.fold_worker(key, value)
 
     def _publish(self, topic: str, key: bytes, value: bytes | None) -> None:
         """Publish a record and wait for Kafka to take it: a change that was confirmed must outlive this process.
 
-        Waits for this record alone: bookings are published meanwhile, and the client's queue may never be empty.
+        Raises OutcomeUnknown if Kafka does not answer in time: the record may have reached it. After that time the
+        client drops the record, so that it cannot undo a later change when Kafka returns.
         """
         # A broker that creates topics on demand would create a missing one with settings of its own.
         self._check_topics()
         outcome: list[KafkaError | None] = []
+        kafka = self._producer()
         try:
-            self._kafka.produce(topic, key=key, value=value, on_delivery=lambda error, _: outcome.append(error))
-            wait_for(lambda: self._kafka.poll(0.1) >= 0 and bool(outcome), PUBLISH_TIMEOUT_S, "Kafka to take it")
-        except (BufferError, KafkaException, ProcessError) as exc:
+            kafka.produce(topic, key=key, value=value, on_delivery=lambda error, _: outcome.append(error))
+        except (BufferError, KafkaException) as exc:
             raise NotReady(f"Kafka did not take the change: {exc}") from exc
-        if outcome[0] is not None:
-            raise NotReady(f"Kafka did not take the change: {outcome[0].str()}")
+        try:
+            wait_for(lambda: kafka.poll(0.1) >= 0 and bool(outcome), PUBLISH_TIMEOUT_S, "Kafka to take it")
+        except ProcessError as exc:
+            raise _outcome_unknown("Kafka does not answer") from exc
+        error = outcome[0]
+        if error is None:
+            return
+        if error.code() in _TIMEOUTS:
+            raise _outcome_unknown(error.str())
+        raise NotReady(f"Kafka did not take the change: {error.str()}")
+
+    def _producer(self) -> Producer:
+        """Return the producer of registry records, which is created at the first change."""
+        with self._creating:
+            if self._kafka is None:
+                self._kafka = producer(self._settings, **{"message.timeout.ms": DELIVERY_TIMEOUT_MS})
+            return self._kafka
+
+
+def _outcome_unknown(reason: str) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"Kafka did not confirm the change: {reason}",
+        remedy="It may have taken effect or not. Repeat the call, which changes nothing if it has",
+        outcome="unknown",
+    )
 
 
 def _now_ms() -> int:

@@ -11,29 +11,31 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from confluent_kafka import Producer
 
+from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.busy import BusyThresholds, idle_ranks
-from streams.core.routing.cost import prefill_tokens
+from streams.core.routing.cost import RankTerms, prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
 from streams.core.routing.eligibility import FilterReason, WorkerFilter
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
-from streams.kafka import producer
+from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
@@ -67,7 +69,7 @@ class PreparedRequest(NamedTuple):
     It is a tuple because one is made for every request. sequence: the request's sequence hashes, packed as in its
     booking. ranks: those that pass every filter; busy thresholds are checked later. refusal: why there are none.
     scores, supplementary: what the ranks held when the request was prepared. predicted: ranks whose score is a
-    prediction.
+    prediction. moe_filter_applied: see RouteAnswer.
     """
 
     request: RouteRequest
@@ -84,6 +86,7 @@ class PreparedRequest(NamedTuple):
     scores: OverlapScores
     predicted: Set[RankId]
     supplementary: SupplementaryMatches | None
+    moe_filter_applied: bool | None
 
 
 class Router:
@@ -108,7 +111,7 @@ class Router:
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
-        self.registry = Registry(settings, self.view, self._kafka, self.check_topics)
+        self.registry = Registry(settings, self.view, self.check_topics)
         self._chooser = Chooser(random.Random(settings.router_seed or None))
         feeds = {
             "workers": Feed(
@@ -139,6 +142,8 @@ class Router:
             feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
+        self.chosen_modes: Counter[str] = Counter()
+        self.prompt_matches = PromptMatches(self.view.blocks_of_model)
         #: Topics of the scope that do not exist yet, as set by the process that starts this router.
         self.topics_missing: tuple[str, ...] = ()
 
@@ -174,9 +179,8 @@ class Router:
     def missing(self) -> NotReady:
         """The error that explains which topics are missing."""
         return NotReady(
-            f"{len(self.topics_missing)} topics of this scope are missing, {self.topics_missing[0]} among them",
-            remedy="Check topic_prefix. `kvstreams topics create` with the same settings creates the topics, and so "
-            "does a worker that starts",
+            topics_missing(self.topics_missing),
+            remedy=TOPICS_REMEDY,
             topics_missing=list(self.topics_missing),
         )
 
@@ -224,8 +228,9 @@ class Router:
         policy = self._policy(request)
         override = request.router_config_override
         query = None if override is None else override.moe_query
-        strict = query is not None and not query.fallback_to_unlabeled and self.settings.reads_index
-        return self._prepare(request, packed, policy, query, policy.reads_index or strict, strict=strict)
+        strict = query is not None and not query.fallback_to_unlabeled
+        reads_index = policy.reads_index or (strict and self.settings.reads_index)
+        return self._prepare(request, packed, policy, query, reads_index, strict=strict)
 
     def try_book(self, prepared: PreparedRequest) -> RouteAnswer:
         """Choose one of a prepared request's ranks and book it, in one step under the loads' lock.
@@ -234,23 +239,33 @@ class Router:
         AllWorkersBusy. After AllWorkersBusy it can be called again with the same preparation.
         """
         request = prepared.request
+        # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
+        # decision. In the other order they would count for nothing.
+        reported = self.view.reports_received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
         fleet = self.view.fleet()
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
             existing = loads.live(prepared.request_id) if request.update_states else None
             if existing is None:
-                decision = self._choose(prepared, loads, fleet)
+                decision = self._choose(prepared, loads, fleet, reported)
                 if request.update_states:
                     self._book(prepared, decision)
         if existing is not None:
             return self._existing_answer(prepared, existing[1])
-        trust = FALLBACK
-        if decision.preferred:
-            trust = self._trust(
-                prepared.policy, prepared.reads_index, prepared.ranks, prepared.predicted, query=prepared.moe_query
-            )
-        self.answers[trust.mode] += 1
         chosen = decision.chosen
+        trust = chosen_trust = FALLBACK
+        if decision.preferred and prepared.reads_index:
+            trust, chosen_trust = self._trust_in(prepared, chosen)
+        self.answers[trust.mode] += 1
+        self.chosen_modes[chosen_trust.mode] += 1
+        if prepared.reads_index:
+            self.prompt_matches.note(
+                prepared.model,
+                prepared.blocks.local.size,
+                prepared.scores,
+                prepared.predicted,
+                pooled=chosen.cxl_accessible_scores > 0,
+            )
         return RouteAnswer(
             prepared.request_id,
             chosen.rank,
@@ -259,6 +274,8 @@ class Router:
             prepared.blocks.request_blocks,
             chosen.cost,
             trust,
+            chosen_trust,
+            prepared.moe_filter_applied,
             decision.candidates if request.explain else None,
         )
 
@@ -290,7 +307,10 @@ class Router:
                     "potential_decode_blocks": decode_blocks,
                 }
             )
-        return {"loads": rows, **trust_json(self._trust(policy, reads_index, ranks, prepared.predicted))}
+        trust = FALLBACK
+        if reads_index:
+            trust = self._trust(ranks, prepared.predicted, pooled=policy.cxl_score_weight > 0.0, labelled=False)
+        return {"loads": rows, **trust_json(trust)}
 
     def _prepare(
         self,
@@ -302,11 +322,11 @@ class Router:
         *,
         strict: bool,
     ) -> PreparedRequest:
-        """strict: only ranks with matching labels pass, if there are any."""
+        """strict: only ranks with matching labels pass, if there are any and the index is read."""
         self.check_ready()
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.model_of(request.model)
-        block_size = self.settings.block_size_of(model)
+        block_size = self.view.block_size_of(model)
         blocks = blocks_of(
             request.token_ids if packed is None else packed,
             request.block_hashes,
@@ -315,10 +335,11 @@ class Router:
             namespace=request.namespace,
             tokens_max=self.settings.request_tokens_max,
         )
-        filters = filters._replace(model=model)
+        filters = filters._replace(model=model, block_size=block_size)
         ranks: Sequence[RankId] = ()
         refusal: KvStreamsError | None = None
         scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
+        moe_filter_applied = False if strict else None
         try:
             ranks = self._eligible(filters)
             if reads_index:
@@ -327,8 +348,8 @@ class Router:
                     selector = None if query is None else query.selector()
                     pooled = policy.cxl_score_weight > 0.0
                     supplementary = self.view.supplementary(blocks.chain, model, selector, pooled=pooled)
-            if strict:
-                ranks = self._matching(ranks, filters, scores, supplementary)
+            if strict and reads_index:
+                ranks, moe_filter_applied = self._matching(ranks, filters, scores, supplementary)
         except (NoEligibleWorker, InvalidRequest) as exc:
             ranks, refusal = (), exc
         return PreparedRequest(
@@ -346,6 +367,7 @@ class Router:
             scores,
             predicted,
             supplementary,
+            moe_filter_applied,
         )
 
     def _eligible(self, filters: WorkerFilter) -> tuple[RankId, ...]:
@@ -370,7 +392,7 @@ class Router:
         return NoEligibleWorker(
             f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
             remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints "
-            "and phase, and cordons and silent_dp_ranks in GET /workers",
+            "and phase, and state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
             workers=serving,
             refused_ranks=refused,
         )
@@ -381,16 +403,17 @@ class Router:
         filters: WorkerFilter,
         scores: OverlapScores,
         supplementary: SupplementaryMatches | None,
-    ) -> Sequence[RankId]:
+    ) -> tuple[Sequence[RankId], bool]:
         """Return the passing ranks that hold a matching block, or all passing ranks if no rank holds one.
 
-        A rank stays as well if it holds leading blocks and some of its labels were dropped, since it may match.
-        Exclusions apply last: if only excluded ranks match, the request is refused, and no other rank is used instead.
+        Also returns whether any rank holds one, so that the filter applied. A rank stays as well if it holds leading
+        blocks and some of its labels were dropped, since it may match. Exclusions apply last: if only excluded ranks
+        match, the request is refused, and no other rank is used instead.
         """
         considered = self.view.eligible(filters._replace(excluded=frozenset())) if filters.excluded else passing
         matching = set[RankId]() if supplementary is None else supplementary.matching(considered, scores)
         if not matching:
-            return passing
+            return passing, False
         matching |= {rank for rank in self.view.ranks_missing_labels(passing) if scores.scores.get(rank, 0)}
         left = [rank for rank in passing if rank in matching]
         if not left:
@@ -399,9 +422,12 @@ class Router:
                 remedy="Set fallback_to_unlabeled, or exclude fewer workers",
                 matching=len(matching),
             )
-        return left
+        return left, True
 
-    def _choose(self, prepared: PreparedRequest, loads: ActiveLoads, fleet: FleetState) -> Decision:
+    def _choose(
+        self, prepared: PreparedRequest, loads: ActiveLoads, fleet: FleetState, reported: Mapping[RankId, int] | None
+    ) -> Decision:
+        """reported: when the last report of each rank was received; None if the policy reads none."""
         if prepared.refusal is not None:
             raise prepared.refusal
         ranks = idle_ranks(prepared.ranks, self._busy, self.view.workers, loads, fleet.metrics)
@@ -411,6 +437,8 @@ class Router:
                 remedy="Try again; active_decode_blocks_threshold and active_prefill_tokens_threshold define busy",
                 ranks=len(prepared.ranks),
             )
+        if reported:
+            fleet = replace(fleet, metrics=self._with_unreported(fleet.metrics, reported))
         session = _session_of(prepared)
         bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
         return self._chooser.choose(
@@ -421,9 +449,18 @@ class Router:
             sequence=prepared.sequence,
             request_blocks=prepared.blocks.request_blocks,
             block_size=prepared.block_size,
+            n_tokens=prepared.blocks.n_tokens,
             fleet=fleet,
             supplementary=prepared.supplementary,
         )
+
+    def _with_unreported(
+        self, metrics: Mapping[RankId, WorkerMetrics], reported: Mapping[RankId, int]
+    ) -> dict[RankId, WorkerMetrics]:
+        """Return metrics with what was booked on each rank since its last report."""
+        booked = self.loads.unreported(reported)
+        known = [rank for rank in booked if rank in metrics]  # a report may have expired in between
+        return {**metrics, **{rank: with_bookings(metrics[rank], *booked[rank]) for rank in known}}
 
     def _book(self, prepared: PreparedRequest, decision: Decision) -> None:
         """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it."""
@@ -444,7 +481,12 @@ class Router:
             self._sessions.bind(session, chosen.rank, time.monotonic())
 
     def _existing_answer(self, prepared: PreparedRequest, booking: Booking) -> RouteAnswer:
-        policy = prepared.policy
+        policy, query = prepared.policy, prepared.moe_query
+        trust = FALLBACK
+        if policy.reads_index:
+            # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
+            labelled = query is not None and query.counts(policy.moe_score_weight)
+            trust = self._trust((booking.rank,), _NO_RANKS, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
         return RouteAnswer(
             prepared.request_id,
             booking.rank,
@@ -452,7 +494,8 @@ class Router:
             booking.overlap_blocks,
             booking.request_blocks,
             None,
-            self._trust(policy, policy.reads_index, [booking.rank], query=prepared.moe_query),
+            trust,
+            trust,
         )
 
     def _policy(self, request: RouteRequest) -> RoutePolicy:
@@ -463,19 +506,25 @@ class Router:
         changes = {name: value for name, value in given if value is not None}
         return replace(self.policy, **changes) if changes else self.policy  # moe_query is not part of the policy
 
-    def _trust(
-        self,
-        policy: RoutePolicy,
-        reads_index: bool,
-        ranks: Sequence[RankId],
-        predicted: Set[RankId] = _NO_RANKS,
-        *,
-        query: MoeQuery | None = None,
-    ) -> Trust:
-        if not reads_index:
-            return FALLBACK
+    def _trust_in(self, prepared: PreparedRequest, chosen: RankTerms) -> tuple[Trust, Trust]:
+        """Return the least trust that any eligible rank deserves, and that of the chosen rank alone.
+
+        For the chosen rank, pooled blocks and labels limit trust only if its own score is made of them.
+        """
+        policy, query, predicted = prepared.policy, prepared.moe_query, prepared.predicted
         labelled = query is not None and query.counts(policy.moe_score_weight)
-        trust = self.view.trust(ranks, predicted, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
+        trust = self._trust(prepared.ranks, predicted, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
+        if trust.mode is AnswerMode.EXACT:  # then it is exact for each of them
+            return trust, trust
+        if labelled:
+            assert query is not None
+            labelled = chosen.moe_scores > 0 or not query.fallback_to_unlabeled
+        pooled = chosen.cxl_accessible_scores > 0
+        return trust, self._trust((chosen.rank,), predicted, pooled=pooled, labelled=labelled)
+
+    def _trust(self, ranks: Sequence[RankId], predicted: Set[RankId], *, pooled: bool, labelled: bool) -> Trust:
+        """Return the least trust that any of these ranks deserves, if the index was read for them."""
+        trust = self.view.trust(ranks, predicted, pooled=pooled, labelled=labelled)
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
+from streams.core.events import FeedState
 from streams.core.ids import Epoch, RankId
 from streams.core.reducer.ordering import Health, Progress
 from streams.kafka import partition_of
@@ -30,7 +31,8 @@ class AnswerMode(enum.StrEnum):
 class DegradedReason(enum.StrEnum):
     """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
 
-    NO_EVENTS_YET = "no_events_yet"  # no events of the rank were received yet, so its cache is unknown
+    NO_EVENTS_YET = "no_events_yet"  # no event of the rank is known to have arrived, so its cache is unknown
+    FEED_BEHIND = "feed_behind"  # the rank's engine published batches that its bridge has not passed on yet
     EVENTS_LOST = "events_lost"  # a batch was lost, or a stored block's parent was never seen
     REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
     OVER_CAPACITY = "over_capacity"  # this router's index is over capacity and lacks a record of the rank
@@ -144,6 +146,10 @@ class TrustTracker:
             health = progress.health
             if health is Health.DEGRADED or health is Health.REMOVED:
                 return _DEGRADED[DegradedReason.EVENTS_LOST if health is Health.DEGRADED else DegradedReason.REMOVED]
+            feed = progress.feed
+            if feed:
+                unproven = feed is FeedState.UNPROVEN
+                return _DEGRADED[DegradedReason.NO_EVENTS_YET if unproven else DegradedReason.FEED_BEHIND]
             if self._incomplete and self._lacks_records(rank):
                 return _DEGRADED[DegradedReason.OVER_CAPACITY]
             if ranks_missing_labels and rank in ranks_missing_labels:

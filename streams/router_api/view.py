@@ -1,6 +1,6 @@
 """A router's read-only copy of the fleet, folded from the index changelog, the registry and the engines' metrics.
 
-What lives here: the fold of run, progress, partition and worker records, and what decisions read. What must not:
+What lives here: the fold of run, progress, partition and registry records, and what decisions read. What must not:
 consuming topics (topic_readers), choosing (core.routing), and how far an answer can be trusted (trust). Only agents
 write the index; a view is a replica of it.
 
@@ -16,12 +16,19 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streams.codec import decode_worker
+from streams.codec import (
+    CORDON_KEY_PREFIX,
+    MODEL_KEY_PREFIX,
+    decode_cordon,
+    decode_model,
+    decode_worker,
+    parse_cordon_key,
+)
 from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
@@ -34,12 +41,13 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import FleetState
 from streams.core.routing.eligibility import FilterReason, WorkerFilter, eligible_ranks, refusals
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
-from streams.core.workers import Worker, WorkerState
+from streams.core.workers import ServedModel, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import worker_key
+from streams.model_registry import block_size_contradicted
 from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust import APPROXIMATE, FALLBACK, AnswerMode, DegradedReason, Trust, TrustTracker
@@ -97,6 +105,7 @@ class RankCounts:
 
     registered: int
     cordoned: int
+    wrong_block_size: int
     silent: int
     approximate: int
     degraded: Counter[DegradedReason]
@@ -166,7 +175,12 @@ class View:
     def _reset(self) -> None:
         settings = self._settings
         self.index: RunFold = self._make_fold()
+        #: The registered workers, each with the state that follows from its cordon.
         self.workers: dict[WorkerId, Worker] = {}
+        self._registrations: dict[WorkerId, Worker] = {}  # the records of `workers`, unchanged
+        self._cordons: set[WorkerId] = set()
+        self._served: dict[str, ServedModel] = {}  # the registry's models
+        self._wrong_size: set[RankId] = set()  # ranks whose events have another block size than the scope's
         self._trust = TrustTracker(
             settings.partitions, settings.stale_after_ms, settings.behind_after_ms, self.index.epoch_of
         )
@@ -302,6 +316,7 @@ class View:
         if progress is None:
             self._trust.progress.pop(rank, None)
             self._note_silence(rank, silent=False)
+            self._note_block_size(rank, wrong=False)
             self.index.forget_rank(rank)
             self._facts.forget_rank(rank)
             return
@@ -313,6 +328,14 @@ class View:
             self._facts.end_stale_labels()
         self._trust.progress[rank] = progress
         self._note_silence(rank, silent=progress.silent)
+        expected = self._settings.block_size_of(progress.model)
+        wrong = progress.block_size not in (0, expected) and progress.health is not Health.REMOVED
+        self._note_block_size(rank, wrong=wrong)
+
+    def _note_block_size(self, rank: RankId, *, wrong: bool) -> None:
+        if wrong != (rank in self._wrong_size):
+            (self._wrong_size.add if wrong else self._wrong_size.discard)(rank)
+            self._eligible.clear()
 
     def _note_silence(self, rank: RankId, *, silent: bool) -> None:
         if silent != (rank in self._silent):
@@ -320,9 +343,15 @@ class View:
             self._eligible.clear()
 
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
-        """Fold one record of the registry, a worker or a CXL pool; raises BadRecord."""
+        """Fold one record of the registry: a worker, a cordon, a model or a CXL pool. Raises BadRecord."""
         if key.startswith(POOL_KEY_PREFIX):
             self._facts.fold_pool(key, value)
+            return
+        if key.startswith(CORDON_KEY_PREFIX):
+            self._fold_cordon(parse_cordon_key(key), key, value)
+            return
+        if key.startswith(MODEL_KEY_PREFIX):
+            self._fold_model(key, value)
             return
         try:
             worker_id = WorkerId(int(key))
@@ -338,11 +367,39 @@ class View:
             if worker is None:
                 self._forget_worker(worker_id)
             else:
-                self.workers[worker_id] = worker
+                self._registrations[worker_id] = worker
+                self.workers[worker_id] = worker = self._with_cordon(worker)
                 self._engine_reports.registry_changed(worker)
+
+    def _fold_cordon(self, worker_id: WorkerId, key: bytes, value: bytes | None) -> None:
+        if value is not None:
+            decode_cordon(key, value, self._settings.schema_ids)
+        with self._lock:
+            (self._cordons.discard if value is None else self._cordons.add)(worker_id)
+            registered = self._registrations.get(worker_id)
+            if registered is not None:
+                self.workers[worker_id] = self._with_cordon(registered)
+                self._eligible.clear()
+
+    def _with_cordon(self, worker: Worker) -> Worker:
+        if worker.worker_id not in self._cordons or worker.state is WorkerState.CORDONED:
+            return worker
+        return replace(worker, state=WorkerState.CORDONED)
+
+    def _fold_model(self, key: bytes, value: bytes | None) -> None:
+        """Fold a model's record. The first one wins until its tombstone; one that differs is about to be undone."""
+        model = None if value is None else decode_model(key, value, self._settings.schema_ids)
+        with self._lock:
+            if model is None:
+                self._served.pop(key.removeprefix(MODEL_KEY_PREFIX).decode(errors="replace"), None)
+                return
+            known = self._served.setdefault(model.name, model)
+        if known is model and model.block_size != self._settings.block_size_of(model.name):
+            log.error("%s", block_size_contradicted(self._settings, model))
 
     def _forget_worker(self, worker_id: WorkerId) -> None:
         """Drop the engine's reports and the ranks' predictions of a worker that left the registry."""
+        self._registrations.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
         self._engine_reports.forget_worker(worker_id)
         if self._predictions is not None:
@@ -373,12 +430,35 @@ class View:
             raise UnknownModel(f"no worker serves model {model!r}", models=sorted(models))
         return model or ""
 
+    def block_size_of(self, model: str) -> int:
+        """Return the number of tokens per block of a model.
+
+        Raises BlockSizeContradicted if the registry has another number than this router's settings. With either of
+        them, this router would report an overlap of 0 for ranks that hold the request's blocks.
+        """
+        block_size = self._settings.block_size_of(model)
+        served = self._served.get(model)
+        if served is not None and served.block_size != block_size:
+            raise block_size_contradicted(self._settings, served)
+        return block_size
+
+    def check_block_sizes(self) -> None:
+        """Raise BlockSizeContradicted if any model of the registry contradicts this router's settings."""
+        with self._lock:
+            names = sorted(self._served)
+        for name in names:
+            self.block_size_of(name)
+
+    def served_model(self, model: str) -> ServedModel | None:
+        """Return the registry's record of a model, None if it has none."""
+        return self._served.get(model)
+
     def eligible(self, worker_filter: WorkerFilter) -> tuple[RankId, ...]:
         """Return the ranks that pass every filter. It is the same tuple as long as nothing changes."""
         with self._lock:
             ranks = self._eligible.get(worker_filter)
             if ranks is None:
-                ranks = tuple(eligible_ranks(self.workers, worker_filter, self._silent))
+                ranks = tuple(eligible_ranks(self.workers, worker_filter, self._silent, self._wrong_size))
                 self._cache_eligible(worker_filter, ranks)
             return ranks
 
@@ -395,7 +475,7 @@ class View:
     def refusals(self, worker_filter: WorkerFilter) -> dict[FilterReason, int]:
         """Count the registered ranks that each filter refuses, to explain why none is eligible."""
         with self._lock:
-            return refusals(self.workers.values(), worker_filter, self._silent)
+            return refusals(self.workers.values(), worker_filter, self._silent, self._wrong_size)
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request by the folded records. local: uint64[n_blocks] from the root."""
@@ -462,6 +542,10 @@ class View:
         """Return what routing policies read about engines, as a value that later records do not change."""
         return self._engine_reports.fleet()
 
+    def reports_received_ms(self, ranks: Iterable[RankId]) -> dict[RankId, int]:
+        """When the last report of each of these ranks was received, for those that have a valid one."""
+        return self._engine_reports.received_ms(ranks)
+
     def trust(
         self,
         ranks: Iterable[RankId],
@@ -504,6 +588,33 @@ class View:
         with self._lock:
             return sorted(rank.dp_rank for rank in self._silent if rank.worker_id == worker_id)
 
+    def blocks_of_model(self, model: str) -> dict[RankId, int]:
+        """Every rank that serves a model, with the number of blocks that it holds by its last progress record."""
+        with self._lock:
+            ranks = [rank for worker in self.workers.values() if worker.model == model for rank in worker.ranks()]
+            known = self._trust.progress
+            return {rank: known[rank].n_blocks if rank in known else 0 for rank in ranks}
+
+    def registration(self, worker_id: WorkerId) -> Worker | None:
+        """Return a worker's record as the registry has it, without its cordon; None if it is not registered."""
+        with self._lock:
+            return self._registrations.get(worker_id)
+
+    def has_cordon(self, worker_id: WorkerId) -> bool:
+        """Return whether the registry has a cordon of a worker, registered or not."""
+        with self._lock:
+            return worker_id in self._cordons
+
+    def ranks_of_wrong_block_size(self, worker: Worker) -> list[DpRank]:
+        """List a worker's ranks to which no request goes because of their block size."""
+        with self._lock:
+            return [rank.dp_rank for rank in worker.ranks() if self._has_wrong_size(worker, rank)]
+
+    def _has_wrong_size(self, worker: Worker, rank: RankId) -> bool:
+        served, block_size = self._served.get(worker.model), self._settings.block_size_of(worker.model)
+        wanted = block_size if served is None else served.block_size
+        return not worker.block_size == wanted == block_size or rank in self._wrong_size
+
     def progress_of(self, worker_id: WorkerId) -> list[Progress]:
         """Progress of those of a worker's ranks that have any."""
         with self._lock:
@@ -519,6 +630,9 @@ class View:
             return RankCounts(
                 registered=len(ranks),
                 cordoned=sum(worker.dp_size for worker in workers if worker.state is WorkerState.CORDONED),
+                wrong_block_size=sum(
+                    self._has_wrong_size(worker, rank) for worker in workers for rank in worker.ranks()
+                ),
                 silent=sum(rank in self._silent for rank in ranks),
                 approximate=sum(trust.mode is AnswerMode.APPROXIMATE for trust in trusts),
                 degraded=Counter(trust.reason for trust in trusts if trust.reason is not None),
@@ -575,7 +689,7 @@ class View:
             yield b"".join(pages)
 
     def _facts_in_order(self) -> Iterator[tuple[RankId, Tier, HashArray]]:
-        """The sequence hashes of each rank and tier, in order: uint64[n] each. Holds the lock for one rank at a time."""
+        """The sequence hashes of each rank and tier, in order: uint64[n]. Holds the lock for one rank at a time."""
         with self._lock:
             ranks = sorted(self.index.ranks())
         for rank in ranks:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, Worke
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
-from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.core.workers import DP_SIZE_MAX, Role, Worker
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
@@ -138,19 +139,19 @@ class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of PUT /workers/{worker_id}."""
+    """Body of PUT /workers/{worker_id}. A field that is left out keeps its value."""
 
     url: _Address
     model: _Name
     block_size: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
-    dp_size: Annotated[int, msgspec.Meta(ge=1, le=DP_SIZE_MAX)] = 1
-    role: Role = Role.BOTH
-    kv_total_blocks: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
-    max_requests: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
-    device_class: _Name = "cuda"
-    taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] = []
-    events_endpoint: _Address | None = None
-    replay_endpoint: _Address | None = None
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=DP_SIZE_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    role: Role | msgspec.UnsetType = msgspec.UNSET
+    kv_total_blocks: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
+    device_class: _Name | msgspec.UnsetType = msgspec.UNSET
+    taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    events_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
+    replay_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -244,25 +245,39 @@ def parse_output(body: bytes) -> OutputBody:
     return decode_body(_output_decoder, body)
 
 
-def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int) -> Worker:
-    """Parse the body of PUT /workers/{worker_id}; raises InvalidRequest."""
+def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known: Worker | None = None) -> Worker:
+    """Parse the body of PUT /workers/{worker_id}; raises InvalidRequest.
+
+    known: the worker as it is registered, None if it is not. It keeps the values of fields that the body leaves out.
+    """
     parsed = decode_body(_worker_decoder, body)
-    return Worker(
-        worker_id=worker_id,
-        url=parsed.url,
-        model=parsed.model,
-        block_size=parsed.block_size,
-        dp_size=parsed.dp_size,
-        role=parsed.role,
-        state=WorkerState.ACTIVE,
-        kv_total_blocks=parsed.kv_total_blocks,
-        max_requests=parsed.max_requests,
-        device_class=parsed.device_class,
-        taints=tuple(parsed.taints),
-        events_endpoint=parsed.events_endpoint,
-        replay_endpoint=parsed.replay_endpoint,
-        registered_at_ms=registered_at_ms,
-    )
+    given = {name: getattr(parsed, name) for name in parsed.__struct_fields__}
+    given = {name: value for name, value in given.items() if value is not msgspec.UNSET}
+    if "taints" in given:
+        given["taints"] = tuple(given["taints"])
+    _check_url(parsed.url)
+    for name in ("events_endpoint", "replay_endpoint"):
+        _check_printable(name, given.get(name) or "")
+    base = known or Worker(worker_id, parsed.url, parsed.model, parsed.block_size)
+    return replace(base, **given, registered_at_ms=registered_at_ms)
+
+
+def _check_url(url: str) -> None:
+    """Raise InvalidRequest for an address that no HTTP client can use."""
+    _check_printable("url", url)
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as exc:  # brackets without an IPv6 address, or a port that is not a number up to 65535
+        raise InvalidRequest(f"url is {url!r}, which is not a URL: {exc}") from exc
+    if not usable:
+        raise InvalidRequest(f"url is {url!r}; it must be http://HOST:PORT or https://HOST:PORT, with an optional path")
+
+
+def _check_printable(name: str, value: str) -> None:
+    """Raise InvalidRequest for whitespace and control characters, which could end a header or a line of a log."""
+    if any(character.isspace() or not character.isprintable() for character in value):
+        raise InvalidRequest(f"{name} is {value!r}, which contains whitespace or control characters")
 
 
 def parse_pool(body: bytes) -> PoolBody:
@@ -403,7 +418,7 @@ def trust_json(trust: Trust) -> dict[str, Any]:
 
 def answer_json(answer: RouteAnswer) -> dict[str, Any]:
     """The answer to POST /route."""
-    rank, trust = answer.rank, answer.trust
+    rank, trust, chosen_trust = answer.rank, answer.trust, answer.chosen_trust
     fields: dict[str, Any] = {
         "request_id": answer.request_id,
         "worker_id": rank.worker_id,
@@ -413,9 +428,14 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         "request_blocks": answer.request_blocks,
         "cost": answer.cost,
         "mode": trust.mode,  # a StrEnum: reading its `value` takes longer, and orjson writes the same
+        "chosen_mode": chosen_trust.mode,
     }
     if trust.reason is not None:
         fields["degraded_because"] = trust.reason
+    if chosen_trust.reason is not None:
+        fields["chosen_degraded_because"] = chosen_trust.reason
+    if answer.moe_filter_applied is not None:
+        fields["moe_filter_applied"] = answer.moe_filter_applied
     if answer.candidates is not None:
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
     return fields
@@ -464,7 +484,7 @@ def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$((?:\.\w+)*)`)?", re.DOTALL)
 
 
-def invalid_body(exc: ValueError, kind: Any) -> InvalidRequest:
+def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
     """Explain why a body is not valid. kind: the type as which it was decoded; of an unknown field, list the others."""
     unknown = _UNKNOWN_FIELD.fullmatch(str(exc))
     if unknown is None:

@@ -36,6 +36,7 @@ class ModelRequest:
     tokens: the prompt as u32 LE, at least one token. n_output_tokens: exact length of the answer, at least 1.
     output_seed: u64; together with the position it determines each token of the answer. hashes: `hash_prompt` of this
     prompt with the engine's block size and this adapter, if the caller has it; otherwise computed by `submit`.
+    reports_reuse: whether the cached blocks that the request reuses are reported (`KvReused`).
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class ModelRequest:
     output_seed: int = 0
     lora_name: str | None = None
     hashes: PromptHashes | None = None
+    reports_reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,19 @@ class KvStored:
     sequence: HashArray
     tokens: bytes
     start: int
+    lora_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvReused:
+    """A request starts and reuses the cached blocks at the beginning of its prompt. Nothing has changed in the cache.
+
+    engine: uint64[n], n >= 1. tokens: u32 LE of the n blocks.
+    """
+
+    at_ms: float
+    engine: HashArray
+    tokens: bytes
     lora_name: str | None
 
 
@@ -130,7 +145,7 @@ class Rejected:
     reason: str
 
 
-KvOutput: TypeAlias = KvStored | KvRemoved | KvCleared
+KvOutput: TypeAlias = KvStored | KvReused | KvRemoved | KvCleared
 RequestOutput: TypeAlias = FirstToken | Finished | Rejected
 Output: TypeAlias = KvOutput | RequestOutput | PoolAsked
 

@@ -19,8 +19,9 @@ import zmq
 import zmq.asyncio
 
 from streams.core.events import MoeLabels
+from streams.core.ids import EngineHash
 from streams.errors import SettingsError
-from streams.sim.engine_messages import KvCleared, KvOutput, KvRemoved, KvStored
+from streams.sim.engine_messages import KvCleared, KvOutput, KvRemoved, KvReused, KvStored
 from streams.sim.pool import CxlChanged
 from streams.sim.synthetic_tokens import unpack_tokens
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 HashDialect = Literal["int", "bytes32"]
 EventDialect = Literal["array", "map", "map_batch"]
+KvCacheReportMode = Literal["incremental", "full"]
 #: Events that an engine publishes about its blocks.
 BlockEvent: TypeAlias = KvOutput | CxlChanged
 
@@ -76,7 +78,10 @@ class WireForm:
         """Return the wire's events for one event of the model, in order. event_id: of a CXL transition."""
         match event:
             case KvStored():
-                return [self._stored(event)]
+                return [self._stored(event, event.parent)]
+            case KvReused():
+                # As vLLM does it: the event is that of a store, and the reused prefix always begins at the root.
+                return [self._stored(event, None)]
             case KvRemoved():
                 # One event per block, as vLLM's block pool emits them.
                 hashes = self._hashes(event.engine.tolist())
@@ -100,11 +105,11 @@ class WireForm:
             return {"ts": at_s, "events": events, "data_parallel_rank": self.dp_rank}
         return [at_s, events, self.dp_rank]
 
-    def _stored(self, event: KvStored) -> Any:
+    def _stored(self, event: KvStored | KvReused, parent: EngineHash | None) -> Any:
         name = event.lora_name
         stored: dict[str, Any] = {
             "block_hashes": self._hashes(event.engine.tolist()),
-            "parent_block_hash": None if event.parent is None else self._hashes([event.parent])[0],
+            "parent_block_hash": None if parent is None else self._hashes([parent])[0],
             "token_ids": unpack_tokens(event.tokens),
             "block_size": self.block_size,
             "lora_id": None if name is None else self.lora_names.index(name) + 1,

@@ -36,6 +36,7 @@ from streams.sim.engine_messages import (
     FirstToken,
     KvCleared,
     KvRemoved,
+    KvReused,
     KvStored,
     ModelRequest,
     Output,
@@ -328,6 +329,9 @@ class EngineModel:
             job.blocked_at = self._n_releases
             return
         heapq.heappop(self._waiting)
+        if hits and job.request.reports_reuse:
+            tokens = job.request.tokens[: len(hits) * block_size * BYTES_PER_TOKEN]
+            out.append(KvReused(at_ms, self._cache.engine[hits], tokens, job.request.lora_name))
         self._cache.hold(hits)
         job.start_ms = at_ms
         n_new_now = -(-job.n_prompt // block_size) - len(hits)

@@ -34,6 +34,7 @@ from streams.sim.engine_messages import (
     FirstToken,
     KvCleared,
     KvRemoved,
+    KvReused,
     KvStored,
     ModelRequest,
     Output,
@@ -100,6 +101,7 @@ def simulate(
             sequence=sequence,
             request_blocks=request_blocks,
             block_size=config.block_size,
+            n_tokens=request.input_length,
             supplementary=fleet.supplementary(hashes.sequence) if policy.reads_index else None,
         )
         booking = booking_of(
@@ -188,6 +190,8 @@ class _Fleet:
                         del copies[name]
                         removed.append(name)
                 self.index.remove(rank, Tier.DEVICE, np.array(removed, dtype=np.uint64))
+            case KvReused():
+                pass  # nothing has changed
             case KvCleared():
                 self._copies[rank].clear()
                 self.index.clear(rank)

@@ -42,6 +42,7 @@ class CompletionCall:
     """A checked completion request.
 
     tokens: u32 LE. lora_name: None for the model itself. arrival_ms: on the client's time axis, None for now.
+    report_mode: which of its blocks are reported, None for the engine's default.
     """
 
     tokens: bytes
@@ -52,6 +53,7 @@ class CompletionCall:
     stream: bool
     with_usage: bool
     with_token_ids: bool
+    report_mode: str | None = None
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -91,6 +93,7 @@ def parse_completion(body: dict[str, Any], served: ServedModels) -> CompletionCa
     ):
         raise InvalidRequest(f"kvstreams_arrival_ms is {arrival_ms!r}, not model milliseconds")
     options = body.get("stream_options") or {}
+    arguments = body.get("vllm_xargs")
     return CompletionCall(
         tokens=tokens,
         n_output_tokens=n_output,
@@ -100,6 +103,7 @@ def parse_completion(body: dict[str, Any], served: ServedModels) -> CompletionCa
         stream=bool(body.get("stream")),
         with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         with_token_ids=bool(body.get("return_token_ids")),
+        report_mode=arguments.get("kv_cache_report_mode") if isinstance(arguments, dict) else None,
     )
 
 

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
@@ -34,6 +35,7 @@ from streams.sim.engine_messages import (
     FirstToken,
     KvCleared,
     KvRemoved,
+    KvReused,
     KvStored,
     ModelRequest,
     Output,
@@ -46,8 +48,10 @@ from streams.sim.event_publisher import (
     EventDialect,
     EventPublisher,
     HashDialect,
+    KvCacheReportMode,
     WireForm,
 )
+from streams.sim.journal import Journal
 from streams.sim.model import EngineModel
 from streams.sim.pool import CxlChanged
 from streams.sim.pool_client import PoolLink
@@ -71,7 +75,9 @@ class SimServerConfig:
 
     time_scale: model ms per wall ms. lora_names: adapters served in addition to `model`, each addressed as a model, as
     in vLLM. hash_dialect, event_dialect, moe: see WireForm. Ports are bound as given: vLLM adds an offset for
-    `dp_rank`, which is left to the caller. pool: URL of a shared pool (pool_server). Raises SettingsError.
+    `dp_rank`, which is left to the caller. pool: URL of a shared pool (pool_server). kv_cache_report_mode: for requests
+    that do not set it; `full` also reports the cached blocks that a request reuses, in the form of a store, as in vLLM.
+    journal: file that every change of the cache is appended to (journal). Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -90,6 +96,8 @@ class SimServerConfig:
     lora_names: tuple[str, ...] = ()
     pool: str | None = None
     moe: MoeLabels | None = None
+    kv_cache_report_mode: KvCacheReportMode = "incremental"
+    journal: Path | None = None
 
     def __post_init__(self) -> None:
         check_time_scale(self.time_scale)
@@ -209,6 +217,7 @@ class SimServer:
         self._calls: dict[str, _Call] = {}  # by request id; at most LIVE_REQUESTS_MAX
         self._wake = asyncio.Event()
         self._publisher: EventPublisher | None = None
+        self._journal = None if config.journal is None else Journal(config.journal)
         self._runner: web.AppRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._generated_tokens = 0
@@ -268,6 +277,9 @@ class SimServer:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     def routes(self) -> list[web.RouteDef]:
         """Return the HTTP routes."""
@@ -321,7 +333,7 @@ class SimServer:
         block's engine hash, at any later time.
         """
         for output in outputs:
-            if not isinstance(output, KvStored | KvRemoved | KvCleared):
+            if not isinstance(output, KvStored | KvReused | KvRemoved | KvCleared):
                 continue
             yield output
             if self._link is not None and isinstance(output, KvStored):
@@ -330,6 +342,8 @@ class SimServer:
                     yield changed
 
     def _publish(self, events: Sequence[BlockEvent]) -> None:
+        if self._journal is not None:
+            self._journal.note(events)
         if self._publisher is not None:
             self._publisher.publish(events)
 
@@ -367,7 +381,7 @@ class SimServer:
                 call = self._calls.pop(output.request_id, None)
                 if call is not None:
                     call.fail(InvalidRequest(output.reason))
-            case KvStored() | KvRemoved() | KvCleared():
+            case KvStored() | KvReused() | KvRemoved() | KvCleared():
                 pass  # published as events
             case _:
                 assert_never(output)
@@ -388,7 +402,12 @@ class SimServer:
     def _submit(self, asked: openai.CompletionCall) -> _Call:
         """Queue a checked completion request."""
         request = ModelRequest(
-            f"cmpl-{uuid.uuid4().hex}", asked.tokens, asked.n_output_tokens, asked.output_seed, asked.lora_name
+            f"cmpl-{uuid.uuid4().hex}",
+            asked.tokens,
+            asked.n_output_tokens,
+            asked.output_seed,
+            asked.lora_name,
+            reports_reuse=(asked.report_mode or self.config.kv_cache_report_mode) == "full",
         )
         call = _Call(request)
         self.model.submit(self._clock.arrival_ms(asked.arrival_ms), request)

@@ -125,9 +125,13 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
             row[EVENT_HAS_PARENT], row[EVENT_PARENT] = 1, np.uint64(event.parent).view(np.int64)
         if event.moe is not None:
             row[EVENT_LABELLED] = 1
-            labels = (event.moe.layer_id, event.moe.expert_id, event.moe.expert_group)
-            row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS] = [NO_LABEL if each is None else each for each in labels]
+            row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS] = label_words(event.moe)
     return rows, rows.ctypes.data, kept
+
+
+def label_words(moe: MoeLabels) -> list[int]:
+    """Return the LABEL_WORDS words by which kernels know a block's labels."""
+    return [NO_LABEL if each is None else each for each in (moe.layer_id, moe.expert_id, moe.expert_group)]
 
 
 def decode_events(

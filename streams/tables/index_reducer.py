@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
 from streams.codec import decode_batch, encode_batch, encode_resync
-from streams.core.events import EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
+from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
+from streams.core.ids import Incarnation, RankId
 from streams.core.reducer.holdings import Holdings
 from streams.core.reducer.maintenance import RankMaintenance
 from streams.core.reducer.ordering import Progress, Verdict
 from streams.core.reducer.restatement import ChunkKey
-from streams.errors import BadRecord
+from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.kafka import partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.records import (
@@ -47,6 +48,9 @@ LOAD_RECORDS = 4096
 #: In the counter of verdicts: the rows that could not be read when the table was loaded.
 BAD_TABLE_RECORD = "bad_table_record"
 
+#: Ranks whose dead letter for a wrong block size is remembered. Beyond that, some ranks get a second one.
+WRONG_SIZES_MAX = 65_536
+
 #: Verdicts that are too common to be logged.
 _USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED, Verdict.PARKED})
 
@@ -70,6 +74,7 @@ class IndexReducer:
         self._verdicts = verdicts
         self._runs, self._decode_events = run_backend()
         self.holdings = Holdings(self._runs, on_effect)
+        self._wrong_sizes: dict[RankId, Incarnation] = {}  # incarnations with a dead letter for their block size
         self._maintenance = RankMaintenance(
             self.holdings,
             grace_ms=int(settings.worker_grace_s * 1000),
@@ -136,11 +141,9 @@ class IndexReducer:
         batch = decoded
         check_home(record, batch.rank.worker_id, self._settings)
         expected = self._settings.block_size_of(batch.model)
-        if batch.block_size != expected and not isinstance(batch.body, WorkerRemoved):
-            raise BadRecord(
-                "wrong_block_size",
-                f"rank {batch.rank} has blocks of {batch.block_size} tokens; {batch.model} has {expected} here",
-            )
+        if batch.block_size != expected and _has_blocks(batch):
+            self._refuse(batch, expected)
+            return
         match batch.body:
             case EngineEvents(events):
                 verdict = self.holdings.apply(batch, events)  # 2 fence, 3 verdict, 4 apply
@@ -166,6 +169,22 @@ class IndexReducer:
                 batch.rank,
                 batch.incarnation,
             )
+
+    def _refuse(self, batch: EngineBatch, expected: int) -> None:
+        """Take a record whose blocks have another size than the scope's. Raises BadRecord for the first of each rank's
+        incarnation; the following ones are only counted, since every further record of the rank is one."""
+        verdict = self.holdings.refuse(batch)
+        self._verdicts[verdict.value] += 1
+        if verdict is Verdict.STALE or self._wrong_sizes.get(batch.rank) == batch.incarnation:
+            return
+        if len(self._wrong_sizes) >= WRONG_SIZES_MAX:
+            self._wrong_sizes.clear()
+        self._wrong_sizes[batch.rank] = batch.incarnation
+        raise BadRecord(
+            WRONG_BLOCK_SIZE,
+            f"rank {batch.rank} has blocks of {batch.block_size} tokens; {batch.model} has {expected} here. Further "
+            f"records of incarnation {batch.incarnation} are counted and not copied",
+        )
 
     def _remove(self, batch: EngineBatch, removed: WorkerRemoved) -> Verdict:
         if removed.seen_sequence is None:
@@ -217,6 +236,11 @@ class IndexReducer:
         records += [(parked_key(key), raw) for key, raw in changes.parked]
         records += changes.runs
         return {self._table: records}
+
+
+def _has_blocks(batch: EngineBatch) -> bool:
+    """Whether a record may contain blocks, which only the scope's block size makes comparable with a request's."""
+    return batch.sequence != BEFORE_FIRST and isinstance(batch.body, EngineEvents | RestatementChunk)
 
 
 def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streams.codec import codec, from_hash, from_long, to_hash, to_long
-from streams.core.events import MoeLabels
+from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import pack_hashes, sequence_hashes, unpack_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
@@ -198,6 +198,7 @@ def encode_progress(progress: Progress) -> bytes:
             "n_unknown_removals": progress.n_unknown_removals,
             "lease_ms": progress.lease_ms,
             "silent": progress.silent,
+            "feed": progress.feed.name.lower(),
         }
     )
 
@@ -220,6 +221,7 @@ def decode_progress(key: bytes, value: bytes) -> Progress:
         n_unknown_removals=datum["n_unknown_removals"],
         lease_ms=datum["lease_ms"],
         silent=datum["silent"],
+        feed=FeedState[datum["feed"].upper()],
     )
 
 

@@ -25,7 +25,7 @@ from streams.core.reducer.kernels.maps import move_entries
 from streams.core.reducer.run_store import Applied
 from streams.core.runs import Run
 from streams.errors import BadRecord, IndexFull
-from streams.tables.event_decoding import rows_of
+from streams.tables.event_decoding import label_words, rows_of
 from streams.tables.kernels.runs import (
     KEY_BYTES,
     RECORD_BYTES_MAX,
@@ -121,24 +121,33 @@ class RunTable:
     def restate(self, rank: RankId, runs: Iterable[RestatedRun]) -> None:
         """See RunStore. Raises IndexFull."""
         number = self._number(rank)
+        words = np.empty(layout.LABEL_WORDS, dtype=np.int64)
         for run in runs:
             engine = np.ascontiguousarray(run.engine, dtype=np.uint64)
             local = np.ascontiguousarray(run.local, dtype=np.uint64)
-            parent = np.uint64(run.parent or 0).view(np.int64).item()
-            while (
-                failure := restate_run(
-                    self._at,
-                    number,
-                    int(run.tier),
-                    run.start,
-                    parent,
-                    int(run.parent is not None),
-                    len(engine),
-                    engine.ctypes.data,
-                    local.ctypes.data,
-                )
-            ) != 0:
-                self._grow_maps(failure, len(engine))
+            chain = sequence_hashes(local, run.parent) if run.facts else local
+            before = run.parent
+            for first, end, moe in run.by_labels():
+                if first:
+                    before = SequenceHash(int(chain[first - 1]))
+                if moe is not None:
+                    words[:] = label_words(moe)
+                while (
+                    failure := restate_run(
+                        self._at,
+                        number,
+                        int(run.tier),
+                        run.start + first,
+                        np.uint64(before or 0).view(np.int64).item(),
+                        int(before is not None),
+                        end - first,
+                        engine.ctypes.data + first * 8,
+                        local.ctypes.data + first * 8,
+                        int(moe is not None),
+                        words.ctypes.data,
+                    )
+                ) != 0:
+                    self._grow_maps(failure, end - first)
 
     def n_blocks(self, rank: RankId) -> int:
         """See RunStore."""

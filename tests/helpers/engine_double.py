@@ -33,11 +33,14 @@ class EngineDouble:
     """One engine process.
 
     reports_start: whether /metrics contains the start time. kept: how many batches the replay buffer holds. prefix: the
-    frames before the sequence number in a replay's answers.
+    frames before the sequence number in a replay's answers. model: the model that /v1/models names.
     """
 
-    def __init__(self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",)) -> None:
+    def __init__(
+        self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",), model: str = "m"
+    ) -> None:
         self.reports_start = reports_start
+        self.model = model
         self._prefix = list(prefix)
         self._ports = [free_port() for _ in range(3)]
         self.url, self.events, self.replay = (
@@ -53,7 +56,15 @@ class EngineDouble:
         self.gauges = ""  # further lines of /metrics
         self.answers = threading.Event()  # while it is not set, /metrics does not answer
         self.answers.set()
+        self.status = 200  # of all answers over HTTP
+        self.models_body = json.dumps({"data": [{"id": model}]})  # the answer of /v1/models
+        self._replays = threading.Event()
+        self._replays.set()
         self._start()
+
+    def stop_replays(self) -> None:
+        """Answer no further request for a replay."""
+        self._replays.clear()
 
     def _start(self) -> None:
         self._stopping.clear()
@@ -112,6 +123,12 @@ class EngineDouble:
         del self.held[name]
         return self.publish(["BlockRemoved", [name], "GPU"], live=live)
 
+    def forget(self) -> None:
+        """Drop all batches but the last one from the replay buffer."""
+        with self._lock:
+            while len(self._buffer) > 1:
+                self._buffer.popleft()
+
     def clear(self) -> int:
         """Clear the cache."""
         self.held.clear()
@@ -130,6 +147,8 @@ class EngineDouble:
                 if not socket.poll(_POLL_MS):
                     continue
                 client, _, start = socket.recv_multipart()
+                if not self._replays.is_set():
+                    continue
                 with self._lock:
                     kept = list(self._buffer)
                 for sequence, payload in kept:
@@ -149,12 +168,12 @@ def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                body = json.dumps({"data": [{"id": "m"}]})
+                body = engine.models_body
             else:
                 engine.answers.wait()
                 start = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
                 body = f"# TYPE x gauge\n{start}\n{engine.gauges}"
-            self.send_response(200)
+            self.send_response(engine.status)
             self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-from aiohttp import web
 
 from streams.codec import encode_worker
 from streams.core.hashing import sequence_hashes
@@ -20,11 +19,11 @@ from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, Sequ
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import Worker
+from streams.http_server import HttpServer
 from streams.kafka import worker_key
 from streams.local.ports import free_port
-from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
-from streams.router_api.server import prefer_request_threads, tick_forever
+from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.api import Api
@@ -46,32 +45,29 @@ def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter
     router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
     for number in range(1, n_workers + 1):
         register(router, number)
-    loop = asyncio.new_event_loop()
     started, over = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
-        app = web.Application(middlewares=[error_shape], client_max_size=own.body_bytes_max)
-        handlers = Handlers(router)
-        handlers.add_to(app)
-        runner = handlers.runner(app) if hasattr(handlers, "runner") else web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, own.host, own.port).start()
+        server = HttpServer(own.host, own.port)
+        await server.serve(api_runner(router))
         ticking = asyncio.create_task(tick_forever(router))
+        loops.append(asyncio.get_running_loop())
         started.set()
         await over.wait()
         ticking.cancel()
-        await runner.cleanup()
+        await server.close()
 
     prefer_request_threads()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), name=f"router-{own.port}")
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name=f"router-{own.port}")
     thread.start()
     assert started.wait(30)
     try:
         yield LocalRouter(router, Api(f"http://{own.host}:{own.port}"))
     finally:
-        loop.call_soon_threadsafe(over.set)
+        loops[0].call_soon_threadsafe(over.set)
         thread.join()
-        loop.close()
+        router._kafka.close(0)  # otherwise it keeps trying to connect until the process ends, and logs that
 
 
 def register(router: Router, number: int, model: str = "m") -> None:

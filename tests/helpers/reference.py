@@ -32,6 +32,7 @@ from streams.core.events import (
     Body,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -87,6 +88,7 @@ class ReferenceRank:
     removed: bool = False
     lossy: bool = False
     silent: bool = False
+    feed: FeedState = FeedState.LIVE
     parked: list[EngineBatch] = field(default_factory=list)
     n_unknown_parents: int = 0
     facts: dict[tuple[Tier, int], int] = field(default_factory=dict)
@@ -189,11 +191,13 @@ class ReferenceFleet:
             return "stale"
         if not begins and batch.sequence <= rank.sequence:
             return "duplicate"
-        gap = batch.sequence > rank.sequence + 1
+        gap = batch.sequence > rank.sequence + 1 or batch.incomplete
         rank.sequence, rank.lossy, rank.silent = batch.sequence, rank.lossy or gap, False
+        rank.feed = batch.feed
         rank.parked.clear()
         for event in events:
             rank.apply(event)
+        rank.lossy = rank.lossy or batch.incomplete  # what is missing may have followed a clear
         return "gap" if gap else "applied"
 
     def renew(self, rank: ReferenceRank, batch: EngineBatch) -> str:
@@ -210,7 +214,7 @@ class ReferenceFleet:
             if begins is None:
                 return "stale"
             missing = batch.sequence > rank.sequence
-        rank.silent = False
+        rank.silent, rank.feed = False, batch.feed
         if not missing or rank.lossy:
             return "renewed"
         rank.lossy = True
@@ -225,7 +229,7 @@ class ReferenceFleet:
             rank.lossy = True
         elif batch.sequence < rank.sequence:
             return "duplicate"
-        rank.silent = False
+        rank.silent, rank.feed = False, batch.feed
         ids = {(each.body.restatement_id, each.sequence) for each in rank.parked}  # type: ignore[union-attr]
         if len(rank.parked) != chunk.chunk or not ids <= {(chunk.restatement_id, batch.sequence)}:
             rank.parked.clear()
@@ -551,6 +555,8 @@ def input_history(
             events.append(engine.event(n_blocks_max))
             if accepted:
                 fleet.ranks[engine.rank].apply(events[-1])
+        if accepted and batch.incomplete:
+            fleet.ranks[engine.rank].lossy = True
         history.append(replace(batch, body=EngineEvents(tuple(events))))
     return history
 
@@ -620,15 +626,18 @@ def _restatement(
 
 
 def _batch(engine: _Engine, model: str, block_size: int, body: Body) -> EngineBatch:
+    digest = xxhash.xxh3_64_intdigest(repr((engine.rank, engine.incarnation, engine.sequence)).encode())
     return EngineBatch(
         rank=engine.rank,
         model=model,
         block_size=block_size,
         incarnation=Incarnation(engine.incarnation),
         sequence=max(engine.sequence, 0),
-        digest=xxhash.xxh3_64_intdigest(repr((engine.rank, engine.incarnation, engine.sequence)).encode()),
+        digest=digest,
         emitted_at_ms=0,
         body=body,
+        incomplete=isinstance(body, EngineEvents) and digest % 64 == 0,
+        feed=FeedState(digest // 64 % 16) if digest // 64 % 16 in tuple(FeedState) else FeedState.LIVE,
     )
 
 

@@ -31,6 +31,7 @@ from streams.sim.engine_config import EngineConfig
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.api import Api
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S, assert_known
 from tests.kafka.test_bridge import complete, health, incarnation
@@ -310,8 +311,7 @@ def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None
     assert health(worker) == {7: "exact"}
     seen = read_log(short.settings)
     assert len(seen.incarnations) == 1 and seen.numbers() == sorted(set(seen.numbers()))  # no batch was published twice
-    found = registered(short.settings)
-    assert found is not None and found.state.value == "cordoned"
+    assert Api(worker.url).workers()[7]["state"] == "cordoned"
 
 
 def test_a_deleted_worker_stays_deleted_while_its_bridge_runs(short: Stack) -> None:

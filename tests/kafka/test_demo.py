@@ -6,12 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from streams.core.routing.selection import RouterMode
 from streams.local.demo import DemoConfig, run_demo
 from streams.local.kafka import KafkaState
 
 
-def test_the_demo_shows_both_acts_and_writes_its_figures(kafka: KafkaState, tmp_path: Path) -> None:
+def test_the_demo_shows_both_acts_and_writes_its_figures(
+    kafka: KafkaState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every request is served, kv routing reuses more than round robin, and recovery leaves no difference."""
     trace = tmp_path / "trace.jsonl"
     # Ten conversations of four turns: each turn's prompt is the previous one and another block of 512 tokens.
@@ -49,3 +53,7 @@ def test_the_demo_shows_both_acts_and_writes_its_figures(kafka: KafkaState, tmp_
     assert recovery["differences"] == recovery["second_router_differences"] == 0
     assert recovery["differences_after_more_requests"] == 0
     assert "Worker" in result["decision"]
+    # What is printed about the recovery is what is written.
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"back in {recovery['seconds']:.1f} s, 0 differences" in printed
+    assert f"0 differences, {recovery['killed_to_exact_seconds']:.1f} s after the kill" in printed

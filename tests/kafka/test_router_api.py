@@ -409,6 +409,8 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "state": "active",
         "registered_at_ms": answer["registered_at_ms"],
         "lease": None,
+        "model_block_size": BLOCK_SIZE,
+        "wrong_block_size_dp_ranks": [],
         "silent_dp_ranks": [],
         "metrics": [],
         **body,
@@ -417,7 +419,10 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
     fleet.wait(lambda: fleet.peer.workers().get(worker_id) == answer, "the peer to know the worker")
     assert fleet.main.loads([worker_id]) == {(worker_id, rank): (0, 0, 0) for rank in range(3)}
     changed = fleet.put(worker_id, model, url="http://e:9")
-    assert (changed["url"], changed["dp_size"], changed["taints"]) == ("http://e:9", 1, [])
+    assert changed == {**answer, "url": "http://e:9", "registered_at_ms": changed["registered_at_ms"]}
+    cleared = fleet.put(worker_id, model, url="http://e:9", taints=[], kv_total_blocks=None, dp_size=1)
+    assert (cleared["taints"], cleared["kv_total_blocks"], cleared["dp_size"]) == ([], None, 1)
+    changed = cleared
     fleet.wait(lambda: fleet.peer.workers().get(worker_id) == changed, "the peer to know the change")
     listed = [worker["worker_id"] for worker in fleet.main.get("/workers")["workers"]]
     assert listed == sorted(listed)
@@ -433,21 +438,31 @@ def test_each_call_answers_known_and_unknown_workers(fleet: Fleet) -> None:
         for _ in range(2):
             assert api.call("PUT", f"{path}/cordon").given()["state"] == "cordoned"
         answer = api.call("PUT", path, body).given()
-        assert (answer["state"], answer["url"], answer["metrics"], answer["lease"]) == ("active", "http://e", [], None)
+        shown = (answer["state"], answer["url"], answer["metrics"], answer["lease"])
+        assert shown == ("cordoned", "http://e", [], None)
+        for _ in range(2):
+            assert api.call("DELETE", f"{path}/cordon").given() == {"worker_id": worker_id, "cordoned": False}
+        answer = {**answer, "state": "active"}
         fleet.wait(lambda: fleet.main.workers()[worker_id] == fleet.peer.workers()[worker_id], "both to know it")
         assert api.workers()[worker_id] == answer
+    fleet.main.call("PUT", f"{path}/cordon").given()
+    fleet.wait(lambda: fleet.peer.workers()[worker_id]["state"] == "cordoned", "the peer to know the cordon")
     assert fleet.peer.call("DELETE", path).given() == {"worker_id": worker_id, "removed": True}
     fleet.wait(lambda: worker_id not in fleet.main.workers(), "it to be gone")
     for api in (fleet.main, fleet.peer):
         for method, where in (("DELETE", path), ("PUT", f"{path}/cordon")):
             api.call(method, where).refused(404, "unknown_id")
+    assert fleet.peer.call("PUT", path, body).given()["state"] == "cordoned"  # the cordon outlived the worker
+    fleet.peer.call("DELETE", path).given()
+    assert fleet.peer.call("DELETE", f"{path}/cordon").given() == {"worker_id": worker_id, "cordoned": False}
+    fleet.peer.call("DELETE", f"{path}/cordon").refused(404, "unknown_id")
     assert fleet.peer.call("PUT", path, body).given()["state"] == "active"
     fleet.peer.call("DELETE", path).given()
     fleet.wait(lambda: worker_id not in fleet.main.workers(), "it to be gone")
 
 
 def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
-    """A cordoned worker keeps its running requests, and gets no new ones from any router until it registers again."""
+    """A cordoned worker keeps its running requests, and gets no new ones until the cordon is deleted."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-running")
@@ -461,8 +476,12 @@ def test_a_cordoned_worker_gets_nothing_new(fleet: Fleet) -> None:
     again = fleet.main.route(model=model, token_ids=TOKENS, request_id=f"{model}-running")
     assert again["worker_id"] == worker_id
     assert fleet.main.call("PUT", f"/workers/{worker_id}/cordon").given() == cordoned
-    fleet.put(worker_id, model)
+    assert fleet.put(worker_id, model)["state"] == "cordoned"
+    fleet.main.call("POST", "/route", asked).refused(503, "no_eligible_worker")
+    fleet.main.call("DELETE", f"/workers/{worker_id}/cordon").given()
     assert fleet.main.ask(**asked)["worker_id"] == worker_id
+    fleet.wait(lambda: fleet.peer.workers()[worker_id]["state"] == "active", "the peer to know")
+    assert fleet.peer.ask(**asked)["worker_id"] == worker_id
 
 
 def test_a_deleted_worker_is_removed_from_every_router(fleet: Fleet) -> None:

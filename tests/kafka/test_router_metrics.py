@@ -52,7 +52,7 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
     with served(settings) as api, agents.keeping_fresh():
         ids = [*agents.worker_ids(4, fresh[0]), *agents.worker_ids(1, stale)]
         body = {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}
-        none = dict.fromkeys(("registered", "cordoned", "silent", "degraded", "approximate"), 0)
+        none = dict.fromkeys(("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate"), 0)
         await_ranks(api, none, {})
         for worker_id in ids:
             api.call("PUT", f"/workers/{worker_id}", body).given()
@@ -69,6 +69,9 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
         api.call("PUT", f"/workers/{ids[1]}/cordon").given()
         api.call("PUT", f"/workers/{ids[0]}/cordon").given()
         await_ranks(api, {**counts, "silent": 1, "cordoned": 2}, reasons)
+        other_size = Progress(rank_of(ids[0]), Epoch(Incarnation(1), 0), 2, model="m", block_size=2 * BLOCK_SIZE)
+        agents.write(rank_of(ids[0]), progress_key(rank_of(ids[0])), encode_progress(other_size))
+        await_ranks(api, {**counts, "silent": 1, "cordoned": 2, "wrong_block_size": 1}, reasons)
         agents.state_partition(stale, behind_ms=settings.behind_after_ms + 1)
         wait_for(lambda: of(api, "kvstreams_degraded_ranks")["owner_behind"] == 1, PATIENCE_S, "an owner that lags")
 

@@ -290,6 +290,9 @@ def test_a_wrong_booking_is_400_and_books_nothing(fields: dict[str, Any], fleet:
         {"events_endpoint": ""},
         {"events_endpoint": 1},
         {"replay_endpoint": "x" * 5000},
+        {"url": "not a url"},
+        {"url": "file:///etc/passwd"},
+        {"url": "http://e\nx"},
         {"state": "cordoned"},
         {"worker_id": 1},
     ],
@@ -311,7 +314,9 @@ def test_a_block_size_that_is_not_the_models_is_refused(fleet: Fleet) -> None:
     assert 5 not in fleet.main.workers()
 
 
-@pytest.mark.parametrize("call", ["PUT /workers/{}", "DELETE /workers/{}", "PUT /workers/{}/cordon"])
+@pytest.mark.parametrize(
+    "call", ["PUT /workers/{}", "DELETE /workers/{}", "PUT /workers/{}/cordon", "DELETE /workers/{}/cordon"]
+)
 @pytest.mark.parametrize("worker_id", ["-1", "x", str(1 << 64), "9" * 1000, "1.5", "0x1", "%C2%B2", "%ff", "1%20"])
 def test_a_worker_id_is_a_u64(call: str, worker_id: str, fleet: Fleet) -> None:
     """A worker id in a path is a decimal u64 and nothing else."""
@@ -324,6 +329,7 @@ def test_a_worker_that_is_not_registered_is_404(fleet: Fleet) -> None:
     """Calls for a worker that is not registered are 404."""
     fleet.main.call("DELETE", "/workers/5").refused(404, "unknown_id")
     fleet.main.call("PUT", "/workers/5/cordon").refused(404, "unknown_id")
+    fleet.main.call("DELETE", "/workers/5/cordon").refused(404, "unknown_id")
     fleet.main.call("POST", "/loads/r", {"worker_id": 5, "token_ids": [1]}).refused(404, "unknown_id")
 
 

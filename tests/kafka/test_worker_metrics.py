@@ -54,9 +54,9 @@ def engines() -> Iterator[tuple[EngineDouble, EngineDouble]]:
         yield first, second
 
 
-def bridged(stack: Stack, engines: tuple[EngineDouble, ...]) -> Settings:
+def bridged(stack: Stack, engines: tuple[EngineDouble, ...], interval_s: float = INTERVAL_S) -> Settings:
     """Start a bridge for these engines as workers 1, 2, ...; return the scope's settings."""
-    stack.settings = replace(stack.settings, metrics_interval_s=INTERVAL_S)
+    stack.settings = replace(stack.settings, metrics_interval_s=interval_s)
     addresses = [
         Engine(number, None, engine.url, engine.events, engine.replay)  # type: ignore[arg-type]
         for number, engine in enumerate(engines, 1)
@@ -103,6 +103,38 @@ def test_routers_choose_by_what_engines_report(stack: Stack, engines: tuple[Engi
             await_usages(late, {1: 0.2, 2: 1.0})
             message = late.call("POST", "/route", {**ASKED, "allowed_worker_ids": [2]}).refused(503, "all_workers_busy")
             assert "full" in message
+
+
+def test_a_burst_between_two_scrapes_spreads_and_ends(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:
+    """Of 12 cold requests to two routers over two engines with 4 slots each, 8 are accepted and spread evenly."""
+    for engine in engines:
+        engine.gauges = (
+            "trtllm_num_requests_running 0\ntrtllm_max_num_active_requests 4\n"
+            "trtllm_kv_cache_used_blocks 0\ntrtllm_kv_cache_max_blocks 200\n"
+        )
+    settings = replace(stack.settings, router_mode=RouterMode.LOAD_DEVIATION)
+    with served(settings) as api, served(settings) as peer:
+        bridged(stack, engines, interval_s=60.0)  # after the routers started, which read reports from then on
+        for each in (api, peer):
+            await_usages(each, {1: 0.0, 2: 0.0})
+        chosen = []
+        for number in range(12):
+            router, other = (api, peer) if number % 2 else (peer, api)
+            asked = {"model": "m", "request_id": f"cold{number}", "token_ids": [number] * 40}
+            answer = router.call("POST", "/route", asked)
+            if number < 8:
+                chosen.append(answer.given()["worker_id"])
+                in_flight = number + 1
+                wait_for(
+                    lambda other=other, n=in_flight: sum(load[2] for load in other.loads([1, 2]).values()) == n,  # type: ignore[misc]
+                    PATIENCE_S,
+                    "the booking on the other router",
+                )
+            else:
+                assert "full" in answer.refused(503, "all_workers_busy")
+        assert [chosen.count(worker_id) for worker_id in (1, 2)] == [4, 4]
+        api.call("DELETE", "/loads/cold3").given()
+        assert api.route(model="m", request_id="next", token_ids=[12] * 40)["worker_id"] == chosen[3]
 
 
 def test_the_last_report_of_a_silent_engine_expires(stack: Stack, engines: tuple[EngineDouble, EngineDouble]) -> None:

@@ -49,12 +49,14 @@ class Fleet:
     http: aiohttp.ClientSession
     context: zmq.asyncio.Context
     _stops: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    _clients: list[Client] = field(default_factory=list)
 
     async def engine(self, config: SimServerConfig = FAST, **changes: Any) -> Client:
         """Start an engine and wait until it is attached."""
         server = await serve(replace(config, pool=self.pool.url, **changes))
         self._stops.append(server.stop)
         client = Client(server, self.http, self.context)
+        self._clients.append(client)
         await until(lambda: attached(client))
         return client
 
@@ -79,6 +81,8 @@ class Fleet:
         self.pool = await serve_pool(replace(self.pool.config, port=port))
 
     async def stop(self) -> None:
+        for client in self._clients:
+            client.close()
         for stop in self._stops:
             await stop()
         await self.pool.stop()
@@ -93,8 +97,8 @@ async def fleet(config: PoolServerConfig = POOL_SERVER) -> AsyncIterator[Fleet]:
             yield found
             found.pool.pool.check()
         finally:
-            context.destroy(linger=0)
             await found.stop()
+            context.destroy(linger=0)
 
 
 def live(scenario: Callable[[Fleet], Awaitable[None]], config: PoolServerConfig = POOL_SERVER) -> None:
@@ -128,7 +132,7 @@ async def reported(client: Client) -> dict[int, CxlMemoryMetadata]:
     for _, payload in await client.replay(0):
         for event in decode_payload(payload, ENGINE.block_size).events:
             if isinstance(event, CxlStateChanged):
-                blocks, unknown = names.resolve(event.engine, event.state, ledger)
+                blocks, unknown = names.resolve(event, ledger)
                 assert unknown == []
                 for block in blocks.sequence.tolist():
                     after = transition(states.get(block, NOT_POOLED), event.state, event.pool_id)
@@ -405,6 +409,7 @@ def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it()
             page = await client.complete(model="other", max_tokens=1)
             assert page["kvstreams"]["cached_tokens"] == 0
             assert not await attached(client)
+            client.close()
         finally:
             await server.stop()
 

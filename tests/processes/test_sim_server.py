@@ -45,6 +45,11 @@ class Client:
         self.replays = context.socket(zmq.DEALER)
         self.replays.connect(server.replay_endpoint)
 
+    def close(self) -> None:
+        """Close the sockets; a context that is destroyed leaves their asyncio halves open."""
+        self.events.close(linger=0)
+        self.replays.close(linger=0)
+
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         async with self.http.post(self.server.http_url + path, json=body) as response:
             text = await response.text()
@@ -81,7 +86,11 @@ async def started(config: SimServerConfig) -> AsyncIterator[Client]:
     context = zmq.asyncio.Context()
     try:
         async with aiohttp.ClientSession() as http:
-            yield Client(server, http, context)
+            client = Client(server, http, context)
+            try:
+                yield client
+            finally:
+                client.close()
         server.model.check()
     finally:
         context.destroy(linger=0)

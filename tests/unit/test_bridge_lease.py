@@ -287,3 +287,32 @@ def test_no_two_bridges_may_publish_at_once_whatever_stops_and_continues(seed: i
         published += len(publishing)
     assert published > 100
     assert sum(node.may_publish(at_s) for node in nodes) == 1
+
+
+def test_a_holder_that_learns_the_engines_block_size_registers_it_at_once() -> None:
+    """The next tick writes the size under the same term, and no other writer can change it afterwards."""
+    log = Log()
+    node = Node(log, "a")
+    node.step(0.0)
+    node.lease.want(replace(WORKER, block_size=32))
+    node.step(0.1)
+    assert (log.last.block_size, log.last.lease) == (32, BridgeLease("a", 1, 6000, 2))
+    log.records.append(replace(log.last, taints=("x",), block_size=16))  # a router that had not read the size yet
+    node.step(0.2)
+    assert (log.last.block_size, log.last.taints) == (32, ("x",))
+    node.lease.want(WORKER)
+    node.step(0.3)
+    assert (log.last.block_size, log.last.taints) == (16, ("x",))
+
+
+def test_a_bridge_that_waits_registers_the_block_size_when_it_takes_over() -> None:
+    """A block size that is learnt without the lease is not written before the claim."""
+    log = Log()
+    a, b = Node(log, "a"), Node(log, "b")
+    a.step(0.0)
+    b.step(0.0)
+    b.lease.want(replace(WORKER, block_size=32))
+    b.step(0.1)
+    assert len(log.records) == 1
+    b.step(0.1 + LEASE_S)
+    assert (log.last.block_size, log.last.lease) == (32, BridgeLease("b", 2, 6000, 1))

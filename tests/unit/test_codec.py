@@ -6,28 +6,36 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import avro.io
 import avro.schema
 import numpy as np
 import pytest
+from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibilityType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import (
     codec,
+    cordon_key,
     decode_batch,
+    decode_cordon,
     decode_load,
     decode_metrics,
+    decode_model,
     decode_resync,
     decode_worker,
     encode_batch,
+    encode_cordon,
     encode_load,
     encode_metrics,
+    encode_model,
     encode_resync,
     encode_worker,
     from_long,
+    model_key,
     schemas_dir,
     to_long,
 )
@@ -39,6 +47,7 @@ from streams.core.events import (
     BlocksStored,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -64,7 +73,7 @@ from streams.core.ids import (
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
+from streams.core.workers import DP_SIZE_MAX, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
@@ -90,6 +99,7 @@ from streams.cxl.records import (
     pool_key,
 )
 from streams.errors import BadRecord, KvStreamsError
+from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PartitionRecord,
     SourceProgress,
@@ -250,6 +260,7 @@ progresses = st.builds(
     n_gaps=st.integers(0, I63),
     n_unknown_parents=st.integers(0, I63),
     n_unknown_removals=st.integers(0, I63),
+    feed=st.sampled_from(FeedState),
 )
 source_progresses = st.builds(SourceProgress, texts, texts, longs, longs, longs, longs)
 partition_records = st.builds(
@@ -312,9 +323,11 @@ CHUNK = replace(
     body=RestatementChunk(1, 0, 2, True, (RestatedRun(2, SequenceHash(5), u64([1]), u64([2]), Tier.DISK),)),
 )
 REMOVAL = replace(BATCH, body=WorkerRemoved("silent", 41))
-HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000))
+HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000), feed=FeedState.UNPROVEN)
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
+CORDON = Cordon(WorkerId(U64_MASK), 9)
+MODEL = ServedModel("modèle", 16, "bridge host:1", 9)
 METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
 BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
 BOOKING_ID = BookingId("request", "router", 3)
@@ -366,6 +379,8 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "heartbeat": ("kv-events", encode_batch(HEARTBEAT), decode_batch),
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
+    "cordon": ("cordons", encode_cordon(CORDON), lambda raw: decode_cordon(cordon_key(CORDON.worker_id), raw)),
+    "model": ("models", encode_model(MODEL), lambda raw: decode_model(model_key(MODEL.name), raw)),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
     "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
@@ -916,6 +931,50 @@ def test_decoded_arrays_are_read_only() -> None:
     event: KvEvent = body.events[0]
     assert isinstance(event, BlocksStored)
     assert not event.engine.flags.writeable
+
+
+#: Records as they were written before `incomplete` and `feed` existed: a batch, a heartbeat, a rank's progress.
+OLD_BATCH = bytes.fromhex(
+    "c30177925b29e5d3d68e0106026d20ffffffffffffffffff01120a000000000000001618000400020700000000000000200100000000000000"
+    "ffffffffffffffff200300000000000000040000000000000002020202000204000400"
+)
+OLD_HEARTBEAT = bytes.fromhex("c30177925b29e5d3d68e0106026d20ffffffffffffffffff01120a000000000000001618060262e05d")
+OLD_PROGRESS = bytes.fromhex("c301aa466d61b95159f90804120a00000000000000020a6d6f64656c2002040608e05d01")
+
+
+def test_records_of_an_earlier_schema_are_read_with_the_defaults_of_new_fields() -> None:
+    """A topic or a table keeps such records over an upgrade. Both decoders read them."""
+    old = EngineBatch(
+        RANK,
+        "m",
+        16,
+        Incarnation(1 << 63),
+        9,
+        10,
+        11,
+        EngineEvents((replace(STORED, cxl=None), AllBlocksCleared())),
+        12,
+        incomplete=False,
+        feed=FeedState.LIVE,
+    )
+    assert plain(decode_batch(OLD_BATCH)) == plain(old)
+    assert decode_batch(OLD_HEARTBEAT).body == Heartbeat("b", 6000)
+    progress = decode_progress(progress_key(RANK), OLD_PROGRESS)
+    assert progress == PROGRESS and progress.feed is FeedState.LIVE
+    (found,) = decode_events([OLD_BATCH])
+    assert isinstance(found, EngineBatch)
+    assert encode_batch(found) == encode_batch(old)
+    assert reason_of(lambda: decode_batch(OLD_BATCH + b"\0")) == "bad_avro"
+    assert reason_of(lambda: decode_batch(OLD_PROGRESS)) == "unknown_schema"
+
+
+@pytest.mark.parametrize("path", sorted((schemas_dir() / "previous").glob("*.avsc")), ids=lambda path: path.stem)
+def test_the_avro_package_finds_each_schema_compatible_with_its_earlier_versions(path: Path) -> None:
+    """A reader of today understands what was written before."""
+    name = path.name.split(".")[0]
+    reader, writer = (avro.schema.parse(each.read_text()) for each in (schemas_dir() / f"{name}.avsc", path))
+    found = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)
+    assert found.compatibility is SchemaCompatibilityType.compatible, found.messages
 
 
 def test_schemas_are_json_with_a_name_and_a_doc_string() -> None:

@@ -49,7 +49,8 @@ def ledger_of_three() -> Ledger:
 
 
 def enter(names: CxlNames, ledger: Ledger, state: CxlMemoryState, *engine: int) -> tuple[list[BlockAddress], list[int]]:
-    blocks, unknown = names.resolve(u64(*engine), state, ledger)
+    pool_id = "p" if state is TRANSIT else None
+    blocks, unknown = names.resolve(CxlStateChanged(0, u64(*engine), state, pool_id), ledger)
     return [address for address, _ in blocks.rows()], unknown
 
 

@@ -200,3 +200,15 @@ def test_an_error_without_an_api_code_is_answered_as_one_that_has_a_code(
 ) -> None:
     """The API answers every error with a code from its table."""
     assert api_error(exc) is answered_as
+
+
+def test_the_page_on_trust_has_a_row_for_every_test_of_trust() -> None:
+    """Each test in tests/trust is named in docs/trust.md, and each test that the page names exists."""
+    named = set(re.findall(r"`(test_\w+\.py::test_\w+)`", (ROOT / "docs/trust.md").read_text()))
+    existing = {
+        f"{path.name}::{statement.name}"
+        for path in (ROOT / "tests/trust").glob("test_*.py")
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.FunctionDef) and statement.name.startswith("test_")
+    }
+    assert named == existing

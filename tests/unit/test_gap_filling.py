@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+import zmq
 import zmq.asyncio
 
 from streams.core.ids import DpRank, RankId, WorkerId
@@ -51,6 +53,15 @@ def with_filler(
     return asyncio.run(main())
 
 
+async def settle(filler: GapFiller) -> ReplayFinding:
+    """Advance until no replay is running; return the last finding."""
+    while True:
+        finding = await filler.advance()
+        if finding is not ReplayFinding.CONSISTENT or filler.answer is None:
+            return finding
+        await asyncio.wait({filler.answer}, timeout=0.05)
+
+
 def payload(sequence: int) -> bytes:
     return b"payload %d" % sequence
 
@@ -66,8 +77,10 @@ def test_missing_batches_are_requested_and_published_before_the_buffered_one() -
             await filler.offer(Batch(0, payload(0)))
             await filler.offer(Batch(3, payload(3)))
             assert filler.next == 1
-            assert await filler.fill_gap() is ReplayFinding.CONSISTENT
+            assert filler.is_behind(time.monotonic())
+            assert await settle(filler) is ReplayFinding.CONSISTENT
             assert filler.next == 4
+            assert not filler.is_behind(time.monotonic())
 
         sink = with_filler(engine.replay, act, counters)
     assert sink.published == [0, 1, 2, 3]
@@ -82,7 +95,8 @@ def test_batches_that_the_engine_no_longer_keeps_are_lost() -> None:
             engine.send(payload(sequence))
 
         async def act(filler: GapFiller) -> None:
-            assert await filler.catch_up() is ReplayFinding.CONSISTENT
+            filler.catch_up()
+            assert await settle(filler) is ReplayFinding.CONSISTENT
 
         sink = with_filler(engine.replay, act, counters)
     assert sink.published == [3, 4]
@@ -95,33 +109,77 @@ def test_without_a_replay_socket_a_gap_is_given_up_at_once() -> None:
 
     async def act(filler: GapFiller) -> None:
         await filler.offer(Batch(2, payload(2)))
-        assert await filler.fill_gap() is ReplayFinding.CONSISTENT
-        assert await filler.catch_up() is ReplayFinding.CONSISTENT
+        assert await filler.advance() is ReplayFinding.CONSISTENT
+        filler.catch_up()
+        assert await settle(filler) is ReplayFinding.CONSISTENT
 
     sink = with_filler(None, act, counters)
     assert (sink.published, counters.gap_batches_lost, counters.replays) == ([2], 2, 0)
 
 
 def test_a_silent_replay_socket_is_given_up_after_the_hold_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the next attempt is not due, filling returns at once; after GAP_HOLD_S the gap is given up."""
+    """The feed continues while the answer is awaited and the next attempt is not due, and is behind all that time."""
     counters = FeedCounters()
-
-    async def silent(*_: object) -> gap_filling._Replay:
-        counters.replays += 1
-        return gap_filling._Replay()
-
-    monkeypatch.setattr(GapFiller, "_request", silent)
+    monkeypatch.setattr(gap_filling, "REPLAY_TIMEOUT_S", 0.1)
 
     async def act(filler: GapFiller) -> None:
         await filler.offer(Batch(1, payload(1)))
-        assert await filler.fill_gap() is ReplayFinding.CONSISTENT
-        assert await filler.fill_gap() is ReplayFinding.CONSISTENT
-        assert counters.replays == 1 and filler.next == 0
+        assert await filler.advance() is ReplayFinding.CONSISTENT
+        assert filler.answer is not None and filler.takes_live
+        assert await settle(filler) is ReplayFinding.CONSISTENT
+        assert await filler.advance() is ReplayFinding.CONSISTENT
+        assert (counters.replays, counters.replays_unanswered) == (1, 1) and filler.next == 0
+        assert filler.is_behind(time.monotonic())
         monkeypatch.setattr(gap_filling, "GAP_HOLD_S", 0.0)
-        assert await filler.fill_gap() is ReplayFinding.CONSISTENT
-        assert filler.next == 2
+        assert await filler.advance() is ReplayFinding.CONSISTENT
+        assert filler.next == 2 and not filler.is_behind(time.monotonic())
 
-    assert with_filler("ipc:///nowhere", act, counters).published == [1]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        mute.bind("tcp://127.0.0.1:*")
+        assert with_filler(mute.getsockopt_string(zmq.LAST_ENDPOINT), act, counters).published == [1]
+
+
+def test_live_batches_are_published_while_a_catch_up_is_not_answered() -> None:
+    """A socket that answered before and is silent now shows that the feed may be behind, until a batch follows."""
+
+    async def act(filler: GapFiller) -> None:
+        await filler.offer(Batch(0, payload(0)))
+        filler.catch_up()
+        assert await settle(filler) is ReplayFinding.CONSISTENT
+        began_s = time.monotonic()
+        assert filler.answered_from_s <= began_s and not filler.is_behind(began_s)
+        engine.stop_replays()
+        filler.catch_up()
+        assert not filler.is_behind(began_s)
+        assert filler.is_behind(began_s + gap_filling.ANSWER_LATE_S + 1.0)
+        assert await filler.advance() is ReplayFinding.CONSISTENT
+        await filler.offer(Batch(1, payload(1)))
+        assert filler.next == 2 and filler.answer is not None
+        filler.abort()
+        assert not filler.is_behind(began_s + 100.0)
+
+    with EngineDouble() as engine:
+        engine.send(payload(0))
+        assert with_filler(engine.replay, act).published == [0, 1]
+
+
+def test_live_batches_wait_while_a_replay_brings_what_precedes_them() -> None:
+    """From the first answer to the last one, the feed is behind if the replay has batches that were not published."""
+
+    async def act(filler: GapFiller) -> None:
+        filler.catch_up()
+        behind = []
+        while filler.answer is not None:
+            await filler.answer
+            assert await filler.advance() is ReplayFinding.CONSISTENT
+            behind.append((filler.answer is not None, filler.is_behind(time.monotonic()), not filler.takes_live))
+        assert behind[-1] == (False, False, False)
+        assert all(running == waiting == late for running, late, waiting in behind)
+
+    with EngineDouble() as engine:
+        for sequence in range(3 * gap_filling.ANSWERS_AT_ONCE):
+            engine.send(payload(sequence))
+        assert with_filler(engine.replay, act).published == list(range(3 * gap_filling.ANSWERS_AT_ONCE))
 
 
 def test_a_batch_beyond_the_engines_numbers_is_foreign_and_dropped() -> None:
@@ -133,8 +191,8 @@ def test_a_batch_beyond_the_engines_numbers_is_foreign_and_dropped() -> None:
         async def act(filler: GapFiller) -> None:
             await filler.offer(Batch(0, payload(0)))
             await filler.offer(Batch(9, b"from an older incarnation"))
-            assert await filler.fill_gap() is ReplayFinding.FOREIGN
-            assert await filler.fill_gap() is ReplayFinding.CONSISTENT
+            assert await settle(filler) is ReplayFinding.FOREIGN
+            assert await settle(filler) is ReplayFinding.CONSISTENT
 
         sink = with_filler(engine.replay, act, counters)
     assert (sink.published, counters.batches_foreign) == ([0], 1)
@@ -147,7 +205,8 @@ def test_another_batch_under_a_published_number_contradicts() -> None:
 
         async def act(filler: GapFiller) -> None:
             await filler.offer(Batch(0, b"of the old incarnation"))
-            assert await filler.catch_up() is ReplayFinding.CONTRADICTED
+            filler.catch_up()
+            assert await settle(filler) is ReplayFinding.CONTRADICTED
 
         assert with_filler(engine.replay, act).published == [0]
 
@@ -160,6 +219,7 @@ def test_a_number_that_the_engine_never_sent_contradicts() -> None:
         async def act(filler: GapFiller) -> None:
             filler.continue_after(5, digest=1)
             assert filler.next == 6
-            assert await filler.catch_up() is ReplayFinding.CONTRADICTED
+            filler.catch_up()
+            assert await settle(filler) is ReplayFinding.CONTRADICTED
 
         assert with_filler(engine.replay, act).published == []

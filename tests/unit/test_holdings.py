@@ -134,6 +134,7 @@ def test_every_history_ends_in_the_state_of_the_reference(seed: int, n_ranks: in
         expected = reference.ranks[rank]
         assert progress.n_unknown_parents == expected.n_unknown_parents
         assert progress.silent == expected.silent
+        assert progress.feed == expected.feed
         lossy = Health.DEGRADED if expected.lossy else Health.EXACT
         assert progress.health is (Health.REMOVED if expected.removed else lossy)
         assert holdings.runs.n_blocks(rank) == len(reference.ranks[rank].facts)
@@ -297,6 +298,20 @@ def test_unindexed_blocks_make_a_rank_approximate(fleet: Fleet, cleared: bool) -
     assert fleet.progress().health is Health.APPROXIMATE
     judge(fleet.holdings, batch(1))
     assert fleet.progress().health is Health.APPROXIMATE
+    judge(fleet.holdings, batch(2, AllBlocksCleared()))
+    assert fleet.progress().health is Health.EXACT
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_an_incomplete_batch_degrades_its_rank_until_a_clear(fleet: Fleet, cleared: bool) -> None:
+    """Its events are applied; a clear in the same batch does not help, since the lost events may have followed it."""
+    fleet.apply(stored(names(1), locals_(1)))
+    events = (AllBlocksCleared(),) if cleared else ()
+    lossy = replace(batch(1, *events, stored(names(1, 70), locals_(1, 70))), incomplete=True)
+    assert judge(fleet.holdings, lossy) is Verdict.GAP
+    assert (fleet.progress().health, fleet.progress().n_gaps) == (Health.DEGRADED, 1)
+    assert fleet.blocks() == ({70} if cleared else {1, 70})
+    assert judge(fleet.holdings, lossy) is Verdict.DUPLICATE
     judge(fleet.holdings, batch(2, AllBlocksCleared()))
     assert fleet.progress().health is Health.EXACT
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -25,9 +22,8 @@ from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
 from streams.engines.bridge_metrics import BRIDGE_METRICS, bridge_snapshot
 from streams.engines.feed_counters import FeedCounters
-from streams.errors import API_ERRORS, SettingsError, api_error
-from streams.local.ports import free_port
-from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram, monitoring_server
+from streams.errors import API_ERRORS, api_error
+from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
 from streams.router_api.metrics import _FailedScrapes
 from streams.tables.partition import PARTITION_COUNTS
 from streams.tables.pooled_block_table import TransitionOutcome
@@ -209,27 +205,3 @@ def test_the_total_of_failed_scrapes_never_decreases() -> None:
         scrapes.update(reports)
         totals.append(scrapes.total)
     assert totals == [3, 4, 4, 5, 7]
-
-
-def test_a_process_without_the_api_serves_metrics_and_health() -> None:
-    """/metrics and /healthz answer while the server runs, and the port is free again afterwards."""
-    port = free_port()
-    registry = MetricsRegistry((gauge("kvstreams_x", "X", float),), lambda: 7)
-
-    def get(path: str) -> tuple[int, str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10.0) as response:
-            return response.status, response.read().decode()
-
-    async def scenario() -> None:
-        async with monitoring_server("127.0.0.1", port, registry):
-            assert "kvstreams_x 7.0\n" in (await asyncio.to_thread(get, "/metrics"))[1]
-            assert await asyncio.to_thread(get, "/healthz") == (200, '{"status": "ok"}')
-            with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}.*--metrics-port"):
-                async with monitoring_server("127.0.0.1", port, registry):
-                    raise AssertionError("it must not serve")
-        with pytest.raises(urllib.error.URLError):
-            await asyncio.to_thread(get, "/healthz")
-        async with monitoring_server("127.0.0.1", 0, registry):
-            pass  # off: nothing is listened on
-
-    asyncio.run(scenario())

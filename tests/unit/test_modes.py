@@ -9,18 +9,20 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.core.engine_metrics import WorkerMetrics
+from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores, with_predictions
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.routing import unreported as unreported_module
 from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.decision import Chooser, FleetState, RoutePolicy
-from streams.core.routing.policies import hit_usage_waiting, load_deviation
+from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
 from streams.core.routing.selection import (
     RouterMode,
     select_by_cost,
@@ -29,6 +31,7 @@ from streams.core.routing.selection import (
     select_power_of_two,
 )
 from streams.core.routing.sessions import SessionAffinity
+from streams.core.routing.unreported import REPORT_DELAY_MS, UnreportedBookings
 from streams.core.workers import Worker
 from streams.errors import AllWorkersBusy
 
@@ -222,6 +225,38 @@ def metrics(**fields: Any) -> WorkerMetrics:
     return WorkerMetrics(**fields)
 
 
+@pytest.mark.parametrize(
+    ("n_tokens", "held", "rates"),
+    [(20, [0, 1], [0.0, 0.8]), (16, [0, 1], [0.0, 1.0]), (31, [1], [16 / 31]), (33, [1, 2], [16 / 33, 32 / 33])],
+)
+def test_a_hit_rate_is_a_share_of_tokens(n_tokens: int, held: list[int], rates: list[float]) -> None:
+    """A partial last block counts with the tokens that it has: of 20 tokens one cached block of 16 is 0.8."""
+    assert hit_rates(np.array(held), n_tokens, BLOCK_SIZE) == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("mode", [RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION])
+@pytest.mark.parametrize(("n_tokens", "rate"), [(20, 0.8), (None, 0.5)])
+def test_the_older_policies_compute_in_tokens_and_from_the_plain_overlap(
+    mode: RouterMode, n_tokens: int | None, rate: float
+) -> None:
+    """A block on the host is as much of a hit as one on the device, and a request without a length has full blocks."""
+    scores = OverlapScores({RANKS[0]: 1, RANKS[1]: 1}, {RANKS[1]: (0, 1, 0, 0)})
+    even = {each: metrics(kv_total_blocks=10) for each in RANKS}
+    decision = Chooser(random.Random(SEED)).choose(
+        RoutePolicy(mode=mode),
+        RANKS,
+        scores,
+        loads_of(0, 0, 0),
+        sequence=pack_hashes([1]),
+        request_blocks=2,
+        block_size=BLOCK_SIZE,
+        n_tokens=n_tokens,
+        fleet=FleetState(even),
+    )
+    hit, miss = (-2.0 * rate, 0.0) if mode is RouterMode.HIT_USAGE_WAITING else (0.7 * (1.0 - rate), 0.7)
+    assert [each.cost for each in decision.candidates] == pytest.approx([hit, hit, miss])
+
+
 def test_hit_usage_waiting_weighs_hits_twice() -> None:
     """The cost is -(2 * hit rate - cache usage - waiting / the most waiting)."""
     reported = [
@@ -324,6 +359,90 @@ def test_full_engines_are_all_workers_busy() -> None:
     assert (caught.value.code, caught.value.http_status) == ("all_workers_busy", 503)
     some = FleetState({each: metrics(kv_active_blocks=10, kv_total_blocks=10) for each in RANKS[1:]})
     assert choose(RouterMode.LOAD_DEVIATION, loads_of(0, 0, 0), fleet=some).chosen.rank == RANKS[0]
+
+
+# --- bookings since the last report -------------------------------------------------------------------------------
+
+
+def booking_id(number: int) -> BookingId:
+    return BookingId(str(number), "router", number)
+
+
+def since(unreported: UnreportedBookings, reported_ms: int, *ranks: RankId) -> list[tuple[int, int]]:
+    """Requests and blocks on each of these ranks, all of which reported at this time; all of RANKS by default."""
+    asked = ranks or RANKS
+    found = unreported.since(dict.fromkeys(asked, reported_ms))
+    return [tuple(found.get(each, (0, 0))) for each in asked]  # type: ignore[misc]
+
+
+def test_bookings_count_from_when_they_are_made_until_a_later_report() -> None:
+    """A booking counts on its rank until it ends, or until a report of which it must be part was received."""
+    unreported = UnreportedBookings()
+    for number, (each, blocks, at_ms) in enumerate([(RANKS[0], 3, 1000), (RANKS[0], 2, 1100), (RANKS[1], 7, 1100)]):
+        unreported.add(booking_id(number), each, blocks, at_ms)
+    unreported.add(booking_id(0), RANKS[2], 9, 1200)  # the same booking again
+    assert since(unreported, 900) == [(2, 5), (1, 7), (0, 0)]
+    assert since(unreported, 1000 + REPORT_DELAY_MS, RANKS[0]) == [(2, 5)]
+    assert since(unreported, 1001 + REPORT_DELAY_MS, RANKS[0]) == [(1, 2)]
+    unreported.end(booking_id(1))
+    unreported.end(booking_id(1))
+    assert since(unreported, 900) == [(0, 0), (1, 7), (0, 0)]
+    assert since(unreported, 10_000, RANKS[1]) == [(0, 0)]
+    assert len(unreported) == 0
+
+
+def test_bookings_that_are_kept_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the oldest booking is dropped."""
+    monkeypatch.setattr(unreported_module, "UNREPORTED_MAX", 2)
+    unreported = UnreportedBookings()
+    for number, each in enumerate(RANKS):
+        unreported.add(booking_id(number), each, 1, 1000)
+    assert since(unreported, 0) == [(0, 0), (1, 1), (1, 1)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 400)), max_size=40))
+def test_unreported_bookings_are_those_of_a_list(calls: list[tuple[int, int, int]]) -> None:
+    """For any calls, the sums are those of a plain list of bookings."""
+    unreported, now_ms = UnreportedBookings(), 0
+    kept: dict[int, tuple[RankId, int, int]] = {}
+    for number, (what, at, passed_ms) in enumerate(calls):
+        now_ms += passed_ms
+        if what <= 2:
+            unreported.add(booking_id(number), RANKS[at], what, now_ms)
+            kept[number] = (RANKS[at], what, now_ms)
+        elif what <= 4:
+            unreported.end(booking_id(number - what))
+            kept.pop(number - what, None)
+        since_ms = now_ms - 300 * (what == 5)
+        stale = [
+            each for each, (of, _, at_ms) in kept.items() if of == RANKS[at] and at_ms < since_ms - REPORT_DELAY_MS
+        ]
+        for each in stale:
+            del kept[each]
+        mine = [blocks for of, blocks, _ in kept.values() if of == RANKS[at]]
+        assert since(unreported, since_ms, RANKS[at]) == [(len(mine), sum(mine))]
+        assert len(unreported) == len(kept)
+
+
+def test_booked_requests_take_slots_and_blocks_and_then_wait() -> None:
+    """Booked blocks raise the usage, and requests beyond the slots wait, if the totals are known."""
+    reported = metrics(
+        gpu_cache_usage_perc=0.5, request_active_slots=2, request_total_slots=4, kv_active_blocks=5, kv_total_blocks=10
+    )
+    assert with_bookings(reported, 1, 2) == metrics(
+        gpu_cache_usage_perc=0.7, request_active_slots=3, request_total_slots=4, kv_active_blocks=7, kv_total_blocks=10
+    )
+    assert with_bookings(reported, 5, 20) == metrics(
+        gpu_cache_usage_perc=1.0,
+        num_requests_waiting=3,
+        request_active_slots=4,
+        request_total_slots=4,
+        kv_active_blocks=25,
+        kv_total_blocks=10,
+    )
+    over = metrics(request_active_slots=6, request_total_slots=4)
+    assert with_bookings(over, 2, 0) == metrics(request_active_slots=6, request_total_slots=4, num_requests_waiting=2)
+    assert with_bookings(metrics(), 3, 4) == metrics(request_active_slots=3, kv_active_blocks=4)
 
 
 # --- busy ranks ---------------------------------------------------------------------------------------------------

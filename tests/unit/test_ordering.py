@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, Heartbeat
+from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, FeedState, Heartbeat, RestatementChunk
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
-from streams.core.reducer.ordering import Health, Progress, Verdict, judge, renew
+from streams.core.reducer.ordering import Health, Progress, Verdict, judge, judge_chunk, renew
 
 RANK = RankId(WorkerId(7), DpRank(0))
 LEASE_MS = 3000
@@ -72,7 +72,7 @@ def test_a_batch_is_judged_by_its_incarnation_and_then_by_its_number(
         (KNOWN, 6, BEFORE_FIRST, Verdict.RENEWED, (6, 0), Health.EXACT),
         (KNOWN, 6, 0, Verdict.GAP, (6, 0), Health.DEGRADED),
         (replace(KNOWN, health=Health.DEGRADED), 5, 11, Verdict.RENEWED, (5, 2), Health.DEGRADED),
-        (replace(KNOWN, health=Health.APPROXIMATE), 5, 11, Verdict.RENEWED, (5, 2), Health.APPROXIMATE),
+        (replace(KNOWN, health=Health.APPROXIMATE), 5, 11, Verdict.GAP, (5, 2), Health.DEGRADED),
         (REMOVED, 5, BEFORE_FIRST, Verdict.STALE, (5, 2), Health.REMOVED),
         (REMOVED, 5, 10, Verdict.STALE, (5, 2), Health.REMOVED),
         (REMOVED, 6, BEFORE_FIRST, Verdict.RENEWED, (6, 0), Health.EXACT),
@@ -112,12 +112,42 @@ def test_a_new_incarnation_starts_without_a_lease() -> None:
     ("health", "n_unindexed", "sequence", "after"),
     [
         (Health.EXACT, 1, 11, Health.APPROXIMATE),
-        (Health.DEGRADED, 1, 11, Health.APPROXIMATE),
+        (Health.DEGRADED, 1, 11, Health.DEGRADED),
         (Health.APPROXIMATE, 0, 11, Health.APPROXIMATE),
-        (Health.APPROXIMATE, 0, 12, Health.APPROXIMATE),
+        (Health.APPROXIMATE, 0, 12, Health.DEGRADED),
         (Health.DEGRADED, 0, 11, Health.DEGRADED),
     ],
 )
 def test_a_batch_never_improves_the_health(health: Health, n_unindexed: int, sequence: int, after: Health) -> None:
     """A complete sequence of numbers does not make a rank exact again."""
     assert judge(replace(KNOWN, health=health), batch(sequence, n_unindexed=n_unindexed)).progress.health is after
+
+
+@pytest.mark.parametrize("sequence", [11, 12])
+def test_an_incomplete_batch_counts_as_one_gap(sequence: int) -> None:
+    """It degrades the rank like a missing batch; if a batch before it is missing too, both count as one gap."""
+    judgement = judge(KNOWN, replace(batch(sequence), incomplete=True))
+    assert (judgement.verdict, judgement.progress.health, judgement.progress.n_gaps) == (
+        Verdict.GAP,
+        Health.DEGRADED,
+        1,
+    )
+    assert judge(KNOWN, replace(batch(10), incomplete=True)).progress == KNOWN
+
+
+@pytest.mark.parametrize("feed", FeedState)
+@pytest.mark.parametrize("before", FeedState)
+def test_progress_has_the_feed_of_the_last_record_that_was_not_a_duplicate(before: FeedState, feed: FeedState) -> None:
+    """Events, heartbeats and chunks set it, also if they begin an incarnation; duplicates and stale records do not."""
+    known = replace(KNOWN, feed=before)
+    chunk = replace(batch(10), body=RestatementChunk(1, 0, 1, True, ()), feed=feed)
+    assert judge(known, replace(batch(11), feed=feed)).progress.feed is feed
+    assert judge(known, replace(batch(0, 6), feed=feed)).progress.feed is feed
+    assert judge(known, replace(batch(10), feed=feed)).progress is known
+    assert judge(known, replace(batch(11, 4), feed=feed)).progress is known
+    for sequence, incarnation in [(10, 5), (3, 5), (11, 5), (-1, 6)]:
+        assert renew(known, replace(heartbeat(sequence, incarnation), feed=feed), LEASE_MS).progress.feed is feed
+    assert renew(known, replace(heartbeat(10, 4), feed=feed), LEASE_MS).progress is known
+    assert judge_chunk(known, chunk).progress.feed is feed
+    assert judge_chunk(known, replace(chunk, incarnation=Incarnation(6))).progress.feed is feed
+    assert judge_chunk(known, replace(chunk, sequence=9)).progress is known

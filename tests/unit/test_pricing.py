@@ -17,7 +17,7 @@ from streams.core.index.run_tree import RunTreeIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import pricing
 from streams.core.routing.kernels.price import price_ranks
-from streams.core.routing.pricing import price, price_in_numpy
+from streams.core.routing.pricing import NO_PREFERENCE, price, price_in_numpy
 from streams.core.routing.selection import select_by_cost, select_lowest
 from tests.helpers.reference import chain_hashes
 
@@ -45,8 +45,16 @@ def chain_of(rng: random.Random) -> bytes:
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
-@given(seed=st.integers(0, 2**32), n_ranks=st.sampled_from([1, 3, 64, 130]), weight=WEIGHTS, tracked=st.booleans())
-def test_the_kernel_gives_the_bits_of_the_formula(seed: int, n_ranks: int, weight: float, tracked: bool) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    n_ranks=st.sampled_from([1, 3, 64, 130]),
+    weight=WEIGHTS,
+    tracked=st.booleans(),
+    preferring=st.booleans(),
+)
+def test_the_kernel_gives_the_bits_of_the_formula(
+    seed: int, n_ranks: int, weight: float, tracked: bool, preferring: bool
+) -> None:
     """For any loads, shared blocks and overlaps the kernel returns the formula's bits, and decode blocks are those of
     sets."""
     rng = random.Random(seed)
@@ -56,11 +64,12 @@ def test_the_kernel_gives_the_bits_of_the_formula(seed: int, n_ranks: int, weigh
     effective = np.array([rng.choice([0.0, rng.uniform(0.0, 12.0)]) for _ in ranks])
     request_blocks, full_blocks, block_size = rng.randrange(12), len(sequence) // 8, rng.choice([1, 3, 16, 64])
     shared = loads.shared_blocks(sequence)
+    preference = np.array([rng.randrange(3) for _ in ranks]) if preferring else NO_PREFERENCE
 
     def by(priced: Any) -> tuple[int, Float64Array]:
         terms = np.empty((4, len(ranks)))
         sizes = (request_blocks, full_blocks, block_size)
-        return priced(loads.table, rows, shared, effective, *sizes, weight, tracked, terms), terms
+        return priced(loads.table, rows, shared, effective, preference, *sizes, weight, tracked, terms), terms
 
     (lowest, by_kernel), (lowest_in_numpy, by_formula) = by(price_ranks), by(price_in_numpy)
     assert lowest == lowest_in_numpy
@@ -107,6 +116,28 @@ def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch:
         )
         assert (priced.first, priced.n_lowest) == (1, n_lowest)
         assert priced.columns.cost.tolist() == [18.0, 10.0, 11.0, 10.0][:n]
+
+
+@pytest.mark.parametrize("by", [price_ranks, price_in_numpy], ids=["kernel", "plain"])
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from([0.0, 1.0, 4.0]), st.integers(0, 2)), min_size=1, max_size=70),
+    seed=st.integers(0, 2**32),
+)
+def test_a_preference_decides_exact_ties_and_nothing_else(by: Any, rows: list[tuple[float, int]], seed: int) -> None:
+    """Of the candidates with the lowest cost, those with the greatest preference remain, and one of them is drawn."""
+    costs, preference = [cost for cost, _ in rows], np.array([preferred for _, preferred in rows])
+    best = [at for at, row in enumerate(rows) if row == (min(costs), max(p for c, p in rows if c == min(costs)))]
+    # Without loads, a candidate's cost is the part of the request that it does not hold.
+    held, none = 4.0 - np.array(costs), np.zeros(len(rows), dtype=np.int64)
+    terms = np.empty((4, len(rows)))
+    found = by(ActiveLoads(1000).table, none, np.zeros(64, np.int64), held, preference, 4, 0, 16, 1.0, False, terms)
+    assert terms[3].tolist() == costs
+    assert (found >> 32, found & 0xFFFFFFFF) == (best[0], len(best))
+    ours, theirs = random.Random(seed), random.Random(seed)
+    drawn = best[0] if len(best) == 1 else best[int(theirs.random() * len(best))]
+    assert select_lowest(terms[3], best[0], len(best), ours, preference) == drawn
+    assert ours.random() == theirs.random()
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)

@@ -6,19 +6,27 @@ What must not be here: anything that depends on Kafka's behaviour (test_router_m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
-from streams.core.hashing import local_hashes
-from streams.core.ids import HashArray
+from streams.codec import encode_load
+from streams.core.hashing import local_hashes, pack_hashes
+from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.reducer.ordering import Health
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
+from streams.kafka import Record
+from streams.router_api import prompt_matches
+from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
-from streams.router_api.wire import answer_json, parse_route_query
+from streams.router_api.wire import answer_json, parse_route, parse_route_query
 from streams.settings import Settings
+from streams.tables.records import encode_progress, progress_key
 from tests.helpers.api import TOKENS, packed
 from tests.unit.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
 
@@ -127,6 +135,93 @@ def test_metrics_reach_the_older_policies() -> None:
     assert (answer["worker_id"], answer["mode"]) == (2, "exact")
 
 
+def cold(router: Router, number: int, **fields: Any) -> int:
+    """Route a prompt of its own that nothing holds; return the chosen worker."""
+    worker_id: int = ask(router, f"cold{number}", range(10**6 + 100 * number, 10**6 + 100 * number + 32), **fields)[
+        "worker_id"
+    ]
+    return worker_id
+
+
+@pytest.mark.parametrize("replica_sync", [False, True])
+def test_a_burst_between_two_reports_spreads_and_ends_when_all_slots_are_taken(replica_sync: bool) -> None:
+    """Of 12 cold requests over two workers with 4 slots each, each worker gets 4, and the others all_workers_busy."""
+    router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION, router_replica_sync=replica_sync)
+    for worker_id in (1, 2):
+        report(router.view, rank(worker_id), request_total_slots=4, kv_total_blocks=100)
+    for _ in range(5):
+        cold(router, 99, update_states="false")  # it books nothing
+    chosen = [cold(router, number) for number in range(8)]
+    assert [chosen.count(worker_id) for worker_id in (1, 2)] == [4, 4]
+    for _ in range(4):
+        with pytest.raises(AllWorkersBusy, match="full"):
+            cold(router, 8)
+    assert ask(router, "cold3", range(10**6))["cost"] is None  # a repeated id gets its booking
+    router.report_phase("cold3", BookingPhase.FREE)
+    assert cold(router, 9) == chosen[3]
+    with pytest.raises(AllWorkersBusy):
+        cold(router, 10)
+
+
+def test_a_report_replaces_the_bookings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bookings count until a report that contains them arrives; from then on the report does."""
+    router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
+    now_ms = [10_000]
+    for owner in (router.view._engine_reports, router.loads):
+        monkeypatch.setattr(owner, "_now_ms", lambda: now_ms[0])
+
+    def reported(**running: int) -> None:
+        for name, n in running.items():
+            numbers = {"request_active_slots": n, "request_total_slots": 4, "kv_total_blocks": 100}
+            report(router.view, rank(int(name[1:])), **numbers, kv_active_blocks=2 * n)
+
+    reported(w1=0, w2=0)
+    for number in range(8):
+        cold(router, number)
+    now_ms[0] += 1000
+    reported(w1=4, w2=2)  # two of the second worker's requests have ended, and their clients have not said so
+    assert [cold(router, number) for number in (8, 9)] == [2, 2]
+    with pytest.raises(AllWorkersBusy):
+        cold(router, 10)
+    now_ms[0] += 100
+    reported(w1=4, w2=2)  # scraped before the last two requests can have reached the engine
+    with pytest.raises(AllWorkersBusy):
+        cold(router, 10)
+
+
+def test_booked_blocks_fill_a_rank_as_slots_do() -> None:
+    """Blocks of booked requests, including a partial last one, count against the rank's blocks, shared ones once."""
+    router = router_of(1, router_mode=RouterMode.LOAD_DEVIATION)
+    report(router.view, rank(1), kv_total_blocks=8, kv_active_blocks=1)
+    ask(router, "a", range(36))  # 3 blocks
+    ask(router, "b", range(52))  # the first two are the same: 2 more
+    ask(router, "c", range(68))  # the first three are the same: 2 more, and all 8 are in use
+    with pytest.raises(AllWorkersBusy):
+        ask(router, "e", [1])
+
+
+def test_bookings_of_other_routers_count_as_well() -> None:
+    """A booking that another router wrote to the log counts on its rank from when it is read."""
+    router = router_of(1, router_mode=RouterMode.HIT_USAGE_WAITING, router_replica_sync=True)
+    report(router.view, rank(1), kv_total_blocks=10)
+    assert ask(router, update_states="false")["mode"] == "fallback"  # nothing is known but an empty engine
+    theirs = Booking(rank(1), "m", 64, pack_hashes([1, 2]), 0, 3)
+    key, value = encode_load(BookingId("x", "other", 1), BookingPhase.ADD, theirs, 0)
+    router.loads.fold(Record("router-loads", 0, 0, 5, key, value))
+    found = ask(router, update_states="false", explain="true")["candidates"][0]["cost"]
+    assert found == pytest.approx(0.3)  # 3 of 10 blocks
+
+
+def test_a_hit_rate_counts_tokens_and_not_pooled_or_weighted_blocks() -> None:
+    """Of 20 tokens with one cached block of 16 the hit rate is 0.8; a request given as hashes has full blocks."""
+    router = router_of(1, router_mode=RouterMode.HIT_USAGE_WAITING)
+    local = local_hashes(list(range(32)), BLOCK_SIZE)
+    hold(router.view, rank(1), local[:1], Tier.HOST)
+    assert ask(router, tokens=range(20), update_states="false")["cost"] == pytest.approx(-1.6)
+    by_hashes = parse_route(orjson.dumps({"block_hashes": local.tolist(), "update_states": False}))
+    assert router.route(by_hashes).cost == pytest.approx(-1.0)
+
+
 def test_overrides_are_the_requests_own() -> None:
     """A request without tracked blocks pays nothing for them, and the next request does again."""
     router = router_of(1)
@@ -200,3 +295,158 @@ def test_an_answer_has_the_url_of_its_worker() -> None:
     router.view.fold_worker(b"1", None)
     register(router.view, 2)
     assert (ask(router)["worker_id"], ask(router)["url"]) == (1, None)
+
+
+def spoil(router: Router, worker_id: int, health: Health) -> None:
+    """The worker's rank gets another health, as if it had lost a batch or had blocks that are not indexed."""
+    (progress,) = router.view.progress_of(WorkerId(worker_id))
+    changed = replace(progress, health=health, sequence=progress.sequence + 1)
+    router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
+
+
+def modes_of(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """An answer's rank, its modes, and the reasons for which they are degraded."""
+    reasons = answer.get("degraded_because"), answer.get("chosen_degraded_because")
+    return (answer["worker_id"], answer["mode"], answer["chosen_mode"], *reasons)
+
+
+def test_an_answer_has_the_trust_in_the_chosen_rank_alone() -> None:
+    """`mode` is the worst over all eligible ranks, and `chosen_mode` that of the chosen rank, each with its reason."""
+    router = router_of(3)
+    local = local_hashes(TOKENS, BLOCK_SIZE)
+    for worker_id in (1, 2, 3):
+        hold(router.view, rank(worker_id), local[:worker_id])
+    assert modes_of(ask(router, update_states="false")) == (3, "exact", "exact", None, None)
+    spoil(router, 1, Health.DEGRADED)
+    assert modes_of(ask(router, update_states="false")) == (3, "degraded", "exact", "events_lost", None)
+    spoil(router, 3, Health.APPROXIMATE)
+    assert modes_of(ask(router, update_states="false")) == (3, "degraded", "approximate", "events_lost", None)
+    assert modes_of(ask(router, update_states="false", worker_id=2)) == (2, "exact", "exact", None, None)
+    register(router.view, 4)
+    for worker_id, reason in ((1, "events_lost"), (4, "no_events_yet")):
+        only = ask(router, update_states="false", worker_id=worker_id)
+        assert modes_of(only) == (worker_id, "degraded", "degraded", reason, reason)
+    assert router.chosen_modes == {"exact": 3, "approximate": 1, "degraded": 2}
+    booked = ask(router, "again", allowed_worker_ids="1,2")
+    assert modes_of(booked) == (2, "degraded", "exact", "events_lost", None)
+    assert modes_of(ask(router, "again")) == (2, "exact", "exact", None, None)  # the booked rank is the only one
+    assert modes_of(ask(router, overlap_score_weight=0.0))[1:] == ("fallback", "fallback", None, None)
+
+
+def test_a_chosen_rank_is_no_better_than_its_prediction_and_the_bookings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chosen rank whose overlap is predicted is approximate, and if bookings are out of sync it is degraded."""
+    router = router_of(2, router_predicted_ttl_s=60.0)
+    for worker_id in (1, 2):
+        hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE)[:1])
+    router.view.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
+    assert modes_of(ask(router, update_states="false")) == (1, "approximate", "approximate", None, None)
+    assert modes_of(ask(router, update_states="false", allowed_worker_ids="2"))[1:3] == ("exact", "exact")
+    spoil(router, 1, Health.DEGRADED)
+    monkeypatch.setattr(type(router.loads), "in_sync", False)
+    not_in_sync = "bookings_not_in_sync"
+    found = modes_of(ask(router, update_states="false", excluded_worker_ids="1"))
+    assert found == (2, "degraded", "degraded", not_in_sync, not_in_sync)
+    router.view.predict(rank(2), local_hashes(TOKENS, BLOCK_SIZE))
+    drawn = {modes_of(ask(router, update_states="false"))[2:] for _ in range(30)}
+    assert drawn == {("degraded", "events_lost", "events_lost"), ("degraded", "events_lost", not_in_sync)}
+
+
+def test_a_policy_without_a_preference_trusts_nothing() -> None:
+    """If an older policy had nothing to choose by, both modes are `fallback`."""
+    router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
+    assert modes_of(ask(router))[1:] == ("fallback", "fallback", None, None)
+
+
+# --- prompts that match nothing -----------------------------------------------------------------------------------
+
+
+def holding(router: Router, worker_id: int, tokens: Sequence[int]) -> None:
+    """The worker's rank holds the blocks of these tokens, as its progress says too."""
+    local = local_hashes(list(tokens), BLOCK_SIZE)
+    hold(router.view, rank(worker_id), local)
+    (progress,) = router.view.progress_of(WorkerId(worker_id))
+    changed = replace(progress, n_blocks=len(local), sequence=progress.sequence + 1)
+    router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
+
+
+def route_prompts(router: Router, n: int, first: int = 0, **fields: Any) -> None:
+    """Route n prompts that nothing holds."""
+    for number in range(first, first + n):
+        ask(router, tokens=range(10**6 + 100 * number, 10**6 + 100 * number + 32), update_states="false", **fields)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_model_whose_prompts_never_match_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """After UNMATCHED_DECISIONS without a match on a fleet that holds blocks, one warning names likely causes."""
+    router = router_of(2)
+    register(router.view, 3, model="other")
+    holding(router, 1, TOKENS)
+    holding(router, 3, range(32))
+    with caplog.at_level("INFO"):
+        route_prompts(router, UNMATCHED_DECISIONS - 1, model="m")
+        ask(router, tokens=range(32), model="other", update_states="false")  # it matches, on its own model's rank
+        assert (router.prompt_matches.unmatched(), warnings_of(caplog)) == ({}, [])
+        # Blocks of another model do not count as a match.
+        ask(router, tokens=range(32), model="m", update_states="false")
+        assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}
+        route_prompts(router, 60, model="m", first=1000)
+        (warning,) = warnings_of(caplog)
+        for part in ("'m'", "4 blocks", "tokenizer", "block size", "hash seed", "lora_name", "namespace"):
+            assert part in warning
+        assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS + 60}
+        ask(router, model="m", update_states="false")
+        assert router.prompt_matches.unmatched() == {}
+        route_prompts(router, 2 * UNMATCHED_DECISIONS, model="m")
+        assert (router.prompt_matches.unmatched(), len(warnings_of(caplog))) == ({}, 1)
+
+
+def test_an_empty_fleet_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Decisions count only while the model's ranks hold blocks, since nothing can match before that."""
+    router = router_of(1)
+    route_prompts(router, 2 * UNMATCHED_DECISIONS)
+    holding(router, 1, TOKENS)
+    route_prompts(router, UNMATCHED_DECISIONS - 20, first=1000)
+    assert (router.prompt_matches.unmatched(), warnings_of(caplog)) == ({}, [])
+    route_prompts(router, 20, first=2000)
+    assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}
+
+
+def test_a_prediction_is_no_match(caplog: pytest.LogCaptureFixture) -> None:
+    """A router hashes a prompt and its own prediction alike, so that a prediction shows nothing about the engines."""
+    router = router_of(1, router_predicted_ttl_s=60.0)
+    holding(router, 1, TOKENS)
+    router.view.predict(rank(1), local_hashes(list(range(64)), BLOCK_SIZE))
+    for _ in range(UNMATCHED_DECISIONS):
+        assert ask(router, tokens=range(64), update_states="false")["overlap_blocks"] == 4
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_prompts_shorter_than_a_block_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt without a full block can match nothing, and the warning says how many of the prompts are like that."""
+    router = router_of(1)
+    holding(router, 1, TOKENS)
+    for number in range(UNMATCHED_DECISIONS):
+        n_tokens = BLOCK_SIZE - number % 2
+        assert ask(router, tokens=range(n_tokens), update_states="false")["request_blocks"] == 1
+    assert router.prompt_matches.n_without_blocks == UNMATCHED_DECISIONS // 2
+    (warning,) = warnings_of(caplog)
+    assert f"{UNMATCHED_DECISIONS // 2} of these prompts are shorter" in warning
+    ask(router, tokens=[1], overlap_score_weight=0.0, update_states="false")  # it does not read the index
+    assert router.prompt_matches.n_without_blocks == UNMATCHED_DECISIONS // 2
+
+
+def test_further_models_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of models that are followed has a limit."""
+    monkeypatch.setattr(prompt_matches, "MODELS_MAX", 1)
+    router = router_of(1)
+    register(router.view, 2, model="other")
+    for worker_id in (1, 2):
+        holding(router, worker_id, TOKENS)
+    route_prompts(router, 1, model="m")
+    route_prompts(router, UNMATCHED_DECISIONS, model="other")
+    assert router.prompt_matches.unmatched() == {}
+    route_prompts(router, UNMATCHED_DECISIONS - 1, model="m")
+    assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}

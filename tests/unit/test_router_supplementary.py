@@ -164,6 +164,20 @@ def test_labels_that_match_are_worth_more_and_labels_that_do_not_are_not() -> No
     assert {each[2] for each in terms(ask(router, {"moe_query": {}})).values()} == {0}
 
 
+def test_of_ranks_that_hold_the_whole_request_one_whose_labels_match_wins() -> None:
+    """Exact ties go to the most matching blocks, and ties that remain are drawn; labels of weight 0 decide nothing."""
+    router = router_of(4)
+    hold(router.view, rank(1), LOCAL)
+    label(router, 2, 0, 4)
+    label(router, 3, 0, 4)
+    mostly = run_of(LOCAL, rank(4), 0, 4, moe=dict.fromkeys(range(3), LABELS))
+    router.view.fold_index(run_key(mostly.key), encode_run(mostly))
+    query = {"moe_query": QUERY}
+    assert {ask(router, query)["worker_id"] for _ in range(40)} == {2, 3}
+    assert {ask(router, {**query, "moe_score_weight": 0.0})["worker_id"] for _ in range(80)} == {1, 2, 3, 4}
+    assert {ask(router)["worker_id"] for _ in range(80)} == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("mode", ["kv", "random", "least-loaded"])
 def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
     """In every mode only matching ranks remain, unless no rank matches."""
@@ -176,6 +190,68 @@ def test_strictly_only_matching_ranks_stay_where_any_matches(mode: str) -> None:
     assert len(terms(ask(router, {"moe_query": QUERY}))) == 3
     nobody = {"moe_query": {**QUERY, "expert_ids": [99], "fallback_to_unlabeled": False}}
     assert len(terms(ask(router, nobody))) == 3
+
+
+def test_an_answer_says_whether_the_strict_filter_applied() -> None:
+    """Without a match anywhere, all ranks stay candidates, and the answer says so without `explain`."""
+    router = router_of(2)
+    strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
+
+    def applied(override: dict[str, Any] | None) -> Any:
+        return ask(router, override, explain=False).get("moe_filter_applied", "absent")
+
+    assert applied(strict) is False  # no rank has any label
+    label(router, 2, 0, 1)
+    assert applied(strict) is True
+    assert applied({"moe_query": {**QUERY, "expert_ids": [99], "fallback_to_unlabeled": False}}) is False
+    assert applied({"moe_query": {"fallback_to_unlabeled": False}}) is False  # it selects nothing
+    assert [applied({"moe_query": QUERY}), applied(None)] == ["absent", "absent"]
+    booked = ask(router, strict, request_id="r", update_states=True)
+    again = ask(router, strict, request_id="r", update_states=True)
+    assert (booked["moe_filter_applied"], again["cost"]) == (True, None)
+    assert "moe_filter_applied" not in again  # the existing choice was not filtered now
+
+
+def test_a_router_that_reads_no_index_says_that_the_strict_filter_did_not_apply() -> None:
+    """Without events a router has no labels, so that the filter removes no rank."""
+    router = router_of(2, kv_events=False)
+    answer = ask(router, {"moe_query": {**QUERY, "fallback_to_unlabeled": False}})
+    assert (answer["moe_filter_applied"], len(answer["candidates"])) == (False, 2)
+
+
+def test_pooled_blocks_and_labels_limit_the_chosen_mode_only_if_its_score_has_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If a pool's owner lags or labels were dropped, the mode is degraded, and the chosen mode too if its score uses
+    them."""
+    monkeypatch.setattr(block_sets.FactSets._number_of, "__defaults__", (1,))
+    router = router_of(3)
+    for worker_id in (1, 2, 3):
+        hold(router.view, rank(worker_id), LOCAL[:1])
+    alive(router, DEAD, behind_ms=5000)
+    put(router, 1, 2)
+    hosts(router, 2)
+
+    def modes(override: dict[str, Any] | None = None, **fields: Any) -> tuple[Any, ...]:
+        answer = ask(router, override, **fields)
+        reasons = answer.get("degraded_because"), answer.get("chosen_degraded_because")
+        return (answer["worker_id"], answer["mode"], answer["chosen_mode"], *reasons)
+
+    behind = "pooled_owner_behind"
+    assert modes() == (2, "degraded", "degraded", behind, behind)
+    assert modes(allowed_worker_ids=[1]) == (1, "degraded", "exact", behind, None)
+    assert modes({"cxl_score_weight": 0.0}, allowed_worker_ids=[2]) == (2, "exact", "exact", None, None)
+    router.view.fold_pooled(block_key(BlockKey(CHAIN[1], rank(DEAD), "p")), None)
+    router.view.fold_pooled(block_key(BlockKey(CHAIN[2], rank(DEAD), "p")), None)
+
+    label(router, 1, 0, 1)
+    label(router, 2, 0, 1)  # dropped, since only one set of labels fits
+    lost, query = "labels_over_capacity", {"moe_query": QUERY}
+    assert modes(query) == (1, "degraded", "exact", lost, None)
+    assert modes(query, excluded_worker_ids=[1], allowed_worker_ids=[2]) == (2, "degraded", "exact", lost, None)
+    strict = {"moe_query": {**QUERY, "fallback_to_unlabeled": False}}
+    # Rank 2 passes the strict filter only because its labels may match: that choice depends on them.
+    assert modes(strict, excluded_worker_ids=[1]) == (2, "degraded", "degraded", lost, lost)
 
 
 def test_exclusions_apply_last() -> None:

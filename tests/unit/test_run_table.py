@@ -19,6 +19,7 @@ from streams.core.events import (
     BlocksStored,
     EngineBatch,
     EngineEvents,
+    FeedState,
     KvEvent,
     MoeLabels,
     RestatedRun,
@@ -38,6 +39,7 @@ from tests.unit.test_holdings import RANK, batch, names, stored, u64
 ALL = 1 << 30
 
 seeds = st.integers(0, 2**32)
+feeds = st.sampled_from([FeedState.LIVE, *FeedState])
 
 Records = dict[bytes, bytes]
 
@@ -204,7 +206,8 @@ def test_both_decoders_agree_on_any_bytes(seed: int, data: st.DataObject) -> Non
     """Of good, cut, changed and joined records, the kernel takes what decode_batch takes, or leaves it to that."""
     rng = random.Random(seed)
     events: list[KvEvent] = data.draw(st.lists(small_events, max_size=3))
-    raw = bytearray(encode_batch(batch(rng.randrange(-1, 3), *events)))
+    one = replace(batch(rng.randrange(-1, 3), *events), incomplete=rng.random() < 0.1, feed=data.draw(feeds))
+    raw = bytearray(encode_batch(one))
     for _ in range(rng.randrange(3)):
         kind = rng.randrange(4)
         at = rng.randrange(len(raw) or 1)
@@ -240,6 +243,16 @@ def test_unusual_records_are_left_to_the_codec() -> None:
     assert isinstance(last, EngineBatch)
     assert isinstance(last.body, EngineEvents)
     assert last.body.events[0].cxl is not None  # type: ignore[union-attr]
+
+
+def test_only_live_and_complete_batches_are_decoded_by_the_kernel() -> None:
+    """They are nearly all batches, and their events stay rows; both decoders read the others alike."""
+    usual = batch(1, stored(names(1), u64(1)))
+    for one in (usual, replace(usual, incomplete=True), *(replace(usual, feed=feed) for feed in FeedState)):
+        (found,) = decode_events([encode_batch(one)])
+        assert isinstance(found, EngineBatch) and isinstance(found.body, EngineEvents)
+        assert isinstance(found.body.events, EventRows) == (one == usual)
+        assert (found.incomplete, found.feed) == (one.incomplete, one.feed)
 
 
 def test_a_batch_of_many_clears_is_decoded_when_rows_run_out() -> None:

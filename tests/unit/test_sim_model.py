@@ -19,6 +19,7 @@ from streams.sim.engine_messages import (
     FirstToken,
     KvCleared,
     KvRemoved,
+    KvReused,
     KvStored,
     ModelRequest,
     Output,
@@ -133,6 +134,20 @@ def test_a_recomputed_last_block_is_a_second_copy_with_events_of_its_own(engine:
         engine.check()
         assert (twin in engine.cached_blocks().engine.tolist()) == (removed.count(twin) < 2)
     assert removed.count(twin) == 2
+
+
+@pytest.mark.parametrize("reports_reuse", [False, True])
+def test_reused_blocks_are_reported_for_requests_that_ask_for_it(engine: EngineModel, reports_reuse: bool) -> None:
+    """The report comes when the request starts, before the stores of its own blocks; it names the reused prefix."""
+    first = list(range(10))
+    engine.submit(0.0, ask("first", first))
+    (stored,) = only(engine.advance(100.0), KvStored)
+    engine.submit(200.0, ask("second", [*first, *range(10)], reports_reuse=reports_reuse))
+    out = [event for event in engine.advance(FOREVER) if isinstance(event, KvReused | KvStored)]
+    assert [type(event) for event in out] == [KvReused, KvStored][not reports_reuse :]
+    if reports_reuse:
+        assert isinstance(out[0], KvReused)
+        assert (out[0].engine.tolist(), out[0].tokens) == (stored.engine.tolist(), pack(first[:8]))
 
 
 def test_adapters_do_not_share_blocks(engine: EngineModel) -> None:

@@ -40,6 +40,13 @@ def test_a_seed_replaces_the_prompt_as_the_source_of_an_answer() -> None:
     assert [parse_completion({"prompt": prompt, "seed": -1}, SERVED).output_seed for prompt in "ab"] == [2**64 - 1] * 2
 
 
+def test_a_request_chooses_which_of_its_blocks_are_reported() -> None:
+    """Additional arguments of vLLM that the simulated engine does not know are ignored, as vLLM ignores them."""
+    for arguments, mode in (({"kv_cache_report_mode": "full"}, "full"), ({"other": 1}, None), (None, None)):
+        call = openai.parse_completion({"prompt": "hello", "vllm_xargs": arguments}, SERVED)
+        assert call.report_mode == mode
+
+
 def test_an_adapter_is_addressed_as_a_model() -> None:
     """The adapter's name selects it; any other name is an unknown model."""
     assert parse_completion({"prompt": "a", "model": "tuned"}, SERVED).lora_name == "tuned"

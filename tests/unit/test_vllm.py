@@ -19,7 +19,7 @@ from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, decode_payload, engine_hash
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
-from streams.sim.engine_messages import KvCleared, KvRemoved, KvStored
+from streams.sim.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
 from streams.sim.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
 
 BLOCK = 4
@@ -427,12 +427,14 @@ def test_the_simulated_engine_speaks_this_dialect(
     tokens = np.array(TOKENS, dtype="<u4").tobytes()
     events: list[BlockEvent] = [
         KvStored(0.0, EngineHash(77), engine, local, local, tokens, 4, lora_name),
+        KvReused(0.0, engine, tokens, lora_name),
         KvRemoved(1.0, engine[:2]),
         KvCleared(2.0),
     ]
     sent = [wire_event for event in events for wire_event in form.events(event)]
-    stored, *removals, cleared = decode_payload(pack(*sent), BLOCK).events
-    assert isinstance(stored, BlocksStored)
+    stored, reused, *removals, cleared = decode_payload(pack(*sent), BLOCK).events
+    assert isinstance(stored, BlocksStored) and isinstance(reused, BlocksStored)
     assert (stored.parent, stored.engine.tolist(), stored.local.tolist()) == (77, engine.tolist(), local.tolist())
+    assert (reused.parent, reused.engine.tolist(), reused.local.tolist()) == (None, engine.tolist(), local.tolist())
     assert [event.engine.tolist() for event in removals if isinstance(event, BlocksRemoved)] == [[U64_MASK], [5]]
     assert cleared == AllBlocksCleared()

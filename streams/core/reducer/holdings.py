@@ -19,6 +19,7 @@ from streams.core.reducer.ordering import (
     Verdict,
     judge,
     judge_chunk,
+    judge_unusable,
     refuses_expiry,
     removed,
     renew,
@@ -85,9 +86,11 @@ class Holdings(Generic[Events, Change]):
         self.parking.drop(rank)  # a restatement would not include this batch
         applied = self.runs.apply(rank, events)
         if applied.n_clears:
-            # An empty cache is known exactly, whatever was lost before. The batch's unindexed blocks may have been
-            # stored after the clear, though: their position in the batch is unknown.
+            # An empty cache is known exactly, whatever was lost before. The batch's missing events and its unindexed
+            # blocks may have followed the clear, though: their position in the batch is unknown.
             health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
+            if batch.incomplete:
+                health = Health.DEGRADED
             epoch = Epoch(progress.epoch.incarnation, progress.epoch.generation + applied.n_clears)
             progress = replace(progress, epoch=epoch, health=health)
         if applied.n_unknown_parents or applied.n_unknown_removals:
@@ -95,11 +98,21 @@ class Holdings(Generic[Events, Change]):
                 progress,
                 n_unknown_parents=progress.n_unknown_parents + applied.n_unknown_parents,
                 n_unknown_removals=progress.n_unknown_removals + applied.n_unknown_removals,
-                health=max(progress.health, Health.DEGRADED if applied.parents_since_clear else Health.EXACT),
+                health=Health.DEGRADED if applied.parents_since_clear else progress.health,
             )
         self.progress[rank] = progress
         self.touched[rank] = None
         self._heard[rank] = None
+        return judgement.verdict
+
+    def refuse(self, batch: EngineBatch) -> Verdict:
+        """Judge a batch of which no event can be used. It ends an older incarnation all the same."""
+        judgement = self._judged(judge_unusable(self._progress_of(batch.rank), batch))
+        if judgement.verdict is not Verdict.STALE:
+            self._begin(judgement)
+            self.parking.drop(batch.rank)
+            self._keep(judgement.progress)
+            self._heard[batch.rank] = None
         return judgement.verdict
 
     def renew(self, batch: EngineBatch, heartbeat: Heartbeat) -> Verdict:
@@ -173,7 +186,7 @@ class Holdings(Generic[Events, Change]):
         """Degrade every rank, since the source lost records before this partition read them."""
         for rank, progress in self.progress.items():
             self.parking.drop(rank)
-            if progress.health in (Health.EXACT, Health.DEGRADED):
+            if progress.health is not Health.REMOVED:
                 self._keep(replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1))
 
     def take_heard(self) -> Iterable[RankId]:

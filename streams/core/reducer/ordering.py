@@ -9,16 +9,20 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from streams.core.events import BEFORE_FIRST, EngineBatch
+from streams.core.events import BEFORE_FIRST, EngineBatch, FeedState
 from streams.core.ids import Epoch, Incarnation, RankId
 
 
 class Health(enum.IntEnum):
-    """How far a rank's facts can be trusted; the numbers are on Kafka."""
+    """How far a rank's facts can be trusted; the numbers are on Kafka.
+
+    A rank that is degraded and approximate is DEGRADED. An approximate rank may hold more than the index has; after
+    lost events, it may also hold less.
+    """
 
     EXACT = 0
     DEGRADED = 1  # a batch was lost, or the parent of a stored block is unknown
-    APPROXIMATE = 2  # the model has KV cache groups that are not full attention
+    APPROXIMATE = 2  # the rank holds, or may hold, blocks that the index lacks (EngineBatch.n_unindexed)
     REMOVED = 3  # the worker was removed; the row is kept so that its late events are refused
 
 
@@ -28,6 +32,7 @@ class Progress:
 
     sequence: the last applied batch, BEFORE_FIRST for none. lease_ms: the time within which the rank's bridge must be
     heard from, 0 without a lease. silent: the lease has expired; no request goes to the rank until it is heard from.
+    feed: state of the rank's feed according to its last record that was not stale or a duplicate.
     """
 
     rank: RankId
@@ -43,15 +48,17 @@ class Progress:
     n_unknown_removals: int = 0
     lease_ms: int = 0
     silent: bool = False
+    feed: FeedState = FeedState.LIVE
 
 
 class Verdict(enum.StrEnum):
     """What a record turned out to be; a value, not an error."""
 
     APPLIED = "applied"
-    GAP = "gap"  # applied, but batches before it are missing; or a heartbeat that shows that batches are missing
+    GAP = "gap"  # applied, but events of it or before it are missing; or a heartbeat that shows a missing batch
     DUPLICATE = "duplicate"
     STALE = "stale"  # from an older incarnation or a removed worker, or an expiry that came too late
+    WRONG_BLOCK_SIZE = "wrong_block_size"  # its blocks have another size than the scope's; none of them is applied
     RENEWED = "renewed"  # a heartbeat: the bridge is running
     PARKED = "parked"  # a chunk of a restatement that waits for the rest
     DROPPED = "dropped"  # a chunk that does not follow the parked ones, or is over capacity
@@ -75,11 +82,11 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
     progress, begins = fenced
     if batch.sequence <= progress.sequence and not begins:
         return Judgement(Verdict.DUPLICATE, progress)
-    gap = batch.sequence > progress.sequence + 1
+    gap = batch.sequence > progress.sequence + 1 or batch.incomplete
     health = progress.health
-    if gap and health < Health.DEGRADED:
+    if gap:
         health = Health.DEGRADED
-    if batch.n_unindexed and health < Health.APPROXIMATE:
+    elif batch.n_unindexed and health is Health.EXACT:
         health = Health.APPROXIMATE
     after = Progress(
         progress.rank,
@@ -94,8 +101,23 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         progress.n_unknown_parents,
         progress.n_unknown_removals,
         progress.lease_ms,
+        feed=batch.feed,
     )
     return Judgement(Verdict.GAP if gap else Verdict.APPLIED, after, begins)
+
+
+def judge_unusable(progress: Progress, batch: EngineBatch) -> Judgement:
+    """Judge a batch of which no event can be used, because its blocks have another size than the scope's.
+
+    A newer incarnation ends what the rank held, as if the batch could be used. The sequence does not advance. Progress
+    contains the batch's block size, so that routers do not choose the rank.
+    """
+    fenced = fence(progress, batch)
+    if fenced is None:
+        return Judgement(Verdict.STALE, progress)
+    progress, begins = fenced
+    progress = replace(progress, health=Health.DEGRADED, model=batch.model, block_size=batch.block_size)
+    return Judgement(Verdict.WRONG_BLOCK_SIZE, progress, begins)
 
 
 def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
@@ -119,10 +141,10 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
         progress, begins = fenced
         if begins:
             progress = replace(progress, model=batch.model, block_size=batch.block_size)
-    if progress.silent or progress.lease_ms != lease_ms:
-        progress = replace(progress, lease_ms=lease_ms, silent=False)
+    if progress.silent or progress.lease_ms != lease_ms or progress.feed is not batch.feed:
+        progress = replace(progress, lease_ms=lease_ms, silent=False, feed=batch.feed)
     missing = batch.sequence > (BEFORE_FIRST if returned else progress.sequence)
-    if not missing or progress.health is not Health.EXACT:  # every heartbeat shows the same gap; it is counted once
+    if not missing or progress.health is Health.DEGRADED:  # every heartbeat shows the same gap; it is counted once
         return Judgement(Verdict.RENEWED, progress, begins)
     lossy = replace(progress, health=Health.DEGRADED, n_gaps=progress.n_gaps + 1)
     return Judgement(Verdict.GAP, lossy, begins)
@@ -148,8 +170,8 @@ def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
         )
     elif batch.sequence < progress.sequence:
         return Judgement(Verdict.DUPLICATE, progress)  # it lacks batches that have been applied
-    if progress.silent:
-        progress = replace(progress, silent=False)
+    if progress.silent or progress.feed is not batch.feed:
+        progress = replace(progress, silent=False, feed=batch.feed)
     return Judgement(Verdict.PARKED, progress, begins)
 
 

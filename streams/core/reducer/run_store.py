@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, RestatedRun
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import EngineHash, Epoch, RankId, SequenceHash, Tier
+from streams.core.ids import EngineHash, Epoch, HashArray, RankId, SequenceHash, Tier
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 
 Events_contra = TypeVar("Events_contra", contravariant=True)
@@ -275,24 +275,37 @@ class _RankRuns:
                 return False
         before = SequenceHash(parent.run.sequence[parent.offset]) if parent else None
         position = parent.run.start + parent.offset + 1 if parent else 0
-        self._hold_all(event, parent, before, position)
+        self._hold_all(event.tier, event.moe, parent, before, position, event.engine, event.local)
         return True
 
     def restate(self, run: RestatedRun) -> None:
         """Add the blocks of a restated run, whose parent is named by its sequence hash and need not be held."""
-        parent = None if run.parent is None else self._by_sequence[run.tier].get(run.parent)
-        self._hold_all(run, parent, run.parent, run.start)
+        before = run.parent
+        last = None if before is None else self._by_sequence[run.tier].get(before)
+        for first, end, moe in run.by_labels():
+            engine, local = run.engine[first:end], run.local[first:end]
+            last, before = self._hold_all(run.tier, moe, last, before, run.start + first, engine, local)
 
     def _hold_all(
-        self, event: BlocksStored | RestatedRun, last: Slot | None, before: SequenceHash | None, position: int
-    ) -> None:
-        """Add consecutive blocks that follow `before`, which is stored at `last` if this rank has it."""
-        moe = event.moe if isinstance(event, BlocksStored) else None
-        chain = sequence_hashes(event.local, before).tolist()
-        for engine, local, block in zip(event.engine.tolist(), event.local.tolist(), chain, strict=True):
-            last = self._hold(event.tier, moe, last, before, position, engine, local, block)
+        self,
+        tier: Tier,
+        moe: MoeLabels | None,
+        last: Slot | None,
+        before: SequenceHash | None,
+        position: int,
+        engines: HashArray,
+        locals_: HashArray,
+    ) -> tuple[Slot | None, SequenceHash | None]:
+        """Add consecutive blocks that follow `before`, which is stored at `last` if this rank has it.
+
+        Returns the slot and the sequence hash of the last block.
+        """
+        chain = sequence_hashes(locals_, before).tolist()
+        for engine, local, block in zip(engines.tolist(), locals_.tolist(), chain, strict=True):
+            last = self._hold(tier, moe, last, before, position, engine, local, block)
             before = SequenceHash(block)
             position += 1
+        return last, before
 
     def _hold(
         self,

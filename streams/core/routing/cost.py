@@ -22,7 +22,8 @@ CXL_SCORE_WEIGHT = 0.75
 
 #: Additional weight of a cached block whose labels match the request's experts. Of two ranks with equal load and equal
 #: scores, the matching one wins; a rank without labels wins if it holds more than one and a half times as much. Own
-#: prefill is never below 0, so that labels do not distinguish ranks that hold the whole request.
+#: prefill is never below 0, so that labels do not change the costs of ranks that hold the whole request; there, they
+#: decide exact ties (mode kv, temperature 0).
 MOE_SCORE_WEIGHT = 0.5
 
 

@@ -25,8 +25,9 @@ from streams.core.routing.cost import (
     TermColumns,
     prefill_tokens,
 )
-from streams.core.routing.policies import hit_usage_waiting, load_deviation
-from streams.core.routing.pricing import price
+from streams.core.routing.policies import MODES as POLICY_MODES
+from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
+from streams.core.routing.pricing import NO_PREFERENCE, price
 from streams.core.routing.selection import (
     CUDA_TO_CPU_RATIO,
     Rng,
@@ -43,7 +44,7 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy
 
 #: Modes whose choice depends on what ranks hold, unless the weight is 0.
-_OVERLAP_MODES = frozenset({RouterMode.KV, RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION})
+_OVERLAP_MODES = frozenset({RouterMode.KV, *POLICY_MODES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class RoutePolicy:
     def reads_index(self) -> bool:
         """Whether overlap can change the choice."""
         return self.mode in _OVERLAP_MODES and self.overlap_score_weight > 0.0
+
+    @property
+    def reads_metrics(self) -> bool:
+        """Whether what engines report can change the choice."""
+        return self.mode in POLICY_MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +146,16 @@ class Chooser:
         sequence: bytes,
         request_blocks: int,
         block_size: int,
+        n_tokens: int | None = None,
         fleet: FleetState = _NOTHING_REPORTED,
         supplementary: SupplementaryMatches | None = None,
     ) -> Decision:
         """Choose one of `ranks`, which must not be empty. Passing the same tuple again saves time, since it is cached.
 
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks,
-        including a partial last one. supplementary: its supplementary matches, or None. Raises AllWorkersBusy.
+        including a partial last one. n_tokens: its length in tokens; if it is left out, all blocks are full. fleet:
+        what engines report, and what was booked since. supplementary: its supplementary matches, or None. Raises
+        AllWorkersBusy.
         """
         found = self._columns_of(ranks, loads)
         n = len(ranks)
@@ -154,13 +163,17 @@ class Chooser:
             own_scores, effective = scores.columns(found.candidates, policy.tier_weights)
         else:
             own_scores, effective = np.zeros(n, np.int64), np.zeros(n)
-        cached, cxl_accessible_scores, moe_scores = effective, None, None
+        cached, cxl_accessible_scores, moe_scores, preference = effective, None, None, NO_PREFERENCE
         if supplementary is not None and policy.reads_index:
             weighed = supplementary.weigh(
                 found.candidates, own_scores, effective, policy.cxl_score_weight, policy.moe_score_weight
             )
             if weighed is not None:
                 cxl_accessible_scores, moe_scores, cached, effective = weighed[:4]
+                # Own prefill is never below 0, so ranks that hold the whole request cost the same whatever their labels
+                # are: there, labels decide the tie. With weight 0 labels are not part of the choice.
+                if moe_scores is not None and policy.moe_score_weight > 0.0:
+                    preference = moe_scores
         columns, first, n_lowest = price(
             ranks,
             loads,
@@ -175,6 +188,7 @@ class Chooser:
             cached_blocks=cached,
             cxl_accessible_scores=cxl_accessible_scores,
             moe_scores=moe_scores,
+            preference=preference,
         )
         rng = self._rng
         preferred = True
@@ -182,7 +196,7 @@ class Chooser:
             case RouterMode.KV if policy.temperature:
                 index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
             case RouterMode.KV:
-                index = select_lowest(columns.cost, first, n_lowest, rng)
+                index = select_lowest(columns.cost, first, n_lowest, rng, preference)
             case RouterMode.ROUND_ROBIN:
                 index = self._turns.select(n)
             case RouterMode.RANDOM:
@@ -196,10 +210,11 @@ class Chooser:
                 on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
                 index = select_device_aware(loads.requests(found.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
             case RouterMode.HIT_USAGE_WAITING:
-                index, preferred = self._by_hit_usage_waiting(columns, request_blocks, fleet)
+                rates = hit_rates(own_scores, n_tokens or request_blocks * block_size, block_size)
+                index, preferred = self._by_hit_usage_waiting(columns, rates, fleet)
             case RouterMode.LOAD_DEVIATION:
-                in_flight = loads.requests(found.rows)
-                index, preferred = self._by_load_deviation(columns, request_blocks, in_flight, fleet)
+                rates = hit_rates(own_scores, n_tokens or request_blocks * block_size, block_size)
+                index, preferred = self._by_load_deviation(columns, rates, loads.requests(found.rows), fleet)
             case _:
                 assert_never(policy.mode)
         return Decision(columns, index, preferred)
@@ -216,26 +231,27 @@ class Chooser:
             found.numbering, found.rows = loads.numbering, loads.rows_of(ranks)
         return found
 
-    def _by_hit_usage_waiting(self, columns: TermColumns, request_blocks: int, fleet: FleetState) -> tuple[int, bool]:
+    def _by_hit_usage_waiting(self, columns: TermColumns, rates: list[float], fleet: FleetState) -> tuple[int, bool]:
         """Return the index of the choice, and whether there was a preference."""
         metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
-        costs = hit_usage_waiting((columns.effective_cached_blocks / max(1, request_blocks)).tolist(), metrics)
+        costs = hit_usage_waiting(rates, metrics)
         if costs is None:
             return select_random(len(columns), self._rng), False
         columns.cost = costs
         return select_by_cost(costs, 0.0, self._rng), True
 
     def _by_load_deviation(
-        self, columns: TermColumns, request_blocks: int, in_flight: list[int], fleet: FleetState
+        self, columns: TermColumns, rates: list[float], in_flight: list[int], fleet: FleetState
     ) -> tuple[int, bool]:
         """Return the index of the choice, and whether there was a preference. Raises AllWorkersBusy."""
         metrics = [fleet.metrics.get(rank) for rank in columns.ranks]
-        costs = load_deviation((columns.own_prefill_blocks / max(1, request_blocks)).tolist(), metrics)
+        costs = load_deviation([1.0 - rate for rate in rates], metrics)
         if costs is None:
             return select_least_loaded(in_flight, self._rng), False
         if min(costs) == math.inf:
             raise AllWorkersBusy(
-                f"the engines of all {len(costs)} ranks that pass the request's filters report that they are full",
+                f"all {len(costs)} ranks that pass the request's filters are full, by what their engines reported last "
+                "and what was booked since",
                 remedy="Try again, or add workers",
                 ranks=len(costs),
             )

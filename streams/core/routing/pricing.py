@@ -19,12 +19,16 @@ from streams.core.routing.cost import TermColumns, price_terms
 _BYTES_PER_HASH = 8
 _COUNT_MASK = (1 << 32) - 1
 
+#: The preference of candidates that differ in nothing but their cost.
+NO_PREFERENCE: Int64Array = np.empty(0, dtype=np.int64)
+
 
 def price_in_numpy(
     table: Int64Array,
     rows: Int64Array,
     shared: Int64Array,
     effective: Float64Array,
+    preference: Int64Array,
     request_blocks: int,
     full_blocks: int,
     block_size: int,
@@ -38,7 +42,10 @@ def price_in_numpy(
         decode = np.zeros_like(decode)
     terms[:] = price_terms(request_blocks, effective, tokens, decode, block_size, weight)
     cost = terms[3]
-    return int(cost.argmin()) << 32 | int(np.count_nonzero(cost == cost.min()))
+    best = cost == cost.min()
+    if preference.size:
+        best &= preference == preference[best].max()
+    return int(best.argmax()) << 32 | int(np.count_nonzero(best))
 
 
 if kernels_available():
@@ -48,7 +55,10 @@ else:
 
 
 class Priced(NamedTuple):
-    """Terms of all candidates. first: index of the first candidate with the lowest cost. n_lowest: how many have it."""
+    """Terms of all candidates, and the best ones: those with the lowest cost and, among these, the greatest preference.
+
+    first: index of the first of the best. n_lowest: how many there are.
+    """
 
     columns: TermColumns
     first: int
@@ -70,12 +80,14 @@ def price(
     cached_blocks: Float64Array | None = None,
     cxl_accessible_scores: Int64Array | None = None,
     moe_scores: Int64Array | None = None,
+    preference: Int64Array = NO_PREFERENCE,
 ) -> Priced:
     """Price a request at each of `ranks`, which must not be empty.
 
     rows: int64[n], the rows of their loads (ActiveLoads.rows_of). sequence: the request's, packed. scores: int64[n].
     effective_cached_blocks: float64[n], what the cost is computed from. cached_blocks, cxl_accessible_scores and
     moe_scores are parts of it, and are only passed on to the terms. Without track_active_blocks, decode blocks are 0.
+    preference: int64[n], decides between candidates of exactly the same cost; NO_PREFERENCE decides nothing.
     """
     terms = np.empty((4, len(rows)))
     lowest = price_ranks(
@@ -83,6 +95,7 @@ def price(
         rows,
         loads.shared_blocks(sequence),
         effective_cached_blocks,
+        preference,
         request_blocks,
         len(sequence) // _BYTES_PER_HASH,
         block_size,

@@ -58,14 +58,20 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     return len(weights) - 1
 
 
-def select_lowest(costs: npt.NDArray[np.float64], first: int, n_lowest: int, rng: Rng) -> int:
+def select_lowest(
+    costs: npt.NDArray[np.float64], first: int, n_lowest: int, rng: Rng, preference: npt.NDArray[np.int64] | None = None
+) -> int:
     """Choose as `select_by_cost` does at temperature 0, with the same draws.
 
-    first: index of the first candidate with the lowest cost. n_lowest: how many candidates have it.
+    first: index of the first candidate with the lowest cost and, among exact ties, the greatest preference. n_lowest:
+    how many candidates have both. preference: int64[n]; None or int64[0] for none.
     """
     if n_lowest == 1:
         return first
-    ties = np.flatnonzero(costs == costs[first])
+    best = costs == costs[first]
+    if preference is not None and preference.size:
+        best &= preference == preference[first]
+    ties = np.flatnonzero(best)
     return int(ties[_uniform(len(ties), rng)])
 
 

@@ -152,7 +152,9 @@ def _stored(get: Any, block_size: int) -> tuple[KvEvent | None, int]:
         return None, len(hashes)
     if get("block_size") != block_size:
         raise BadRecord(
-            "wrong_block_size", f"blocks have {get('block_size')} tokens; this scope has {block_size} for the model"
+            "wrong_block_size",
+            f"blocks have {get('block_size')} tokens; this scope has {block_size} for the model",
+            block_size=get("block_size"),
         )
     tokens = get("token_ids")
     if not isinstance(tokens, list):  # bytes would be read as packed tokens, four bytes per token

@@ -1,8 +1,9 @@
 """Decodes records of kv-events into rows that a store of runs applies.
 
 What lives here: the bytes of an ordinary batch, as a kernel reads them. What must not: error messages. Every other
-record is left to `codec.decode_batch`, which decodes or refuses it: restatements, removals, heartbeats, stores into CXL
-memory, frames of a schema registry, invalid bytes.
+record is left to `codec.decode_batch`, which decodes or refuses it: restatements, removals, heartbeats, incomplete
+batches, batches of a feed that is not live, stores into CXL memory, frames of a schema registry, records of earlier
+schemas, invalid bytes.
 
 Rows point into the records' bytes, which must stay in place until the rows are applied. Whatever the bytes contain,
 nothing outside the record is read.
@@ -10,7 +11,7 @@ nothing outside the record is read.
 
 from __future__ import annotations
 
-from streams.core.events import BEFORE_FIRST
+from streams.core.events import BEFORE_FIRST, FeedState
 from streams.core.ids import Tier
 from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import load, load_byte, signed, store
@@ -52,6 +53,7 @@ from streams.tables.kernels.avro import HEADER_BYTES, read_long
 HEAD_WORDS = 12
 
 _TIER_MAX = max(Tier)
+_LIVE = int(FeedState.LIVE)
 _I32_MAX = (1 << 31) - 1
 
 
@@ -131,9 +133,13 @@ def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> i
     digest = signed(load_u64(at))
     emitted_at, at = read_long(at + 8, end)
     n_unindexed, at = read_long(at, end)
+    if at >= end or load_byte(at) != 0:  # incomplete
+        return -1
+    feed, at = read_long(at + 1, end)
     body, at = read_long(at, end)
     if (
         at > end
+        or feed != _LIVE
         or body != 0
         or block_size < 1
         or n_unindexed < 0

@@ -494,10 +494,12 @@ def restate_run(
     n_blocks: int,
     engines: int,
     locals_: int,
+    labelled: int,
+    labels: int,
 ) -> int:
-    """Add the blocks of a restated run, whose parent is named by its sequence hash and need not be held.
+    """Add restated blocks with equal labels, whose parent is named by its sequence hash and need not be held.
 
-    Returns 0, or GROW or FULL if nothing was done.
+    labels: address of LABEL_WORDS int64. Returns 0, or GROW or FULL if nothing was done.
     """
     failure = reserve_blocks(context, n_blocks)
     if failure != 0:
@@ -506,7 +508,7 @@ def restate_run(
     last = -1
     if has_parent:
         last = find_sequence(context, column, parent)
-    hold_all(context, column, last, parent, has_parent, start, n_blocks, engines, locals_, 0, 0)
+    hold_all(context, column, last, parent, has_parent, start, n_blocks, engines, locals_, labelled, labels)
     return 0
 
 

@@ -23,6 +23,7 @@ _FLOATS = types.Array(float64, 1, "C")
         _INTS,
         _INTS,
         _FLOATS,
+        _INTS,
         int64,
         int64,
         int64,
@@ -37,6 +38,7 @@ def price_ranks(
     rows: Int64Array,
     shared: Int64Array,
     effective: Float64Array,
+    preference: Int64Array,
     request_blocks: int,
     full_blocks: int,
     block_size: int,
@@ -44,13 +46,16 @@ def price_ranks(
     tracked: bool,
     terms: Float64Array,
 ) -> int:
-    """Price n candidates; return index << 32 | count: the first candidate with the lowest cost, and how many have it.
+    """Price n candidates; return index << 32 | count: the first of the best candidates, and how many are as good.
+
+    The best candidates have the lowest cost and, among exact ties, the greatest preference.
 
     table: int64[4, n_rows], as of ActiveLoads. rows: int64[n], the row of each candidate. shared: int64[n_rows], how
-    many of the request's full_blocks each row has in use. effective: float64[n], cached blocks. tracked: whether decode
-    blocks are part of the cost. terms: float64[4, n], the output: own prefill, active prefill, decode blocks, cost.
+    many of the request's full_blocks each row has in use. effective: float64[n], cached blocks. preference: int64[n],
+    or int64[0] if there is none. tracked: whether decode blocks are part of the cost. terms: float64[4, n], the output:
+    own prefill, active prefill, decode blocks, cost.
     """
-    lowest, first, n_equal = np.inf, 0, 0
+    lowest, first, n_equal, prefers = np.inf, 0, 0, preference.size != 0
     for index in range(rows.size):
         row = rows[index]
         own = max(0.0, request_blocks - effective[index])
@@ -64,5 +69,8 @@ def price_ranks(
         if cost < lowest:
             lowest, first, n_equal = cost, index, 1
         elif cost == lowest:
-            n_equal += 1
+            if not prefers or preference[index] == preference[first]:
+                n_equal += 1
+            elif preference[index] > preference[first]:
+                first, n_equal = index, 1
     return (first << 32) | n_equal

@@ -1,0 +1,168 @@
+"""The subscribing socket of one rank: one connection at a time.
+
+What lives here: opening a socket, and noticing that its connection is complete or broken. What must not: which batches
+may be published (feed).
+
+A batch carries a number but no incarnation. What shows to which process a batch belongs is the connection that it
+arrived through. ZMQ would reconnect a socket without notice, and batches of two processes would wait in one queue. So
+reconnecting is switched off in ZMQ: a socket has one connection, and another connection gets another socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+#: Batches that wait in the socket. ZMQ drops further ones; the numbers then show a gap, which the replay socket fills.
+RECEIVE_HWM = 100_000
+
+#: Bytes of one message; a greater one ends the connection. A batch of this size has some 600,000 blocks, more than one
+#: record of kv-events can contain. Decoding it delays the other engines of the bridge by less than a second.
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+
+#: Pauses before further attempts to connect. The first is short, since without a replay socket the batches that an
+#: engine sends before the connection is complete are lost.
+RECONNECT_S_MIN = 0.1
+RECONNECT_S_MAX = 0.5
+
+#: An attempt that is not complete after this time is given up. It covers hosts that answer nothing, and names that
+#: cannot be resolved, for which ZMQ reports nothing.
+CONNECT_TIMEOUT_S = 5.0
+
+#: ZMQ's own heartbeats on the connection. They end a connection to a host that vanished, for which TCP takes minutes.
+PING_INTERVAL_S = 2.0
+PING_TIMEOUT_S = 6.0
+
+_FAILURES = frozenset(
+    {
+        zmq.EVENT_CLOSED,
+        zmq.EVENT_DISCONNECTED,
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    }
+)
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES)
+
+
+class Change(enum.Enum):
+    """What happened to the connection."""
+
+    COMPLETED = "the connection is complete"
+    BROKEN = "a complete connection broke"
+    FAILED = "an attempt to connect failed"
+
+
+class EventConnection:
+    """One rank's connection to its engine's events. All methods run on the loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self._context = context
+        self._address = address
+        self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._opened_at_s = 0.0
+        self._open_at_s = float("-inf")  # when the next socket may be opened
+        self._pause_s = RECONNECT_S_MIN
+        self._reached = False  # whether a TCP connection exists or existed
+        #: When the connection became complete, None while it is not, and after it broke.
+        self.completed_at_s: float | None = None
+        #: Why the last attempt failed, or the last connection broke.
+        self.reason = ""
+        #: The next message, and the next event of the socket's monitor; None while no socket is open.
+        self.received: asyncio.Future[list[bytes]] | None = None
+        self.event: asyncio.Future[list[bytes]] | None = None
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message has been received and not been taken."""
+        return self.received is not None and self.received.done()
+
+    def take(self) -> list[bytes]:
+        """Take the message that was received, and wait for the next one."""
+        assert self._socket is not None and self.received is not None
+        frames = self.received.result()
+        self.received = asyncio.ensure_future(self._socket.recv_multipart())
+        return frames
+
+    def attend(self, now_s: float) -> Change | None:
+        """Open the socket if that is due; return what happened to the connection since the last call.
+
+        A broken or failed connection is closed with `reopen`, after its last messages have been taken.
+        """
+        if self._socket is None:
+            if now_s < self._open_at_s:
+                return None
+            try:
+                self._open(now_s)
+            except zmq.ZMQError as exc:
+                self.reason = str(exc)
+                return Change.FAILED
+        while self.event is not None and self.event.done():
+            assert self._monitor is not None
+            event = parse_monitor_message(self.event.result())
+            self.event = asyncio.ensure_future(self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._reached = True
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.completed_at_s, self._pause_s = now_s, 0.0
+                return Change.COMPLETED
+            elif event["event"] in _FAILURES:
+                return self._failed(event["event"], event["value"])
+        if self.completed_at_s is None and now_s - self._opened_at_s >= CONNECT_TIMEOUT_S:
+            self.reason = "nothing answers"
+            return Change.FAILED
+        return None
+
+    def reopen(self, now_s: float) -> None:
+        """Close the socket with everything in it; `attend` opens another one after a pause."""
+        self._open_at_s = now_s + (self._pause_s if self.completed_at_s is None else 0.0)
+        self._pause_s = min(max(RECONNECT_S_MIN, 2 * self._pause_s), RECONNECT_S_MAX)
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._socket = self._monitor = self.received = self.event = self.completed_at_s = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _failed(self, event: int, value: int) -> Change:
+        if self.completed_at_s is not None:
+            self.completed_at_s, self.reason = None, "the connection broke"
+            self._pause_s = 0.0
+            return Change.BROKEN
+        if self._reached:
+            # The peer closes the connection if it is not a ZMQ socket that publishes.
+            self.reason = "it is not a socket that publishes; are the ports of events and replay swapped?"
+        else:
+            self.reason = os.strerror(value) if event == zmq.EVENT_CLOSED and value else "nothing answers"
+        return Change.FAILED
+
+    def _open(self, now_s: float) -> None:
+        self._opened_at_s, self._reached = now_s, False
+        self._socket = socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, round(PING_INTERVAL_S * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(PING_TIMEOUT_S * 1000))
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        self.event = asyncio.ensure_future(self._monitor.recv_multipart())
+        self.received = asyncio.ensure_future(socket.recv_multipart())
+        socket.connect(self._address)

@@ -1,0 +1,127 @@
+"""Finds out whether an engine is still the same process, in a task of its own.
+
+What lives here: asking the engine's HTTP server and its replay socket. What must not: when they are asked (feed), and
+what follows from the answers (continuity).
+
+An HTTP server may take seconds to answer, or never answer, while the engine's batches arrive. So the feed starts the
+task, continues its work, and takes the evidence once it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import aiohttp
+
+from streams.core.events import BEFORE_FIRST
+from streams.core.ids import RankId
+from streams.engines.continuity import Evidence, KnownIncarnation, ReplayCheck
+from streams.engines.process_start import read_process_start
+from streams.engines.replay import check_last_batch
+from streams.engines.wiring import EngineWiring
+
+log = logging.getLogger(__name__)
+
+#: The HTTP server is given up after this time. Other evidence may arrive in the meantime.
+HTTP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Evidence, and when the engine was asked for it. It says nothing about processes that started later.
+
+    known: the incarnation as it was then.
+    """
+
+    asked_at_s: float
+    known: KnownIncarnation | None
+    evidence: Evidence
+
+
+class EvidenceReader:
+    """Asks one engine on behalf of one of its ranks, one question at a time."""
+
+    def __init__(self, wiring: EngineWiring, replay_address: str | None, rank: RankId) -> None:
+        self._wiring = wiring
+        self._replay_address = replay_address
+        self._rank = rank
+        self._task: asyncio.Task[Finding] | None = None
+        #: When the engine was last asked.
+        self.asked_at_s = float("-inf")
+
+    @property
+    def pending(self) -> asyncio.Task[Finding] | None:
+        """The running task; `take` returns its result."""
+        return self._task
+
+    def ask(self, known: KnownIncarnation | None, decides_alone: Callable[[Evidence], bool], *, at_once: bool) -> None:
+        """Start to ask. At most one question may be pending.
+
+        known: the batch that the replay socket is asked for, if it has a number. decides_alone: whether evidence of the
+        HTTP server needs nothing in addition. at_once: whether both are asked at the same time, since the feed waits.
+        """
+        assert self._task is None
+        self.asked_at_s = time.monotonic()
+        self._task = asyncio.create_task(self._ask(self.asked_at_s, known, decides_alone, at_once))
+
+    def take(self) -> Finding | None:
+        """Return what was found out, None if the task is still running."""
+        if self._task is None or not self._task.done():
+            return None
+        task, self._task = self._task, None
+        return task.result()
+
+    def close(self) -> None:
+        """Stop asking."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _ask(
+        self,
+        asked_at_s: float,
+        known: KnownIncarnation | None,
+        decides_alone: Callable[[Evidence], bool],
+        at_once: bool,
+    ) -> Finding:
+        if known is None or known.sequence == BEFORE_FIRST or self._replay_address is None:
+            return Finding(asked_at_s, known, await self._over_http())
+        checking: asyncio.Task[ReplayCheck] | None = None
+        reading = asyncio.create_task(self._over_http())
+        try:
+            if at_once:
+                checking = asyncio.create_task(self._check_replay(known))
+                await asyncio.wait({reading, checking}, return_when=asyncio.FIRST_COMPLETED)
+                if checking.done() and not reading.done() and checking.result() is ReplayCheck.SAME:
+                    # Identical bytes decide on their own, so the HTTP server need not be waited for.
+                    return Finding(asked_at_s, known, Evidence(False, None, ReplayCheck.SAME))
+            evidence = await reading
+            if decides_alone(evidence):
+                return Finding(asked_at_s, known, evidence)
+            checking = checking or asyncio.create_task(self._check_replay(known))
+            return Finding(asked_at_s, known, replace(evidence, replay_check=await checking))
+        finally:
+            reading.cancel()
+            if checking is not None:
+                checking.cancel()
+
+    async def _check_replay(self, known: KnownIncarnation) -> ReplayCheck:
+        return await check_last_batch(self._wiring.context, self._replay_address, known.sequence, known.digest)
+
+    async def _over_http(self) -> Evidence:
+        try:
+            async with asyncio.timeout(HTTP_TIMEOUT_S):
+                engine = self._wiring.engine
+                return await read_process_start(self._wiring.http, engine.metrics_url, engine.models_url)
+        except aiohttp.ClientConnectorError as exc:
+            return Evidence(reachable=False, started=None, refused=exc.os_error.errno == errno.ECONNREFUSED)
+        except (aiohttp.ClientError, TimeoutError):
+            return Evidence(reachable=False, started=None)
+        except Exception:  # whatever an HTTP server sends, it must not end the feed
+            log.debug("rank %s: the engine's HTTP server cannot be read", self._rank, exc_info=True)
+            return Evidence(reachable=False, started=None)

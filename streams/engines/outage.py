@@ -1,0 +1,40 @@
+"""When to log that a part of an engine does not answer (pure; the clock is an argument).
+
+What lives here: the limit of such lines. What must not: logging, and what follows for the engine (feed, scraping).
+"""
+
+from __future__ import annotations
+
+#: Time between two lines about the same outage. An engine may be away for days, and a fleet has hundreds of engines.
+REMIND_S = 60.0
+
+
+class Outage:
+    """One part of one engine: it is reported once, then once a minute, and once when it answers again."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._logged_at_s = 0.0
+
+    def failed(self, now_s: float) -> float | None:
+        """Note that it did not answer; return for how many seconds that has lasted, or None if nothing is to be logged.
+
+        The first failure returns 0.
+        """
+        if self._since_s is None:
+            self._since_s = self._logged_at_s = now_s
+            return 0.0
+        if now_s - self._logged_at_s < REMIND_S:
+            return None
+        self._logged_at_s = now_s
+        return now_s - self._since_s
+
+    def answered(self, now_s: float) -> float | None:
+        """Note that it answered; return for how many seconds it had not, or None if it had answered before."""
+        since_s, self._since_s = self._since_s, None
+        return None if since_s is None else now_s - since_s
+
+
+def lasting(seconds: float) -> str:
+    """Return how long an outage has lasted, to be appended to its line; empty for one that has just begun."""
+    return f" (for {seconds:.0f} s)" if seconds else ""

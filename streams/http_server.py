@@ -1,0 +1,172 @@
+"""The HTTP server of a process, which answers from the moment at which the process starts.
+
+What lives here: listening, what is answered while a process starts, and the pages of processes without an HTTP API of
+their own. What must not: the HTTP API (router_api), and metrics (metrics).
+
+Compiling kernels takes up to two minutes. Something that watches a process, such as Kubernetes, must be able to tell
+this from a process that hangs. So a process listens first, and answers /healthz, and /ready with the reason. What it
+serves later takes over the same sockets, so that no connection is refused in between.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from streams.errors import NotReady, SettingsError
+from streams.metrics import MetricsRegistry, metrics_response
+
+#: Connections that the kernel keeps until they are accepted; aiohttp's own default.
+BACKLOG = 128
+
+#: Seconds after which a client may retry, as the header Retry-After.
+RETRY_AFTER_S = "1"
+
+#: Returns why a process is not ready, or None if it is.
+NotReadyReason = Callable[[], str | None]
+
+
+class Startup:
+    """What a starting process is doing. Any thread may set it; the server reads it."""
+
+    def __init__(self) -> None:
+        self.doing = "starting"
+
+    def note(self, doing: str) -> None:
+        """Set what the process is doing."""
+        self.doing = doing
+
+
+class HttpServer:
+    """The sockets of one address, and the application that answers on them. Used on one loop."""
+
+    def __init__(self, host: str, port: int, port_setting: str = "port") -> None:
+        """Listen, so that an address that is taken is found at once. Raises SettingsError, which names port_setting."""
+        try:
+            self._sockets = _listen(host, port)
+        except OSError as exc:
+            flag = port_setting.replace("_", "-")
+            raise SettingsError(
+                f"host and {port_setting}: cannot listen on {host}:{port}: {exc.strerror or exc}",
+                remedy=f"Set --host and --{flag}, or stop the process that listens there",
+            ) from exc
+        self._runners: list[web.AppRunner] = []
+        self._sites: list[web.SockSite] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the first socket; the port is the one that was chosen if 0 was given."""
+        host, port = self._sockets[0].getsockname()[:2]
+        return host, port
+
+    async def serve(self, app: web.Application | web.AppRunner) -> None:
+        """Answer new connections with this application from now on. It comes in a runner if it needs its own.
+
+        An earlier application still answers connections that it has accepted. `starting_app` closes each after one
+        answer.
+        """
+        before = self._sites
+        runner = app if isinstance(app, web.AppRunner) else web.AppRunner(app, access_log=None)
+        await runner.setup()
+        self._runners.append(runner)
+        # A site closes its socket when it stops. The copy refers to the same queue of connections.
+        self._sites = [web.SockSite(runner, each.dup(), backlog=BACKLOG) for each in self._sockets]
+        for site in self._sites:
+            await site.start()
+        for site in before:
+            await site.stop()
+
+    async def close(self) -> None:
+        """Stop listening and finish running requests."""
+        for each in self._sockets:
+            each.close()
+        for runner in self._runners:
+            await runner.cleanup()
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """Listen on every address of a host, as aiohttp does; raises OSError."""
+    infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(infos):
+            each = socket.socket(family, kind, protocol)
+            sockets.append(each)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            each.bind(address)
+            each.listen(BACKLOG)
+            each.setblocking(False)
+    except OSError:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
+
+
+def starting_app(startup: Startup) -> web.Application:
+    """What a process answers until it has started: 200 to /healthz, and 503 with the reason to everything else."""
+
+    async def ready(_: web.Request) -> web.Response:
+        # The fields of a router's own answer; nothing has been read so far.
+        nothing = {"partitions_left": {}, "workers_left": 0, "topics_missing": []}
+        return web.json_response({"ready": False, **nothing, "reason": startup.doing}, status=NotReady.http_status)
+
+    async def refuse(_: web.Request) -> web.Response:
+        error = {"code": NotReady.code, "message": startup.doing, "detail": {}}
+        return web.json_response({"error": error}, status=NotReady.http_status, headers={"Retry-After": RETRY_AFTER_S})
+
+    @web.middleware
+    async def answer_once(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        response = await handler(request)
+        response.force_close()  # the client's next request reaches what replaces this application
+        return response
+
+    app = web.Application(middlewares=[answer_once])
+    app.add_routes([web.get("/healthz", _healthz), web.get("/ready", ready), web.route("*", "/{path:.*}", refuse)])
+    return app
+
+
+def monitoring_app(not_ready: NotReadyReason, registries: Sequence[MetricsRegistry[Any]]) -> web.Application:
+    """/healthz, /ready and /metrics, for a process without an HTTP API, which has all three of its own."""
+
+    async def ready(_: web.Request) -> web.Response:
+        reason = not_ready()
+        if reason is not None:
+            return web.json_response({"ready": False, "reason": reason}, status=NotReady.http_status)
+        return web.json_response({"ready": True})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return metrics_response(*registries)
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", _healthz), web.get("/ready", ready), web.get("/metrics", metrics)])
+    return app
+
+
+async def _healthz(_: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+@asynccontextmanager
+async def monitoring_server(host: str, port: int, startup: Startup) -> AsyncIterator[HttpServer | None]:
+    """Listen while the block runs, and answer as a starting process; the block serves a `monitoring_app` later.
+
+    A port of 0 serves nothing and gives None. Raises SettingsError if the address cannot be listened on.
+    """
+    if not port:
+        yield None
+        return
+    server = HttpServer(host, port, "metrics_port")
+    try:
+        await server.serve(starting_app(startup))
+        yield server
+    finally:
+        await server.close()

@@ -1,0 +1,136 @@
+"""A simulated engine's journal: every change of its cache with the time at which it happened.
+
+What lives here: writing the file (`Journal`), and reading it as intervals of time (`CacheHistory`). What must not: the
+cache (block_cache). A check of a router compares its answers with this file, which survives SIGKILL of the engine.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Self
+
+from streams.sim.engine_messages import KvCleared, KvRemoved, KvStored
+
+#: End of an interval that has not ended yet.
+_OPEN_NS = (1 << 63) - 1
+
+
+class Journal:
+    """Appends changes to a file; each line is written before the change is published."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._write({"started": True})  # the caches of earlier processes are gone
+
+    def note(self, events: Iterable[object]) -> None:
+        """Write those of an engine's events that change its cache."""
+        for event in events:
+            match event:
+                case KvStored():
+                    self._write({"stored": [event.engine.tolist(), event.sequence.tolist()]})
+                case KvRemoved():
+                    self._write({"removed": event.engine.tolist()})
+                case KvCleared():
+                    self._write({"cleared": True})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, change: dict[str, object]) -> None:
+        self._file.write(json.dumps({"at_ns": time.time_ns(), **change}).encode() + b"\n")
+
+
+class CacheHistory:
+    """When an engine held which block, as its journal says. Times are Unix times in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._sequence_of: dict[int, int] = {}  # engine hash to sequence hash, of the blocks that are held
+        self._copies: dict[int, int] = {}  # engine hash to the number of its physical copies
+        self._names: dict[int, int] = {}  # sequence hash to the number of engine hashes that name it
+        self._from_ns: dict[int, list[int]] = {}  # sequence hash to the beginnings of its intervals, ascending
+        self._to_ns: dict[int, list[int]] = {}  # and to their ends
+
+    @classmethod
+    def read(cls, path: Path, deaths_ns: Sequence[int] = ()) -> Self:
+        """Read a journal. deaths_ns: when processes of the engine were killed, which the journal cannot say."""
+        history = cls()
+        deaths = sorted(deaths_ns)
+        with path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # the engine is writing it
+                change = json.loads(line)
+                while deaths and deaths[0] <= change["at_ns"]:
+                    history.clear(deaths.pop(0))
+                history.apply(change)
+        for death_ns in deaths:
+            history.clear(death_ns)
+        return history
+
+    def apply(self, change: dict[str, object]) -> None:
+        """Apply one line of a journal."""
+        at_ns = change["at_ns"]
+        assert isinstance(at_ns, int)
+        match change:
+            case {"stored": [list(engine), list(sequence)]}:
+                for name, block in zip(engine, sequence, strict=True):
+                    self._store(name, block, at_ns)
+            case {"removed": list(engine)}:
+                for name in engine:
+                    self._remove(name, at_ns)
+            case _:
+                self.clear(at_ns)
+
+    def clear(self, at_ns: int) -> None:
+        """Note that the cache became empty."""
+        for block in self._names:
+            self._to_ns[block][-1] = at_ns
+        self._sequence_of.clear()
+        self._copies.clear()
+        self._names.clear()
+
+    def overlaps(self, sequence: Sequence[int], from_ns: int, to_ns: int) -> set[int]:
+        """Return every number of leading blocks of a prompt that was held at some moment from from_ns to to_ns.
+
+        sequence: the prompt's sequence hashes.
+        """
+        moments = {from_ns}
+        for block in sequence:
+            for times in (self._from_ns.get(block, ()), self._to_ns.get(block, ())):
+                first = bisect.bisect_right(times, from_ns)
+                moments.update(times[first : bisect.bisect_right(times, to_ns)])
+        return {self._overlap(sequence, moment) for moment in moments}
+
+    def _overlap(self, sequence: Sequence[int], at_ns: int) -> int:
+        for position, block in enumerate(sequence):
+            n_begun = bisect.bisect_right(self._from_ns.get(block, ()), at_ns)
+            if not n_begun or self._to_ns[block][n_begun - 1] <= at_ns:
+                return position
+        return len(sequence)
+
+    def _store(self, name: int, block: int, at_ns: int) -> None:
+        self._copies[name] = self._copies.get(name, 0) + 1
+        if name in self._sequence_of:
+            return
+        self._sequence_of[name] = block
+        self._names[block] = self._names.get(block, 0) + 1
+        if self._names[block] == 1:
+            self._from_ns.setdefault(block, []).append(at_ns)
+            self._to_ns.setdefault(block, []).append(_OPEN_NS)
+
+    def _remove(self, name: int, at_ns: int) -> None:
+        self._copies[name] -= 1
+        if self._copies[name]:
+            return
+        del self._copies[name]
+        block = self._sequence_of.pop(name)
+        self._names[block] -= 1
+        if not self._names[block]:
+            del self._names[block]
+            self._to_ns[block][-1] = at_ns

@@ -1,0 +1,22 @@
+"""The state that every other test of trust departs from: with nothing wrong, answers become exact and right."""
+
+from __future__ import annotations
+
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.trust import TrustFleet, engine_option
+
+N_BLOCKS = 20
+
+
+def test_answers_are_exact_and_right_while_nothing_is_wrong(fleet: TrustFleet) -> None:
+    """An engine's blocks appear, and disappear when it clears its cache; the answers say exact and are right."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    prompt = range(1000, 1000 + N_BLOCKS * BLOCK_SIZE)
+    with EngineDouble(model=model) as engine:
+        engine.store(1000, N_BLOCKS)
+        fleet.bridge(engine_option(worker_id, engine))
+        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == N_BLOCKS, "the blocks")
+        assert answer["mode"] == "exact"
+        engine.clear()
+        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == 0, "an empty cache")
+        assert answer["mode"] == "exact"
