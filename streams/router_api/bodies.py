@@ -18,6 +18,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from streams.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from streams.router_api.connections import LINGERING_S
 from streams.settings import Settings
 
 #: Bodies up to this size are read even if all others together are over their limit, so that ordinary requests pass
@@ -27,6 +28,10 @@ UNCOUNTED_BODY_BYTES = 64 * 1024
 #: JSON bodies above this size are parsed on a thread and in pieces. A prompt of 35,000 tokens is below it, which takes
 #: 1 ms; one of a million tokens would stop all other requests for 40 ms.
 LARGE_BODY_BYTES = 256 * 1024
+
+#: Refused bodies whose rest is received and dropped, so that a client that first sends everything reads the answer. The
+#: rest of further ones stays in the system's buffers: 2,000 of them at once would delay all other requests.
+DRAINED_MAX = 32
 
 #: Threads that parse large bodies and decompress bodies. They share the interpreter with the loop, so that more of them
 #: would only delay it.
@@ -49,6 +54,7 @@ class Bodies:
         self._timeout_s = settings.body_timeout_s
         self._body_bytes_max = settings.body_bytes_max
         self._bytes_max = max(settings.bodies_bytes_max, settings.body_bytes_max)  # so that one body always fits
+        self._n_drained = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bodies")
 
     def of(self, request: web.Request, bytes_max: int | None = None) -> _Body:
@@ -119,6 +125,17 @@ class Bodies:
         self.bytes_held += more
         body.n_bytes = n_bytes
 
+    def refuse(self, request: web.Request) -> None:
+        """Receive what is left of a body and drop it, or stop receiving it if too many others are dropped already."""
+        if self._n_drained < DRAINED_MAX:
+            self._n_drained += 1
+            asyncio.get_running_loop().call_later(LINGERING_S, self._drained)
+        elif isinstance(request.transport, asyncio.Transport):
+            request.transport.pause_reading()
+
+    def _drained(self) -> None:
+        self._n_drained -= 1
+
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -140,6 +157,8 @@ class _Body:
             return await self._bodies.read(self._request, self)
         except BaseException:
             self._release()
+            if not self._request.content.is_eof():
+                self._bodies.refuse(self._request)
             raise
 
     async def __aexit__(
