@@ -21,6 +21,7 @@ from typing import Any, assert_never
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
+from streams.core.bridge_pulses import BridgePulse
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
@@ -118,7 +119,8 @@ class RecordCodec:
         except EOFError as exc:  # without its own message, which contains a memory address
             raise BadRecord("bad_avro", f"the datum is not a {self.name} record: it ends early") from exc
         except Exception as exc:  # fastavro passes on any exception of its C code
-            raise BadRecord("bad_avro", f"the datum is not a {self.name} record: {exc!r}") from exc
+            # Some of them quote the datum, which a foreign writer may have filled with anything.
+            raise BadRecord("bad_avro", f"the datum is not a {self.name} record ({type(exc).__name__})") from None
         if stream.tell() != len(raw):
             raise BadRecord("bad_avro", f"{len(raw) - stream.tell()} bytes follow the {self.name} datum")
         assert isinstance(datum, dict)
@@ -137,7 +139,7 @@ class RecordCodec:
             if schema_ids.get(self.name) != found_id:
                 raise BadRecord("unknown_schema", f"registry id {found_id} is not the one configured for {self.name}")
             return _CONFLUENT_HEADER_BYTES, self._schema
-        raise BadRecord("not_avro", f"the record starts with {raw[:4].hex()}, which is not the header of an Avro datum")
+        raise BadRecord("not_avro", "the record does not begin with the header of an Avro datum")
 
 
 @cache
@@ -357,6 +359,24 @@ def encode_metrics(report: MetricsReport) -> bytes:
             **asdict(report.metrics),
         }
     )
+
+
+PULSE_KEY_PREFIX = b"bridge/"
+
+
+def pulse_key(bridge: str) -> bytes:
+    """Return the key of a bridge's pulses in worker-metrics."""
+    return PULSE_KEY_PREFIX + bridge.encode()
+
+
+def encode_pulse(pulse: BridgePulse) -> bytes:
+    """Encode one pulse of worker-metrics."""
+    return codec("bridge-pulses").encode(asdict(pulse))
+
+
+def decode_pulse(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> BridgePulse:
+    """Decode one pulse of worker-metrics; raises BadRecord."""
+    return BridgePulse(**codec("bridge-pulses").decode(raw, schema_ids))
 
 
 _METRIC_COUNTS = (

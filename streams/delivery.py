@@ -49,6 +49,13 @@ class _ConsumerThread(aiokafka.AIOKafkaConsumerThread):  # type: ignore[misc]
         consumer._isolation_level = "read_committed"  # takes effect when the consumer starts
         return consumer
 
+    async def refresh_topics(self) -> None:
+        """Ask the broker for the subscribed topics; the group is joined again if one of them appeared or vanished.
+
+        By itself, aiokafka asks every five minutes, and when a fetch fails. A topic without partitions is not fetched.
+        """
+        await self._ensure_consumer()._client.force_metadata_update()
+
 
 class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
     def _new_consumer_thread(self) -> _ConsumerThread:
@@ -112,6 +119,10 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
         them, and the worker ends with a KeyError. This happened to three of 30 workers that started on a busy machine.
         """
         await self._thread.call_thread(self._thread.seek, partition, offset)
+
+    async def refresh_topics(self) -> None:
+        """Look for subscribed topics that were created since the last rebalance."""
+        await self._thread.call_thread(self._thread.refresh_topics)
 
     async def wait_first(self, *coros: Any, timeout: Any = None) -> Any:
         """Wait as Service.wait_first does, without a task for what ends in its first step, as most deliveries do."""

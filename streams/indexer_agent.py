@@ -24,12 +24,13 @@ from faust.types import TP
 
 from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
-from streams.kafka import first_offset, group_members, log_end
+from streams.kafka import first_offset, group_members
 from streams.settings import Settings
 from streams.tables.index_reducer import BAD_TABLE_RECORD
 from streams.tables.partition import PARTITION_COUNTS, TablePartition
 from streams.tables.reducer import PartitionPlan, SourceRecord
 from streams.tables.wiring import PartitionWiring
+from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,12 @@ class Indexer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn = threading.Lock()
+        self._refreshing = asyncio.Lock()
+        self._watch: TopicWatch | None = None
+        self._ids: dict[str, str] = {}  # of the sources, as last read; a deleted source keeps its id
+        self._recreated: dict[str, str] = {}  # by source, the id that was logged last
+        #: Sources that have been deleted and not recreated yet.
+        self.sources_missing: tuple[str, ...] = ()
         # By partition, since each is written by that partition's thread alone. They outlast a partition that moves.
         self._verdicts: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -91,6 +98,8 @@ class Indexer:
         """Return why events are not applied yet, or None. A worker without partitions is ready: others have them."""
         if self._loop is None:
             return "Kafka has not assigned partitions to this worker yet"
+        if self.sources_missing:
+            return f"topics of this scope were deleted: {', '.join(self.sources_missing)}"
         opening = [n for n, table in self._partitions.items() if table.next_offset(self._source.name) is None]
         return f"partitions are being opened: {sorted(opening)}" if opening else None
 
@@ -138,14 +147,19 @@ class Indexer:
 
     async def close(self) -> None:
         """Release everything."""
+        if self._watch is not None:
+            await asyncio.to_thread(self._watch.stop)
         tables, self._partitions = list(self._partitions.values()), {}
         await self._stop(tables)
 
     async def watch(self) -> None:
         """Seek every partition that receives nothing although its source has more: Faust may be past its next offset.
 
-        Runs until cancelled, and checks every REALIGN_EVERY_S[0].
+        Runs until cancelled, and checks every REALIGN_EVERY_S[0]. Meanwhile a thread reads where the sources end.
         """
+        self._loop = asyncio.get_running_loop()
+        self._watch = TopicWatch(self._settings, self._plan.sources, self._plan.sources, self._note_reading)
+        self._watch.start()
         seen: dict[TP, tuple[int, float, float]] = {}  # topic and partition to (next offset, since, wait)
         first, longest = REALIGN_EVERY_S
         while True:
@@ -168,6 +182,50 @@ class Indexer:
                     elif now - last[1] >= last[2]:
                         seen[tp] = (next_offset, now, min(last[2] * 2, longest))
                         self._realign(tp)
+
+    def _note_reading(self, reading: TopicReading) -> None:
+        """Pass the sources' ends to the partitions; the watch's thread calls this."""
+        names = [source.name for source in self._plan.sources]
+        for partition, table in list(self._partitions.items()):
+            ends = reading.ends_of(names, partition)
+            if ends is not None:
+                table.note_ends(reading.asked_ms, ends)
+        for name in set(reading.missing) - set(self.sources_missing):
+            log.warning(
+                "%s does not exist any more, so nothing is consumed from it. `kvstreams topics create` with the same "
+                "settings creates it again",
+                name,
+            )
+        self.sources_missing = reading.missing
+        for name, topic_id in reading.ids.items():
+            if self._ids.setdefault(name, topic_id) != topic_id:
+                self._source_recreated(name, topic_id)
+        self._call(lambda: self._notice_topics(reading))
+
+    def _source_recreated(self, name: str, topic_id: str) -> None:
+        """Log that a source was recreated, once for all partitions."""
+        if self._recreated.get(name) != topic_id:
+            self._ids[name] = self._recreated[name] = topic_id
+            log.warning(
+                "%s was deleted and recreated, so records may be lost: every rank is degraded until its bridge has "
+                "restated it",
+                name,
+            )
+
+    def _notice_topics(self, reading: TopicReading) -> None:
+        """Make Faust's consumer look for sources that exist and are unknown to it: it takes minutes by itself."""
+        consumer = self._app.consumer
+        if any(name in reading.ids and not consumer.topic_partitions(name) for name in self._ids):
+            self._tasks.add(task := asyncio.get_running_loop().create_task(self._refresh_topics()))
+            task.add_done_callback(self._tasks.discard)
+
+    async def _refresh_topics(self) -> None:
+        if not self._refreshing.locked():
+            async with self._refreshing:
+                try:
+                    await self._app.consumer.refresh_topics()
+                except Exception as exc:  # the next reading tries again
+                    log.warning("Faust's consumer did not look for new topics: %s", exc)
 
     def _feed(self, event: Any) -> None:
         """Offer the records of one event (delivery.RecordsMessage) to their partition."""
@@ -260,8 +318,7 @@ class Indexer:
             drained=self._drained,
             opened=self._opened,
             is_ours=self._is_ours,
-            source_end=self._source_end,
-            log_end=lambda topic, partition: log_end(self._settings, topic, partition),
+            source_recreated=self._source_recreated,
             on_effect=self._armed,
             now_ms=lambda: time.time_ns() // 1_000_000,
             partitions_open=lambda: len(self._partitions),

@@ -30,7 +30,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 from streams.errors import BadRecord, KafkaUnreachable, KvStreamsError, TopicMismatch
 from streams.kafka_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.settings import Settings
-from streams.topics import DEAD_LETTER_BYTES_MAX, EVENT_BYTES_MAX, TopicSpec
+from streams.topics import DEAD_LETTER_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,10 @@ _NO_LEADER_YET = frozenset(
 
 #: How long the watch of kafka_log waits for an answer. A broker that is up answers within milliseconds.
 ASK_TIMEOUT_S = 2.0
+
+#: Otherwise producers and admin clients cause a broker with auto.create.topics.enable to create a topic that they name,
+#: with the broker's own settings (measured; consumers do not).
+_CREATES_NO_TOPIC = {"allow.auto.create.topics": False}
 
 #: The hash of Faust and Java. With librdkafka's own default, one worker's records would be in two partitions.
 PARTITIONER = "murmur2_random"
@@ -138,8 +142,12 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
             "bootstrap.servers": settings.kafka,
             "enable.idempotence": True,
             "acks": "all",
+            **_CREATES_NO_TOPIC,
             "partitioner": PARTITIONER,
             "linger.ms": 2,
+            # Reconnect to a restarted broker after 1.5 s at most (1 s and jitter), not after the default 10 s: routers
+            # wait for records that an outage held back.
+            "reconnect.backoff.max.ms": 1000,
             # The client refuses larger records before the broker sees them; its own default is 1 MB.
             "message.max.bytes": DEAD_LETTER_BYTES_MAX + 64 * 1024,
             **_logs(settings),
@@ -215,7 +223,7 @@ def partition_of_key(key: bytes, n_partitions: int) -> int:
 def dead_letter_headers(
     origin: str, exc: BadRecord, size: int, partition: int | None = None, offset: int | None = None
 ) -> list[tuple[str, str | bytes | None]]:
-    """Headers that state where a dead letter came from, and the reason. size: bytes received, before truncation."""
+    """Headers that state where a dead letter came from, and the reason. size: bytes received."""
     values = {
         "topic": origin,
         "partition": partition,
@@ -227,11 +235,6 @@ def dead_letter_headers(
     return [(f"kvstreams.{name}", str(value).encode()) for name, value in values.items() if value is not None]
 
 
-def dead_letter_value(value: bytes | None) -> bytes | None:
-    """The bytes received, truncated if a topic of ours cannot hold them; the header has the full size."""
-    return value[:EVENT_BYTES_MAX] if value is not None and len(value) > EVENT_BYTES_MAX else value
-
-
 def as_record(message: Message) -> Record:
     """Convert a message without an error; a record without a key gets b""."""
     topic, partition, offset = message.topic(), message.partition(), message.offset()
@@ -241,7 +244,7 @@ def as_record(message: Message) -> Record:
 
 def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None, **overrides: Any) -> AdminClient:
     """An admin client that logs nothing. Its calls raise; on_error receives the reasons why no broker is reached."""
-    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, "log_level": 0, **overrides}
+    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, **_CREATES_NO_TOPIC, "log_level": 0, **overrides}
     if on_error is not None:
         config["error_cb"] = on_error
     return AdminClient(config)
@@ -366,8 +369,8 @@ def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
         raise KvStreamsError(topics_missing(missing), remedy=TOPICS_REMEDY, topics_missing=missing)
 
 
-async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
-    """Wait until none of these topics is missing, and log what the wait is for.
+async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: Callable[[str], None]) -> None:
+    """Wait until none of these topics is missing, and log what the wait is for. note: called with the reason.
 
     Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
     """
@@ -375,9 +378,11 @@ async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec]) -> Non
     missing = await asyncio.to_thread(missing_topics, settings, specs)
     logged_s = float("-inf")
     while missing:
+        note(topics_missing(missing))
         if time.monotonic() - logged_s >= MISSING_LOG_S:
             log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
             logged_s = time.monotonic()
+        note(f"{topics_missing(missing)}. {TOPICS_REMEDY}")
         await asyncio.sleep(TOPICS_POLL_S)
         try:
             missing = await asyncio.to_thread(missing_topics, settings, specs)

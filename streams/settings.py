@@ -157,7 +157,7 @@ class Settings:
         3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
     )
     behind_after_ms: int = _setting(
-        1000, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
+        750, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
     )
     session_timeout_s: float = _setting(
         6.0, "a Faust worker that is silent for this long loses its partitions", low=1.0, high=1800.0

@@ -34,7 +34,7 @@ EVENT_BYTES_MAX = 8 * 1024 * 1024
 #: booking that does not reach the other routers is a load that they do not see.
 LOAD_BYTES_MAX = 8 * 1024 * 1024 + 64 * 1024
 
-#: A dead letter is the record itself, with headers that state the reason.
+#: A dead letter is the record itself if it has a schema of ours, with headers that state the reason.
 DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
 
 #: Bytes of a chunk of a restatement, which is parked in the index's changelog unchanged. Bridges start a new chunk at
@@ -122,7 +122,7 @@ def topics(settings: Settings) -> Topics:
         ),
         worker_metrics=spec(
             f"{prefix}worker-metrics",
-            "worker id, ASCII decimal",
+            "worker id, ASCII decimal; bridge/ and a bridge's name",
             "worker-metrics",
             # Routers start reading at its end, since only the newest record of a rank is of use to them.
             {"cleanup.policy": "delete", "retention.ms": str(METRICS_TTL_MS_MAX), "segment.ms": str(60 * 1000)},

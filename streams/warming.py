@@ -78,12 +78,14 @@ def warm(
     console: Console | None = None,
     note: Callable[[str], None] | None = None,
     stopping: threading.Event | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> int:
     """Compile or load kernels; returns how many had to be compiled, or 0 if numba is missing.
 
     console: where progress is shown, by default standard error. note: called with the progress as text whenever it
-    changes, from any thread. stopping: ends the compilation between two kernels once it is set. Raises ProcessError if
-    a kernel cannot be compiled.
+    changes, from any thread. stopping: ends the compilation between two kernels once it is set. warn: called if no
+    folder for compiled kernels is writable; by default this is printed as well. Raises ProcessError if a kernel cannot
+    be compiled.
     """
     note = note or _no_note
     stopping = stopping or threading.Event()
@@ -98,7 +100,10 @@ def warm(
         if all(is_cacheable(kernels[name]) for name in missing):
             _compile_in_children(missing, console, note, stopping)
         else:
-            console.print(_NO_CACHE, markup=False, highlight=False, soft_wrap=True)
+            if warn is None:
+                console.print(_NO_CACHE, markup=False, highlight=False, soft_wrap=True)
+            else:
+                warn(_NO_CACHE)
             _compile_here({name: kernels[name] for name in missing}, console, note, stopping)
     for kernel in kernels.values():
         if stopping.is_set():
@@ -128,7 +133,7 @@ async def warm_while_serving(names: Sequence[str], note: Callable[[str], None]) 
     def run() -> None:
         failure: BaseException | None = None
         try:
-            warm(names, log_console(log), note, stopping)
+            warm(names, log_console(log), note, stopping, log.warning)
         except BaseException as exc:
             failure = exc
         with suppress(RuntimeError):  # the loop was closed meanwhile: the process ends

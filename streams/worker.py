@@ -125,6 +125,9 @@ class Worker(faust.Worker):  # type: ignore[misc]
             raise SystemExit(f"kvstreams: {exc}") from exc
         except asyncio.CancelledError:
             raise SystemExit(0) from None
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.loop.remove_signal_handler(number)  # Faust sets its own
         raise super().execute_from_commandline()  # it never returns
 
 

@@ -40,7 +40,7 @@ def check_labels(labels: MoeLabels) -> None:
     for name in LABEL_NAMES:
         value = getattr(labels, name)
         if value is not None and (type(value) is not int or not 0 <= value <= LABEL_MAX):
-            raise BadRecord("bad_event", f"{name} is {value!r}, not a number from 0 to {LABEL_MAX}")
+            raise BadRecord("bad_event", f"{name} is not a number from 0 to {LABEL_MAX}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,10 @@ class EngineBatch:
     the last one published.
     digest: xxh3_64 of the engine's payload, which shows whether two batches with the same number are the same batch.
     emitted_at_ms: time on the engine's clock, used only for measurements.
-    n_unindexed: blocks that the rank holds, or may hold, and that no event represents: those of KV cache groups that
-    are not full attention, and those that were removed although a further copy may exist. They make the rank's answers
-    approximate. In a restatement, and after an early removal, only whether the number is 0 has a meaning.
+    n_unindexed: blocks that the rank holds, or may hold, and that events cannot represent, or not exactly: for example
+    those of KV cache groups that are not full attention, and those that were removed although a further copy may exist.
+    They make the rank's answers approximate. In a restatement, and after an early removal, only whether the number is 0
+    has a meaning.
     incomplete: whether the batch lacks events that the engine reported and that could matter; it counts as a gap.
     feed: state of the rank's feed when the record was written, whatever its body is.
     """

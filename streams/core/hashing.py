@@ -318,6 +318,7 @@ def _name_bad_token(tokens: Sequence[object]) -> str:
     for index, value in enumerate(tokens):
         # NumPy's integers are Integral but not int, and are valid tokens.
         if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= U32_MAX:
-            shown = str(value) if isinstance(value, Integral) else repr(value)
+            # The value of another type is not shown: a list of token ids, for example, is part of a prompt.
+            shown = str(value) if isinstance(value, Integral) else f"a {type(value).__name__}"
             return f"token {index} is {shown}, not an integer in 0..{U32_MAX}"
     return f"tokens must be integers in 0..{U32_MAX}"

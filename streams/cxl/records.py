@@ -164,7 +164,7 @@ def decode_transition(raw: bytes | None, schema_ids: Mapping[str, int] | None = 
     if datum["follows"] < BEFORE_FIRST:
         raise BadRecord("bad_sequence", f"a transition cannot follow batch {datum['follows']}")
     if not 0 <= datum["pool_epoch"] <= POOL_EPOCH_MAX:
-        raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of pool {datum['pool_id']!r}")
+        raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of a pool is out of range")
     if len(datum["accessible_workers"]) > POOL_MEMBERS_MAX:
         raise BadRecord("bad_transition", f"{len(datum['accessible_workers'])} workers; at most {POOL_MEMBERS_MAX}")
     try:
@@ -221,7 +221,7 @@ def parse_pool_key(key: bytes) -> str:
         pool_id = key.removeprefix(POOL_KEY_PREFIX).decode()
         check_pool_id(pool_id)
     except (UnicodeDecodeError, InvalidRequest) as exc:
-        raise BadRecord("bad_key", f"{key!r} does not contain a valid pool id") from exc
+        raise BadRecord("bad_key", f"a key of {len(key)} bytes does not contain a valid pool id") from exc
     return pool_id
 
 
@@ -245,7 +245,7 @@ def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None =
     pool_id = parse_pool_key(key)
     datum = codec("cxl-pools").decode(value, schema_ids)
     if datum["pool_id"] != pool_id:
-        raise BadRecord("wrong_key", f"key {key!r} is not the key of pool {datum['pool_id']!r}")
+        raise BadRecord("wrong_key", "the key is not that of the record's pool")
     try:
         return CxlPool(
             pool_id=pool_id,

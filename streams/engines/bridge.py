@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import aiohttp
@@ -34,6 +35,7 @@ from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.outage import Outage, lasting
 from streams.engines.process_start import read_body
 from streams.engines.publisher import event_producer
+from streams.engines.pulse import Pulse
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
 from streams.engines.scraping import Scraper, reported_block_size
@@ -65,6 +67,9 @@ _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 #: limit, since engines that do not answer would use it up, and the others would wait.
 HTTP_CONNECTIONS_PER_ENGINE = 16
 
+#: Threads for everything but lookups of names: recoveries, restatements and long pages.
+THREADS_MIN = 8
+
 #: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
 MODELS_BYTES_MAX = 1024 * 1024
 
@@ -76,13 +81,15 @@ class Bridge:
         self._settings = settings
         self._engines = engines
         self._kafka = event_producer(settings)
-        self._context = zmq.asyncio.Context()
+        # One for each engine: a context has one thread for the network, which waits for each name to be resolved.
+        self._contexts = {engine.worker_id: zmq.asyncio.Context() for engine in engines}
         self._recoveries = asyncio.Semaphore(RECOVERIES_AT_ONCE)
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._lease_handles = {engine.worker_id: self._lease_handle(engine.worker_id) for engine in engines}
         self._feeds: dict[RankId, RankFeed] = {}
         self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
+        self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up)
         self._unread = {engine.worker_id for engine in engines}
         self._refused: set[WorkerId] = set()  # engines of models whose record contradicts the settings
 
@@ -91,11 +98,15 @@ class Bridge:
         contradictions: list[Exception] = []
         registry_reader = RegistryReader(self._settings, [engine.worker_id for engine in self._engines], self)
         try:
+            # A lookup of a name occupies a thread, for a minute if no DNS server answers. Each engine has two names.
+            threads = ThreadPoolExecutor(2 * len(self._engines) + THREADS_MIN)
+            asyncio.get_running_loop().set_default_executor(threads)
             connector = aiohttp.TCPConnector(limit=0, limit_per_host=HTTP_CONNECTIONS_PER_ENGINE)
             session = aiohttp.ClientSession(timeout=_HTTP_TIMEOUT, connector=connector)
             async with session as http, asyncio.TaskGroup() as tasks:
                 tasks.create_task(registry_reader.run())
                 tasks.create_task(self._tick())
+                tasks.create_task(self._pulse.run())
                 for engine in self._engines:
                     tasks.create_task(self._bridge(engine, http))
         except* BlockSizeContradicted as refused:
@@ -105,7 +116,8 @@ class Bridge:
                 lease_handle.release()
             if self._pools is not None:
                 self._pools.close()
-            self._context.destroy(linger=0)
+            for context in self._contexts.values():
+                context.destroy(linger=0)
             self._kafka.flush(FLUSH_TIMEOUT_S)
         if contradictions:  # raised here, since `except*` would put it into another group
             raise contradictions[0]
@@ -142,6 +154,10 @@ class Bridge:
             feed.request_restatement(request)
 
     # -- engines -------------------------------------------------------------------------------------------------------
+
+    def _keeps_up(self) -> bool:
+        """Whether no message of an engine waits in a socket, except where the rank's records say so themselves."""
+        return not any(feed.has_backlog for feed in self._feeds.values())
 
     async def _tick(self) -> None:
         while True:
@@ -188,7 +204,7 @@ class Bridge:
             wiring = EngineWiring(
                 self._settings,
                 self._kafka,
-                self._context,
+                self._contexts[engine.worker_id],
                 http,
                 engine,
                 model,

@@ -63,7 +63,13 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
         "batches_of_wrong_block_size",
         "Batches with blocks of another size than the scope's; only the first one of an incarnation is a dead letter",
     ),
-    _total("dead_letters", "Batches that could not be decoded and went to the dead letters"),
+    _total("dead_letters", "Messages of engines that could not be used as they are, and went to the dead letters"),
+    _total("events_unusable", "Events in these messages that could not be used"),
+    _total("events_ignored", "Events that cannot matter, for example an entry for the beginning of a block"),
+    _total(
+        "blocks_unindexed",
+        "Blocks that engines reported and that the index cannot represent, or not exactly; their rank is approximate",
+    ),
     _total("gaps", "Gaps in the engines' batch numbers"),
     _total("gap_batches_filled", "Missing batches that an engine's replay socket returned"),
     _total("gap_batches_lost", "Missing batches that could not be obtained; their rank becomes degraded"),
@@ -87,12 +93,13 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
 async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
-    Raises SettingsError if it cannot listen on that port, and KvStreamsError if no broker answers.
+    A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,
+    and KvStreamsError if Kafka cannot be reached.
     """
     startup = Startup()
     async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
-        startup.note("waiting for Kafka and the topics of this scope")
-        await wait_for_topics(settings, topics(settings).all())
+        startup.note("connecting to Kafka")
+        await wait_for_topics(settings, topics(settings).all(), startup.note)
         await warm_while_serving(HASHING, startup.note)
         bridge = Bridge(settings, engines)
         if server is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import os
 from typing import Self
 
 import zmq
@@ -114,9 +113,9 @@ class EventConnection:
                 self.completed_at_s, self._pause_s = now_s, 0.0
                 return Change.COMPLETED
             elif event["event"] in _FAILURES:
-                return self._failed(event["event"], event["value"])
+                return self._failed()
         if self.completed_at_s is None and now_s - self._opened_at_s >= CONNECT_TIMEOUT_S:
-            self.reason = "nothing answers"
+            self.reason = f"nothing answers within {CONNECT_TIMEOUT_S:g} s"
             return Change.FAILED
         return None
 
@@ -141,7 +140,7 @@ class EventConnection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _failed(self, event: int, value: int) -> Change:
+    def _failed(self) -> Change:
         if self.completed_at_s is not None:
             self.completed_at_s, self.reason = None, "the connection broke"
             self._pause_s = 0.0
@@ -150,7 +149,7 @@ class EventConnection:
             # The peer closes the connection if it is not a ZMQ socket that publishes.
             self.reason = "it is not a socket that publishes; are the ports of events and replay swapped?"
         else:
-            self.reason = os.strerror(value) if event == zmq.EVENT_CLOSED and value else "nothing answers"
+            self.reason = "nothing listens there"
         return Change.FAILED
 
     def _open(self, now_s: float) -> None:

@@ -171,7 +171,7 @@ def decide_after_connecting(
     same_start = seen_start is not None and evidence.started == seen_start
     if isinstance(decision, NewIncarnation) or same_start or evidence.replay_check is ReplayCheck.SAME:
         return decision
-    if not evidence.reachable and not alone:
+    if not evidence.shows_life and not alone:
         return Undecided()
     if known.sequence == BEFORE_FIRST:
         return SameIncarnation()  # it holds nothing that another process could have lost

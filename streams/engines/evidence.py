@@ -27,6 +27,9 @@ from streams.engines.wiring import EngineWiring
 
 log = logging.getLogger(__name__)
 
+#: A batch number that no engine has reached. Its request is answered at once, and shows that the engine is running.
+_BEYOND_ALL = (1 << 63) - 1
+
 #: The HTTP server is given up after this time. Other evidence may arrive in the meantime.
 HTTP_TIMEOUT_S = 5.0
 
@@ -62,8 +65,9 @@ class EvidenceReader:
     def ask(self, known: KnownIncarnation | None, decides_alone: Callable[[Evidence], bool], *, at_once: bool) -> None:
         """Start to ask. At most one question may be pending.
 
-        known: the batch that the replay socket is asked for, if it has a number. decides_alone: whether evidence of the
-        HTTP server needs nothing in addition. at_once: whether both are asked at the same time, since the feed waits.
+        known: the batch that the replay socket is asked for; without one, it is only asked whether it answers.
+        decides_alone: whether evidence of the HTTP server needs nothing in addition. at_once: whether both are asked at
+        the same time, since the feed waits.
         """
         assert self._task is None
         self.asked_at_s = time.monotonic()
@@ -89,8 +93,10 @@ class EvidenceReader:
         decides_alone: Callable[[Evidence], bool],
         at_once: bool,
     ) -> Finding:
-        if known is None or known.sequence == BEFORE_FIRST or self._replay_address is None:
+        if self._replay_address is None:
             return Finding(asked_at_s, known, await self._over_http())
+        if known is None or known.sequence == BEFORE_FIRST:
+            return Finding(asked_at_s, known, await self._signs_of_life())
         checking: asyncio.Task[ReplayCheck] | None = None
         reading = asyncio.create_task(self._over_http())
         try:
@@ -109,6 +115,15 @@ class EvidenceReader:
             reading.cancel()
             if checking is not None:
                 checking.cancel()
+
+    async def _signs_of_life(self) -> Evidence:
+        """Ask the HTTP server, and the replay socket if that does not answer."""
+        evidence = await self._over_http()
+        # An engine that refuses HTTP is still starting, or has exited. It must not get requests yet.
+        if evidence.reachable or evidence.refused:
+            return evidence
+        answer = await check_last_batch(self._wiring.context, self._replay_address, _BEYOND_ALL, 0)
+        return replace(evidence, replay_check=answer)
 
     async def _check_replay(self, known: KnownIncarnation) -> ReplayCheck:
         return await check_last_batch(self._wiring.context, self._replay_address, known.sequence, known.digest)

@@ -20,7 +20,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, assert_never
@@ -43,7 +43,8 @@ from streams.engines.continuity import (
     needs_replay_check,
 )
 from streams.engines.cxl_names import CxlNames
-from streams.engines.dialects.interface import Decoder
+from streams.engines.dead_letters import of_frames, of_payload
+from streams.engines.dialects.interface import DecodedBatch, Decoder, UnusableEvent, undecodable
 from streams.engines.evidence import EvidenceReader, Finding
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.gap_filling import GapFiller, ReplayFinding
@@ -57,7 +58,7 @@ from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
-from streams.kafka import dead_letter_headers, dead_letter_value, worker_key
+from streams.kafka import dead_letter_headers, worker_key
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -68,15 +69,17 @@ INCARNATION_CHECK_S = 2.0
 #: Time between two attempts to reach an engine that does not answer.
 RETRY_S = 1.0
 
-#: Batches of another connection are held back for at most this long until something shows which process sends them.
+#: Batches of another connection are held back for at most this long until something shows which process sends them;
+#: the second limit is for a rank without an earlier incarnation, which has no blocks to lose.
 EVIDENCE_WAIT_S = 10.0
+FIRST_EVIDENCE_WAIT_S = 3.0
 
 #: An engine drops batches until the subscription has reached it, which follows the connection at once. What a replay
 #: brings that is requested this much later includes the dropped ones: a round trip takes less.
 SUBSCRIBED_AFTER_S = 0.25
 
 #: If messages have been waiting in the socket without a pause for this long, the feed is behind.
-BACKLOG_S = 1.0
+BACKLOG_S = 0.5
 
 #: Messages taken at once, before the loop does its other work.
 MESSAGES_AT_ONCE = 64
@@ -142,7 +145,6 @@ class RankFeed:
         self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
         self._doubt: Doubt | None = Doubt.START
-        self._doubt_since_s = float("-inf")
         self._ask_at_s = float("-inf")  # when evidence is due
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
@@ -160,7 +162,8 @@ class RankFeed:
 
     def note_requests_running(self) -> None:
         """Note that the engine's metrics show requests that are running, or tokens that were processed."""
-        if self._missing_events.on_requests(time.monotonic()):
+        # A proven stream has no events to report while all prompts are cached, or shorter than a block.
+        if self._feed_state() is not FeedState.LIVE and self._missing_events.on_requests(time.monotonic()):
             log.warning(
                 "rank %s: requests are running, but no event has arrived from %s. Either the engine publishes no "
                 "events (vLLM: --kv-events-config with enable_kv_cache_events and publisher zmq), or the port is "
@@ -168,6 +171,11 @@ class RankFeed:
                 self.rank,
                 self._events,
             )
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a message waits in the socket although the rank's last record says that its feed is live."""
+        return self._writer.feed is FeedState.LIVE and self._connection.has_message
 
     async def run(self) -> None:
         """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka does not take a batch."""
@@ -260,9 +268,9 @@ class RankFeed:
 
     def _start_to_doubt(self, doubt: Doubt) -> None:
         """Publish no live batch until evidence that is asked for from now on has decided."""
-        now_s = time.monotonic()
-        self._doubt, self._doubt_since_s = doubt, now_s
-        self._ask_at_s = now_s
+        self._doubt = doubt
+        self._evidence.close()
+        self._ask_at_s = time.monotonic()
         self._state.batches.abort()
 
     # -- the connection ------------------------------------------------------------------------------------------------
@@ -279,15 +287,14 @@ class RankFeed:
                 lasted_s = self._events_outage.answered(now_s)
                 if lasted_s is not None:
                     log.info("rank %s: %s is connected after %.0f s", self.rank, self._events, lasted_s)
+                self._evidence.close()  # what was asked for before shows nothing about this connection
                 self._ask_at_s = now_s
             case Change.BROKEN:
                 # What has arrived until now is from the process that was connected.
                 while self._takes_live and connection.has_message:
                     await self._take_live()
                     await asyncio.sleep(0)
-                if self._doubt is not Doubt.START:
-                    self._start_to_doubt(Doubt.RECONNECTION)
-                self._ask_at_s = now_s
+                self._start_to_doubt(Doubt.START if self._doubt is Doubt.START else Doubt.RECONNECTION)
                 self._connection_failed(now_s)
             case Change.FAILED:
                 self._connection_failed(now_s)
@@ -322,7 +329,7 @@ class RankFeed:
         """Take one message of the live socket."""
         if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
             exc = BadRecord("bad_frames", f"the message has {len(frames)} frames and no sequence number")
-            self._dead_letter(b"".join(frames), exc)
+            self._dead_letter(of_frames(frames), sum(map(len, frames)), exc)
             return
         batch, batches = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state.batches
         if batch.sequence < batches.next:
@@ -376,7 +383,7 @@ class RankFeed:
         if evidence.shows_life:
             self._heartbeats.heard()
         elif evidence.refused and doubt is Doubt.RECONNECTION and connection.completed_at_s is None:
-            self._heartbeats.engine_exited()
+            self._heartbeats.engine_exited("its connection broke, and its HTTP port refuses connections")
         # Evidence is about the process at the other end of the connection only if it was asked for through it.
         completed_at_s = connection.completed_at_s
         of_connection = completed_at_s is not None and finding.asked_at_s >= completed_at_s
@@ -413,9 +420,11 @@ class RankFeed:
 
     @property
     def _waited_long(self) -> bool:
-        """Whether a message has waited for evidence about its process for EVIDENCE_WAIT_S."""
-        since_s = self._message_since_s
-        return since_s is not None and time.monotonic() - since_s >= EVIDENCE_WAIT_S
+        """Whether a message has waited long enough for evidence about its process."""
+        since_s, known = self._message_since_s, self._known()
+        nothing_to_lose = known is None or known.sequence == BEFORE_FIRST
+        longest_s = FIRST_EVIDENCE_WAIT_S if nothing_to_lose else EVIDENCE_WAIT_S
+        return since_s is not None and time.monotonic() - since_s >= longest_s
 
     def _no_evidence(self) -> Finding | None:
         """Give up evidence that has not arrived in time: messages wait for it, and they show that an engine runs."""
@@ -446,8 +455,6 @@ class RankFeed:
                 decision = decide_while_feeding(known, started, evidence, now_us)
                 if isinstance(decision, SameIncarnation):
                     return Undecided()
-            case Doubt.CONTRADICTED | Doubt.FOREIGN if finding.asked_at_s < self._doubt_since_s:
-                return Undecided()
             case Doubt.CONTRADICTED | Doubt.FOREIGN | None:
                 assert known is not None
                 contradicted = self._doubt is Doubt.CONTRADICTED
@@ -542,13 +549,15 @@ class RankFeed:
                     if batch.sequence != following:
                         return None
                     self._state.batches.digests.add(batch)
+                    decoded = _decode(decoder, batch.payload)
+                    self._note_refused(decoded.unusable)
                     try:
-                        decoded = decoder.decode(batch.payload)
                         for event in decoded.events:
                             names.apply(event, ledger)
-                        ledger.has_unindexed |= decoded.n_unindexed > 0
-                    except BadRecord as exc:
-                        self._note_refused(exc)
+                    except BadRecord:
+                        ledger.lost_events()
+                    ledger.has_unindexed |= decoded.n_unindexed > 0
+                    if decoded.is_incomplete:
                         ledger.lost_events()
                     following += 1
                     if following > until:
@@ -565,30 +574,55 @@ class RankFeed:
     # -- the sink of batches in order (gap_filling.BatchSink) ----------------------------------------------------------
 
     async def publish(self, batch: Batch) -> None:
-        """Decode and publish the next batch of the incarnation. Raises LeaseLost."""
+        """Decode and publish the next batch of the incarnation. Raises LeaseLost.
+
+        Its number is on Kafka afterwards, whatever the payload contains: otherwise nothing would show that it is
+        missing until the engine sends another batch.
+        """
         await self._wait_for_lease()
         state = self._state
         self._missing_events.on_event()
         digest = state.batches.digests.add(batch)
         self._writer.feed = self._feed_state()
+        decoded = _decode(state.decoder, batch.payload)
+        unusable = list(decoded.unusable)
         try:
-            decoded = state.decoder.decode(batch.payload)
-            self._writer.write(batch.sequence, digest, decoded.emitted_at_ms, decoded.events, decoded.n_unindexed)
-            self.counters.batches_published += 1
-            if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
-                self._note_block_size(self._block_size)
+            self._writer.write(
+                batch.sequence,
+                digest,
+                decoded.emitted_at_ms,
+                decoded.events,
+                decoded.n_unindexed,
+                is_incomplete=decoded.is_incomplete,
+            )
         except BadRecord as exc:
-            self._note_refused(exc)
-            # Its number is then missing on Kafka and the agent degrades the rank, which is correct.
-            if exc.reason != "too_large":
-                self._writer.ledger.lost_events()  # a batch that is too large is in the ledger, which will be restated
-            self._dead_letter(batch.payload, exc)
+            unusable.append(UnusableEvent(None, exc))
+        self.counters.batches_published += 1
+        self.counters.blocks_unindexed += decoded.n_unindexed
+        self.counters.events_ignored += decoded.n_ignored
+        if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
+            self._note_block_size(self._block_size)
+        if unusable:
+            self._note_unusable(batch, digest, unusable)
 
-    def _note_refused(self, exc: BadRecord) -> None:
+    def _note_unusable(self, batch: Batch, digest: int, unusable: Sequence[UnusableEvent]) -> None:
+        """Write the dead letter of a batch with unusable events."""
+        self.counters.events_unusable += len(unusable)
+        self._note_refused(unusable)
+        if all(each.error.reason == WRONG_BLOCK_SIZE for each in unusable):
+            self.counters.batches_of_wrong_block_size += 1
+            if self._wrong_block_size_reported:
+                return  # every further batch would be one; the bridge has logged why, and registered the engine's size
+            self._wrong_block_size_reported = True
+        letter = of_payload(batch.sequence, len(batch.payload), digest, unusable)
+        self._dead_letter(letter, len(batch.payload), unusable[0].error)
+
+    def _note_refused(self, unusable: Sequence[UnusableEvent]) -> None:
         """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used."""
-        size = exc.detail.get("block_size")
-        if exc.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
-            self._note_block_size(size)
+        for each in unusable:
+            size = each.error.detail.get("block_size")
+            if each.error.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
+                self._note_block_size(size)
 
     def _note_block_size(self, size: int | None) -> None:
         """size: None if it is not known, at the start of an incarnation."""
@@ -634,20 +668,24 @@ class RankFeed:
     async def _wait_for_lease(self) -> None:
         await self._wiring.lease_handle.allowed(self._wiring.term)
 
-    def _dead_letter(self, payload: bytes, exc: BadRecord) -> None:
-        if exc.reason == WRONG_BLOCK_SIZE:
-            self.counters.batches_of_wrong_block_size += 1
-            if self._wrong_block_size_reported:
-                return  # every further batch would be one; the bridge has logged why, and registered the engine's size
-            self._wrong_block_size_reported = True
+    def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
+        """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""
         self.counters.dead_letters += 1
         log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
             key=worker_key(self.rank.worker_id),
-            value=dead_letter_value(payload),
-            headers=dead_letter_headers(self._events, exc, len(payload)),
+            value=letter,
+            headers=dead_letter_headers(self._events, exc, n_bytes),
         )
+
+
+def _decode(decoder: Decoder, payload: bytes) -> DecodedBatch:
+    """Decode a payload; one that cannot be decoded is a batch without events, whose events are lost."""
+    try:
+        return decoder.decode(payload)
+    except BadRecord as exc:
+        return undecodable(exc, _now_us() // 1000)
 
 
 def _now_us() -> int:

@@ -11,7 +11,18 @@ from dataclasses import asdict, dataclass
 
 #: Counters that grow with every batch of some engine, so that the log names only the others. A wrong block size is
 #: logged once, by the bridge.
-_ORDINARY = frozenset({"batches_published", "batches_repeated", "batches_of_wrong_block_size", "replays", "heartbeats"})
+_ORDINARY = frozenset(
+    {
+        "batches_published",
+        "batches_repeated",
+        "batches_of_wrong_block_size",
+        "events_unusable",
+        "events_ignored",
+        "blocks_unindexed",
+        "replays",
+        "heartbeats",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -23,6 +34,9 @@ class FeedCounters:
     batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that is running
     batches_of_wrong_block_size: int = 0  # of these, only the first one of an incarnation is a dead letter
     dead_letters: int = 0
+    events_unusable: int = 0  # in these dead letters
+    events_ignored: int = 0  # they cannot matter, for example the beginning of a block
+    blocks_unindexed: int = 0  # reported, and not represented by the index, or not exactly
     gaps: int = 0
     gap_batches_filled: int = 0
     gap_batches_lost: int = 0

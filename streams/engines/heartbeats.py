@@ -48,8 +48,11 @@ class Heartbeats:
     def show(self, state: FeedState) -> None:
         """Publish a heartbeat now if the last record of the rank shows another state of its feed."""
         self._writer.feed = state
-        if self._writer.feed_shown is not state:
-            self._renew_if_due()
+        if self._writer.feed_shown is state:
+            return
+        self._renew_if_due()
+        if self._writer.feed_shown is not state and self._heard_at_s > float("-inf") and not self._is_heard:
+            self.engine_exited("its connection broke, and nothing has been heard from it for a lease")
 
     def renew(self) -> None:
         """Publish a heartbeat now."""
@@ -61,20 +64,19 @@ class Heartbeats:
             await asyncio.sleep(self._lease_s / HEARTBEATS_PER_LEASE)
             self._renew_if_due()
 
-    def engine_exited(self) -> None:
-        """Make the rank silent at once: the engine's connection broke, and its HTTP port refuses connections.
-
-        It is renewed as soon as the engine is heard from again. A host that vanished refuses nothing, so the lease
-        expires.
-        """
+    def engine_exited(self, reason: str) -> None:
+        """Make the rank silent at once. It is renewed as soon as the engine is heard from again."""
         if self.begun and not self._ended and self._wiring.lease_handle.may_publish():
-            log.warning("rank %s: the engine has exited: its sockets refuse connections", self._writer.rank)
+            log.warning("rank %s: the engine has exited: %s", self._writer.rank, reason)
             self._ended = True
             self._publish(ENDED_ENGINE_LEASE_MS)
 
+    @property
+    def _is_heard(self) -> bool:
+        return time.monotonic() - self._heard_at_s < self._lease_s
+
     def _renew_if_due(self) -> None:
-        heard = time.monotonic() - self._heard_at_s < self._lease_s
-        if self.begun and heard and not self._ended and self._wiring.lease_handle.may_publish():
+        if self.begun and self._is_heard and not self._ended and self._wiring.lease_handle.may_publish():
             self.renew()
 
     def _publish(self, lease_ms: int) -> None:

@@ -9,6 +9,7 @@ order, a writer that crashed between the two and resumed after its last batch wo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
@@ -54,6 +55,8 @@ from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
 from streams.warming import HASHING, warm
+
+log = logging.getLogger(__name__)
 
 #: How long a batch waits for space in the client's queue, and a flush for the broker.
 PUBLISH_TIMEOUT_S = 30.0
@@ -118,24 +121,46 @@ class RankWriter:
         emitted_at_ms: int,
         events: Iterable[KvEvent | CxlStateChanged],
         n_unindexed: int = 0,
+        *,
+        is_incomplete: bool = False,
     ) -> None:
         """Publish one batch. A batch that changes nothing is published as well, so that its number is not missing.
 
-        Raises BadRecord for a store with invalid CXL metadata, in which case nothing is changed. Also raises it for a
-        batch that is too large; the ledger then contains the batch, and its number is missing in the log.
+        is_incomplete: whether events of the batch are lost that could matter.
+        Raises BadRecord if an event has invalid CXL metadata, and for a batch that is too large. Its number is on Kafka
+        even then: in an incomplete batch with the other events, and in one without events.
         """
         changes: list[KvEvent] = []
-        # All events are checked before the first one changes the ledger.
-        checked = [(event, announced_states(event)) for event in events]
-        for event, states in checked:
-            if not isinstance(event, CxlStateChanged):
-                changes += self.ledger.apply(event)
-            for changed in states:
-                self._change(changed, sequence, emitted_at_ms)
+        was_early = self.ledger.removed_early
+        refused: BadRecord | None = None
+        for event in events:
+            try:
+                states = announced_states(event)
+                if not isinstance(event, CxlStateChanged):
+                    changes += self.ledger.apply(event)
+                for changed in states:
+                    self._change(changed, sequence, emitted_at_ms)
+            except BadRecord as exc:
+                refused = refused or exc
+        if is_incomplete or refused:
+            self.ledger.lost_events()
         self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
+        if self.ledger.removed_early and not was_early:
+            log.info(
+                "rank %s is approximate from batch %d on: the engine may hold further copies of a removed block",
+                self.rank,
+                sequence,
+            )
         n_unindexed += self.ledger.removed_early
-        self._send(sequence, digest, emitted_at_ms, EngineEvents(tuple(changes)), n_unindexed)
+        body = EngineEvents(tuple(changes))
+        try:
+            self._send(sequence, digest, emitted_at_ms, body, n_unindexed, is_incomplete or refused is not None)
+        except BadRecord as exc:  # too large; the ledger has its events, so a restatement contains them
+            refused = exc
+            self._send(sequence, digest, emitted_at_ms, EngineEvents(()), n_unindexed, is_incomplete=True)
         self.sequence, self.digest = sequence, digest
+        if refused is not None:
+            raise refused
 
     def change_state(self, changed: CxlStateChanged, emitted_at_ms: int) -> list[int]:
         """Publish that blocks enter a state of CXL memory after the last batch.
@@ -189,7 +214,15 @@ class RankWriter:
         """
         self._send(self.sequence, self.digest, emitted_at_ms, Heartbeat(bridge, lease_ms), 0)
 
-    def _send(self, sequence: int, digest: int, emitted_at_ms: int, body: Body, n_unindexed: int) -> None:
+    def _send(
+        self,
+        sequence: int,
+        digest: int,
+        emitted_at_ms: int,
+        body: Body,
+        n_unindexed: int,
+        is_incomplete: bool = False,
+    ) -> None:
         value = encode_batch(
             EngineBatch(
                 rank=self.rank,
@@ -201,6 +234,7 @@ class RankWriter:
                 emitted_at_ms=emitted_at_ms,
                 body=body,
                 n_unindexed=n_unindexed,
+                incomplete=is_incomplete,
                 feed=self.feed,
             )
         )
@@ -326,8 +360,8 @@ class KvEventPublisher:
         """Publish several events as one batch; return its sequence number.
 
         Raises BadRecord for invalid CXL metadata or labels. Nothing was published then, and the caller may publish the
-        batch again without them. After any other exception the batch's number is missing in the log, and its rank is
-        degraded.
+        batch again without them. After any other exception the batch is missing in the log or has no events there, and
+        its rank is degraded.
         """
         for event in events:
             announced_states(event)

@@ -1,7 +1,8 @@
-"""What engines report about themselves: the fold of `worker-metrics`, with the time for which each record is valid.
+"""What engines and bridges report about themselves: the fold of `worker-metrics`, by the time of receipt.
 
-What lives here: the last report of each rank, and the gauges that routing policies read. What must not: scraping
-(engines.scraping), and what follows from the numbers (core.routing.policies).
+What lives here: the last report of each rank, the gauges that routing policies read, and which workers have a bridge
+that is silent. What must not: scraping (engines.scraping), and what follows from the numbers (core.routing.policies,
+trust).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from streams.codec import decode_metrics
+from streams.codec import PULSE_KEY_PREFIX, decode_metrics, decode_pulse, pulse_key
+from streams.core.bridge_pulses import BridgePulses
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import RankId, WorkerId
 from streams.core.routing.decision import FleetState
@@ -32,8 +34,13 @@ class EngineReports:
     """
 
     def __init__(
-        self, workers: dict[WorkerId, Worker], schema_ids: Mapping[str, int], now_ms: Callable[[], int]
+        self,
+        workers: dict[WorkerId, Worker],
+        schema_ids: Mapping[str, int],
+        now_ms: Callable[[], int],
+        silent_after_ms: int,
     ) -> None:
+        """silent_after_ms: see BridgePulses."""
         self._workers = workers
         self._schema_ids = schema_ids
         self._now_ms = now_ms
@@ -43,9 +50,15 @@ class EngineReports:
         self._metrics: dict[RankId, WorkerMetrics] = {}  # with totals from the registry where engines report none
         self._cpu_workers: frozenset[WorkerId] | None = None  # None until it is needed again
         self._fleet: FleetState | None = None
+        self._pulses = BridgePulses(silent_after_ms)
+        self._unfed: frozenset[WorkerId] = frozenset()
+        self._unfed_until_ms = -1  # when a bridge that is not silent may have become silent
 
     def fold(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
+        if key.startswith(PULSE_KEY_PREFIX):
+            self._fold_pulse(key, value)
+            return
         report = decode_metrics(value, self._schema_ids)
         if worker_key(report.rank.worker_id) != key:
             raise BadRecord("wrong_key", f"key {key!r} is not the key of worker {report.rank.worker_id}")
@@ -60,10 +73,41 @@ class EngineReports:
             self._reports[report.rank] = (report, until_ms)
             self._note_metrics(report)
 
+    def _fold_pulse(self, key: bytes, value: bytes | None) -> None:
+        pulse = decode_pulse(value, self._schema_ids)
+        if pulse_key(pulse.bridge) != key:
+            raise BadRecord("wrong_key", f"key {key!r} is not the key of bridge {pulse.bridge!r}")
+        now_ms = self._now_ms()
+        with self._lock:
+            if self._unfed and self._pulses.silent_from_ms(pulse.bridge) <= now_ms:
+                self._unfed_until_ms = -1  # it may have been silent
+            self._pulses.note(pulse, now_ms)
+
+    def unfed(self) -> frozenset[WorkerId]:
+        """The workers whose bridge is silent, so that events of theirs may not have been passed on.
+
+        A worker that has never had a bridge is not among them. It is the same set as long as nothing changes.
+        """
+        now_ms = self._now_ms()
+        if now_ms < self._unfed_until_ms:
+            return self._unfed
+        with self._lock:
+            next_ms, unfed = _NEVER_MS, []
+            for worker in self._workers.copy().values():
+                if worker.lease is not None:
+                    silent_from_ms = self._pulses.silent_from_ms(worker.lease.bridge)
+                    if silent_from_ms <= now_ms:
+                        unfed.append(worker.worker_id)
+                    else:
+                        next_ms = min(next_ms, silent_from_ms)
+            self._unfed, self._unfed_until_ms = frozenset(unfed), next_ms
+            return self._unfed
+
     def registry_changed(self, worker: Worker) -> None:
         """A worker was registered or changed: its totals may be different now."""
         with self._lock:
             self._fleet = self._cpu_workers = None
+            self._unfed_until_ms = -1
             for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
                 self._note_metrics(report)
 
@@ -71,6 +115,7 @@ class EngineReports:
         """A worker left the registry: drop the reports of its ranks."""
         with self._lock:
             self._fleet = self._cpu_workers = None
+            self._unfed_until_ms = -1
             for rank in [rank for rank in self._reports if rank.worker_id == worker_id]:
                 self._forget(rank)
 

@@ -311,9 +311,10 @@ class Handlers:
             "ready": True,
             "partitions_left": self._router.feeds.pending(),
             "workers_left": self._router.workers_left(),
-            "topics_missing": self._router.topics_missing,
+            "topics_missing": self._router.topics_missing or self._router.topics_deleted,
         }
         try:
+            self._router.check_topics()
             self._router.check_ready()
         except NotReady as exc:
             return _json({**reported, "ready": False, "reason": str(exc)}, status=exc.http_status)

@@ -30,6 +30,7 @@ ROUTE_SECONDS = "kvstreams_route_seconds"
 #: Reasons for which a rank by itself makes answers degraded.
 RANK_DEGRADED_REASONS = (
     DegradedReason.NO_EVENTS_YET,
+    DegradedReason.BRIDGE_SILENT,
     DegradedReason.FEED_BEHIND,
     DegradedReason.EVENTS_LOST,
     DegradedReason.REMOVED,
@@ -129,7 +130,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "kvstreams_dead_letters_total",
         "Dead letters of the whole scope since this router started; do not add up the counts of several routers. The "
         "source is the topic of the record (`cxl-events` for a refused transition), or `engine` for a message that a "
-        "bridge could not decode",
+        "bridge could not use as it is",
         lambda now: now.router.dead_letters.counts(),
         Label("source", _DEAD_LETTER_SOURCES),
         Label("reason", values_max=PAIRS_MAX),

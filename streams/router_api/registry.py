@@ -99,7 +99,7 @@ class Registry:
             except NotReady:
                 raise
             except KvStreamsError as exc:
-                raise NotReady(f"the worker was not registered: {exc}") from exc
+                raise NotReady(f"Kafka did not take the change: the model has no record yet, and {exc}") from exc
             self._view.fold_worker(model_key(served.name), encode_model(served))
         self._publish_registry(worker_key(worker.worker_id), encode_worker(worker))
         return self.worker(worker.worker_id)

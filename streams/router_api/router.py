@@ -7,6 +7,7 @@ the registry (registry).
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import uuid
@@ -53,7 +54,11 @@ from streams.router_api.wire import (
     worker_filter,
 )
 from streams.settings import Settings
+from streams.tables.applied_until import SourceOffset
+from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
+
+log = logging.getLogger(__name__)
 
 #: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
@@ -108,6 +113,7 @@ class Router:
         self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
         self._had_enough_workers = False
         self._topics = topics(settings)
+        self._sources = (self._topics.kv_events, self._topics.cxl_events)
         self._kafka: Producer = producer(settings)
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
@@ -146,15 +152,23 @@ class Router:
         self.prompt_matches = PromptMatches(self.view.blocks_of_model)
         #: Topics of the scope that do not exist yet, as set by the process that starts this router.
         self.topics_missing: tuple[str, ...] = ()
+        #: Topics of the scope that were deleted since this router started.
+        self.topics_deleted: tuple[str, ...] = ()
+        self._topic_ids: dict[str, str] = {}  # of the topics that this router reads; a deleted one keeps its id
+        self._folded_topics = tuple(feed.topic.name for feed in feeds.values())
+        with_ends = (*self._sources, self._topics.cxl_changelog) if settings.reads_index else ()
+        self._watch = TopicWatch(settings, self._topics.all(), with_ends, self._note_reading)
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to read topics."""
         self.feeds.start()
+        self._watch.start()
 
     def stop(self) -> None:
         """Stop reading topics and wait until Kafka has what was published."""
+        self._watch.stop()
         self.feeds.stop()
         self.loads.flush(PUBLISH_TIMEOUT_S)
 
@@ -185,9 +199,19 @@ class Router:
         )
 
     def check_topics(self) -> None:
-        """Raise NotReady while topics of the scope are missing."""
+        """Raise NotReady while topics of the scope are missing, or deleted.
+
+        Decisions do not check for deleted ones: what this router has read is still there, and answers are degraded as
+        soon as it becomes outdated.
+        """
         if self.topics_missing:
             raise self.missing()
+        if self.topics_deleted:
+            raise NotReady(
+                f"topics of this scope were deleted: {', '.join(self.topics_deleted)}",
+                remedy="`kvstreams topics create` with the same settings creates them again",
+                topics_missing=list(self.topics_deleted),
+            )
 
     def check_ready(self) -> None:
         """Raise NotReady while topics are missing or not read to their ends, or too few workers are registered."""
@@ -204,6 +228,33 @@ class Router:
                 "number",
                 workers_left=left,
             )
+
+    def _note_reading(self, reading: TopicReading) -> None:
+        """Take in which topics exist and where they end; the watch's thread calls this."""
+        for name in sorted(set(reading.missing) - set(self.topics_deleted)):
+            log.warning("%s was deleted; `kvstreams topics create` with the same settings creates it again", name)
+        self.topics_deleted = reading.missing
+        recreated = [
+            name
+            for name in self._folded_topics
+            if name in reading.ids and self._topic_ids.setdefault(name, reading.ids[name]) != reading.ids[name]
+        ]
+        if recreated:
+            self._topic_ids.update({name: reading.ids[name] for name in recreated})
+            log.warning("%s: deleted and recreated, so all topics are read again", ", ".join(recreated))
+            self.feeds.read_again()
+        if not self.settings.reads_index:
+            return
+        pooled = self._topics.cxl_changelog.name
+        names = [source.name for source in self._sources]
+        for partition in range(self.settings.partitions):
+            ends = reading.ends_of(names, partition)
+            if ends is not None:
+                self.view.note_ends(partition, reading.asked_ms, ends)
+            pooled_ends = reading.ends_of((pooled,), partition)
+            if pooled_ends is not None:
+                read_to = SourceOffset(reading.ids[pooled], self.feeds.read_to(pooled, partition))
+                self.view.note_pooled_ends(partition, reading.asked_ms, pooled_ends, {pooled: read_to})
 
     def _restart(self) -> None:
         self.view.reset()
@@ -481,12 +532,17 @@ class Router:
             self._sessions.bind(session, chosen.rank, time.monotonic())
 
     def _existing_answer(self, prepared: PreparedRequest, booking: Booking) -> RouteAnswer:
+        """Return a booking's choice. Its overlap is that of the booking, which is exact only if it is still so."""
         policy, query = prepared.policy, prepared.moe_query
         trust = FALLBACK
         if policy.reads_index:
             # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
             labelled = query is not None and query.counts(policy.moe_score_weight)
             trust = self._trust((booking.rank,), _NO_RANKS, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
+        if trust.mode is AnswerMode.EXACT:
+            # If the request was refused, the index was not read.
+            now = None if prepared.refusal else prepared.scores.scores.get(booking.rank, 0)
+            trust = trust if now == booking.overlap_blocks else FALLBACK
         return RouteAnswer(
             prepared.request_id,
             booking.rank,

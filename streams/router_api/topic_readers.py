@@ -76,6 +76,8 @@ class Feeds:
         self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
         self._on_restart = on_restart
         self._pending = self._all_partitions()
+        self._read_to: dict[tuple[str, int], int] = {}  # by topic and partition; one thread writes each of them
+        self._over = threading.Event()  # set when the running threads end, so that all topics are read again
         self._stopping = threading.Event()
         self._counting = threading.Lock()
         self.bad_records = 0
@@ -99,6 +101,14 @@ class Feeds:
             waiting[name] = waiting.get(name, 0) + 1
         return waiting
 
+    def read_to(self, topic: str, partition: int) -> int:
+        """Offset up to which a partition has been folded, markers included; 0 before the first record."""
+        return self._read_to.get((topic, partition), 0)
+
+    def read_again(self) -> None:
+        """Read all topics from their beginnings, since one of them was recreated."""
+        self._over.set()
+
     def _all_partitions(self) -> set[tuple[str, int]]:
         return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
 
@@ -113,9 +123,9 @@ class Feeds:
     def _run(self) -> None:
         """Run the threads until `stop`. If one of them ends by itself, all of them start again."""
         while not self._stopping.is_set():
-            over = threading.Event()
+            self._over.clear()
             threads = [
-                threading.Thread(target=self._read_share, args=(share, over), name=f"feeds-{number}", daemon=True)
+                threading.Thread(target=self._read_share, args=(share,), name=f"feeds-{number}", daemon=True)
                 for number, share in enumerate(self._shares())
             ]
             for thread in threads:
@@ -126,27 +136,28 @@ class Feeds:
                 self._stopping.wait(_RESTART_S)
                 # In this order, so that no request is answered from a view that was just emptied.
                 self._pending = self._all_partitions()
+                self._read_to = {}
                 self._on_restart()
 
-    def _read_share(self, share: list[tuple[str, int]], over: threading.Event) -> None:
+    def _read_share(self, share: list[tuple[str, int]]) -> None:
         try:
             consumer = reader(self._settings)
             try:
                 assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share])
-                self._read(consumer, over)
+                self._read(consumer)
             finally:
                 consumer.close()
         except Exception:
             log.exception("the router's topics are read again from their beginnings")
         finally:
-            over.set()
+            self._over.set()
 
     def _start_of(self, topic: str) -> int:
         return OFFSET_END if topic in self._from_end else OFFSET_BEGINNING
 
-    def _read(self, consumer: Consumer, over: threading.Event) -> None:
+    def _read(self, consumer: Consumer) -> None:
         """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
-        while not self._stopping.is_set() and not over.is_set():
+        while not self._stopping.is_set() and not self._over.is_set():
             batches: dict[tuple[str | None, bool], list[Message]] = {}
             for message in consume(consumer, _CONSUME_RECORDS, _POLL_S):
                 error = message.error()
@@ -161,6 +172,9 @@ class Feeds:
                     topic, partition = message.topic(), message.partition()
                     assert topic is not None and partition is not None  # this error always names both
                     self._pending.discard((topic, partition))
+                    end = message.offset()  # after any marker
+                    if end is not None:
+                        self._read_to[topic, partition] = end
                 elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     log.warning("%s was truncated or recreated", message.topic())
                     return
@@ -181,4 +195,9 @@ class Feeds:
                     self.bad_records += 1
                 message = messages[position]
                 log.warning("%s [%d] at %d: %s", topic, message.partition(), message.offset(), exc)
+            # Only the last message's: examining each of them would cost as much as a tenth of folding it. A partition
+            # that is never the last one is noted at its end.
+            partition, offset = messages[-1].partition(), messages[-1].offset()
+            assert partition is not None and offset is not None
+            self._read_to[topic, partition] = offset + 1
         batches.clear()

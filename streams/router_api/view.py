@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust import APPROXIMATE, FALLBACK, AnswerMode, DegradedReason, Trust, TrustTracker
 from streams.settings import Settings
+from streams.tables.applied_until import SourceOffset
 from streams.tables.records import (
     PARKED_PREFIX,
     PARTITION_PREFIX,
@@ -184,7 +185,7 @@ class View:
         self._trust = TrustTracker(
             settings.partitions, settings.stale_after_ms, settings.behind_after_ms, self.index.epoch_of
         )
-        self._engine_reports = EngineReports(self.workers, settings.schema_ids, self._now_ms)
+        self._engine_reports = EngineReports(self.workers, settings.schema_ids, self._now_ms, settings.behind_after_ms)
         self._facts = SupplementaryFacts(
             settings.partitions,
             settings.schema_ids,
@@ -410,6 +411,18 @@ class View:
         """Fold one record of the changelog of pooled blocks. A record that raises BadRecord changes nothing."""
         self._facts.fold_pooled(key, value)
 
+    def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
+        """Take in where the sources of a partition end; see `TrustTracker.note_ends`."""
+        with self._lock:
+            self._trust.note_ends(partition, asked_ms, ends)
+
+    def note_pooled_ends(
+        self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
+    ) -> None:
+        """Take in where the changelog of pooled blocks ends; see `TrustTracker.note_pooled_ends`."""
+        with self._lock:
+            self._trust.note_pooled_ends(partition, asked_ms, ends, folded)
+
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
         self._engine_reports.fold(key, value)
@@ -572,6 +585,7 @@ class View:
             ranks,
             predicted,
             now_ms,
+            unfed=self._engine_reports.unfed(),
             ranks_missing_labels=self._facts.ranks_missing_labels() if labelled else _NO_RANKS,
             pooled=self._facts.pooled_rows() if pooled else None,
         )

@@ -246,7 +246,7 @@ def _has_blocks(batch: EngineBatch) -> bool:
 def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:
     """Raise BadRecord for a record that does not have its worker's key, or is not in its worker's partition."""
     if record.key is not None and record.key != worker_key(worker_id):
-        raise BadRecord("wrong_key", f"key {record.key!r} is not worker {worker_id}")
+        raise BadRecord("wrong_key", f"the record's key is not that of worker {worker_id}")
     home = partition_of(worker_id, settings.partitions)
     if record.partition != home:
         # If it were applied, two owners would each have a part of one rank. Producers that use librdkafka's default

@@ -198,7 +198,7 @@ class _Opening:
             topic_id = self._writer.topic_ids[spec.name]
             source = written.get(spec.name)
             if source is not None and source.topic_id != topic_id:
-                log.warning("%s was recreated: its offsets start over", spec.name)
+                log.info("%s [%d] was recreated: its offsets start over", spec.name, self._partition)
                 recreated.add(spec.name)
                 reducer.source_lost()
                 source = None

@@ -35,9 +35,16 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from streams.errors import BadRecord, KvStreamsError, TableError
+from streams.tables.applied_until import AppliedUntil, SourceOffset
 from streams.tables.opening import open_tables
 from streams.tables.pacing import BATCH_BYTES_MAX, PARTITION_RECORD_EVERY_S, Pacer
-from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
+from streams.tables.records import (
+    BEHIND_UNKNOWN_MS,
+    PartitionRecord,
+    SourceProgress,
+    encode_partition,
+    partition_key,
+)
 from streams.tables.reducer import Reducer, SourceRecord
 from streams.tables.store import PartitionStore
 from streams.tables.transactions import TransactionWriter
@@ -51,6 +58,10 @@ FLUSH_EVERY_S = 600.0
 
 #: The wait between two attempts to open a partition, doubled up to the second number.
 REOPEN_BACKOFF_S = (0.2, 5.0)
+
+#: An owner that has reached the ends of its sources, as read at most this long ago, does not lag. Ends are read at
+#: least four times per second. If the broker is silent for longer, all the time since the last reading counts as a lag.
+ENDS_VALID_MS = 600
 
 #: How often a partition that may have moved to another worker asks whether it is ours, until it is or Faust revokes it.
 OWNERSHIP_POLL_S = 0.5
@@ -70,7 +81,8 @@ PARTITION_COUNTS = ("applied", "dead_letters", "transactions", "reopened")
 class TablePartition:
     """The owner of one partition while it is assigned.
 
-    The feeding loop's thread calls `offer` and `skip_to`; everything else happens on the partition's own thread.
+    The feeding loop's thread calls `offer` and `skip_to`, and any thread `note_ends`; everything else happens on the
+    partition's own thread.
     """
 
     def __init__(self, partition: int, wiring: PartitionWiring, counts: Counter[str] | None = None) -> None:
@@ -83,9 +95,10 @@ class TablePartition:
         self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
         self._applied: dict[str, int] = {}
         self._skipped: dict[str, tuple[int, int]] = {}  # topic to first and last offset of a stretch without records
-        # When the broker was last asked for the sources' ends, and its answer; None once all of it is applied.
-        self._asked: tuple[int, dict[str, int]] | None = None
-        self._applied_until_ms = 0
+        self._applied_until = AppliedUntil()
+        self._ends: Mapping[str, SourceOffset] = {}  # as last read
+        self._recreated: str | None = None  # a source that was recreated since the partition was opened
+        self._behind_written = True  # whether the last partition record says that the owner lags
         self._lost = False
         self._stopping = False
         self._is_open = False
@@ -93,7 +106,6 @@ class TablePartition:
         self._at_rest = False  # suspended, and the running batch is finished
         self._batch: list[SourceRecord] = []
         self._sources: dict[str, SourceProgress] = {}
-        self._lagging_since_ms: dict[str, int] = {}
         self._reducer: Reducer[Any] | None = None
         self._store: PartitionStore | None = None
         self._writer = TransactionWriter(partition, wiring)
@@ -207,6 +219,24 @@ class TablePartition:
                 self._lost = self._lost or lost
                 self._lock.notify_all()
 
+    def note_ends(self, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
+        """Take in where the sources' logs end, as the broker was asked for at this time, monotonic, in ms."""
+        with self._lock:
+            if self._next is None:
+                return  # what is applied is not known before the partition is open
+            for topic, end in ends.items():
+                if end.topic_id != self._sources[topic].topic_id:
+                    self._recreated = topic
+                    self._lock.notify_all()
+                    return
+                applied = self._applied[topic]
+                if self._writer.marker_follows(topic, applied, end.offset, asked_ms):
+                    self.skip_to(topic, applied + 1, end.offset, False)
+            self._ends = ends
+            self._applied_until.note_ends(asked_ms, ends)
+            if self._behind_written and self._applied_until.reached_last_end:
+                self._lock.notify_all()
+
     @property
     def queued(self) -> int:
         """Number of queued records."""
@@ -254,7 +284,12 @@ class TablePartition:
                     return
                 failed = True
                 self._counts["reopened"] += 1
-                log.warning("partition %d is opened again: %s", self.partition, exc, exc_info=not _expected(exc))
+                log.log(
+                    logging.INFO if self._recreated else logging.WARNING,  # a recreated source is logged once, by topic
+                    "partition %d is opened again: %s",
+                    *(self.partition, exc),
+                    exc_info=not _expected(exc),
+                )
                 with self._lock:
                     self._is_open = False
                     self._lock.notify_all()
@@ -298,8 +333,14 @@ class TablePartition:
         self._store, self._reducer = opened.store, opened.reducer
         for topic in opened.recreated:
             self._skipped.pop(topic, None)
-        self._sources = opened.sources
-        self._applied = {topic: source.applied_offset for topic, source in self._sources.items()}
+            self._wiring.source_recreated(topic, opened.sources[topic].topic_id)
+        with self._lock:
+            self._sources = opened.sources
+            self._applied = {topic: source.applied_offset for topic, source in self._sources.items()}
+            # Until the ends have been read and reached, this owner does not know how far it lags.
+            self._applied_until = AppliedUntil()
+            self._ends = {}
+            self._recreated = None
         self._written_at = 0.0
         self._flushed_at = time.monotonic()  # opening has flushed
         if self._batch:
@@ -323,7 +364,6 @@ class TablePartition:
                 return
             self._drop_queue()
             self._skipped.clear()
-            self._asked = None
             self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
             next_offset = dict(self._next)
         self._wiring.opened(self.partition, next_offset)
@@ -344,16 +384,29 @@ class TablePartition:
         return max(applied, last) if first <= applied + 1 else applied
 
     def _step(self) -> None:
+        if self._recreated is not None:
+            raise TableError(f"{self._recreated} was deleted and recreated")
         batch = self._take()
-        if batch or self._lost or time.monotonic() - self._written_at >= PARTITION_RECORD_EVERY_S:
+        due = time.monotonic() - self._written_at >= PARTITION_RECORD_EVERY_S
+        if batch or self._lost or due or self._has_caught_up():
             self._process(batch)
+
+    def _has_caught_up(self) -> bool:
+        """Whether the owner has reached the sources' ends since a partition record said that it lags.
+
+        Also if a skipped stretch lets it reach them: routers compare the applied offset with the ends.
+        """
+        with self._lock:
+            if self._behind_written and self._behind_ms() == 0:
+                return True
+            return any(self._done_with(topic) > offset for topic, offset in self._applied.items())
 
     def _take(self) -> list[SourceRecord]:
         """Wait for records, or until the partition record is due; take what is queued, limited in number and bytes."""
         limit = self._wiring.settings.batch_records_max
         with self._lock:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
-            if not self._queue and not self._stopping and not self._suspended and due > 0:
+            if not self._queue and not self._stopping and not self._suspended and due > 0 and not self._has_caught_up():
                 self._lock.wait(due)
             partitions_open = self._wiring.partitions_open()
             wait_s = self._pacer.next_at(partitions_open) - time.monotonic()
@@ -404,7 +457,8 @@ class TablePartition:
                 batch, fresh = self._cut(batch, record), fresh[:n_applied]
                 break
         self._advance_sources(fresh)
-        outgoing = self._reducer.tick(time.monotonic_ns() // 1_000_000, self._wiring.now_ms(), self._applied_until)
+        applied_until_ms = self._applied_until.at_ms or 0
+        outgoing = self._reducer.tick(_monotonic_ms(), self._wiring.now_ms(), lambda: applied_until_ms)
         dead += self._reducer.take_refused()
         changes = self._reducer.take_changes()
         changes.setdefault(self._wiring.tables[0], []).append(
@@ -453,29 +507,38 @@ class TablePartition:
 
     def _advance_sources(self, applied: list[SourceRecord]) -> None:
         """Move the applied offsets past these records, and past stretches without records that follow them."""
-        for topic, record in {record.topic: record for record in applied}.items():
-            self._applied[topic] = record.offset
-            self._sources[topic] = replace(
-                self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
+        with self._lock:
+            for topic, record in {record.topic: record for record in applied}.items():
+                self._applied[topic] = record.offset
+                self._sources[topic] = replace(
+                    self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
+                )
+            for topic, offset in self._applied.items():
+                if (done := self._done_with(topic)) > offset:
+                    self._applied[topic] = done
+                    self._sources[topic] = replace(self._sources[topic], applied_offset=done)
+            self._applied_until.note_applied(
+                {topic: SourceOffset(self._sources[topic].topic_id, at + 1) for topic, at in self._applied.items()}
             )
-        for topic, offset in self._applied.items():
-            if (done := self._done_with(topic)) > offset:
-                self._applied[topic] = done
-                self._sources[topic] = replace(self._sources[topic], applied_offset=done)
+
+    def _behind_ms(self) -> int:
+        """Return for how long records of the sources may have been waiting, as far as this owner knows."""
+        until_ms = self._applied_until.at_ms
+        if until_ms is None:
+            return BEHIND_UNKNOWN_MS
+        since_ms = _monotonic_ms() - until_ms
+        return 0 if self._applied_until.reached_last_end and since_ms <= ENDS_VALID_MS else since_ms
 
     def _partition_record(self) -> PartitionRecord:
         now_ms = self._wiring.now_ms()
-        for topic, source in self._sources.items():
-            end = max(self._wiring.source_end(topic, self.partition), source.applied_offset + 1)
-            if self._writer.last_in_source.get(topic) == source.applied_offset == end - 2:
-                end -= 1  # the last offset is the marker of our own transaction, which consumers never receive
-            if end > source.applied_offset + 1:
-                since = self._lagging_since_ms.setdefault(topic, now_ms)
-                behind_ms = max(now_ms - since, 0)
-            else:
-                self._lagging_since_ms.pop(topic, None)
-                behind_ms = 0
-            self._sources[topic] = replace(source, end_offset=end, behind_ms=behind_ms)
+        with self._lock:
+            behind_ms = self._behind_ms()
+            for topic, source in self._sources.items():
+                end = self._ends[topic].offset if topic in self._ends else 0
+                self._sources[topic] = replace(
+                    source, end_offset=max(end, source.applied_offset + 1), behind_ms=behind_ms
+                )
+            self._behind_written = behind_ms > 0
         # A changelog's entry contains only the topic's id. A reader that finds this record in a recreated topic of the
         # same name sees that the id differs, so the rest of the table is missing there.
         changelogs = [
@@ -483,28 +546,6 @@ class TablePartition:
             for table in self._wiring.tables
         ]
         return PartitionRecord(self.partition, now_ms, self._wiring.owner, (*self._sources.values(), *changelogs))
-
-    def _applied_until(self) -> int:
-        """Return the time up to which every record appended to the sources is applied, monotonic, in ms; 0 if unknown.
-
-        Faust's last fetch may be old, so the broker is asked for the ends of its logs. It is asked again only when all
-        records up to these ends are applied. Under load, new records are always waiting, but those before a given end
-        are applied sooner or later.
-        """
-        if self._next is None:
-            return 0
-        if self._asked is None:
-            asked_ms = time.monotonic_ns() // 1_000_000  # before the request, so that the answer has all older records
-            try:
-                ends = {topic: self._wiring.log_end(topic, self.partition) for topic in self._applied}
-            except (KafkaException, KvStreamsError) as exc:
-                log.warning("partition %d cannot determine whether it has caught up: %s", self.partition, exc)
-                return self._applied_until_ms
-            self._asked = (asked_ms, ends)
-        asked_ms, ends = self._asked
-        if all(self._applied[topic] + 1 >= end for topic, end in ends.items()):
-            self._asked, self._applied_until_ms = None, asked_ms
-        return self._applied_until_ms
 
     def _drop_queue(self) -> None:
         self._queue.clear()
@@ -525,6 +566,10 @@ class TablePartition:
 
 def _no_fault(_: int) -> None:
     """Do nothing: the default when no fault point is armed."""
+
+
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
 
 
 def _expected(exc: Exception) -> bool:

@@ -27,6 +27,10 @@ PARTITION_PREFIX = b"Z"
 #: Chunks of an incomplete restatement. The value is the record of kv-events as received; views skip it.
 PARKED_PREFIX = b"C"
 
+#: `SourceProgress.behind_ms` of an owner that has not reached the end of its sources since it opened the partition, so
+#: that it cannot know how long their oldest records have been waiting. Greater than any lag that settings tolerate.
+BEHIND_UNKNOWN_MS = (1 << 53) - 1
+
 #: Key and value of a changed record; None is a tombstone.
 Change = tuple[bytes, bytes | None]
 
@@ -40,8 +44,9 @@ _PARTITION_KEY = struct.Struct(">cI")
 class SourceProgress:
     """How far one source topic is applied.
 
-    Offsets are -1 before the first record. behind_ms: for how long the source has had records that the owner has not
-    applied.
+    Offsets are -1 before the first record. behind_ms: for how long the sources may have had records that the owner has
+    not applied, by the owner's monotonic clock: the time since the broker was asked for the newest end that is reached.
+    0 if it was asked a moment ago, BEHIND_UNKNOWN_MS if no end has been reached yet.
     """
 
     topic: str

@@ -6,18 +6,22 @@ must not: the order of effects (partition), what a record means (the reducers), 
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from streams.codec import codec
 from streams.errors import BadRecord, TableError
-from streams.kafka import as_record, dead_letter_headers, dead_letter_value, producer
+from streams.kafka import as_record, dead_letter_headers, producer
 from streams.settings import Settings
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import ChangelogPosition, Changes, TableSpec
 from streams.tables.wiring import PartitionWiring
+from streams.topics import EVENT_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +36,15 @@ COMMIT_TIMEOUT_S = 30.0
 #: The fault point inside an open transaction: its records are in the log, its commit is not.
 IN_TRANSACTION = 0
 
-#: Bytes of a bad record's own headers that are kept with its dead letter.
-HEADER_BYTES_MAX = 16 * 1024
+#: A worker's key. A dead letter keeps no other key, and none of the record's headers: they may contain anything.
+_WORKER_KEY = re.compile(rb"[0-9]{1,20}")
 
 
 class TransactionWriter:
     """Writes the transactions of one partition. Owner: the partition's thread.
 
     topic_ids: by topic, set when the partition opens. changelog_ends: by changelog, the offset after the last record
-    that was read or written. last_in_source: by source, the offset of the last record that this writer wrote there
-    itself (an expiry); the next offset is that transaction's marker.
+    that was read or written.
     """
 
     def __init__(self, partition: int, wiring: PartitionWiring) -> None:
@@ -50,7 +53,9 @@ class TransactionWriter:
         self._producer: Producer | None = None
         self.topic_ids: dict[str, str] = {}
         self.changelog_ends: dict[str, int] = {}
-        self.last_in_source: dict[str, int] = {}
+        # By source, the offset of the last record that this writer wrote there itself (an expiry), and when its
+        # transaction had been committed, monotonic, in ms.
+        self._last_in_source: dict[str, tuple[int, int]] = {}
 
     def open(self) -> None:
         """Create the producer and fence every older one, so that only this one can write the changelogs from now on."""
@@ -110,8 +115,9 @@ class TransactionWriter:
                     f"{topic} [{self._partition}] was recreated: wrote offset {first[topic]}, expected {end} or more"
                 )
         self.changelog_ends.update({topic: last[topic] + 1 for topic in self.changelog_ends if topic in last})
-        self.last_in_source.update(
-            {source.name: last[source.name] for source in self._wiring.sources if source.name in last}
+        committed_ms = time.monotonic_ns() // 1_000_000
+        self._last_in_source.update(
+            {source.name: (last[source.name], committed_ms) for source in self._wiring.sources if source.name in last}
         )
         # This includes changelogs that have no record in the transaction: only this producer writes them, so their ends
         # have not moved, and the copy of a table that seldom changes does not become too old to use.
@@ -123,6 +129,17 @@ class TransactionWriter:
             for table in self._wiring.tables
         }
 
+    def marker_follows(self, source: str, applied: int, end: int, asked_ms: int) -> bool:
+        """Whether the only offset between an applied record and the end of a source is a marker of this writer.
+
+        Consumers never receive markers. asked_ms: when the end was asked for. It must be after the commit, since before
+        that the offset may be another producer's record.
+        """
+        if source not in self._last_in_source:
+            return False
+        last, committed_ms = self._last_in_source[source]
+        return last == applied == end - 2 and asked_ms > committed_ms
+
     def _produce_dead_letter(
         self,
         kafka: Producer,
@@ -133,11 +150,29 @@ class TransactionWriter:
         log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
         size = len(record.value or b"")
         headers = dead_letter_headers(record.topic, exc, size, record.partition, record.offset)
-        # The record's own headers are kept as long as they leave space for the record itself.
-        if sum(len(name) + len(value or b"") for name, value in record.headers) <= HEADER_BYTES_MAX:
-            headers = [*record.headers, *headers]
-        value = dead_letter_value(record.value)
-        produce(kafka, self._wiring.dead_letters.name, self._partition, record.key, value, on_delivery, headers)
+        schemas = {source.name: source.schema for source in self._wiring.sources}
+        value = dead_letter_value(record.value, schemas.get(record.topic), self._wiring.settings.schema_ids)
+        key = record.key if record.key is not None and _WORKER_KEY.fullmatch(record.key) else None
+        produce(kafka, self._wiring.dead_letters.name, self._partition, key, value, on_delivery, headers)
+
+
+def dead_letter_value(
+    value: bytes | None, schema: str | None, schema_ids: Mapping[str, int] | None = None
+) -> bytes | None:
+    """Return what a dead letter keeps of a record: the record as received if it has the topic's schema.
+
+    The schemas of kvstreams have no fields for tokens or text of prompts. Of any other record only the length is kept,
+    as JSON: it may be an engine's own message, for example.
+    """
+    if value is None:
+        return None
+    try:
+        if schema is not None and len(value) <= EVENT_BYTES_MAX:
+            codec(schema).decode(value, schema_ids)
+            return value
+    except BadRecord:
+        pass
+    return json.dumps({"bytes": len(value)}).encode()
 
 
 def scope_of(settings: Settings, partition: int) -> str:

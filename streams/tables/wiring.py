@@ -22,9 +22,8 @@ class PartitionWiring:
 
     acknowledge: takes handles, in offset order. drained: called when the queue can take records again. opened: takes a
     map of each topic to its next offset. is_ours: asks the group's coordinator whether a partition is assigned to this
-    worker. source_end: the end of a source's log as last fetched, or -1. log_end: the current end, which the broker is
-    asked for; raises if no broker answers. on_effect: the fault point that a test armed. partitions_open: returns how
-    many partitions this worker has.
+    worker. source_recreated: takes the name and the new id of a source whose offsets start over. on_effect: the fault
+    point that a test armed. partitions_open: returns how many partitions this worker has.
 
     turn: a lock that is held while records of a changelog are processed, never while waiting for a broker. Without it,
     four partitions that open at once switch threads at every call into RocksDB, and take twice as long as if they were
@@ -41,9 +40,8 @@ class PartitionWiring:
     drained: Callable[[int], None]
     opened: Callable[[int, dict[str, int]], None]
     is_ours: Callable[[int], bool]
-    source_end: Callable[[str, int], int]
-    log_end: Callable[[str, int], int]
     on_effect: Callable[[int], None] | None
     now_ms: Callable[[], int]
+    source_recreated: Callable[[str, str], None] = lambda *_: None
     partitions_open: Callable[[], int] = lambda: 1
     turn: threading.Lock = field(default_factory=threading.Lock)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +59,9 @@ LIVE, NEVER, SILENT, BEHIND = range(4)
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
+
+#: The offset that the stand-in says is applied, beyond any that a test writes, so that it never lags by its offset.
+APPLIED_OFFSET = 1_000_000
 
 #: How often the stand-in writes the partition records that it keeps fresh; owners do so at least every second.
 KEEP_FRESH_S = 0.25
@@ -187,6 +191,13 @@ class Agents:
         self._ids = itertools.count(1000)
         self._kafka = producer(settings)
 
+    @cached_property
+    def _source_ids(self) -> dict[str, str]:
+        """The source topics' ids, which a router compares with those that the broker has."""
+        names = topics(self.settings)
+        states = ensure_topics(self.settings, (names.kv_events, names.cxl_events))
+        return {name: state.topic_id for name, state in states.items()}
+
     def worker_ids(self, n: int, partition: int) -> list[int]:
         """Unused worker ids that all belong to one partition."""
         ours = (each for each in self._ids if partition_of(WorkerId(each), self.settings.partitions) == partition)
@@ -231,8 +242,11 @@ class Agents:
 
     def state_partition(self, partition: int, behind_ms: int = 0) -> None:
         """Write a partition record, as the partition's owner does at least every second."""
-        source = SourceProgress(topics(self.settings).kv_events.name, "id", 7, 0, 8, behind_ms)
-        record = PartitionRecord(partition, 0, "tests", (source,))
+        sources = [
+            SourceProgress(name, topic_id, APPLIED_OFFSET, 0, APPLIED_OFFSET + 1, behind_ms)
+            for name, topic_id in self._source_ids.items()
+        ]
+        record = PartitionRecord(partition, 0, "tests", tuple(sources))
         self._send(partition, partition_key(partition), encode_partition(record))
 
     @contextmanager

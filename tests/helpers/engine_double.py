@@ -66,6 +66,10 @@ class EngineDouble:
         """Answer no further request for a replay."""
         self._replays.clear()
 
+    def answer_replays(self) -> None:
+        """Answer requests for a replay again."""
+        self._replays.set()
+
     def _start(self) -> None:
         self._stopping.clear()
         self._pub = self._context.socket(zmq.PUB)

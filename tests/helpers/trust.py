@@ -114,6 +114,15 @@ class TrustFleet:
         wait_for(met, PATIENCE_S, what)
         return last
 
+    def wait_exact(self, model: str, token_ids: Sequence[int], n_blocks: int) -> dict[str, Any]:
+        """Wait until an answer is exact with this overlap."""
+        return self.wait_answer(
+            model,
+            token_ids,
+            lambda answer: (answer["overlap_blocks"], answer["mode"]) == (n_blocks, "exact"),
+            f"an exact answer with {n_blocks} blocks",
+        )
+
     @contextmanager
     def watching(self, model: str, token_ids: Sequence[int], url: str | None = None) -> Iterator[Watch]:
         """Ask for the same prompt again and again while the block runs, and record every answer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -193,18 +192,18 @@ def test_a_process_that_compiles_kernels_is_alive_and_says_why_it_is_not_ready(
     assert messages[0].startswith("Compiling ")
 
 
-def test_a_port_in_use_is_one_line_of_a_bridge(scope: Settings, stack: Stack, start: Start) -> None:
-    """A bridge whose metrics_port is taken names the setting."""
-    subprocess.run(
-        [sys.executable, "-m", "streams.cli", "topics", "create"], env=environment(as_environ(scope)), check=True
-    )
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        engine = "id=1,url=http://127.0.0.1:9,events=tcp://127.0.0.1:9"
-        process = start("bridge", "--engine", engine, "--metrics-port", port, env=as_environ(scope))
-        out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, out, err.count("\n")) == (1, "", 1)
-    assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert "--metrics-port" in err
+def test_a_bridge_that_waits_for_topics_says_so(scope: Settings, start: Start) -> None:
+    """While topics of the scope are missing, /ready of a bridge says it, and /healthz is 200."""
+    port = free_port()
+    engine = "id=1,url=http://127.0.0.1:9,events=tcp://127.0.0.1:9"
+    start("bridge", "--engine", engine, "--metrics-port", str(port), env=as_environ(scope))
+    url = f"http://127.0.0.1:{port}"
+
+    def reason() -> str:
+        try:
+            return str(get_json(f"{url}/ready").get("reason"))
+        except OSError:
+            return ""
+
+    wait_for(lambda: "topics of this scope are missing" in reason(), PATIENCE_S, "the reason")
+    assert get_json(f"{url}/healthz") == {"status": "ok"}

@@ -101,8 +101,6 @@ class Opened:
                 drained=lambda _: None,
                 opened=lambda *_: self.ready.set(),
                 is_ours=lambda _: True,
-                source_end=lambda *_: -1,
-                log_end=lambda *_: 0,
                 on_effect=self.on_effect,
                 now_ms=lambda: 0,
                 partitions_open=lambda: self.partitions_open,

@@ -94,8 +94,6 @@ def test_a_full_partition_takes_no_records_until_it_has_drained(
             drained=lambda _: drained.set(),
             opened=lambda *_: opened.set(),
             is_ours=lambda _: True,
-            source_end=lambda *_: -1,
-            log_end=lambda *_: 0,
             on_effect=None,
             now_ms=lambda: 0,
         ),

@@ -36,6 +36,7 @@ from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import (
+    APPLIED_OFFSET,
     BEHIND,
     BLOCK_SIZE,
     LIVE,
@@ -322,7 +323,9 @@ def test_mode_shows_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     becomes("exact", live)
     becomes("degraded: owner_silent", live, silent)
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms + 1)
-    fleet.wait(lambda: fleet.main.get("/state")["applied_offsets"].get(str(BEHIND)) == 7, "the owner's record")
+    fleet.wait(
+        lambda: fleet.main.get("/state")["applied_offsets"].get(str(BEHIND)) == APPLIED_OFFSET, "the owner's record"
+    )
     assert mode(behind) == "degraded: owner_behind"
     fleet.agents.state_partition(BEHIND, behind_ms=fleet.settings.behind_after_ms)
     becomes("exact", behind)
@@ -564,7 +567,7 @@ def test_state_is_the_same_on_every_router(fleet: Fleet) -> None:
         assert facts == sorted(facts)
         ours = [fact for fact in facts if fact[0] == worker_id]
         assert ours == sorted((worker_id, 1, int(Tier.DISK), int(sequence[n])) for n in (0, 1, 3))
-    assert fleet.main.get("/state")["applied_offsets"][str(LIVE)] == 7
+    assert fleet.main.get("/state")["applied_offsets"][str(LIVE)] == APPLIED_OFFSET
 
 
 def test_a_router_that_runs_is_alive_and_ready(fleet: Fleet) -> None:
@@ -651,6 +654,8 @@ def test_records_that_cannot_be_used_are_counted_and_skipped(scope: Settings) ->
             (b"P" + bytes(12), b"\xc3\x01"),
             (b"B" + bytes(20) + b"pool", b"\xc3\x01"),
             (b"pool/", b"\xc3\x01"),
+            (b"cordon/x", b"\xc3\x01"),
+            (b"model/m", b"\xc3\x01"),
             (b"Z", struct.pack(">I", 1)),
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import io
 import pkgutil
@@ -84,7 +85,7 @@ def test_every_kernel_that_python_calls_is_an_entry_point() -> None:
     """Each kernel that is imported outside its package is declared there, so that it is compiled before it is used."""
     called: set[str] = set()
     for found in pkgutil.walk_packages(streams.__path__, "streams."):
-        if ".kernels" in found.name or found.name in ("streams.worker", "streams.cli.__main__"):
+        if ".kernels" in found.name or found.name == "streams.cli.__main__":
             continue
         module = importlib.import_module(found.name)
         if module is tree_inspection:  # for tests and for people; it may wait for a compiler
@@ -208,6 +209,20 @@ def test_without_a_cache_this_process_compiles_and_says_why(package: Any, monkey
     assert compiled == 2
     assert "NUMBA_CACHE_DIR" in text
     assert fresh.declared(1) == 2
+
+
+def test_a_process_that_serves_warns_in_its_log_if_there_is_no_cache(
+    package: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning names NUMBA_CACHE_DIR; the progress is in the log as well, and in what /ready answers."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    again(package)
+    notes: list[str] = []
+    with caplog.at_level("INFO"):
+        asyncio.run(warming.warm_while_serving(names_in(package, "other", "declared"), notes.append))
+    assert [record.levelname for record in caplog.records if "NUMBA_CACHE_DIR" in record.message] == ["WARNING"]
+    assert any("compiling kernels: 2 of 2" in record.message for record in caplog.records)
+    assert notes == ["compiling kernels, 0 of 2 are done", "compiling kernels, 1 of 2 are done"]
 
 
 # -- without numba ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from streams.local.stack import get_json
 from streams.waiting import wait_for
 from tests.helpers.commands import PATIENCE_S, Start, assert_one_line, environment
 
+BRIDGE = ("bridge", "--engine", "id=1,url=http://127.0.0.1:9,events=tcp://127.0.0.1:9")
+
 
 def faust(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Faust's own command line in an empty folder, with an address at which no Kafka is."""
@@ -82,14 +84,14 @@ def test_a_worker_without_kafka_ends_with_one_line(start: Start) -> None:
     assert "kvstreams kafka up" in line
 
 
-@pytest.mark.parametrize("command", [("worker",), ("router",), ("worker", "--no-router")])
+@pytest.mark.parametrize("command", [("worker",), ("router",), ("worker", "--no-router"), BRIDGE])
 def test_a_port_in_use_is_one_line(command: tuple[str, ...], start: Start) -> None:
     """Every process that listens reports it at once, before it waits for Kafka, and names the option to change."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        option = "--metrics-port" if "--no-router" in command else "--port"
+        option = "--port" if command in (("worker",), ("router",)) else "--metrics-port"
         process = start(*command, option, port, "--kafka", f"127.0.0.1:{free_port()}")
         out, err = process.communicate(timeout=PATIENCE_S)
     line = assert_one_line(subprocess.CompletedProcess((), process.returncode, out, err))
@@ -97,15 +99,18 @@ def test_a_port_in_use_is_one_line(command: tuple[str, ...], start: Start) -> No
     assert option in line
 
 
-@pytest.mark.parametrize("command", ["worker", "router"])
-def test_a_process_answers_while_it_waits_for_kafka_and_ends_on_a_signal(command: str, start: Start) -> None:
+@pytest.mark.parametrize("command", [("worker",), ("router",), ("worker", "--no-router"), BRIDGE])
+def test_a_process_answers_while_it_waits_for_kafka_and_ends_on_a_signal(
+    command: tuple[str, ...], start: Start
+) -> None:
     """Before Kafka has answered, /healthz is 200 and /ready says what the process does; SIGTERM ends it with 0."""
     with socket.socket() as silent:  # accepts connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = free_port()
         kafka = f"127.0.0.1:{silent.getsockname()[1]}"
-        process = start(command, "--kafka", kafka, "--port", str(port))
+        option = "--port" if command in (("worker",), ("router",)) else "--metrics-port"
+        process = start(*command, "--kafka", kafka, option, str(port))
         url = f"http://127.0.0.1:{port}"
         wait_for(lambda: answers(url), PATIENCE_S, "the process to answer")
         assert get_json(f"{url}/healthz") == {"status": "ok"}

@@ -15,8 +15,6 @@ def test_answers_are_exact_and_right_while_nothing_is_wrong(fleet: TrustFleet) -
     with EngineDouble(model=model) as engine:
         engine.store(1000, N_BLOCKS)
         fleet.bridge(engine_option(worker_id, engine))
-        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == N_BLOCKS, "the blocks")
-        assert answer["mode"] == "exact"
+        fleet.wait_exact(model, prompt, N_BLOCKS)
         engine.clear()
-        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == 0, "an empty cache")
-        assert answer["mode"] == "exact"
+        fleet.wait_exact(model, prompt, 0)

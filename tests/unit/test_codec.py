@@ -25,6 +25,7 @@ from streams.codec import (
     decode_load,
     decode_metrics,
     decode_model,
+    decode_pulse,
     decode_resync,
     decode_worker,
     encode_batch,
@@ -32,6 +33,7 @@ from streams.codec import (
     encode_load,
     encode_metrics,
     encode_model,
+    encode_pulse,
     encode_resync,
     encode_worker,
     from_long,
@@ -39,6 +41,7 @@ from streams.codec import (
     schemas_dir,
     to_long,
 )
+from streams.core.bridge_pulses import BridgePulse
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
@@ -382,6 +385,7 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "cordon": ("cordons", encode_cordon(CORDON), lambda raw: decode_cordon(cordon_key(CORDON.worker_id), raw)),
     "model": ("models", encode_model(MODEL), lambda raw: decode_model(model_key(MODEL.name), raw)),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
+    "pulse": ("bridge-pulses", encode_pulse(BridgePulse("host:1:ab", 7)), decode_pulse),
     "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
     "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),

@@ -156,13 +156,15 @@ def test_the_cxl_metadata_of_a_store_is_read() -> None:
         {**STORED, "cxl_metadata": {"pool_id": "p"}},
         {**STORED, "cxl_metadata": 5},
         {**STORED, "cxl_metadata": {"state": "nowhere"}},
+        {**STORED, "cxl_metadata": {"state": "in_transit"}},
+        {**TRANSITION, "new_state": "in_transit", "pool_id": None},
     ],
 )
-def test_an_invalid_transition_makes_its_batch_a_dead_letter(event: Any) -> None:
+def test_an_invalid_transition_is_lost_and_the_other_events_are_not(event: Any) -> None:
     """The reason is `bad_event`, as for every other event that cannot be read."""
-    with pytest.raises(BadRecord) as caught:
-        decode_payload(payload_of(event), 4)
-    assert caught.value.reason == "bad_event"
+    batch = decode_payload(payload_of(event, ["BlockRemoved", [1], "GPU"]), 4)
+    assert [each.error.reason for each in batch.unusable] == ["bad_event"]
+    assert batch.is_incomplete and len(batch.events) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,8 +191,8 @@ def test_a_refused_batch_leaves_publisher_and_log_as_they_were(bad: dict[str, An
     assert [each.engine.tolist() for each in batch.body.events if isinstance(each, BlocksStored)] == [[11], [12]]
 
 
-def test_the_number_of_a_batch_that_is_too_large_is_missing_in_the_log() -> None:
-    """The ledger has the batch already, so no other batch may take its number."""
+def test_a_batch_that_is_too_large_is_published_without_its_events_and_incomplete() -> None:
+    """The ledger has the batch already, so no other batch may take its number. A restatement heals the rank."""
     kafka = RecordingProducer()
     publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=kafka)
     n = EVENT_BYTES_MAX // 16
@@ -198,4 +200,6 @@ def test_the_number_of_a_batch_that_is_too_large_is_missing_in_the_log() -> None
     with pytest.raises(BadRecord, match="bytes"):
         publisher.publish([BlocksStored(None, names, names)])
     assert publisher.publish([BlocksRemoved(names[:1])]) == 1
-    assert [decode_batch(value).sequence for value in kafka.values("kv-events")] == [BEFORE_FIRST, 1]
+    _, large, _ = batches = [decode_batch(value) for value in kafka.values("kv-events")]
+    assert [(batch.sequence, batch.incomplete) for batch in batches] == [(BEFORE_FIRST, False), (0, True), (1, False)]
+    assert large.body == EngineEvents(())

@@ -107,12 +107,15 @@ def contents(batch: EngineBatch) -> list[tuple[str, int | None, list[int]]]:
 
 
 def feed(
-    engine: EngineDouble, script: Callable[[RecordingProducer], None], recovered: RecoveredRank | None = None
+    engine: EngineDouble,
+    script: Callable[[RecordingProducer], None],
+    recovered: RecoveredRank | None = None,
+    dialect: Dialect = NOTES,
 ) -> tuple[RankFeed, RecordingProducer]:
-    """Feed a rank of an engine that speaks "notes" while the script runs on a thread."""
+    """Feed a rank of an engine that speaks a dialect while the script runs on a thread."""
     kafka = RecordingProducer()
     settings = Settings(block_size=BLOCK)
-    address = EngineAddress(RANK.worker_id, engine.url, engine.events, engine.replay, model="m", dialect=NOTES)
+    address = EngineAddress(RANK.worker_id, engine.url, engine.events, engine.replay, model="m", dialect=dialect)
 
     async def main() -> RankFeed:
         def write(worker: Worker | None) -> None:
@@ -144,27 +147,35 @@ def await_batches(kafka: RecordingProducer, n: int) -> None:
 
 
 def test_a_second_dialect_reaches_kafka_through_the_feed() -> None:
-    """The feed decodes its payloads with its state, counts no copies, and makes refused payloads dead letters."""
+    """The feed decodes its payloads with its state, counts no copies, and publishes the number of a refused payload."""
     with EngineDouble() as engine:
         engine.send(note(store(12, 11)))  # its parent arrives in the next payload
         engine.send(note(store(11)))
         engine.send(note(store(11), store(12, 11)))  # a repetition, not a second copy
         engine.send(b"{")
         engine.send(note(["remove", 12]))
-        one, kafka = feed(engine, lambda kafka: await_batches(kafka, 4))
+        one, kafka = feed(engine, lambda kafka: await_batches(kafka, 5))
     batches = published(kafka)
-    assert [batch.sequence for batch in batches] == [0, 1, 2, 4]
+    assert [(batch.sequence, batch.incomplete) for batch in batches] == [
+        (0, False),
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, False),
+    ]
     assert [contents(batch) for batch in batches] == [
         [],
         [("stored", None, [11]), ("stored", 11, [12])],
         [],
+        [],
         [("removed", None, [12])],
     ]
-    assert kafka.values("kv-dead-letters") == [b"{"]
+    (letter,) = map(json.loads, kafka.values("kv-dead-letters"))
+    assert (letter["sequence"], letter["bytes"], letter["unusable"][0]["reason"]) == (3, 1, "not_json")
     headers = dict(next(record["headers"] for topic, record in kafka.records if topic.endswith("dead-letters")))
     assert headers["kvstreams.reason"] == b"not_json"
     counts = one.counts()
-    assert (counts["batches_published"], counts["dead_letters"], counts["incarnations"]) == (4, 1, 1)
+    assert (counts["batches_published"], counts["dead_letters"], counts["incarnations"]) == (5, 1, 1)
 
 
 def test_a_decoders_state_is_rebuilt_from_the_engines_batches_when_a_bridge_resumes() -> None:

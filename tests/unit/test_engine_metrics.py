@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 
 from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import DpRank
-from streams.engines.metrics import COUNT_MAX, parse_metrics
+from streams.engines.metrics import COUNT_MAX, parse_metrics, tokens_processed
 from streams.errors import BadRecord
 
 VLLM = """
@@ -156,3 +156,16 @@ def test_any_bytes_are_read_or_refused(tail: bytes, head: bytes) -> None:
         parse_metrics(head + tail, dp_size=2, block_size=16)
     except BadRecord:
         pass
+
+
+def test_processed_tokens_are_counted_by_rank() -> None:
+    """Prompt and generated tokens of one rank are added up; a page without these counters reports nothing."""
+    page = b"""
+vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 20.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 7.0
+vllm:num_requests_running{engine="0"} 3.0
+"""
+    assert tokens_processed(page, dp_size=2) == {0: 120.0, 1: 7.0}
+    assert tokens_processed(page, dp_size=1) == {0: 127.0}
+    assert tokens_processed(b"up 1\n", dp_size=1) == {}

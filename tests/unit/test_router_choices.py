@@ -333,6 +333,24 @@ def test_an_answer_has_the_trust_in_the_chosen_rank_alone() -> None:
     assert modes_of(ask(router, overlap_score_weight=0.0))[1:] == ("fallback", "fallback", None, None)
 
 
+def test_a_repeated_id_is_exact_only_while_its_overlap_is() -> None:
+    """A repeated id gets the overlap of its booking; once the rank holds more or less, both modes are `fallback`."""
+    router = router_of(1)
+    local = local_hashes(TOKENS, BLOCK_SIZE)
+    hold(router.view, rank(1), local[:2])
+    assert (ask(router)["overlap_blocks"], modes_of(ask(router))[1:3]) == (2, ("exact", "exact"))
+    assert modes_of(ask(router, tokens=range(64)))[1:3] == ("fallback", "fallback")  # other tokens match nothing
+    hold(router.view, rank(1), local)
+    again = ask(router)
+    assert (again["overlap_blocks"], modes_of(again)[1:]) == (2, ("fallback", "fallback", None, None))
+    hold(router.view, rank(1), local[:2])
+    assert modes_of(ask(router))[1:3] == ("exact", "exact")
+    refused = ask(router, excluded_worker_ids="1")  # it is refused before the index is read
+    assert modes_of(refused) == (1, "fallback", "fallback", None, None)
+    spoil(router, 1, Health.DEGRADED)
+    assert modes_of(ask(router))[1:] == ("degraded", "degraded", "events_lost", "events_lost")
+
+
 def test_a_chosen_rank_is_no_better_than_its_prediction_and_the_bookings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chosen rank whose overlap is predicted is approximate, and if bookings are out of sync it is degraded."""
     router = router_of(2, router_predicted_ttl_s=60.0)

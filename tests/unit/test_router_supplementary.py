@@ -34,7 +34,7 @@ from streams.tables.records import (
 from tests.helpers.api import TOKENS, packed
 from tests.unit.test_router_choices import router_of
 from tests.unit.test_supplementary import rank, run_of
-from tests.unit.test_view_predictions import BLOCK_SIZE, hold
+from tests.unit.test_view_predictions import BLOCK_SIZE, caught_up, hold
 
 LOCAL = local_hashes(TOKENS, BLOCK_SIZE)
 CHAIN = [SequenceHash(block) for block in sequence_hashes(LOCAL).tolist()]
@@ -52,6 +52,7 @@ def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
     source = SourceProgress("t", "id", 0, 0, 1, behind_ms)
     record = PartitionRecord(partition, 0, "test", (source,))
     router.view.fold_index(partition_key(partition), encode_partition(record))
+    caught_up(router.view, partition)
 
 
 def put(router: Router, *positions: int, placement: Placement = PLACED) -> None:

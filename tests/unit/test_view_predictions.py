@@ -86,6 +86,14 @@ def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> 
     view.fold_index(progress_key(of), encode_progress(progress))
     partition = partition_of(of.worker_id, Settings().partitions)
     view.fold_index(partition_key(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))
+    caught_up(view, partition)
+
+
+def caught_up(view: View, partition: int) -> None:
+    """The ends of the partition's topics have just been read, and they are empty."""
+    now_ms = view._now_ms()
+    view.note_ends(partition, now_ms, {})
+    view.note_pooled_ends(partition, now_ms, {}, {})
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgpack
@@ -15,7 +16,8 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, E
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import CxlStateChanged
-from streams.engines.dialects.interface import DecodedBatch
+from streams.engines.dead_letters import of_payload
+from streams.engines.dialects.interface import DecodedBatch, UnusableEvent
 from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, decode_payload, engine_hash
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
@@ -62,10 +64,28 @@ def as_array(event: dict[str, Any]) -> list[Any]:
 
 
 def decoded_or_reason(raw: bytes) -> DecodedBatch | str:
+    """Return the batch, or the reason why its payload or its first unusable event cannot be used."""
     try:
-        return decode_payload(raw, BLOCK)
+        payload = decode_payload(raw, BLOCK)
     except BadRecord as exc:
         return exc.reason
+    return payload.unusable[0].error.reason if payload.unusable else payload
+
+
+def decodable(raw: bytes) -> bool:
+    try:
+        decode_payload(raw, BLOCK)
+    except BadRecord:
+        return False
+    return True
+
+
+def lost(event: Any) -> BadRecord:
+    """Return why an event is lost; checks that nothing of it becomes an event, and that the batch is incomplete."""
+    payload = decode_payload(pack(event), BLOCK)
+    (unusable,) = payload.unusable
+    assert payload.events == () and unusable.is_lost and payload.is_incomplete
+    return unusable.error
 
 
 @pytest.mark.parametrize("form", ["array", "map", "map_batch"])
@@ -134,8 +154,8 @@ def test_a_value_that_is_not_a_block_hash_is_refused(raw: Any) -> None:
     """Text, floats, bools and containers are not block hashes."""
     with pytest.raises(TypeError):
         engine_hash(raw)
-    with pytest.raises(BadRecord, match="not a block hash"):
-        decode_payload(pack(["BlockRemoved", [raw]]), BLOCK)
+    assert "not block hashes" in lost(["BlockRemoved", [raw]]).message
+    assert lost(stored_event(block_hashes=[raw, 1, 2])).reason == "bad_event"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +245,9 @@ def test_a_store_without_blocks_is_not_an_event() -> None:
 @pytest.mark.parametrize("block_size", [None, 0, 3, 5, 16, "4"])
 def test_another_block_size_is_refused_with_its_reason(block_size: Any) -> None:
     """Hashes of blocks of another size would never match, and no one would notice."""
-    with pytest.raises(BadRecord) as caught:
-        stored_from(block_size=block_size)
-    assert caught.value.reason == "wrong_block_size"
+    error = lost(stored_event(block_size=block_size))
+    assert error.reason == "wrong_block_size"
+    assert error.detail["block_size"] == (block_size if block_size in (0, 16) else None)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +289,13 @@ def test_a_payload_over_the_limit_is_refused_without_decoding() -> None:
         ["BlockRemoved", 5],
         ["BlockRemoved", b"\x01" * 32],
         ["BlockRemoved", {"1": 2}],
-        ["BlockRemoved", [1], 5],
         stored_event(block_hashes=None),
-        stored_event(block_hashes=[1, 2]),
+        stored_event(block_hashes=[1, 2, 3, 4]),
+        stored_event(token_ids=[]),
+        stored_event(token_ids=[[1, 2]] * 12),
+        stored_event(group_idx="1"),
+        stored_event(cxl_metadata={"state": "in_transit"}),
+        {"type": "CxlStateTransition", "block_hashes": [1], "new_state": "in_transit"},
         stored_event(token_ids=None),
         stored_event(token_ids=TOKENS[:-1]),
         stored_event(token_ids=[*TOKENS[:-1], -1]),
@@ -287,11 +311,184 @@ def test_a_payload_over_the_limit_is_refused_without_decoding() -> None:
         stored_event(extra_keys=5),
     ],
 )
-def test_an_invalid_event_is_refused_with_its_reason(event: Any) -> None:
-    """A field with a value that vLLM does not write makes the whole batch a dead letter."""
-    with pytest.raises(BadRecord) as caught:
-        decode_payload(pack(event), BLOCK)
-    assert caught.value.reason == "bad_event"
+def test_an_invalid_event_is_lost_with_its_reason(event: Any) -> None:
+    """A field has a value that vLLM does not write, and what the event reported could matter."""
+    assert lost(event).reason == "bad_event"
+
+
+def test_each_event_is_judged_on_its_own() -> None:
+    """The events around an unusable one are used; the batch says which one it is, and that something is lost."""
+    payload = decode_payload(
+        pack(
+            stored_event(),
+            stored_event(block_hashes=[21], token_ids=TOKENS[:4], block_size=64),
+            ["BlockRemoved", [12, 13], "GPU"],
+            "nonsense",
+        ),
+        BLOCK,
+    )
+    stored, removed = payload.events
+    assert isinstance(stored, BlocksStored) and isinstance(removed, BlocksRemoved)
+    assert (stored.engine.tolist(), removed.engine.tolist()) == ([11, 12, 13], [12, 13])
+    assert [(each.index, each.error.reason, each.is_lost) for each in payload.unusable] == [
+        (1, "wrong_block_size", True),
+        (3, "bad_event", True),
+    ]
+    assert payload.is_incomplete
+
+
+@pytest.mark.parametrize(
+    ("events", "is_incomplete"), [([7, ["AllBlocksCleared"]], False), ([["AllBlocksCleared"], 7], True)]
+)
+def test_what_was_lost_before_a_clear_does_not_matter(events: list[Any], is_incomplete: bool) -> None:
+    """An empty cache is known completely."""
+    payload = decode_payload(pack(*events), BLOCK)
+    assert (len(payload.unusable), payload.is_incomplete) == (1, is_incomplete)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [["BlockRemoved", [11, 12], 5], {"type": "BlockRemoved", "block_hashes": [11, 12], "group_idx": "x"}],
+)
+def test_an_unusable_removal_removes_the_blocks_that_it_names_from_every_tier(event: Any) -> None:
+    """This can only report too few blocks, so the rank is approximate and nothing is lost."""
+    payload = decode_payload(pack(event), BLOCK)
+    assert [(each.tier, each.engine.tolist()) for each in payload.events if isinstance(each, BlocksRemoved)] == [
+        (tier, [11, 12]) for tier in Tier
+    ]
+    (unusable,) = payload.unusable
+    assert unusable.removed is not None and unusable.removed.tolist() == [11, 12]
+    assert (unusable.is_lost, payload.is_incomplete, payload.n_unindexed) == (False, False, 2)
+
+
+def test_a_removal_with_an_unreadable_name_removes_the_others_and_is_incomplete() -> None:
+    """Which block the unreadable name means is not known."""
+    payload = decode_payload(pack(["BlockRemoved", [11, "x", 12], "CPU"]), BLOCK)
+    (removed,) = payload.events
+    assert isinstance(removed, BlocksRemoved)
+    assert (removed.engine.tolist(), removed.tier) == ([11, 12], Tier.HOST)
+    assert (payload.unusable[0].is_lost, payload.is_incomplete) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_events", "n_unindexed", "n_ignored"),
+    [
+        # An offloading connector reports blocks of a lower tier by their hash alone.
+        ({"block_hashes": [11], "token_ids": [], "block_size": 0, "medium": "CPU"}, 0, 1, 0),
+        ({"token_ids": [], "medium": "STORAGE"}, 0, 3, 0),
+        # The beginning of a block, of which only the last hash boundary is an entry in the engine's cache.
+        ({"block_hashes": [11], "token_ids": TOKENS[:2], "block_size": 2}, 0, 0, 1),
+        # Null or masked blocks have tokens and no hashes.
+        ({"block_hashes": [11, 13]}, 0, 2, 0),
+        ({"block_hashes": []}, 0, 0, 1),
+        # Blocks hashed with the tokens after them are indexed, but may match one block too many.
+        ({"lookahead_token_ids": [[5], [9], [13]]}, 1, 3, 0),
+        ({"kv_cache_spec_kind": "full_attention"}, 1, 0, 0),
+        ({"kv_cache_spec_kind": "mla_attention"}, 1, 0, 0),
+        ({"kv_cache_spec_kind": "sliding_window"}, 1, 3, 0),
+        ({"kv_cache_spec_kind": "mamba", "block_size": 6, "block_hashes": [11, 12]}, 0, 2, 0),
+    ],
+)
+def test_events_that_the_index_cannot_represent_lose_nothing(
+    changes: dict[str, Any], n_events: int, n_unindexed: int, n_ignored: int
+) -> None:
+    """They are counted. Blocks that the index does not represent, or not exactly, make the rank approximate."""
+    payload = decode_payload(pack(stored_event(**changes), ["BlockRemoved", [1], "GPU"]), BLOCK)
+    assert (len(payload.events) - 1, payload.n_unindexed, payload.n_ignored) == (n_events, n_unindexed, n_ignored)
+    assert (payload.unusable, payload.is_incomplete) == ((), False)
+
+
+#: Tokens that no other number in a payload resembles.
+SECRET = [4_100_001, 4_200_003, 4_300_007, 4_400_009, 4_500_011, 4_600_013, 4_700_017, 4_800_019]
+
+
+def assert_nothing_secret(letter: bytes, *texts: str) -> None:
+    """Check that no token of SECRET is in a text or in bytes, however it is written."""
+    for token in SECRET:
+        for form in (str(token).encode(), f"{token:x}".encode(), token.to_bytes(4, "little"), token.to_bytes(4, "big")):
+            assert form not in letter
+            assert all(form not in text.encode() for text in texts)
+    for text in (letter.decode(), *texts):
+        assert "secret" not in text
+
+
+forms_of_tokens = [
+    SECRET,
+    [SECRET],
+    [[token] for token in SECRET],
+    {str(token): token for token in SECRET},
+    {"secret prompt": SECRET},
+    SECRET[0],
+    str(SECRET),
+    "secret prompt",
+    b"".join(token.to_bytes(4, "little") for token in SECRET),
+    [token.to_bytes(4, "big") for token in SECRET],
+    [*SECRET, "secret prompt"],
+]
+names_of_fields = [*stored_event(), "extra_keys", "group_idx", "kv_cache_spec_kind", "moe", "cxl_metadata", "secret"]
+
+
+@pytest.mark.parametrize("form", forms_of_tokens, ids=range(len(forms_of_tokens)))
+@pytest.mark.parametrize("name", names_of_fields)
+@pytest.mark.parametrize("tag", ["BlockStored", "BlockRemoved", "CxlStateTransition", "secret"])
+def test_nothing_of_a_prompt_is_in_a_dead_letter_or_a_message(tag: str, name: str, form: Any) -> None:
+    """Tokens and text may be in any field, in any shape, in a store, a removal, an unknown event, or as a payload."""
+    event = stored_event(token_ids=SECRET, block_size=4, block_hashes=[1 << 40], type=tag) | {name: form}
+    array: Any = list(event.values())
+    for raw in (pack(event), pack(array), pack(form), msgpack.packb(form), msgpack.packb([form, [], 0])):
+        for payload in (raw, raw[:-1], b"\xc1" + raw):
+            try:
+                unusable: tuple[UnusableEvent, ...] = decode_payload(payload, BLOCK).unusable
+            except BadRecord as exc:
+                unusable = (UnusableEvent(None, exc),)
+            letter = of_payload(0, len(payload), 0, unusable)
+            assert_nothing_secret(letter, *(str(each.error) for each in unusable))
+
+
+def test_a_dead_letter_shows_where_an_event_was_and_what_it_was_about() -> None:
+    """It has the position, the reason, lengths, hashes, medium and sizes of each unusable event."""
+    stored = stored_event(block_hashes=[1 << 40, b"\x01" * 32, 7], block_size=16, parent_block_hash=-1)
+    payload = decode_payload(pack(["AllBlocksCleared"], stored, ["BlockRemoved", [1 << 50], 5]), BLOCK)
+    assert json.loads(of_payload(3, 99, 255, payload.unusable)) == {
+        "sequence": 3,
+        "bytes": 99,
+        "digest": "00000000000000ff",
+        "n_unusable": 2,
+        "unusable": [
+            {
+                "index": 1,
+                "reason": "wrong_block_size",
+                "message": "blocks have 16 tokens; this scope has 4 for the model",
+                "lost": True,
+                "event": {
+                    "type": "BlockStored",
+                    "n_block_hashes": 3,
+                    "n_token_ids": 12,
+                    "block_hashes": [str(1 << 40), str(0x0101010101010101), None],
+                    "parent_block_hash": str(U64_MASK),
+                    "medium": "GPU",
+                    "block_size": 16,
+                },
+            },
+            {
+                "index": 2,
+                "reason": "bad_event",
+                "message": "medium is a int, not a name",
+                "lost": False,
+                "n_removed": 1,
+                "event": {"type": "BlockRemoved", "n_block_hashes": 1, "block_hashes": [str(1 << 50)]},
+            },
+        ],
+    }
+
+
+def test_a_dead_letter_has_a_limit() -> None:
+    """A payload of unusable events with many hashes each becomes a letter of at most 100 KB."""
+    hashes = list(range(1 << 60, (1 << 60) + 1000))
+    events = [stored_event(block_hashes=hashes, block_size=16) for _ in range(200)]
+    payload = decode_payload(pack(*events), BLOCK)
+    letter = of_payload(0, 0, 0, payload.unusable)
+    assert len(payload.unusable) == 200 and len(letter) < 100_000
 
 
 @pytest.mark.parametrize(
@@ -342,7 +539,7 @@ anything = st.recursive(
     ),
     max_leaves=10,
 )
-fields = ["type", *stored_event(), "extra_keys", "group_idx"]
+fields = ["type", *stored_event(), "extra_keys", "group_idx", "kv_cache_spec_kind", "lookahead_token_ids"]
 nearly_stored = st.builds(
     lambda name, value: stored_event() | {name: value}, st.sampled_from(fields), st.one_of(scalars, anything)
 )
@@ -363,11 +560,14 @@ nearly_an_event = st.one_of(
     )
 )
 def test_any_message_is_a_batch_that_can_be_published_or_a_dead_letter(outer: Any) -> None:
-    """No exception but BadRecord is raised, and every accepted batch passes the ledger and the codec unchanged."""
-    payload = decoded_or_reason(msgpack.packb(outer))
-    if isinstance(payload, str):
-        assert payload in REASONS
+    """No exception but BadRecord is raised, and every batch passes the ledger and the codec unchanged."""
+    raw = msgpack.packb(outer)
+    if decoded_or_reason(raw) in REASONS and not decodable(raw):
         return
+    payload = decode_payload(raw, BLOCK)
+    assert {each.error.reason for each in payload.unusable} <= set(REASONS)
+    assert payload.is_incomplete <= any(each.is_lost for each in payload.unusable)
+    json.loads(of_payload(0, 0, 0, payload.unusable))
     ledger = Ledger(counts_copies=True)
     changes = tuple(
         out for event in payload.events if not isinstance(event, CxlStateChanged) for out in ledger.apply(event)

@@ -22,7 +22,7 @@ class Health(enum.IntEnum):
 
     EXACT = 0
     DEGRADED = 1  # a batch was lost, or the parent of a stored block is unknown
-    APPROXIMATE = 2  # the rank holds, or may hold, blocks that the index lacks (EngineBatch.n_unindexed)
+    APPROXIMATE = 2  # the index cannot represent some blocks that the rank may hold (EngineBatch.n_unindexed)
     REMOVED = 3  # the worker was removed; the row is kept so that its late events are refused
 
 

@@ -6,30 +6,61 @@ module per dialect), the list of dialects (registry), sockets (feed) and the cou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from streams.core.events import KvEvent
+from streams.core.ids import HashArray
 from streams.cxl.events import CxlStateChanged
+from streams.errors import BadRecord
 
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
 EngineEvent = KvEvent | CxlStateChanged
 
 
 @dataclass(frozen=True, slots=True)
+class UnusableEvent:
+    """An event that cannot be used as the engine sent it, or a whole payload that cannot be read.
+
+    index: position in the payload, None for the whole payload.
+    error: the reason, and a message that contains neither tokens nor text of a prompt.
+    is_lost: whether what the event reported could matter and is now missing. False for a removal that names its blocks.
+    removed: uint64[n]; the blocks that such a removal names. The batch has events that remove them from every tier.
+    shown: what a dead letter may show of the event. Only what is known not to be a token or text is in it.
+    """
+
+    index: int | None
+    error: BadRecord
+    is_lost: bool = True
+    removed: HashArray | None = None
+    shown: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodedBatch:
-    """One payload, decoded.
+    """One payload, decoded. Each of its events is judged on its own.
 
     emitted_at_ms: the engine's clock. dp_rank: the rank that the payload names, 0 if it names none. They become an Avro
-    long and an Avro int, and a decoder refuses a payload whose values do not fit. n_unindexed: blocks that the payload
-    reports and that prefix matching cannot represent; they are counted and do not appear in `events`.
+    long and an Avro int, and a decoder refuses a payload whose values do not fit.
+    n_unindexed: blocks that the payload reports and that prefix matching cannot represent, or not exactly. The rank's
+    answers are approximate because of them.
+    unusable: the events that cannot be used, in order. is_incomplete: whether one of them is lost; a loss before the
+    last clear does not count. n_ignored: events that cannot matter.
     """
 
     emitted_at_ms: int
     dp_rank: int
     events: tuple[EngineEvent, ...]
     n_unindexed: int = 0
+    unusable: tuple[UnusableEvent, ...] = ()
+    is_incomplete: bool = False
+    n_ignored: int = 0
+
+
+def undecodable(error: BadRecord, received_at_ms: int) -> DecodedBatch:
+    """Return the batch of a payload that a decoder refused: it has no events, and all that it reported is lost."""
+    return DecodedBatch(received_at_ms, 0, (), unusable=(UnusableEvent(None, error),), is_incomplete=True)
 
 
 class Decoder(Protocol):
@@ -42,9 +73,10 @@ class Decoder(Protocol):
     """
 
     def decode(self, payload: bytes) -> DecodedBatch:
-        """Decode one payload.
+        """Decode one payload. An event that cannot be used does not affect the others.
 
-        Raises BadRecord, with a reason for the dead letter; the decoder is then as it was before the call.
+        Raises BadRecord for a payload whose events cannot be told apart; the decoder is then as it was before the call.
+        No message contains tokens or text of a prompt.
         """
 
 

@@ -1,0 +1,59 @@
+"""The pulse of a bridge: that it is running, and keeps up with its engines.
+
+What lives here: when a pulse is written. What must not: what a reader concludes from it (core.bridge_pulses).
+
+A pulse is withheld while a message of an engine waits in its socket, and after the process was stopped for a while,
+until the feeds have had their turn. Only one pulse is on its way at a time: pulses that Kafka takes late, after an
+outage, would say that the bridge had kept up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from streams.codec import encode_pulse, pulse_key
+from streams.core.bridge_pulses import PULSE_EVERY_MS, BridgePulse
+
+_EVERY_S = PULSE_EVERY_MS / 1000
+
+#: A loop that wakes this much later than asked was stopped, or had no processor.
+_LATE_S = 2 * _EVERY_S
+
+
+class Pulse:
+    """Writes one bridge's pulses to `worker-metrics`."""
+
+    def __init__(self, kafka: Producer, topic: str, bridge: str, keeps_up: Callable[[], bool]) -> None:
+        """keeps_up: whether no message of any engine waits. The producer's owner polls it for delivery reports."""
+        self._kafka = kafka
+        self._topic = topic
+        self._bridge = bridge
+        self._keeps_up = keeps_up
+        self._in_flight = False
+        self.number = 0
+
+    async def run(self) -> None:
+        """Write pulses until cancelled."""
+        woke_s = time.monotonic()
+        self._write()  # at once: otherwise answers would be degraded for a quarter of a second after a bridge starts
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            before_s, woke_s = woke_s, time.monotonic()
+            if woke_s - before_s < _LATE_S and not self._in_flight and self._keeps_up():
+                self._write()
+
+    def _write(self) -> None:
+        self.number += 1
+        value = encode_pulse(BridgePulse(self._bridge, self.number))
+        try:
+            self._kafka.produce(self._topic, key=pulse_key(self._bridge), value=value, on_delivery=self._on_delivery)
+            self._in_flight = True
+        except (BufferError, KafkaException):
+            pass  # Kafka does not answer; readers notice the silence
+
+    def _on_delivery(self, _error: KafkaError | None, _message: Message) -> None:
+        self._in_flight = False

@@ -1,0 +1,193 @@
+"""Ranks whose events do not arrive, arrive late, or arrive incompletely: no answer about them says exact."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from streams.local.ports import free_port
+from streams.waiting import wait_for
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option
+
+N_BLOCKS = 20
+PROMPT = range(1000, 1000 + N_BLOCKS * BLOCK_SIZE)
+
+#: How long the answers are watched for a claim that must never be made.
+WATCHED_S = 3.0
+
+#: What an engine did this long ago must not be missing from an answer that claims to be exact.
+KNOWN_AFTER_S = 1.0
+
+
+@pytest.mark.parametrize("case", ["nothing listens", "ports swapped", "idle, without replay"])
+def test_a_rank_whose_event_stream_is_not_proven_is_not_exact(fleet: TrustFleet, case: str) -> None:
+    """The engine holds blocks, but no event of it arrives; the answers are degraded, no_events_yet."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with EngineDouble(model=model) as engine:
+        engine.gauges = "vllm:num_requests_running 1\n"
+        engine.store(PROMPT.start, N_BLOCKS)
+        match case:
+            case "nothing listens":
+                option = engine_option(worker_id, engine, events=f"tcp://127.0.0.1:{free_port()}", replay="")
+            case "ports swapped":
+                option = engine_option(worker_id, engine, events=engine.replay, replay=engine.events)
+            case _:
+                option = engine_option(worker_id, engine, replay="")
+        with fleet.watching(model, PROMPT) as watch:
+            bridge = fleet.bridge(option)
+            fleet.wait_answer(model, PROMPT, lambda found: bool(found["candidates"]), "the worker")
+            time.sleep(WATCHED_S)
+        assert watch.samples and not watch.wrong_while_exact(N_BLOCKS)
+        assert {sample.answer.get("degraded_because") for sample in watch.samples} == {"no_events_yet"}
+        if case == "idle, without replay":
+            engine.store(50_000)  # the number of this batch shows that another one is missing
+            fleet.wait_answer(model, PROMPT, lambda found: found.get("degraded_because") == "events_lost", "a gap")
+        elif case == "nothing listens":
+            log = bridge.log_path
+            wait_for(lambda: "requests are running, but no event" in log.read_text(), PATIENCE_S, "the warning")
+        if case != "idle, without replay":
+            assert bridge.log_path.read_text().count("no events can be received") == 1
+
+
+def test_a_gap_that_the_bridge_knows_of_is_stated_before_it_is_filled(fleet: TrustFleet) -> None:
+    """While the replay socket is silent, answers are degraded, feed_behind; then the blocks appear, exact."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with EngineDouble(model=model) as engine:
+        engine.store(50_000)
+        fleet.bridge(engine_option(worker_id, engine))
+        fleet.wait_answer(model, PROMPT, lambda found: found["mode"] == "exact", "exact answers")
+        engine.stop_replays()
+        engine.store(PROMPT.start, N_BLOCKS, live=False)
+        engine.store(60_000)
+        stored_s = time.monotonic()
+        with fleet.watching(model, PROMPT) as watch:
+            fleet.wait_answer(model, PROMPT, lambda found: found.get("degraded_because") == "feed_behind", "the gap")
+            time.sleep(WATCHED_S)
+        assert not [one for one in watch.wrong_while_exact(N_BLOCKS) if one.sent_s > stored_s + KNOWN_AFTER_S]
+        engine.answer_replays()
+        answer = fleet.wait_answer(model, PROMPT, lambda found: found["mode"] == "exact", "exact answers again")
+        assert answer["overlap_blocks"] == N_BLOCKS
+
+
+def test_a_hanging_metrics_page_does_not_delay_events(fleet: TrustFleet) -> None:
+    """No exact answer lacks a block that the engine stored more than a second before."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with EngineDouble(model=model) as engine:
+        engine.store(50_000)
+        fleet.bridge(engine_option(worker_id, engine))
+        fleet.wait_answer(model, PROMPT, lambda found: found["mode"] == "exact", "exact answers")
+        engine.answers.clear()
+        time.sleep(WATCHED_S)
+        with fleet.watching(model, PROMPT) as watch:
+            engine.store(PROMPT.start, N_BLOCKS)
+            stored_s = time.monotonic()
+            time.sleep(WATCHED_S)
+        late = [one for one in watch.wrong_while_exact(N_BLOCKS) if one.sent_s > stored_s + KNOWN_AFTER_S]
+        assert watch.samples and not late
+
+
+def test_a_feed_that_catches_up_over_a_slow_link_is_not_exact(fleet: TrustFleet) -> None:
+    """A bridge that starts late reads what the engine has kept at 60 KB/s; answers are exact only at the end."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with EngineDouble(model=model) as engine, slow_link(engine.replay, 60_000) as replay:
+        for n in range(20):
+            engine.store(100_000 + 10_000 * n, 100)
+        engine.store(PROMPT.start, N_BLOCKS)
+        with fleet.watching(model, PROMPT) as watch:
+            fleet.bridge(engine_option(worker_id, engine, replay=replay))
+            answer = fleet.wait_answer(model, PROMPT, lambda found: found["mode"] == "exact", "exact answers")
+        assert answer["overlap_blocks"] == N_BLOCKS
+        assert not watch.wrong_while_exact(N_BLOCKS)
+        assert "feed_behind" in {sample.answer.get("degraded_because") for sample in watch.samples}
+
+
+def test_an_engine_whose_http_port_does_not_answer_is_fed_from_its_events(fleet: TrustFleet) -> None:
+    """Until it is fed, no answer is exact; its events prove that it is running, and the blocks appear."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with EngineDouble(model=model) as engine:
+        engine.answers.clear()
+        with fleet.watching(model, PROMPT) as watch:
+            fleet.bridge(engine_option(worker_id, engine, model=model))
+            engine.store(PROMPT.start, N_BLOCKS)
+            fleet.wait_answer(model, PROMPT, lambda found: bool(found["candidates"]), "the worker")
+            numbers = iter(range(50_000, 90_000, 100))
+
+            def known() -> bool:
+                engine.store(next(numbers))  # it reaches the bridge once the bridge is connected
+                answer = fleet.route(model, PROMPT)
+                return (answer["mode"], answer["overlap_blocks"]) == ("exact", N_BLOCKS)
+
+            wait_for(known, PATIENCE_S, "the blocks", 0.2)
+        assert not watch.wrong_while_exact(N_BLOCKS)
+
+
+@pytest.mark.parametrize("answer", ["[]", '{"data":[{}]}', "not json", '{"data":{"id":1}}'])
+def test_what_one_engine_answers_does_not_end_the_feed_of_another(fleet: TrustFleet, answer: str) -> None:
+    """An engine whose /v1/models cannot be used is fed once it can; meanwhile the other engine's blocks appear."""
+    model, worker_id, bad_model, bad_id = fleet.model(), fleet.worker_id(), fleet.model(), fleet.worker_id()
+    with EngineDouble(model=model) as engine, EngineDouble(model=bad_model) as bad:
+        good_body, bad.models_body = bad.models_body, answer
+        engine.store(PROMPT.start, N_BLOCKS)
+        bad.store(PROMPT.start, N_BLOCKS)
+        bridge = fleet.bridge(engine_option(bad_id, bad), engine_option(worker_id, engine))
+        found = fleet.wait_answer(model, PROMPT, lambda found: found["overlap_blocks"] == N_BLOCKS, "the blocks")
+        assert found["mode"] in ("exact", "degraded")
+        assert bridge.log_path.read_text().count("does not name the engine's model") == 1
+        bad.models_body = good_body
+        fleet.wait_answer(bad_model, PROMPT, lambda found: found["overlap_blocks"] == N_BLOCKS, "the other blocks")
+
+
+@contextmanager
+def slow_link(address: str, bytes_per_s: int) -> Iterator[str]:
+    """Give another address of a TCP endpoint, whose answers pass at this rate."""
+    target = urlsplit(address)
+    stopping = threading.Event()
+
+    def pump(source: socket.socket, sink: socket.socket, rate: float) -> None:
+        with source, sink, selectors.DefaultSelector() as readable:
+            readable.register(source, selectors.EVENT_READ)
+            while not stopping.is_set():
+                if not readable.select(0.1):
+                    continue
+                try:
+                    part = source.recv(2048)
+                    if not part:
+                        return
+                    sink.sendall(part)
+                except OSError:
+                    return
+                stopping.wait(len(part) / rate)
+
+    def accept() -> None:
+        while not stopping.is_set():
+            try:
+                client, _ = listener.accept()
+            except TimeoutError:
+                continue
+            server = socket.create_connection((target.hostname, target.port))
+            for source, sink, rate in ((client, server, 1e9), (server, client, bytes_per_s)):
+                pumps.append(threading.Thread(target=pump, args=(source.dup(), sink.dup(), rate)))
+                pumps[-1].start()
+            client.close()
+            server.close()
+
+    pumps: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            stopping.set()
+            accepting.join()
+            for thread in pumps:
+                thread.join()

@@ -1,0 +1,103 @@
+"""A bridge is silent once its pulses stop, and what follows for its workers (core.bridge_pulses, engine_reports)."""
+
+from __future__ import annotations
+
+import pytest
+
+from streams.codec import encode_pulse, pulse_key
+from streams.core.bridge_pulses import BRIDGES_MAX, FORGET_AFTER_MS, SILENT_AFTER_MS_MIN, BridgePulse, BridgePulses
+from streams.core.ids import WorkerId
+from streams.core.workers import BridgeLease, Worker
+from streams.errors import BadRecord
+from streams.router_api.engine_reports import EngineReports
+
+
+def worker(worker_id: int, bridge: str | None) -> Worker:
+    lease = None if bridge is None else BridgeLease(bridge, 1, 6000, 1)
+    return Worker(WorkerId(worker_id), "http://e", "m", 16, lease=lease)
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1000
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+def reports(clock: Clock, *workers: Worker, silent_after_ms: int = 0) -> EngineReports:
+    return EngineReports({each.worker_id: each for each in workers}, {}, clock, silent_after_ms)
+
+
+def pulse(of: EngineReports, bridge: str, number: int = 1) -> None:
+    of.fold(pulse_key(bridge), encode_pulse(BridgePulse(bridge, number)))
+
+
+def test_workers_of_a_bridge_without_a_pulse_are_unfed_and_others_are_not() -> None:
+    """A worker is fed from its bridge's first pulse on; a worker that has no bridge is never unfed."""
+    clock = Clock()
+    known = reports(clock, worker(1, "a"), worker(2, "b"), worker(3, None))
+    assert known.unfed() == {1, 2}
+    pulse(known, "a")
+    assert known.unfed() == {2}
+
+
+def test_a_bridge_becomes_silent_and_is_heard_again() -> None:
+    """The last pulse counts for the tolerated time, to the millisecond; the next one ends the silence at once."""
+    clock = Clock()
+    known = reports(clock, worker(1, "a"), worker(2, "b"), silent_after_ms=900)
+    pulse(known, "a")
+    clock.now_ms += 500
+    pulse(known, "b")
+    clock.now_ms += 400
+    assert known.unfed() == frozenset()
+    clock.now_ms += 1
+    assert known.unfed() == {1}
+    clock.now_ms += 499
+    assert known.unfed() == {1}
+    pulse(known, "a", 2)
+    assert known.unfed() == frozenset()
+    clock.now_ms += 2
+    assert known.unfed() == {2}
+
+
+def test_a_lease_that_moves_to_another_bridge_follows_that_bridges_pulses() -> None:
+    """After a change of the registry, the pulses of the new holder of the lease count."""
+    clock = Clock()
+    workers = {WorkerId(1): worker(1, "old")}
+    known = EngineReports(workers, {}, clock, 0)
+    pulse(known, "old")
+    assert known.unfed() == frozenset()
+    workers[WorkerId(1)] = worker(1, "new")
+    known.registry_changed(workers[WorkerId(1)])
+    assert known.unfed() == {1}
+    pulse(known, "new")
+    assert known.unfed() == frozenset()
+
+
+def test_a_tolerance_below_three_pulses_is_raised_to_that() -> None:
+    """A router that tolerates less lag than pulses can show would never be exact."""
+    pulses = BridgePulses(10)
+    pulses.note(BridgePulse("a", 1), 5000)
+    assert pulses.silent_from_ms("a") == 5000 + SILENT_AFTER_MS_MIN + 1
+    assert pulses.silent_from_ms("b") == -1
+
+
+def test_the_number_of_bridges_is_limited_and_old_ones_are_forgotten() -> None:
+    """A foreign writer cannot fill memory; bridges that have been silent for long make place for new ones."""
+    pulses = BridgePulses(0)
+    for number in range(BRIDGES_MAX):
+        pulses.note(BridgePulse(f"b{number}", 1), 0)
+    with pytest.raises(BadRecord, match="already kept"):
+        pulses.note(BridgePulse("late", 1), FORGET_AFTER_MS)
+    pulses.note(BridgePulse("late", 1), FORGET_AFTER_MS + 1)
+    assert pulses.silent_from_ms("late") > 0
+    assert pulses.silent_from_ms("b0") == -1
+
+
+def test_a_pulse_under_another_key_is_refused() -> None:
+    """The key and the record must name the same bridge."""
+    with pytest.raises(BadRecord, match="not the key"):
+        reports(Clock()).fold(pulse_key("x"), encode_pulse(BridgePulse("y", 1)))

@@ -1,0 +1,343 @@
+"""The feed of one rank between an engine's real sockets and a recording producer: what its records say about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import aiohttp
+import pytest
+import zmq
+import zmq.asyncio
+
+from streams.codec import decode_batch
+from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, FeedState, Heartbeat
+from streams.core.ids import WorkerId
+from streams.core.workers import Worker
+from streams.engines import evidence as evidence_module
+from streams.engines import feed as feed_module
+from streams.engines import missing_events
+from streams.engines.address import EngineAddress
+from streams.engines.feed import RankFeed
+from streams.engines.lease import EngineLease
+from streams.engines.lease_handle import LeaseHandle
+from streams.engines.wiring import EngineWiring
+from streams.local.ports import free_port
+from streams.settings import Settings
+from tests.helpers.engine_double import EngineDouble
+from tests.helpers.recording_producer import RecordingProducer
+
+LIVE, UNPROVEN, CATCHING_UP = FeedState.LIVE, FeedState.UNPROVEN, FeedState.CATCHING_UP
+
+#: Ample for what takes a fraction of a second on a quiet machine.
+PATIENCE_S = 20.0
+
+
+class FeedUnderTest:
+    """A running feed, and the records that it has published."""
+
+    def __init__(self, feed: RankFeed, producer: RecordingProducer) -> None:
+        self.feed = feed
+        self._producer = producer
+
+    @property
+    def batches(self) -> list[EngineBatch]:
+        """Every record of kv-events, in order."""
+        return [decode_batch(value) for value in self._producer.values("kv-events")]
+
+    @property
+    def state(self) -> FeedState | None:
+        """The state that the last record states."""
+        batches = self.batches
+        return batches[-1].feed if batches else None
+
+    def numbers(self) -> list[int]:
+        """The numbers of all batches of events, without the announcements of incarnations."""
+        return [
+            batch.sequence for batch in self.batches if isinstance(batch.body, EngineEvents) and batch.sequence >= 0
+        ]
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"{what}: {self.batches[-5:]}"
+            await asyncio.sleep(0.01)
+
+
+def held_lease(settings: Settings, worker: Worker) -> LeaseHandle:
+    """A lease that this process holds, without a log: what it writes is read back at once."""
+    lease = EngineLease("test", settings.bridge_lease_s)
+    written: list[Worker | None] = []
+    handle = LeaseHandle(lease, written.append)
+    lease.want(worker)
+    handle.on_end()
+    while written:
+        handle.on_record(written.pop(0))
+    assert handle.may_publish()
+    return handle
+
+
+def feeding(
+    address: EngineAddress,
+    act: Callable[[FeedUnderTest], Awaitable[None]],
+    settings: Settings | None = None,
+) -> list[EngineBatch]:
+    """Feed an engine while `act` runs; return all records."""
+
+    async def main() -> list[EngineBatch]:
+        chosen = settings or Settings(bridge_lease_s=600.0)
+        context, producer = zmq.asyncio.Context(), RecordingProducer()
+        try:
+            worker = Worker(address.worker_id, address.url, "m", 16)
+            async with aiohttp.ClientSession() as http:
+                wiring = EngineWiring(
+                    chosen,
+                    producer,
+                    context,
+                    http,
+                    address,
+                    "m",
+                    held_lease(replace(chosen, bridge_lease_s=600.0), worker),
+                    1,
+                    lambda _: 0,
+                    lambda _: None,
+                    lambda _: None,
+                )
+                under_test = FeedUnderTest(RankFeed(wiring, 0, None), producer)
+                running = asyncio.create_task(under_test.feed.run())
+                try:
+                    await act(under_test)
+                    assert not running.done()
+                finally:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+        finally:
+            context.destroy(linger=0)
+        return under_test.batches
+
+    return asyncio.run(main())
+
+
+def address_of(engine: EngineDouble, *, replay: str | None = "") -> EngineAddress:
+    return EngineAddress(WorkerId(7), engine.url, engine.events, engine.replay if replay == "" else replay)
+
+
+def test_a_feed_is_live_only_once_what_the_engine_published_before_is_published() -> None:
+    """No record says live before the batches of the replay socket, and the batches say that more may follow."""
+    with EngineDouble() as engine:
+        for n in range(100):
+            engine.store(1 + 100 * n, live=False)
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+
+        batches = feeding(address_of(engine), act)
+    assert (batches[0].sequence, batches[0].feed) == (BEFORE_FIRST, UNPROVEN)
+    assert {batch.feed for batch in batches if isinstance(batch.body, EngineEvents) and batch.sequence >= 0} == {
+        CATCHING_UP
+    }
+    assert all(batch.sequence == 99 for batch in batches if batch.feed is LIVE)
+
+
+def test_an_engine_that_never_published_is_live_once_its_replay_socket_answered() -> None:
+    """An empty rank is known exactly if the connection is complete and nothing was published before it."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+
+        batches = feeding(address_of(engine), act)
+    assert [batch.feed for batch in batches][-2:] == [UNPROVEN, LIVE] and batches[-1].sequence == BEFORE_FIRST
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_without_a_replay_socket_a_feed_is_unproven_until_a_batch_arrives(first: int) -> None:
+    """An idle engine may hold blocks that it reported before; its first batch shows whether it did."""
+    with EngineDouble() as engine:
+        for n in range(first):
+            engine.store(1 + 100 * n)
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is UNPROVEN, "the incarnation to begin")
+            await asyncio.sleep(1.0)
+            assert {batch.feed for batch in fed.batches} == {UNPROVEN}
+            engine.store(10_000)
+            await fed.until(lambda: fed.numbers() == [first], "the batch")
+            assert fed.state is LIVE
+            assert fed.feed.counters.gap_batches_lost == first
+
+        feeding(address_of(engine, replay=None), act)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["nothing listens", "ports swapped"])
+def test_a_feed_without_a_connection_stays_unproven(swapped: bool) -> None:
+    """The engine's HTTP server answers, but no event can arrive: nothing says that the rank is empty."""
+    with EngineDouble() as engine:
+        engine.store(1)
+        replay = engine.events if swapped else None
+        events = engine.replay if swapped else f"tcp://127.0.0.1:{free_port()}"
+        address = EngineAddress(WorkerId(7), engine.url, events, replay)
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: len(fed.batches) >= 2, "the incarnation to begin")
+            await asyncio.sleep(2.0)
+            assert {batch.feed for batch in fed.batches} == {UNPROVEN}
+
+        batches = feeding(address, act)
+    assert all(batch.sequence == BEFORE_FIRST for batch in batches)
+
+
+def test_a_known_gap_is_stated_at_once_and_live_batches_are_not_held_up_by_silent_replays() -> None:
+    """While the replay socket is silent, the rank is catching up; after the gap is filled, it is live at once."""
+    with EngineDouble() as engine:
+        engine.store(1)
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            engine.stop_replays()
+            engine.store(100, live=False)
+            engine.store(200)
+            await fed.until(lambda: fed.state is CATCHING_UP, "the gap to be stated")
+            assert isinstance(fed.batches[-1].body, Heartbeat) and fed.numbers() == [0]
+            engine.answer_replays()
+            await fed.until(lambda: fed.state is LIVE, "the gap to be filled")
+            assert fed.numbers() == [0, 1, 2]
+
+        feeding(address_of(engine), act)
+
+
+def test_batches_are_published_while_the_http_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection shows that they come from the same process, so nothing has to be waited for."""
+    monkeypatch.setattr(evidence_module, "HTTP_TIMEOUT_S", 10 * PATIENCE_S)
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            engine.answers.clear()
+            await asyncio.sleep(1.5 * feed_module.INCARNATION_CHECK_S)  # the engine has been asked in the meantime
+            for n in range(50):
+                engine.store(1 + 100 * n)
+            await fed.until(lambda: fed.numbers() == list(range(50)), "the batches")
+            assert fed.state is LIVE
+
+        feeding(address_of(engine), act)
+
+
+@pytest.mark.parametrize("replay", ["", None], ids=["replay", "no replay"])
+@pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "refuses"])
+def test_an_engine_whose_http_server_never_answers_is_fed_from_its_events(
+    replay: str | None, hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Events prove that it is running. It is fed once other evidence was waited for, with one warning."""
+    monkeypatch.setattr(feed_module, "FIRST_EVIDENCE_WAIT_S", 1.0)
+    with EngineDouble() as engine:
+        engine.answers.clear()
+        address = address_of(engine, replay=replay)
+        if not hangs:
+            address = replace(address, url=f"http://127.0.0.1:{free_port()}")
+
+        async def act(fed: FeedUnderTest) -> None:
+            while not fed.batches:
+                engine.store(101 + 100 * engine.sequence)
+                await asyncio.sleep(0.1)
+            await fed.until(lambda: fed.state is LIVE and fed.numbers()[-1:] == [engine.sequence], "the batches")
+            engine.store(1_000_000)
+            await fed.until(lambda: fed.numbers()[-1] == engine.sequence, "a further batch")
+
+        batches = feeding(address, act)
+    assert len({batch.incarnation for batch in batches}) == 1
+    warnings = [record for record in caplog.records if "from its events alone" in record.getMessage()]
+    assert len(warnings) == 1
+
+
+def test_an_idle_engine_whose_http_server_hangs_is_fed_from_its_replay_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it published before the bridge was connected is found without a later event."""
+    monkeypatch.setattr(evidence_module, "HTTP_TIMEOUT_S", 0.5)
+    with EngineDouble() as engine:
+        engine.answers.clear()
+        engine.store(1)
+        engine.store(100)
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            assert fed.numbers() == [0, 1]
+
+        feeding(address_of(engine), act)
+
+
+def test_after_a_broken_connection_only_proof_of_the_same_process_continues_the_incarnation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a start time and a replay socket, batches of another connection begin an incarnation."""
+    monkeypatch.setattr(feed_module, "EVIDENCE_WAIT_S", 1.0)
+    with EngineDouble(reports_start=False) as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is UNPROVEN, "the incarnation to begin")
+            await asyncio.sleep(0.5)
+            engine.store(1)
+            engine.store(100)
+            await fed.until(lambda: fed.numbers() == [0, 1], "two batches")
+            first = fed.batches[-1].incarnation
+            engine.restart()
+            engine.store(1000)
+            engine.store(1100)  # neither may have arrived: the connection was not complete
+            await fed.until(lambda: fed.state is UNPROVEN, "the broken connection to be stated")
+            await fed.until(lambda: fed.batches[-1].incarnation > first, "another incarnation")
+            await asyncio.sleep(0.5)
+            engine.store(1200)  # its number follows that of the last batch published
+            await fed.until(lambda: fed.numbers()[-1] == 2, "the third batch")
+            assert fed.batches[-1].incarnation > first
+
+        feeding(address_of(engine, replay=None), act)
+
+
+def test_answers_of_a_proxy_are_no_sign_of_life() -> None:
+    """A proxy answers 502 while the engine is away; the rank's heartbeats end with its lease."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is UNPROVEN, "the incarnation to begin")
+            await asyncio.sleep(1.5)
+            n_beats = len(fed.batches)
+            assert n_beats >= 4  # its metrics answer
+            engine.status = 502
+            await asyncio.sleep(3.0)
+            n_beats = len(fed.batches)
+            await asyncio.sleep(1.5)
+            assert len(fed.batches) == n_beats
+            engine.status = 200
+            await fed.until(lambda: len(fed.batches) > n_beats, "heartbeats")
+
+        address = EngineAddress(WorkerId(7), engine.url, f"tcp://127.0.0.1:{free_port()}")
+        # Heartbeats continue for one lease after the engine was heard from, and the metrics are read every second.
+        feeding(address, act, Settings(bridge_lease_s=1.5))
+
+
+def test_requests_without_events_are_reported_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning names the likely causes; an engine that has reported an event is not suspected."""
+    monkeypatch.setattr(missing_events, "MISSED_AFTER_S", 0.0)
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            for _ in range(10):
+                fed.feed.note_requests_running()
+
+        feeding(address_of(engine), act)
+        warnings = [record.getMessage() for record in caplog.records if "requests are running" in record.getMessage()]
+        assert len(warnings) == 1
+        assert "enable_kv_cache_events" in warnings[0] and "swapped" in warnings[0] and engine.events in warnings[0]
+        caplog.clear()
+        engine.store(1)
+
+        async def act_with_events(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.numbers() == [0], "the batch")
+            await act(fed)
+
+        feeding(address_of(engine), act_with_events)
+        assert not [record for record in caplog.records if "requests are running" in record.getMessage()]
