@@ -67,7 +67,7 @@ def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter
     finally:
         loops[0].call_soon_threadsafe(over.set)
         thread.join()
-        router._kafka.close(0)  # otherwise it keeps trying to connect until the process ends, and logs that
+        router._kafka.close()  # otherwise it keeps trying to connect until the process ends, and logs that
 
 
 def register(router: Router, number: int, model: str = "m") -> None:
