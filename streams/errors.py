@@ -83,6 +83,27 @@ class RequestTooLarge(KvStreamsError):
     http_status = 413
 
 
+class RequestTimeout(KvStreamsError):
+    """The body of a request did not arrive in time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class UnsupportedEncoding(KvStreamsError):
+    """The body is compressed in a way that the router does not read."""
+
+    code = "unsupported_encoding"
+    http_status = 415
+
+
+class Overloaded(KvStreamsError):
+    """The router has as many connections, bytes of bodies or inspections of its state as it is allowed to have."""
+
+    code = "overloaded"
+    http_status = 503
+
+
 class NoEligibleWorker(KvStreamsError):
     """No registered worker passes the request's filters."""
 
@@ -206,6 +227,9 @@ API_ERRORS: tuple[type[KvStreamsError], ...] = (
     EpochConflict,
     BookingConflict,
     RequestTooLarge,
+    RequestTimeout,
+    UnsupportedEncoding,
+    Overloaded,
     NoEligibleWorker,
     AllWorkersBusy,
     NotReady,

@@ -63,14 +63,14 @@ class HttpServer:
         host, port = self._sockets[0].getsockname()[:2]
         return host, port
 
-    async def serve(self, app: web.Application, **options: Any) -> None:
-        """Answer new connections with this application from now on. options: of aiohttp's AppRunner.
+    async def serve(self, app: web.Application | web.AppRunner) -> None:
+        """Answer new connections with this application from now on. It comes in a runner if it needs its own.
 
         An earlier application still answers connections that it has accepted. `starting_app` closes each after one
         answer.
         """
         before = self._sites
-        runner = web.AppRunner(app, **{"access_log": None, **options})
+        runner = app if isinstance(app, web.AppRunner) else web.AppRunner(app, access_log=None)
         await runner.setup()
         self._runners.append(runner)
         # A site closes its socket when it stops. The copy refers to the same queue of connections.

@@ -148,6 +148,11 @@ class Settings:
     )
     request_tokens_max: int = _setting(1_048_576, "most tokens that a request may have", low=1)
     body_bytes_max: int = _setting(16 * 1024 * 1024, "most bytes that an HTTP body may have", low=1024)
+    bodies_bytes_max: int = _setting(
+        128 * 1024 * 1024, "most bytes of HTTP bodies over 64 KiB that are read at the same time", low=65_536
+    )
+    body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
+    connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
     stale_after_ms: int = _setting(
         3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
     )

@@ -31,7 +31,7 @@ from streams.kafka_log import unreachable
 from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.router import Router
-from streams.router_api.server import api_app, prefer_request_threads, tick_forever
+from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
@@ -81,7 +81,7 @@ class WorkerProcess:
         if self._server is None:
             return
         if self._router is not None:
-            await self._server.serve(api_app(self._router, [agent_metrics]))
+            await self._server.serve(api_runner(self._router, [agent_metrics]))
         else:
             await self._server.serve(monitoring_app(self._not_ready, [agent_metrics]))
             log.info("/healthz, /ready and /metrics on http://%s:%d", *self._server.address)

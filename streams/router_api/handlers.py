@@ -31,11 +31,16 @@ from streams.errors import (
     api_error,
 )
 from streams.metrics import MetricsRegistry, metrics_response
+from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
+from streams.router_api.connections import ApiRunner, Connections
+from streams.router_api.inspections import Inspections, written
+from streams.router_api.large_bodies import LargeBody
 from streams.router_api.metrics import RouterMetrics
-from streams.router_api.router import Router
+from streams.router_api.router import PreparedRequest, Router
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
+    BookRequest,
     RouteRequest,
     answer_json,
     parse_book,
@@ -64,6 +69,10 @@ _ANY_ID = "{request_id:[^/]+}"
 
 #: Counts of an application's errors by code. Only its own event loop changes them.
 _ERRORS = web.AppKey("errors", Counter)
+_CONNECTIONS = web.AppKey("connections", Connections)
+
+_LARGE_ROUTE = LargeBody(RouteRequest)
+_LARGE_BOOKING = LargeBody(BookRequest)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -77,7 +86,11 @@ class Handlers:
     def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
         """more_metrics: further registries of this process, served after the router's own."""
         self._router = router
-        self._metrics = RouterMetrics(router)
+        self._tokens_max = router.settings.request_tokens_max
+        self._bodies = Bodies(router.settings)
+        self._connections = Connections(router.settings.connections_max)
+        self._inspections = Inspections()
+        self._metrics = RouterMetrics(router, self._connections, self._bodies)
         self._more_metrics = more_metrics
 
     def routes(self) -> list[web.RouteDef]:
@@ -110,18 +123,48 @@ class Handlers:
         """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
         app.add_routes(self.routes())
         app[_ERRORS] = self._metrics.errors
+        app[_CONNECTIONS] = self._connections
+        app.on_cleanup.append(self._close)
+
+    def runner(self, app: web.Application) -> ApiRunner:
+        """What runs the application of `add_to` on a server, within the limits of connections."""
+        return ApiRunner(app, self._connections)
+
+    async def _close(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
+        self._bodies.close()
+        self._inspections.close()
 
     async def route(self, request: web.Request) -> web.Response:
         """Choose a rank and book it."""
         started = time.perf_counter()
-        route_request, packed = await _route_request(request)
-        answer = answer_json(self._router.route(route_request, packed))
+        router = self._router
+        packed_query = _packed_query(request)
+        async with self._bodies.of(request) as body:
+            if packed_query is not None:
+                answer = router.route(packed_query, _tokens(body))
+            elif len(body) <= LARGE_BODY_BYTES:
+                answer = router.route(parse_route(body))
+            else:
+                answer = router.try_book(await self._bodies.on_thread(self._prepare_large, body))
         self._metrics.route_seconds.observe(time.perf_counter() - started)
-        return _json(answer)
+        return _json(answer_json(answer))
+
+    def _prepare_large(self, body: bytes) -> PreparedRequest:
+        return self._router.prepare(*_LARGE_ROUTE.parse(body, self._tokens_max))
 
     async def potential(self, request: web.Request) -> web.Response:
         """Return the load that each eligible rank would have with this request."""
-        return _json(self._router.potential(*await _route_request(request)))
+        router = self._router
+        packed_query = _packed_query(request)
+        async with self._bodies.of(request) as body:
+            if packed_query is not None:
+                return _json(router.potential(packed_query, _tokens(body)))
+            if len(body) <= LARGE_BODY_BYTES:
+                return _json(router.potential(parse_route(body)))
+            return _json(await self._bodies.on_thread(self._potential_of_large, body))
+
+    def _potential_of_large(self, body: bytes) -> dict[str, Any]:
+        return self._router.potential(*_LARGE_ROUTE.parse(body, self._tokens_max))
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
         """Return every rank's active load."""
@@ -129,7 +172,15 @@ class Handlers:
 
     async def book(self, request: web.Request) -> web.Response:
         """Book a choice that was made elsewhere."""
-        return _json(self._router.book(_request_id(request), parse_book(await _body(request))))
+        request_id = _request_id(request)
+        _check_no_query(request)
+        async with self._bodies.of(request) as body:
+            if len(body) <= LARGE_BODY_BYTES:
+                return _json(self._router.book(request_id, parse_book(body)))
+            return _json(await self._bodies.on_thread(self._book_large, request_id, body))
+
+    def _book_large(self, request_id: str, body: bytes) -> dict[str, Any]:
+        return self._router.book(request_id, *_LARGE_BOOKING.parse(body, self._tokens_max))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """Note that the rank has computed the prompt."""
@@ -137,7 +188,7 @@ class Handlers:
 
     async def output(self, request: web.Request) -> web.Response:
         """Note how many tokens have been generated so far."""
-        reported = parse_output(await _body(request))
+        reported = parse_output(await self._short_body(request))
         return _accepted(self._router.report_output(_request_id(request), reported.output_tokens))
 
     async def free(self, request: web.Request) -> web.Response:
@@ -152,7 +203,7 @@ class Handlers:
         """Register a worker, or change it."""
         worker_id, registry = _worker_id(request), self._router.registry
         worker = parse_worker(
-            worker_id, await _body(request), time.time_ns() // 1_000_000, registry.registration(worker_id)
+            worker_id, await self._short_body(request), time.time_ns() // 1_000_000, registry.registration(worker_id)
         )
         return _json(self._worker_json(await asyncio.to_thread(registry.put_worker, worker)))
 
@@ -164,6 +215,12 @@ class Handlers:
     async def cordon(self, request: web.Request) -> web.Response:
         """Keep new requests from a worker."""
         return _json(self._worker_json(await asyncio.to_thread(self._router.registry.cordon, _worker_id(request))))
+
+    async def _short_body(self, request: web.Request) -> bytes:
+        """Read a JSON body without tokens or hashes."""
+        _check_no_query(request)
+        async with self._bodies.of(request, SHORT_BODY_BYTES_MAX) as body:
+            return body
 
     async def uncordon(self, request: web.Request) -> web.Response:
         """Let a worker get new requests again."""
@@ -209,15 +266,17 @@ class Handlers:
             }
         )
 
-    async def state_blocks(self, request: web.Request) -> web.Response:  # noqa: ARG002
+    async def state_blocks(self, request: web.Request) -> web.StreamResponse:
         """Return every fact in the index, 21 bytes each (FACT), in order."""
-
-        def page() -> bytes:
-            facts = sorted(self._router.view.members())
-            return b"".join(FACT.pack(rank.worker_id, rank.dp_rank, tier, block) for rank, tier, block in facts)
-
-        # A million facts take seconds, during which other calls are answered.
-        return web.Response(body=await asyncio.to_thread(page), content_type=OCTET_STREAM)
+        response = web.StreamResponse(headers={"Content-Type": OCTET_STREAM})
+        async with self._inspections.begun() as on_thread:
+            await response.prepare(request)
+            pages = self._router.view.fact_pages()
+            while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
+                if not await written(request, response, page):
+                    return response
+        await response.write_eof()
+        return response
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the CXL pools of the registry."""
@@ -225,7 +284,7 @@ class Handlers:
 
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
-        body = parse_pool(await _body(request))
+        body = parse_pool(await self._short_body(request))
         return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), body)))
 
     async def delete_pool(self, request: web.Request) -> web.Response:
@@ -239,7 +298,8 @@ class Handlers:
             rows = [pooled_json(block, workers) for block, workers in self._router.view.pooled_blocks()]
             return orjson.dumps({"blocks": rows})
 
-        return web.Response(body=await asyncio.to_thread(page), content_type="application/json")
+        async with self._inspections.begun() as on_thread:
+            return web.Response(body=await on_thread(page), content_type="application/json")
 
     async def healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Answer as long as the process is running."""
@@ -271,6 +331,9 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
 
     An unexpected exception becomes a 500. Its traceback is logged and is not part of the answer.
     """
+    connections = request.app.get(_CONNECTIONS)
+    if connections is not None:
+        connections.note_request(request)
     try:
         return await handler(request)
     except KvStreamsError as exc:
@@ -309,22 +372,30 @@ def _refusal(
     return _json(body, status=status, headers={**(headers or {}), **retry})
 
 
-async def _route_request(request: web.Request) -> tuple[RouteRequest, bytes | None]:
-    body = await _body(request)
+def _packed_query(request: web.Request) -> RouteRequest | None:
+    """The request in the query parameters, if the body contains packed tokens; None if the body is JSON."""
     # Not request.content_type: for a missing or broken header, aiohttp returns octet-stream, and JSON would be read as
     # tokens.
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == OCTET_STREAM:
-        return parse_route_query(request.query), body
-    return parse_route(body), None
+        return parse_route_query(request.query)
+    _check_no_query(request)
+    return None
 
 
-async def _body(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.HTTPException:
-        raise
-    except (OSError, web.RequestPayloadError) as exc:  # the client disconnected, or its encoding is not as declared
-        raise InvalidRequest("the body was not received completely") from exc
+def _check_no_query(request: web.Request) -> None:
+    """Raise InvalidRequest for query parameters next to a JSON body: the body's fields are the only parameters."""
+    if request.query_string:
+        name = next(iter(request.query), request.query_string)
+        raise InvalidRequest(
+            f"query parameter {name[:NAME_CHARS_MAX]!r} next to a JSON body",
+            remedy="Make it a field of the body. Only tokens sent as application/octet-stream have query parameters",
+        )
+
+
+def _tokens(body: bytes) -> bytes:
+    if not body:
+        raise InvalidRequest("the body is empty; it must contain the tokens, u32 little-endian")
+    return body
 
 
 def _request_id(request: web.Request) -> str:

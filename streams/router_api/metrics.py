@@ -14,6 +14,8 @@ from streams.core.engine_metrics import MetricsReport
 from streams.core.ids import WorkerId
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
 from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
+from streams.router_api.bodies import Bodies
+from streams.router_api.connections import REFUSAL_REASONS, Connections
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
 from streams.router_api.engine_reports import REPORTS_MAX
 from streams.router_api.prompt_matches import MODELS_MAX
@@ -53,6 +55,11 @@ class RouterSnapshot:
     n_ranks_with_metrics: int
     n_scrapes_failed: int
     n_bookings: int
+    bookings_bytes: int
+    n_bookings_dropped: int
+    n_connections: int
+    connections_refused: Mapping[str, int]
+    body_bytes: int
     n_labelled_records: int
     n_labels_over_capacity: int
 
@@ -105,6 +112,19 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "Calls answered with an error, by its code",
         lambda now: now.errors,
         Label("code", _ERROR_CODES),
+    ),
+    gauge("kvstreams_connections", "Open HTTP connections", lambda now: now.n_connections),
+    counter(
+        "kvstreams_connections_refused_total",
+        "HTTP connections that were closed before they had a request: beyond `connections_max` (`too_many`), or "
+        "because no request came for 10 s (`no_request`)",
+        lambda now: {reason: now.connections_refused.get(reason, 0) for reason in REFUSAL_REASONS},
+        Label("reason", REFUSAL_REASONS),
+    ),
+    gauge(
+        "kvstreams_body_bytes",
+        "Bytes of HTTP bodies over 64 KiB that are being read or parsed",
+        lambda now: now.body_bytes,
     ),
     counter(
         "kvstreams_dead_letters_total",
@@ -182,6 +202,16 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         lambda now: now.n_bookings,
     ),
     gauge(
+        "kvstreams_bookings_bytes",
+        "Memory that these bookings use, in bytes, as an estimate",
+        lambda now: now.bookings_bytes,
+    ),
+    counter(
+        "kvstreams_bookings_over_capacity_total",
+        "Bookings that were dropped before they expired, because there were too many or they used too much memory",
+        lambda now: now.n_bookings_dropped,
+    ),
+    gauge(
         "kvstreams_bookings_in_sync",
         "1 while every router has the bookings of all others, 0 while Kafka is unreachable",
         lambda now: now.router.loads.in_sync,
@@ -217,8 +247,10 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
 class RouterMetrics:
     """The metrics of one router. Owner of the errors' counts; all methods run on the loop that serves the API."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, connections: Connections, bodies: Bodies) -> None:
         self._router = router
+        self._connections = connections
+        self._bodies = bodies
         self._scrapes = _FailedScrapes()
         self.errors: Counter[str] = Counter()
         self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot)
@@ -229,7 +261,7 @@ class RouterMetrics:
         reports = view.reports()
         self._scrapes.update(reports)
         with self._router.loads.locked() as loads:
-            n_bookings = len(loads)
+            n_bookings, bookings_bytes, n_bookings_dropped = len(loads), loads.n_bytes, loads.dropped
         n_labelled, n_labels_over_capacity = view.labelled()
         return RouterSnapshot(
             router=self._router,
@@ -238,6 +270,11 @@ class RouterMetrics:
             n_ranks_with_metrics=len(reports),
             n_scrapes_failed=self._scrapes.total,
             n_bookings=n_bookings,
+            bookings_bytes=bookings_bytes,
+            n_bookings_dropped=n_bookings_dropped,
+            n_connections=len(self._connections),
+            connections_refused=self._connections.refused,
+            body_bytes=self._bodies.bytes_held,
             n_labelled_records=n_labelled,
             n_labels_over_capacity=n_labels_over_capacity,
         )

@@ -611,8 +611,8 @@ class Router:
                 )
         return {"loads": rows, "in_sync": self.loads.in_sync}
 
-    def book(self, request_id: str, body: BookRequest) -> dict[str, Any]:
-        """Book a choice that was made elsewhere.
+    def book(self, request_id: str, body: BookRequest, packed: bytes | None = None) -> dict[str, Any]:
+        """Book a choice that was made elsewhere. packed: tokens as u32 little-endian, in place of token_ids.
 
         Repeating the call changes nothing. Raises UnknownId, or BookingConflict if the id is booked on another rank.
         """
@@ -622,7 +622,7 @@ class Router:
         if rank.dp_rank >= worker.dp_size:
             raise UnknownId(f"worker {rank.worker_id} has {worker.dp_size} ranks, and no rank {rank.dp_rank}")
         blocks = blocks_of(
-            body.token_ids,
+            body.token_ids if packed is None else packed,
             body.block_hashes,
             block_size=worker.block_size,
             lora_name=body.lora_name,

@@ -48,11 +48,12 @@ async def tick_forever(router: Router) -> None:
         router.tick()
 
 
-def api_app(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> web.Application:
-    """The HTTP API of a router. more_metrics: further registries of this process."""
-    app = web.Application(middlewares=[error_shape], client_max_size=router.settings.body_bytes_max)
-    Handlers(router, more_metrics).add_to(app)
-    return app
+def api_runner(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> web.AppRunner:
+    """The HTTP API of a router, with its limits. more_metrics: further registries of this process."""
+    app = web.Application(middlewares=[error_shape])
+    handlers = Handlers(router, more_metrics)
+    handlers.add_to(app)
+    return handlers.runner(app)
 
 
 async def serve(settings: Settings) -> None:
@@ -76,7 +77,7 @@ async def serve(settings: Settings) -> None:
         prefer_request_threads()
         router = Router(settings)
         router.topics_missing = tuple(missing)
-        await server.serve(api_app(router))
+        await server.serve(api_runner(router))
         log.info("routing on http://%s:%d", *server.address)
         await _until_topics_are_there(router)
         router.start()

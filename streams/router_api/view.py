@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from streams.codec import (
     CORDON_KEY_PREFIX,
@@ -74,8 +76,19 @@ log = logging.getLogger(__name__)
 _LOCKED_RECORDS = 128
 
 #: Filters whose eligible ranks are cached until the registry changes. Most requests filter by nothing but their model,
-#: and listing 64 ranks takes 30 us. Beyond this limit the cache is cleared.
+#: and listing 64 ranks takes 30 us. Beyond either limit the cache is cleared: a filter may name 16,384 workers, and 256
+#: such filters would take half a gigabyte.
 _CACHED_FILTERS_MAX = 256
+CACHED_FILTERS_BYTES_MAX = 16 * 1024 * 1024
+
+#: Bytes of a cached filter without ids, of a worker id in a set, and of a rank in a tuple that others share.
+_FILTER_BYTES, _ID_BYTES, _RANK_BYTES = 1024, 100, 8
+
+#: One fact as GET /state/blocks returns it, 21 bytes, little-endian.
+FACT = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4"), ("tier", "u1"), ("block", "<u8")])
+
+#: Facts in a page of them, about 1 MB.
+PAGE_FACTS = 50_000
 
 #: Decodes many records of the index changelog; see tables.run_decoding.
 DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
@@ -136,6 +149,12 @@ def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
     return TreeRunFold, decode_runs, labels_of
 
 
+def _bytes_of(worker_filter: WorkerFilter) -> int:
+    """About how much memory a filter takes."""
+    n_ids = len(worker_filter.allowed or ()) + len(worker_filter.excluded)
+    return _FILTER_BYTES + _ID_BYTES * n_ids + sum(_ID_BYTES + len(taint) for taint in worker_filter.required_taints)
+
+
 class View:
     """The fold. Thread-safe."""
 
@@ -179,6 +198,7 @@ class View:
         self._numbers: RankNumbering | None = None
         self._models: frozenset[str] | None = None
         self._eligible: dict[WorkerFilter, tuple[RankId, ...]] = {}
+        self.cached_filters_bytes = 0  # about how much memory these filters take
         self._silent: set[RankId] = set()  # ranks that were not heard from within their lease
         self.records_over_capacity = 0
         compiled = _compiled()
@@ -451,11 +471,19 @@ class View:
         with self._lock:
             ranks = self._eligible.get(worker_filter)
             if ranks is None:
-                if len(self._eligible) >= _CACHED_FILTERS_MAX:
-                    self._eligible.clear()
                 ranks = tuple(eligible_ranks(self.workers, worker_filter, self._silent, self._wrong_size))
-                self._eligible[worker_filter] = ranks
+                self._cache_eligible(worker_filter, ranks)
             return ranks
+
+    def _cache_eligible(self, worker_filter: WorkerFilter, ranks: tuple[RankId, ...]) -> None:
+        if not self._eligible:  # others clear it when the registry changes
+            self.cached_filters_bytes = 0
+        n_bytes = _bytes_of(worker_filter) + _RANK_BYTES * len(ranks)
+        self.cached_filters_bytes += n_bytes
+        if len(self._eligible) >= _CACHED_FILTERS_MAX or self.cached_filters_bytes > CACHED_FILTERS_BYTES_MAX:
+            self._eligible.clear()
+            self.cached_filters_bytes = n_bytes
+        self._eligible[worker_filter] = ranks
 
     def refusals(self, worker_filter: WorkerFilter) -> dict[FilterReason, int]:
         """Count the registered ranks that each filter refuses, to explain why none is eligible."""
@@ -649,8 +677,41 @@ class View:
 
     def members(self) -> set[tuple[RankId, Tier, SequenceHash]]:
         """Every fact held. Two views are equal if these sets and the ranks' epochs are equal."""
+        return {
+            (rank, tier, SequenceHash(block))
+            for rank, tier, blocks in self._facts_in_order()
+            for block in blocks.tolist()
+        }
+
+    def fact_pages(self) -> Iterator[bytes]:
+        """Every fact held, in order, as packed FACTs. A page has whole ranks, and at least PAGE_FACTS facts.
+
+        The facts of each rank are those of one moment, and those of several ranks are not: decisions need the lock, so
+        it is held for one rank at a time.
+        """
+        pages: list[bytes] = []
+        n_facts = 0
+        for rank, tier, blocks in self._facts_in_order():
+            rows = np.empty(len(blocks), dtype=FACT)
+            rows["worker_id"], rows["dp_rank"], rows["tier"], rows["block"] = rank.worker_id, rank.dp_rank, tier, blocks
+            pages.append(rows.tobytes())
+            n_facts += len(blocks)
+            if n_facts >= PAGE_FACTS:
+                yield b"".join(pages)
+                pages, n_facts = [], 0
+        if pages:
+            yield b"".join(pages)
+
+    def _facts_in_order(self) -> Iterator[tuple[RankId, Tier, HashArray]]:
+        """The sequence hashes of each rank and tier, in order: uint64[n]. Holds the lock for one rank at a time."""
         with self._lock:
-            return set(self.index.members())
+            ranks = sorted(self.index.ranks())
+        for rank in ranks:
+            with self._lock:
+                held = self.index.held_by(rank)
+            for tier, blocks in sorted(held.items()):
+                blocks.sort()
+                yield rank, tier, blocks
 
     def applied_offsets(self) -> dict[int, int]:
         """Source offset that each partition's owner had applied when it wrote its last partition record."""

@@ -6,6 +6,7 @@ decisions (router), and aiohttp (handlers).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from msgspec import inspect
 
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
@@ -38,8 +40,14 @@ NAME_CHARS_MAX = 512
 ADDRESS_CHARS_MAX = 4096
 TAINTS_MAX = 256
 
+#: Worker ids that a request may allow or exclude. Filtering by 700,000 ids stopped all other requests for 0.2 s.
+WORKER_IDS_MAX = 16_384
+
 #: Experts that a request may name. Models have a few hundred in a layer.
 EXPERTS_MAX = 4096
+
+#: Characters of a message about an invalid body. It may quote the body, which may be megabytes long.
+_MESSAGE_CHARS_MAX = 1000
 
 #: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
@@ -47,6 +55,9 @@ COUNT_MAX = (1 << 31) - 1
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 #: A u64 as a JSON number or a decimal string, since numbers in JavaScript are exact only up to 2^53.
 _U64 = int | str
+_WorkerIds = Annotated[list[_U64], msgspec.Meta(max_length=WORKER_IDS_MAX)]
+#: A LoRA's name or a namespace. Empty is the same as none.
+_Salt = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 _Weight = Annotated[float, msgspec.Meta(ge=0.0, le=WEIGHT_MAX)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
@@ -92,8 +103,8 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: _Name | None = None
     token_ids: list[int] | None = None
     block_hashes: list[_U64] | None = None
-    lora_name: str | None = None
-    namespace: str | None = None
+    lora_name: _Salt | None = None
+    namespace: _Salt | None = None
     session_id: _Name | None = None
     priority: int = 0
     required_taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | None = None
@@ -101,8 +112,8 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_config_override: ConfigOverride | None = None
     worker_id: _U64 | None = None
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] | None = None
-    allowed_worker_ids: list[_U64] | None = None
-    excluded_worker_ids: list[_U64] | None = None
+    allowed_worker_ids: _WorkerIds | None = None
+    excluded_worker_ids: _WorkerIds | None = None
     expected_output_tokens: _Count | None = None
     update_states: bool = True
     explain: bool = False
@@ -115,8 +126,8 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] = 0
     token_ids: list[int] | None = None
     block_hashes: list[_U64] | None = None
-    lora_name: str | None = None
-    namespace: str | None = None
+    lora_name: _Salt | None = None
+    namespace: _Salt | None = None
     overlap_blocks: _Count = 0
     expected_output_tokens: _Count | None = None
 
@@ -179,6 +190,10 @@ POLICY_OVERRIDES = (
 #: Fields of router_config_override that may be given as query parameters, under their own names.
 _OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
 
+#: Fields of a request that cannot be given as query parameters: the body contains the tokens, and overrides have their
+#: own names.
+_NO_PARAMETERS = ("token_ids", "block_hashes", "router_config_override")
+
 _route_decoder = msgspec.json.Decoder(RouteRequest)
 _moe_query_decoder = msgspec.json.Decoder(MoeQuery)
 _book_decoder = msgspec.json.Decoder(BookRequest)
@@ -189,36 +204,45 @@ _pool_decoder = msgspec.json.Decoder(PoolBody)
 
 def parse_route(body: bytes) -> RouteRequest:
     """Parse the body of POST /route or POST /loads/potential; raises InvalidRequest."""
-    return _decode(_route_decoder, body)
+    return decode_body(_route_decoder, body)
 
 
 def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     """Parse a request from query parameters, for tokens sent as application/octet-stream. Raises InvalidRequest."""
     values: dict[str, Any] = dict(query)
+    if len(values) < len(query):
+        raise InvalidRequest("a query parameter is repeated; separate the items of a list by commas")
+    known = [name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in _NO_PARAMETERS]
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise InvalidRequest(
+            f"unknown query parameter {_shortened(unknown[0])!r}; the known ones are {', '.join(known)}. The body "
+            "contains the tokens"
+        )
     for name in ("allowed_worker_ids", "excluded_worker_ids", "required_taints"):
         if name in values:
             values[name] = [part for part in values[name].split(",") if part]
     if "tier_weights" in values:
         values["tier_weights"] = values["tier_weights"].split(",")
     if "moe_query" in values:
-        values["moe_query"] = _decode(_moe_query_decoder, values["moe_query"].encode())
+        values["moe_query"] = decode_body(_moe_query_decoder, values["moe_query"].encode())
     override = {name: values.pop(name) for name in _OVERRIDES if name in values}
     if override:
         values["router_config_override"] = override
     try:
         return msgspec.convert(values, RouteRequest, strict=False)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(str(exc)) from exc
+        raise InvalidRequest(_shortened(str(exc))) from exc
 
 
 def parse_book(body: bytes) -> BookRequest:
     """Parse the body of POST /loads/{request_id}; raises InvalidRequest."""
-    return _decode(_book_decoder, body)
+    return decode_body(_book_decoder, body)
 
 
 def parse_output(body: bytes) -> OutputBody:
     """Parse the body of POST /loads/{request_id}/output; raises InvalidRequest."""
-    return _decode(_output_decoder, body)
+    return decode_body(_output_decoder, body)
 
 
 def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known: Worker | None = None) -> Worker:
@@ -226,7 +250,7 @@ def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known:
 
     known: the worker as it is registered, None if it is not. It keeps the values of fields that the body leaves out.
     """
-    parsed = _decode(_worker_decoder, body)
+    parsed = decode_body(_worker_decoder, body)
     given = {name: getattr(parsed, name) for name in parsed.__struct_fields__}
     given = {name: value for name, value in given.items() if value is not msgspec.UNSET}
     if "taints" in given:
@@ -258,7 +282,7 @@ def _check_printable(name: str, value: str) -> None:
 
 def parse_pool(body: bytes) -> PoolBody:
     """Parse the body of PUT /pools/{pool_id}; raises InvalidRequest."""
-    return _decode(_pool_decoder, body)
+    return decode_body(_pool_decoder, body)
 
 
 def pool_members(body: PoolBody) -> tuple[WorkerId, ...]:
@@ -446,8 +470,46 @@ def report_json(report: MetricsReport) -> dict[str, Any]:
 _T = TypeVar("_T")
 
 
-def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """Decode a body; raises InvalidRequest, which explains what is wrong with it."""
+    if not body.strip():
+        raise InvalidRequest("the body is empty; it must be a JSON object")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec raises the latter for invalid UTF-8 in strings
-        raise InvalidRequest(f"the body is not valid: {exc}") from exc
+        raise invalid_body(exc, decoder.type) from exc
+
+
+#: msgspec's message about an unknown field: its name, and the path of the object that has it.
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$((?:\.\w+)*)`)?", re.DOTALL)
+
+
+def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
+    """Explain why a body is not valid. kind: the type as which it was decoded; of an unknown field, list the others."""
+    unknown = _UNKNOWN_FIELD.fullmatch(str(exc))
+    if unknown is None:
+        return InvalidRequest(f"the body is not valid: {_shortened(str(exc))}")
+    name, path = _shortened(unknown[1]), (unknown[2] or "").lstrip(".")
+    where = f" of {path}" if path else ""
+    return InvalidRequest(
+        f"the body is not valid: unknown field {name!r}{where}; the known ones are {', '.join(_fields_at(kind, path))}"
+    )
+
+
+def _fields_at(kind: Any, path: str) -> list[str]:
+    """Names of the fields of the struct at a path of fields, such as `router_config_override.moe_query`."""
+    at = inspect.type_info(kind)
+    for name in filter(None, path.split(".")):
+        assert isinstance(at, inspect.StructType)  # the path leads through objects
+        found = next((field.type for field in at.fields if field.encode_name == name), None)
+        kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+        below = next((each for each in kinds if isinstance(each, inspect.StructType)), None)
+        if below is None:  # the unknown name itself looks like the end of the message
+            break
+        at = below
+    assert isinstance(at, inspect.StructType)
+    return [field.encode_name for field in at.fields]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MESSAGE_CHARS_MAX else f"{text[:_MESSAGE_CHARS_MAX]}…"

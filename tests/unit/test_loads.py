@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -323,3 +325,85 @@ def test_a_rank_without_bookings_has_no_load_left(forget: Callable[[ActiveLoads]
     forget(loads)
     assert loads.ranks() == {}
     assert loads.load(A) == loads.load(B) == RankLoad()
+
+
+def traced_bytes(make: Callable[[], object]) -> int:
+    """Bytes of memory that the result of a function takes, as Python counts them."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        made = make()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] if made else 0
+    finally:
+        tracemalloc.stop()
+
+
+def ended(n: int, n_blocks: int, *, late_add: bool = False) -> ActiveLoads:
+    """Loads after n bookings that ended, each with a request id, hashes and records of its own."""
+    loads = ActiveLoads(TTL_MS)
+    for number in range(n):
+        carried = Booking(A, "m", 16, pack_hashes(chain_hashes([number] * n_blocks)), 0, n_blocks)
+        phases = (BookingPhase.FREE, BookingPhase.ADD) if late_add else (BookingPhase.ADD, BookingPhase.FREE)
+        for phase in phases:
+            apply(loads, (request(f"request-{number:032}"), phase, carried if phase is BookingPhase.ADD else None))
+    return loads
+
+
+@pytest.mark.parametrize("late_add", [False, True])
+def test_an_ended_booking_keeps_its_id_and_not_its_hashes(late_add: bool) -> None:
+    """Until it expires, an ended booking takes no more memory than estimated, however long its prompt was."""
+    n = 2000
+    taken = traced_bytes(lambda: ended(n, 512, late_add=late_add))
+    assert taken / n < loads_module.ENDED_BOOKING_BYTES * 1.2
+    loads = ended(n, 8, late_add=late_add)
+    loads.check()
+    assert len(loads) == n
+    assert loads.n_bytes == n * (loads_module.ENDED_BOOKING_BYTES + len(f"request-{0:032}"))
+    assert loads.expire(TTL_MS) == n
+    assert loads.n_bytes == 0
+
+
+def test_an_active_booking_takes_no_more_memory_than_estimated() -> None:
+    """The estimate of active bookings covers their hashes, which are in the booking and in the tree."""
+    n, n_blocks = 500, 1000
+
+    def make() -> ActiveLoads:
+        loads = ActiveLoads(TTL_MS)
+        for number in range(n):
+            sequence = pack_hashes(chain_hashes([number] * n_blocks))
+            loads.add(request(f"r{number}"), Booking(A, "m", 16, sequence, 0, n_blocks), 0)
+        return loads
+
+    assert traced_bytes(make) < make().n_bytes < 2 * traced_bytes(make)
+
+
+@pytest.mark.parametrize("n_bookings", [3, 4, 5, 12])
+def test_beyond_the_limit_of_memory_the_oldest_bookings_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, n_bookings: int
+) -> None:
+    """With memory for four bookings of 100 blocks, a fifth one drops the oldest; a single one is always kept."""
+
+    def add(loads: ActiveLoads, number: int, n_blocks: int) -> None:
+        sequence = pack_hashes(chain_hashes([number] * n_blocks))
+        loads.add(request(f"r{number}"), Booking(A, "m", 16, sequence, 0, n_blocks), number)
+
+    first = ActiveLoads(TTL_MS)
+    add(first, 0, 100)
+    monkeypatch.setattr(loads_module, "BOOKINGS_BYTES_MAX", 4 * first.n_bytes + 40)
+    loads = ActiveLoads(TTL_MS)
+    for number in range(n_bookings):
+        add(loads, number, 100)
+        loads.check()
+    n_dropped = max(0, n_bookings - 4)
+    assert (len(loads), loads.dropped) == (n_bookings - n_dropped, n_dropped)
+    assert [loads.knows(f"r{number}") for number in range(n_bookings)] == [n >= n_dropped for n in range(n_bookings)]
+    add(loads, 99, 100_000)
+    loads.check()
+    assert (len(loads), loads.knows("r99")) == (1, True)
+
+
+def test_the_limit_of_memory_suffices_for_a_large_fleet() -> None:
+    """A thousand ranks with 256 running requests of 4,000 tokens each stay below the limit."""
+    request_bytes = loads_module.ENDED_BOOKING_BYTES + loads_module.ACTIVE_BOOKING_BYTES + 36 + 2 * 8 * (4000 // 16)
+    assert 1000 * 256 * request_bytes <= loads_module.BOOKINGS_BYTES_MAX

@@ -67,6 +67,12 @@ class RunFold(Protocol):
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts, in no particular order."""
 
+    def held_by(self, rank: RankId) -> dict[Tier, HashArray]:
+        """Sequence hashes that a rank holds, by tier: uint64[n] each, in no particular order. The arrays are copies.
+
+        Must not be called while another thread folds, even if `concurrent` is true.
+        """
+
     def facts(self, rank: RankId) -> tuple[int, int]:
         """Number of blocks that a rank's runs hold, and an order-independent digest of them (`digest_of`).
 
@@ -158,6 +164,11 @@ class PlainRunFold:
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts, in no particular order."""
         return self._sets.members()
+
+    def held_by(self, rank: RankId) -> dict[Tier, HashArray]:
+        """Sequence hashes that a rank holds, by tier; see RunFold."""
+        held = {tier: self._sets.holds(rank, tier) for tier in Tier}
+        return {tier: np.fromiter(blocks, dtype=np.uint64, count=len(blocks)) for tier, blocks in held.items()}
 
     def facts(self, rank: RankId) -> tuple[int, int]:
         """Number of blocks and their digest; see RunFold."""

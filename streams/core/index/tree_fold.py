@@ -30,6 +30,7 @@ from streams.core.index.kernels.run_records import KNOWN_WORDS, find_known, fold
 from streams.core.index.kernels.trace import trace
 from streams.core.index.run_columns import RunColumns, columns_of, packed_place
 from streams.core.index.run_tree import N_TIERS, RunTree
+from streams.core.index.tree_inspection import names_in_column
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
 
@@ -202,6 +203,17 @@ class TreeRunFold(RunTree):
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts, in no particular order."""
         return ((rank, tier, SequenceHash(name)) for rank, tier, name in self.reader().members())
+
+    def held_by(self, rank: RankId) -> dict[Tier, HashArray]:
+        """Sequence hashes that a rank holds, by tier; see RunFold."""
+        number = self._numbers.get(rank)
+        column_of = self._memory.words(layout.COLUMN_OF).view(np.int32)
+        holders = {} if number is None else {tier: self._holders.get((number, int(tier))) for tier in Tier}
+        return {
+            tier: names_in_column(self._memory, int(column_of[holder]))
+            for tier, holder in holders.items()
+            if holder is not None
+        }
 
     def facts(self, rank: RankId) -> tuple[int, int]:
         """Number of blocks and their digest; see RunFold."""

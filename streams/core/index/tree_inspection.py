@@ -23,6 +23,34 @@ from streams.core.index.kernels.runs import find_child, run_of
 from streams.errors import IndexCorrupt
 
 
+def names_in_column(memory: TreeMemory, column: int) -> HashArray:
+    """Names of the blocks in one column, uint64[n], in no particular order. A million blocks take about 10 ms.
+
+    Unlike TreeReader, this does not visit the rest of the tree, since a router's decisions wait for it.
+    """
+    context = memory.context
+    n_runs, word = int(context[layout.N_RUNS]), column >> 6
+    if word < layout.INLINE_WORDS:
+        covered = memory.words(layout.RUNS)[: n_runs * 8].reshape(n_runs, 8)[:, 4 + word]
+    else:
+        stride = int(context[layout.WIDE_STRIDE])
+        covered = memory.words(layout.WIDE)[: n_runs * stride].reshape(n_runs, stride)[:, word - layout.INLINE_WORDS]
+    held = np.flatnonzero((covered >> (column & 63)) & 1)
+    fields = memory.words(layout.RUNS)[: n_runs * 8].view(np.int32).reshape(n_runs, 16)
+    starts = fields[held, layout.RUN_START // 4].astype(np.int64)
+    lengths = fields[held, layout.RUN_LENGTH // 4].astype(np.int64)
+    # The blocks of all these runs: each run's first block, and then one after the other.
+    blocks = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+    names: HashArray = memory.words(layout.NAME).view(np.uint64).take(blocks)
+    if memory.words(layout.COLUMN_ALIASES)[column]:
+        aliases = memory.words(layout.ALIASES)[: int(context[layout.N_ALIASES]) * 2].reshape(-1, 2)
+        own = aliases[(aliases[:, 1] != -1) & (aliases[:, 1] >> 32 == column)]
+        order = np.argsort(blocks)
+        at = order[np.searchsorted(blocks, own[:, 1] & U32_MAX, sorter=order)]
+        names[at] = own[:, 0].view(np.uint64)
+    return names
+
+
 class Column(NamedTuple):
     """A rank in a tier, and the number of its bit."""
 

@@ -32,6 +32,16 @@ _SHARED_CACHED_MAX = 256
 #: of memory. A fleet of 1,000 ranks with 256 running requests each stays below it.
 BOOKINGS_MAX = 1_000_000
 
+#: Bytes of memory that they may take, by the estimates below. The same fleet, with prompts of 4,000 tokens, takes
+#: 1.4 GB; a million bookings of a million tokens each would take a terabyte.
+BOOKINGS_BYTES_MAX = 2 * 1024**3
+
+#: Bytes that a booking takes in this module, measured over 200,000 of them: one that has ended, without its request id,
+#: and what an active one takes in addition, without its hashes. They are stored twice: in the booking and in the tree.
+ENDED_BOOKING_BYTES = 540
+ACTIVE_BOOKING_BYTES = 700
+_HASHES_STORED = 2
+
 
 class BookingId(NamedTuple):
     """A request id, the router that booked it, and that router's counter: an id that is used again is a new booking."""
@@ -115,6 +125,12 @@ class LoadColumns(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
+    """booking_id: the object that every map uses as its key, since each record brings another one.
+
+    booking: None once it has ended, since its hashes would take most of the memory until the TTL.
+    """
+
+    booking_id: BookingId
     booking: Booking | None = None
     prefilled: bool = False
     freed: bool = False
@@ -125,7 +141,15 @@ class _State:
 
     @property
     def live(self) -> bool:
-        return self.booking is not None and not self.freed
+        return self.booking is not None
+
+
+def _ended_bytes(booking_id: BookingId) -> int:
+    return ENDED_BOOKING_BYTES + len(booking_id.request_id)
+
+
+def _active_bytes(booking: Booking) -> int:
+    return ACTIVE_BOOKING_BYTES + _HASHES_STORED * len(booking.sequence)
 
 
 class ActiveLoads:
@@ -135,6 +159,7 @@ class ActiveLoads:
     newest record, and clocks of different partitions are unrelated. A booking belongs to one of them. `at_ms` is a time
     of that clock, or None if the log does not have the record yet: a booking without a time does not expire by itself.
 
+    n_bytes: about how much memory the bookings take. dropped: bookings that were dropped because of a limit.
     n_falls: counts changes that lowered some rank's load; LoadsSync announces them.
     """
 
@@ -153,6 +178,7 @@ class ActiveLoads:
         self._set_table(np.zeros((4, _ROWS_FIRST), dtype=np.int64))
         self._numbering = 0  # changes when a row may belong to another rank
         self._prefixes = ActivePrefixes()
+        self.n_bytes = 0
         self.expired = 0
         self.dropped = 0
         self.n_falls = 0
@@ -163,15 +189,18 @@ class ActiveLoads:
         at_ms: append time of the record. If a booking has two adds, the later time decides when it expires.
         """
         state = self._state(booking_id, at_ms, clock)
-        if state.live:
+        if state.freed:
+            return
+        if state.booking is not None:
             if _lowers_load(state.booking, booking):
                 self.n_falls += 1
             self._uncount(state)
-        elif not state.freed:
-            self._live_by_request.setdefault(booking_id.request_id, []).append(booking_id)
+        else:
+            self._live_by_request.setdefault(booking_id.request_id, []).append(state.booking_id)
         state.booking = booking
-        if state.live:
-            self._count(state)
+        self._count(state)
+        if self.n_bytes > BOOKINGS_BYTES_MAX:
+            self._drop_oldest()
 
     def prefill_complete(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
         """The rank has computed the prompt: its prefill tokens are no longer charged."""
@@ -184,16 +213,23 @@ class ActiveLoads:
         state.prefilled = True
 
     def free(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
-        """The request has ended, in whatever way. It is kept until it expires, so that a late add changes nothing."""
+        """The request has ended, in whatever way.
+
+        Its id is kept until it expires, so that a late add changes nothing; what was booked is not.
+        """
         state = self._state(booking_id, at_ms, clock)
         if state.live:
             self._uncount(state)
             self._forget_live(booking_id)
             self.n_falls += 1
+            state.booking = None
         state.freed = True
 
     def logged(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
-        """Note that the log has this add. Returns False and changes nothing if the booking is not exactly this one."""
+        """Note that the log has this add. Returns False and changes nothing if the booking is not exactly this one.
+
+        That includes bookings that have ended: `add` then notes the time.
+        """
         state = self._states.get(booking_id)
         if state is None or state.booking != booking:
             return False
@@ -325,6 +361,12 @@ class ActiveLoads:
                 prompt[row] += node.n_blocks
         if prompt != (self._loads[_DECODE] - self._loads[_OUTPUT]).tolist():
             raise IndexCorrupt("distinct blocks are miscounted")
+        if any(state.freed and state.live for state in self._states.values()):
+            raise IndexCorrupt("a booking has ended and is still active")
+        n_bytes = sum(map(_ended_bytes, self._states))
+        n_bytes += sum(_active_bytes(state.booking) for state in self._states.values() if state.booking is not None)
+        if n_bytes != self.n_bytes:
+            raise IndexCorrupt("the bytes of bookings are miscounted", counted=self.n_bytes, found=n_bytes)
 
     def __len__(self) -> int:
         """Number of bookings kept, including ended ones that have not expired."""
@@ -334,20 +376,29 @@ class ActiveLoads:
         state = self._states.pop(booking_id, None)
         if state is None:
             if len(self._states) >= BOOKINGS_MAX:
-                oldest = next(iter(self._states))
-                self._end(oldest, self._states[oldest])
-                self.dropped += 1
-            state = _State()
+                self._end_oldest()
+            state = _State(booking_id)
             self._known_by_request[booking_id.request_id] += 1
+            self.n_bytes += _ended_bytes(booking_id)
         if at_ms is not None:
             expires_ms = at_ms + self._ttl_ms
             if state.expires_ms is None:
                 state.clock, state.expires_ms = clock, expires_ms
-                self._push_expiry(clock, booking_id, expires_ms)
+                self._push_expiry(clock, state.booking_id, expires_ms)
             elif expires_ms > state.expires_ms:
                 state.expires_ms = expires_ms
-        self._states[booking_id] = state
+        self._states[state.booking_id] = state
         return state
+
+    def _drop_oldest(self) -> None:
+        """Drop the bookings whose last records are the oldest until the others are within the limit of memory."""
+        while self.n_bytes > BOOKINGS_BYTES_MAX and len(self._states) > 1:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        oldest = next(iter(self._states))
+        self._end(oldest, self._states[oldest])
+        self.dropped += 1
 
     def _push_expiry(self, clock: int, booking_id: BookingId, expires_ms: int) -> None:
         if self._n_expiries >= 2 * BOOKINGS_MAX:  # most of them belong to bookings that were dropped
@@ -367,6 +418,7 @@ class ActiveLoads:
         row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
         state.node, n_fresh = self._prefixes.add(row, booking.sequence)
+        self.n_bytes += _active_bytes(booking)
         cells, n_rows = self._cells, self._n_rows
         cells[_PREFILL * n_rows + row] += state.counted_prefill
         cells[_DECODE * n_rows + row] += n_fresh + booking.output_blocks
@@ -379,6 +431,7 @@ class ActiveLoads:
         row = self._rows[booking.rank]
         n_ended = self._prefixes.remove(row, state.node)
         state.node = None
+        self.n_bytes -= _active_bytes(booking)
         cells, n_rows = self._cells, self._n_rows
         cells[_PREFILL * n_rows + row] -= state.counted_prefill
         cells[_DECODE * n_rows + row] -= n_ended + booking.output_blocks
@@ -427,6 +480,7 @@ class ActiveLoads:
             self._forget_live(booking_id)
             self.n_falls += 1
         del self._states[booking_id]
+        self.n_bytes -= _ended_bytes(booking_id)
         if self._known_by_request[booking_id.request_id] == 1:
             del self._known_by_request[booking_id.request_id]
         else:

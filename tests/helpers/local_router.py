@@ -1,0 +1,111 @@
+"""A router on a real server without Kafka: its view is filled by folding records directly.
+
+For tests and measurements of the HTTP server itself: limits, slow clients, and large states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from streams.codec import encode_worker
+from streams.core.hashing import sequence_hashes
+from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.reducer.ordering import Health, Progress
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.core.workers import Worker
+from streams.http_server import HttpServer
+from streams.kafka import worker_key
+from streams.local.ports import free_port
+from streams.router_api.router import Router
+from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
+from streams.settings import Settings
+from streams.tables.records import encode_progress, encode_run, progress_key, run_key
+from tests.helpers.api import Api
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRouter:
+    """A router that is served, and its API."""
+
+    router: Router
+    api: Api
+
+
+@contextmanager
+def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter]:
+    """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends."""
+    own = replace(settings, port=free_port(), kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False)
+    router = Router(own)
+    router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
+    for number in range(1, n_workers + 1):
+        register(router, number)
+    started, over = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        server = HttpServer(own.host, own.port)
+        await server.serve(api_runner(router))
+        ticking = asyncio.create_task(tick_forever(router))
+        loops.append(asyncio.get_running_loop())
+        started.set()
+        await over.wait()
+        ticking.cancel()
+        await server.close()
+
+    prefer_request_threads()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name=f"router-{own.port}")
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield LocalRouter(router, Api(f"http://{own.host}:{own.port}"))
+    finally:
+        loops[0].call_soon_threadsafe(over.set)
+        thread.join()
+        router._kafka.close()  # otherwise it keeps trying to connect until the process ends, and logs that
+
+
+def register(router: Router, number: int, model: str = "m") -> None:
+    """Register a worker with one rank."""
+    worker = Worker(WorkerId(number), f"http://engine-{number}:8000", model, 16)
+    router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+
+
+def hold(router: Router, rank: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> HashArray:
+    """Fold run records with which a rank holds a chain of blocks; return their sequence hashes."""
+    epoch = Epoch(Incarnation(1), 0)
+    sequence = sequence_hashes(local)
+    names, locals_ = sequence.tolist(), local.tolist()
+    records: list[tuple[bytes, bytes | None]] = []
+    for start in range(0, len(names), RUN_BLOCKS_MAX):
+        stop = min(start + RUN_BLOCKS_MAX, len(names))
+        run = Run(
+            key=RunKey(rank, tier, SequenceHash(names[start])),
+            epoch=epoch,
+            start=start,
+            parent=SequenceHash(names[start - 1]) if start else None,
+            local=locals_[start:stop],
+            engine=names[start:stop],
+            sequence=names[start:stop],
+            present=(1 << (stop - start)) - 1,
+        )
+        records.append((run_key(run.key), encode_run(run)))
+    progress = Progress(rank, epoch, 0, health=Health.EXACT, model="m", block_size=16)
+    records.append((progress_key(rank), encode_progress(progress)))
+    assert router.view.fold_index_batch(records) == []
+    return sequence
+
+
+def random_blocks(rng: np.random.Generator, n: int) -> HashArray:
+    """Local hashes of n blocks at random."""
+    return rng.integers(0, 2**64 - 1, n, dtype=np.uint64)
+
+
+def rank(number: int) -> RankId:
+    """The only rank of a worker."""
+    return RankId(WorkerId(number), DpRank(0))
