@@ -15,6 +15,7 @@ The map of the package. docs/architecture.md describes every file.
     router_api/       the router: its view of the tables, bookings, HTTP
     indexer_agent     the Faust agent, which feeds partitions of the tables from a stream
     delivery          how Faust delivers records
+    faust_internals   the private parts of Faust, mode and aiokafka that are used, as data
     worker            the Faust App that `faust -A streams worker` runs
     reset, warming    emptying a scope; compiling kernels before they are needed
     topics, codec     the topics as data; Avro bytes to values and back
