@@ -233,7 +233,7 @@ def everything(settings: Settings) -> Iterator[tuple[str, bytes]]:
             for partition in range(spec.partitions)
         ]
         consumer.assign(where)
-        left = len(where)
+        left = {(each.topic, each.partition) for each in where}
         while left:
             for message in consumer.consume(1000, 1.0):
                 error = message.error()
@@ -247,6 +247,6 @@ def everything(settings: Settings) -> Iterator[tuple[str, bytes]]:
                     yield message.topic() or "", b"|".join(part or b"" for part in parts)
                 else:
                     assert error.code() == KafkaError._PARTITION_EOF, error
-                    left -= 1
+                    left.discard((message.topic() or "", message.partition() or 0))  # repeated when it has grown
     finally:
         consumer.close()
