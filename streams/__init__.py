@@ -19,6 +19,8 @@ The map of the package. docs/architecture.md describes every file.
     worker            the Faust App that `faust -A streams worker` runs
     reset, warming    emptying a scope; compiling kernels before they are needed
     topics, codec     the topics as data; Avro bytes to values and back
+    schema_compatibility
+                      the check at start that the schemas read the records of the last release
     kafka, kafka_log, http_server, settings, metrics, agent_metrics, log, errors, progress, waiting, faults
                       one concern each, used everywhere
     sim/              simulated engines without GPUs, and the CXL pool that they share

@@ -58,6 +58,10 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 
+#: Folders in that of the schemas: of the last release, and of earlier forms.
+RELEASED = "released"
+PREVIOUS = "previous"
+
 _SINGLE_OBJECT = b"\xc3\x01"
 _SINGLE_OBJECT_HEADER_BYTES = 10
 _CONFLUENT_MAGIC = 0
@@ -76,8 +80,9 @@ def schemas_dir() -> Path:
 class RecordCodec:
     """Encodes and decodes the records of one schema, including the frame.
 
-    Records of earlier schemas are read too, with the defaults of the fields that they lack. These schemas are kept as
-    `schemas/previous/<name>.<number>.avsc`, since a topic or a table has such records after an upgrade.
+    Records of earlier schemas are read too, with the defaults of the fields that they lack, since a topic or a table
+    has such records after an upgrade. The schema of the last release is `schemas/released/<name>.avsc`, earlier ones
+    are `schemas/previous/<name>.<number>.avsc`.
     """
 
     def __init__(self, name: str) -> None:
@@ -89,9 +94,13 @@ class RecordCodec:
         self._header = _SINGLE_OBJECT + self.fingerprint
         #: By fingerprint, what records may have been written with.
         self._writers: dict[bytes, Any] = {self.fingerprint: self._schema}
-        for path in (schemas_dir() / "previous").glob(f"{name}.*.avsc"):
+        folder = schemas_dir()
+        for path in (*(folder / PREVIOUS).glob(f"{name}.*.avsc"), *(folder / RELEASED).glob(f"{name}.avsc")):
             earlier = fastavro.parse_schema(json.loads(path.read_text()))
-            self._writers[bytes.fromhex(fingerprint(to_parsing_canonical_form(earlier), "CRC-64-AVRO"))] = earlier
+            # A current one stays: a reader that has the same schema twice compares their fields for every record.
+            self._writers.setdefault(
+                bytes.fromhex(fingerprint(to_parsing_canonical_form(earlier), "CRC-64-AVRO")), earlier
+            )
 
     def encode(self, datum: Mapping[str, Any]) -> bytes:
         """Frame and encode; raises KvStreamsError for a value that does not fit the schema."""

@@ -35,6 +35,12 @@ class SettingsError(KvStreamsError):
     code = "bad_setting"
 
 
+class SchemasIncompatible(KvStreamsError):
+    """The schemas of this version cannot read the records of the last release."""
+
+    code = "schemas_incompatible"
+
+
 class InvalidRequest(KvStreamsError):
     """The caller's request cannot be understood or breaks a documented rule."""
 

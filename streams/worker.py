@@ -32,6 +32,7 @@ from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
+from streams.schema_compatibility import check_schemas
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
@@ -62,6 +63,7 @@ class WorkerProcess:
         see from outside what the process is doing.
         """
         settings, startup = self._settings, Startup()
+        check_schemas()
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
         if self._app.conf.web_enabled and (settings.router or settings.metrics_port):
             setting = "port" if settings.router else "metrics_port"

@@ -31,8 +31,10 @@ def worker(resolved: Resolved) -> None:
 def router(resolved: Resolved) -> None:
     """Run a router alone. Run as many as you need, behind any load balancer."""
     from streams.router_api.server import serve
+    from streams.schema_compatibility import check_schemas
 
     log.configure(resolved.settings)
+    check_schemas()
     if resolved.settings.router_reset_states:
         empty_scope(resolved.settings, resolved.settings.router_reset_force, may_be_new=True)
     _run(serve(resolved.settings))
@@ -55,8 +57,10 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
     from streams.engines.address import engine_address
     from streams.engines.bridge_metrics import run_bridge
+    from streams.schema_compatibility import check_schemas
 
     log.configure(resolved.settings)
+    check_schemas()
     # Parsed first, so that a typo is reported without waiting for Kafka.
     addresses = [engine_address(text) for text in engines]
     _run(run_bridge(resolved.settings, addresses))
