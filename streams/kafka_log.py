@@ -108,6 +108,7 @@ class KafkaWatch:
         self._make_ask = make_ask
         self._now_s = now_s
         self._outage = Outage(address)
+        self.thread_name = f"kafka-watch-{address}"
         self._lock = threading.Lock()
         self._asking = False
         self._held: list[tuple[Held, logging.LogRecord]] = []
@@ -119,7 +120,7 @@ class KafkaWatch:
             if self._asking:
                 return
             self._asking = True
-        threading.Thread(target=self._run, args=(self._now_s(),), name="kafka-watch", daemon=True).start()
+        threading.Thread(target=self._run, args=(self._now_s(),), name=self.thread_name, daemon=True).start()
 
     def on_error(self, error: KafkaError) -> None:
         """See `suspect`; the callback `error_cb` of a client."""

@@ -42,15 +42,20 @@ def test_complaints_belong_to_an_outage_until_its_aftermath_has_ended() -> None:
 
 
 class Lines(logging.Handler):
-    """A handler with our filter, as `log.configure` makes it."""
+    """A handler with our filter, as `log.configure` makes it.
 
-    def __init__(self) -> None:
+    address: lines of the watches of other addresses, which other tests of this process have left behind, are ignored.
+    """
+
+    def __init__(self, address: str) -> None:
         super().__init__()
         self.lines: list[tuple[str, str]] = []
+        self._address = address
         self.addFilter(KafkaAwayFilter(lambda: self.handle))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((record.levelname, record.getMessage()))
+        if not record.getMessage().startswith("Kafka at ") or self._address in record.getMessage():
+            self.lines.append((record.levelname, record.getMessage()))
 
 
 class Kafka:
@@ -71,8 +76,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
     """Give a Kafka, its watch, and all lines of the process, at level INFO."""
     monkeypatch.setattr(kafka_log, "_watches", {})
     monkeypatch.setattr(kafka_log, "ASK_EVERY_S", 0.0)
-    kafka, lines = Kafka(), Lines()
-    watch = kafka_log.watch_of(uuid.uuid4().hex, lambda: kafka.ask)
+    address = uuid.uuid4().hex
+    kafka, lines = Kafka(), Lines(address)
+    watch = kafka_log.watch_of(address, lambda: kafka.ask)
     root = logging.getLogger()
     root.addHandler(lines)
     level = root.level
@@ -81,13 +87,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
     root.setLevel(level)
     root.removeHandler(lines)
     kafka.answers.put(None)
-    settle()
+    settle(watch)
 
 
-def settle() -> None:
-    """Wait until no watch asks any more."""
+def settle(watch: KafkaWatch) -> None:
+    """Wait until the watch does not ask any more."""
     for thread in threading.enumerate():
-        if thread.name == "kafka-watch":
+        if thread.name == watch.thread_name:
             thread.join(10.0)
 
 
@@ -115,11 +121,11 @@ COMPLAINTS: list[Callable[[], None]] = [
 @pytest.mark.parametrize("complain", COMPLAINTS)
 def test_a_complaint_is_logged_if_kafka_answers(complain: Callable[[], None], watched: Fixture) -> None:
     """A line about Kafka is held until Kafka has been asked. If Kafka answers, it is logged as it is."""
-    kafka, _, lines = watched
+    kafka, watch, lines = watched
     complain()
     assert lines.lines == []
     kafka.answers.put(None)
-    settle()
+    settle(watch)
     assert len(lines.lines) == 1
     assert lines.lines[0][0] != "DEBUG"
 
@@ -137,10 +143,10 @@ def test_an_outage_replaces_complaints_by_its_own_lines(complain: Callable[[], N
     for _ in range(3):
         complain()
     kafka.answers.put(None)
-    settle()
+    settle(watch)
     complain()
     kafka.answers.put(None)
-    settle()
+    settle(watch)
     assert [level for level, _ in lines.lines] == ["WARNING", "WARNING"]
     assert "does not answer: Connection refused" in lines.lines[0][1]
     assert "answers again" in lines.lines[1][1]
@@ -148,12 +154,12 @@ def test_an_outage_replaces_complaints_by_its_own_lines(complain: Callable[[], N
 
 def test_at_level_debug_the_complaints_of_an_outage_are_logged_as_debug_lines(watched: Fixture) -> None:
     """Nothing is lost: the details of an outage are in the log if its level is DEBUG."""
-    kafka, _, lines = watched
+    kafka, watch, lines = watched
     logging.getLogger().setLevel(logging.DEBUG)
     logging.getLogger("librdkafka").error("FAIL")
     kafka.answers.put(REFUSED)
     kafka.answers.put(None)
-    settle()
+    settle(watch)
     assert ("DEBUG", "FAIL") in lines.lines
 
 
@@ -174,11 +180,11 @@ def test_lines_about_other_things_are_logged_during_an_outage(watched: Fixture) 
 
 def test_the_number_of_lines_that_are_held_has_a_limit(watched: Fixture) -> None:
     """Beyond the limit, lines are counted, and the count is logged with the lines."""
-    kafka, _, lines = watched
+    kafka, watch, lines = watched
     for number in range(HELD_LINES_MAX + 5):
         logging.getLogger("librdkafka").error("line %d", number)
     kafka.answers.put(None)
-    settle()
+    settle(watch)
     assert len(lines.lines) == HELD_LINES_MAX + 1
     assert lines.lines[-1][1] == "5 more lines about Kafka are left out"
 
@@ -187,4 +193,4 @@ def test_an_error_that_a_broker_reported_does_not_start_the_watch(watched: Fixtu
     """Only errors which mean that no broker was reached make a client's error callback ask Kafka."""
     _, watch, _ = watched
     watch.on_error(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
-    assert not any(thread.name == "kafka-watch" for thread in threading.enumerate())
+    assert not any(thread.name == watch.thread_name for thread in threading.enumerate())
