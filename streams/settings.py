@@ -259,7 +259,13 @@ UNNEEDED_OPTIONS = {
     "router_snapshot_threshold": "there are no snapshots; the compacted changelog takes their place",
     "durable_kv_events": _DURABLE,
     "router_durable_kv_events": _DURABLE,
+    "event_plane": "events, bookings and the registry are on Kafka, which is the only transport",
+    "enable_local_indexer": "no worker keeps an index of its own; every router reads the whole index from Kafka",
 }
+
+#: Names that NVIDIA Dynamo has for a setting. They are accepted from every source. If a source has both, the setting's
+#: own name counts: a child process gets that one, and may inherit the other one with an older value.
+ALIASES = {"use_kv_events": "kv_events", "router_kv_events": "kv_events"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +304,13 @@ def load(
             if name in UNNEEDED_OPTIONS:
                 warnings.append(f"{name} (from: {label}) is not needed: {UNNEEDED_OPTIONS[name]}")
                 continue
-            if name not in hints:
+            setting = ALIASES.get(name, name)
+            if setting not in hints:
                 raise SettingsError(f"{name} in {source} is not a setting", remedy="`kvstreams config` lists them all")
-            values[name] = _convert(name, value, hints[name], label)
-            sources[name] = label
+            if setting != name and setting in layer:
+                continue
+            values[setting] = _convert(name, value, hints[setting], label)
+            sources[setting] = label
     try:
         settings = Settings(**values)
     except SettingsError as exc:
@@ -329,7 +338,7 @@ def as_environ(settings: Settings) -> dict[str, str]:
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`KVSTREAMS_*` variables that have no effect, each with a warning; those of our tests are skipped."""
     settings = [*(ENV_PREFIX + each.name.upper() for each in fields(Settings)), CONFIG_ENV]
-    in_use = {*settings, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in UNNEEDED_OPTIONS)}
+    in_use = {*settings, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in (*UNNEEDED_OPTIONS, *ALIASES))}
     warnings = {}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in in_use and not name.startswith(_TESTS_PREFIX):
@@ -356,7 +365,7 @@ def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str,
     for key, value in env.items():
         name = key.removeprefix(ENV_PREFIX).lower()
         # Other KVSTREAMS_ variables belong to other parts, such as the tests.
-        if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_OPTIONS):
+        if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_OPTIONS or name in ALIASES):
             found[name] = value
     return found
 

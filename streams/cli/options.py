@@ -17,7 +17,7 @@ import click
 
 from streams.core.ids import U64_MASK, WorkerId
 from streams.errors import InvalidRequest, SettingsError
-from streams.settings import ENV_PREFIX, UNNEEDED_OPTIONS, Settings, load
+from streams.settings import ALIASES, ENV_PREFIX, UNNEEDED_OPTIONS, Settings, load
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -39,6 +39,11 @@ _SECTIONS = (
     "Settings",
     f"Other settings; all of them also as {ENV_PREFIX}... variables or in a file (see kvstreams config)",
 )
+
+#: Options of UNNEEDED_OPTIONS that have a value, and one that is a switch in some releases of Dynamo and has a value in
+#: others. The other ones are switches.
+_WITH_VALUE = ("router_snapshot_threshold", "event_plane")
+_WITH_OR_WITHOUT_VALUE = "enable_local_indexer"
 
 #: Prefix of the parameters that carry settings: an option of a command may have a setting's name.
 _SETTING_PARAM = "setting_"
@@ -73,7 +78,7 @@ def with_settings(command: _F) -> _F:
     """Give a command every setting as an option; it is called with `resolved`."""
 
     def run(config: Path | None, **options: Any) -> Any:
-        names = (*(setting.name for setting in fields(Settings)), *UNNEEDED_OPTIONS)
+        names = (*(setting.name for setting in fields(Settings)), *UNNEEDED_OPTIONS, *ALIASES)
         resolved = load({name: options.pop(f"{_SETTING_PARAM}{name}") for name in names}, config_file=config)
         for warning in resolved.warnings:
             click.echo(f"kvstreams: {warning}", err=True)
@@ -94,11 +99,14 @@ def with_settings(command: _F) -> _F:
         else:
             option = click.option(f"--{flag}", param, default=None, metavar="VALUE", help=text)
         wrapped = option(wrapped)
-    for name in UNNEEDED_OPTIONS:
-        flag = name.replace("_", "-")
-        # In Dynamo's own command line, too, switches take no value.
-        form = f"--{flag}" if name == "router_snapshot_threshold" else f"--{flag}/--no-{flag}"
-        wrapped = click.option(form, f"{_SETTING_PARAM}{name}", default=None, hidden=True)(wrapped)
+    for name in (*UNNEEDED_OPTIONS, *ALIASES):
+        flag, param = name.replace("_", "-"), f"{_SETTING_PARAM}{name}"
+        if name == _WITH_OR_WITHOUT_VALUE:
+            option = click.option(f"--{flag}", param, default=None, hidden=True, is_flag=False, flag_value="on")
+            wrapped = click.option(f"--no-{flag}", param, default=None, hidden=True, flag_value="off")(option(wrapped))
+        else:
+            form = f"--{flag}" if name in _WITH_VALUE else f"--{flag}/--no-{flag}"
+            wrapped = click.option(form, param, default=None, hidden=True)(wrapped)
     wrapped = click.option(
         "--config", type=click.Path(path_type=Path), default=None, help="TOML file with values of settings"
     )(wrapped)
