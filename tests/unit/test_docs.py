@@ -118,6 +118,14 @@ def test_commands_in_shell_blocks_are_valid(page: str) -> None:
     assert n_lines > 4
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/http.md", "docs/sim.md", "docs/cxl.md", "docs/index.md"])
+def test_commands_are_in_blocks_that_are_marked_as_shell(page: str) -> None:
+    """tests/kafka/test_pasted_docs.py pastes these blocks, so a command in another block would not be tested."""
+    commands = ("kvstreams ", "curl ", "make ", "pip ", "faust ", "export ", "$ ")
+    for above, code in blocks(page, ""):
+        assert not [line for line in code.splitlines() if line.startswith(commands)], f"{page}:{above}"
+
+
 def test_every_dotted_name_on_the_index_page_exists() -> None:
     """Each dotted name in docs/index.md is a module of this package or an attribute of one."""
     text = (ROOT / "docs/index.md").read_text()
@@ -134,7 +142,7 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
     """Each `kvstreams X` is a command, and each link within the project leads to a file."""
     text = (ROOT / page).read_text()
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
-    for code in (*spans, *(code for _, code in blocks(page, ""))):
+    for code in (*spans, *(code for _, code in blocks(page, "sh"))):
         for words in re.findall(r"^(?:\S*/)?kvstreams((?: [a-z]+)*)", code, re.MULTILINE):
             command: click.Command = cli
             for word in words.split():
