@@ -437,7 +437,7 @@ def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
     assert world.same() == {rank_of(2): (16, 1, 1)}
 
 
-def test_while_kafka_is_away_decisions_go_on_and_are_told_when_it_is_back() -> None:
+def test_while_kafka_is_away_bookings_go_on_and_are_not_in_sync() -> None:
     """Bookings continue while Kafka is away, and are published when it is back, except those that ended meanwhile."""
     world = World()
     first, second, _ = world.replicas

@@ -1,0 +1,25 @@
+"""A model whose cache groups are not all full attention: a prefix does not say what a request needs of them."""
+
+from __future__ import annotations
+
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.trust import TrustFleet, engine_option
+
+N_BLOCKS = 20
+
+#: Group of sliding windows in the events below; group 0 is full attention.
+WINDOWS = 1
+
+
+def test_an_engine_with_sliding_windows_is_approximate(fleet: TrustFleet) -> None:
+    """The blocks of the first group are indexed; those of the others are counted, and the rank is approximate."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    prompt = range(1000, 1000 + N_BLOCKS * BLOCK_SIZE)
+    with EngineDouble(model=model) as engine:
+        fleet.bridge(engine_option(worker_id, engine))
+        engine.store(1000, N_BLOCKS)
+        fleet.wait_exact(model, prompt, N_BLOCKS)
+        tokens = list(range(9000, 9000 + BLOCK_SIZE))
+        engine.publish(["BlockStored", [77], None, tokens, BLOCK_SIZE, None, "GPU", None, None, WINDOWS])
+        answer = fleet.wait_answer(model, prompt, lambda found: found["mode"] == "approximate", "the second group")
+        assert (answer["overlap_blocks"], answer["chosen_mode"]) == (N_BLOCKS, "approximate")
