@@ -63,8 +63,7 @@ def test_reports_of_reused_blocks_never_make_a_rank_hold_evicted_blocks(fleet: T
     prompt = range(1000, 1000 + N_BLOCKS * BLOCK_SIZE + 1)
     for _ in range(3):
         complete(engine.url, prompt)
-    answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == N_BLOCKS, "the blocks")
-    assert answer["mode"] == "exact"
+    fleet.wait_exact(model, prompt, N_BLOCKS)
     with fleet.watching(model, prompt) as watch:
         complete(engine.url, range(5000, 5000 + (N_BLOCKS + 1) * BLOCK_SIZE + 1))
         assert held_of(engine.url, prompt) == 0
@@ -85,11 +84,9 @@ def test_copies_that_vllm_makes_by_itself_keep_a_rank_exact(fleet: TrustFleet) -
         engine.publish(["BlockStored", names[3:], names[2], list(prompt[-BLOCK_SIZE:]), BLOCK_SIZE, None, "GPU"])
         engine.publish(["BlockRemoved", names[3:], "GPU"])
         fleet.bridge(engine_option(worker_id, engine))
-        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == 4, "the blocks")
-        assert answer["mode"] == "exact"
+        fleet.wait_exact(model, prompt, 4)
         engine.publish(["BlockRemoved", names[3:], "GPU"])
-        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == 3, "the removal")
-        assert answer["mode"] == "exact"
+        fleet.wait_exact(model, prompt, 3)
 
 
 def test_a_bridge_without_the_engines_first_batches_is_approximate_once_a_block_was_removed(fleet: TrustFleet) -> None:
@@ -100,8 +97,7 @@ def test_a_bridge_without_the_engines_first_batches_is_approximate_once_a_block_
         engine.store(5000)
         engine.store(1000, 4)
         bridge = fleet.bridge(engine_option(worker_id, engine))
-        answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == 4, "the blocks")
-        assert answer["mode"] == "exact"
+        fleet.wait_exact(model, prompt, 4)
         bridge.stop()
         engine.forget()
         fleet.bridge(engine_option(worker_id, engine))
@@ -154,7 +150,7 @@ def test_a_restatement_brings_labels_back(fleet: TrustFleet) -> None:
         claim_a_batch_that_never_arrived(fleet, labelled_id, model)
         wait_for(lambda: state_of(fleet, labelled_id)["generation"] == 1, PATIENCE_S, "the restatement")
         assert matching() == [(labelled_id, N_BLOCKS)]
-        assert chosen()["mode"] == "exact"
+        wait_for(lambda: bool(chosen()["mode"] == "exact"), PATIENCE_S, "an exact answer")
 
 
 def state_of(fleet: TrustFleet, worker_id: int) -> dict[str, Any]:

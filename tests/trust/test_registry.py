@@ -161,8 +161,7 @@ def test_a_publisher_that_restarts_with_another_block_size_keeps_no_credit(fleet
     names = list(range(N_BLOCKS))
     with KvEventPublisher(settings, worker_id, model) as publisher:
         publisher.stored(names, PROMPT[: N_BLOCKS * BLOCK_SIZE])
-    answer = fleet.wait_answer(model, PROMPT, lambda answer: answer["overlap_blocks"] == N_BLOCKS, "its blocks")
-    assert answer["mode"] == "exact"
+    fleet.wait_exact(model, PROMPT, N_BLOCKS)
     large = replace(settings, block_size=LARGE)
     with pytest.raises(BlockSizeContradicted, match=f"blocks of {LARGE} tokens"):
         KvEventPublisher(large, worker_id, model)
@@ -179,8 +178,7 @@ def test_a_publisher_that_restarts_with_another_block_size_keeps_no_credit(fleet
     wait_for(lambda: dead_letters(fleet) - before == 1, PATIENCE_S, "one dead letter")
     with KvEventPublisher(settings, worker_id, model) as publisher:
         publisher.stored(names, PROMPT[: N_BLOCKS * BLOCK_SIZE])
-    answer = fleet.wait_answer(model, PROMPT, lambda answer: answer["overlap_blocks"] == N_BLOCKS, "its blocks")
-    assert answer["mode"] == "exact"
+    fleet.wait_exact(model, PROMPT, N_BLOCKS)
     assert dead_letters(fleet) - before == 1
 
 
