@@ -23,7 +23,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The kernels are compiled first, because otherwise each of six test processes would compile them.
+# The kernels are compiled first, because otherwise each of four test processes would compile them.
 unit: warm
 	$(BIN)/pytest
 

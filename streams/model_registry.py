@@ -36,6 +36,9 @@ from streams.topics import topics
 _READ_RECORDS = 1000
 _POLL_S = 0.2
 
+#: How long nothing may arrive. A broker that answers, but has no processor, needs more than the usual timeout.
+_READ_TIMEOUT_S = 30.0
+
 
 def writer_name(kind: str) -> str:
     """Return how a process that writes a model's record names itself there. kind: for example `bridge`."""
@@ -151,13 +154,13 @@ def _read(settings: Settings, partitions: Iterable[int]) -> list[Record]:
     consumer = reader(settings, **{"fetch.wait.max.ms": 5})
     try:
         assign(consumer, [TopicPartition(name, partition, OFFSET_BEGINNING) for partition in sorted(left)])
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + _READ_TIMEOUT_S
         while left:
             messages = consume(consumer, _READ_RECORDS, _POLL_S)
             if messages:
-                deadline = time.monotonic() + ANSWER_TIMEOUT_S
+                deadline = time.monotonic() + _READ_TIMEOUT_S
             elif time.monotonic() > deadline:
-                raise KvStreamsError(f"could not read {name} to its end: nothing arrived for {ANSWER_TIMEOUT_S:g} s")
+                raise KvStreamsError(f"could not read {name} to its end: nothing arrived for {_READ_TIMEOUT_S:g} s")
             for message in messages:
                 error = message.error()
                 if error is None:

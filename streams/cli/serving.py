@@ -55,7 +55,7 @@ def router(resolved: Resolved) -> None:
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
-    from streams.engines.address import engine_address
+    from streams.engines.address import check_distinct, engine_address
     from streams.engines.bridge_metrics import run_bridge
     from streams.schema_compatibility import check_schemas
 
@@ -63,6 +63,7 @@ def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     check_schemas()
     # Parsed first, so that a typo is reported without waiting for Kafka.
     addresses = [engine_address(text) for text in engines]
+    check_distinct(addresses)
     _run(run_bridge(resolved.settings, addresses))
 
 

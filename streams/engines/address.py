@@ -5,6 +5,7 @@ What lives here: the address, its text form, and the addresses of further ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
@@ -125,3 +126,18 @@ def _check_urls(text: str, parts: dict[str, str]) -> None:
             fits = False
         if not fits:
             raise SettingsError(f"--engine {text!r}: {name} is {value!r}", remedy=f"It must look like {example}")
+
+
+def check_distinct(engines: Sequence[EngineAddress]) -> None:
+    """Raise SettingsError if two engines have the same id, or the same address of events.
+
+    One of them would be given the events of the other.
+    """
+    for what in ("worker_id", "events"):
+        seen: set[object] = set()
+        for engine in engines:
+            value = getattr(engine, what)
+            if value in seen:
+                name = "id" if what == "worker_id" else what
+                raise SettingsError(f"two engines have {name}={value}", remedy="Correct one of the --engine options")
+            seen.add(value)

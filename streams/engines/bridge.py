@@ -61,6 +61,9 @@ _TICKS_PER_LEASE = 30
 #: How often a bridge checks whether a model's record, which contradicts its settings, is gone after a reset.
 REFUSED_RETRY_S = 30.0
 
+#: Feeds that Kafka refuses start again at once. If they have run for this long, Kafka takes their events.
+REFUSED_FOR_S = 5.0
+
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 #: Connections to one engine's HTTP server at a time; each of its ranks and the scraper needs one. There is no common
@@ -89,6 +92,8 @@ class Bridge:
         self._feeds: dict[RankId, RankFeed] = {}
         self._counters: dict[RankId, FeedCounters] = {}
         self._pools: PoolDirectory | None = None
+        self._unpublished: dict[WorkerId, Outage] = {}
+        self._refused_at_s: dict[WorkerId, float] = {}  # when Kafka last did not take an engine's events
         self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up)
         self._unread = {engine.worker_id for engine in engines}
         self._refused: set[WorkerId] = set()  # engines of models whose record contradicts the settings
@@ -133,6 +138,10 @@ class Bridge:
         """Return why no engine can be fed yet, or None: the registry says which bridge feeds an engine."""
         if self._unread:
             return f"the registry has not been read yet for {len(self._unread)} of {len(self._engines)} engines"
+        since_s = time.monotonic() - REFUSED_FOR_S
+        n_refused = sum(at_s > since_s for at_s in self._refused_at_s.values())
+        if n_refused:
+            return f"Kafka does not take the events of {n_refused} of {len(self._engines)} engines"
         return None
 
     # -- called by the registry reader, on the loop --------------------------------------------------------------------
@@ -218,9 +227,25 @@ class Bridge:
                 await self._feed(wiring)
             except* LeaseLost as lost:
                 log.warning("worker %d: %s", engine.worker_id, lost.exceptions[0])
+            except* (KvStreamsError, KafkaException, BufferError) as refused:
+                self._not_published(engine.worker_id, refused)
+                await asyncio.sleep(RETRY_S)
             except* Exception:
                 log.exception("worker %d: the feeds failed and start again", engine.worker_id)
                 await asyncio.sleep(RETRY_S)
+
+    def _not_published(self, worker_id: WorkerId, refused: BaseExceptionGroup[Exception]) -> None:
+        """Log that Kafka does not take an engine's events, once and then once a minute; its feeds start again."""
+        now_s, outage = time.monotonic(), self._unpublished.setdefault(worker_id, Outage())
+        if now_s - self._refused_at_s.get(worker_id, now_s) > REFUSED_FOR_S:
+            outage.answered(now_s)  # the feeds have run since the last time
+        self._refused_at_s[worker_id] = now_s
+        lasted_s = outage.failed(now_s)
+        if lasted_s is not None:
+            first: BaseException = refused
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            log.warning("worker %d: its events are not published: %s%s", worker_id, first, lasting(lasted_s))
 
     async def _claim_model(self, engine: EngineAddress, model: str, block_size: EngineBlockSize) -> None:
         """Wait until the scope's record of the model agrees with the settings; write it if there is none.
@@ -293,8 +318,9 @@ class Bridge:
         def write(worker: Worker | None) -> None:
             try:
                 self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
-            except BufferError as exc:  # Kafka does not answer; the lease expires, and is claimed again when it does
-                log.warning("worker %d: the lease was not written: %s", worker_id, exc)
+            # Kafka does not answer, or the topic was deleted. The lease expires, and is claimed again afterwards.
+            except (BufferError, KafkaException) as exc:
+                log.debug("worker %d: the lease was not written: %s", worker_id, exc)
 
         return LeaseHandle(EngineLease(self.name, self._settings.bridge_lease_s), write)
 
@@ -362,4 +388,6 @@ def first_model(body: bytes) -> str:
     name = first.get("id") if isinstance(first, dict) else None
     if not isinstance(name, str) or not name:
         raise KvStreamsError("the answer names no model")
+    if not name.isprintable():
+        raise KvStreamsError(f"the answer names the model {name!r}, which contains control characters")
     return name

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.codec import decode_resync, decode_worker
 from streams.core.events import ResyncRequest
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 #: lose the lease.
 _READ_RECORDS = 500
 _POLL_S = 0.1
+
+#: Wait before topics that were recreated or truncated are read again.
+_READ_AGAIN_S = 1.0
 
 
 class RegistryListener(Protocol):
@@ -57,7 +60,7 @@ class RegistryReader:
         self._stopping = threading.Event()
 
     async def run(self) -> None:
-        """Read until cancelled. Raises KvStreamsError if the topics can no longer be read."""
+        """Read until cancelled."""
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(None, self._read, loop)
         try:
@@ -67,6 +70,15 @@ class RegistryReader:
             await asyncio.wait([reading])
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._read_on(loop)
+            except (KvStreamsError, KafkaException) as exc:
+                log.warning("%s; the registry is read again from its beginning", exc)
+                self._stopping.wait(_READ_AGAIN_S)
+
+    def _read_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read until stopped. Raises KvStreamsError if a topic was recreated or truncated."""
         consumer = reader(self._settings)
         try:
             where = [TopicPartition(self._workers, home, OFFSET_BEGINNING) for home in self._homes]
@@ -93,7 +105,7 @@ class RegistryReader:
                 home = self._homes[partition]
                 return [lambda: self._listener.on_end(home)]
             if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE) or error.fatal():
-                raise KvStreamsError(f"{topic} cannot be read: {error.str()}", remedy="Start the bridge again")
+                raise KvStreamsError(f"{topic} cannot be read: {error.str()}")
             return []  # a broker does not answer; the client reconnects by itself
         worker_id = self._keys.get(key)
         if worker_id is None:

@@ -111,3 +111,5 @@ def _pieces(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> 
             at = comma + 1
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"{name}: {invalid_body(exc, None)}") from exc
+    except RecursionError as exc:
+        raise InvalidRequest(f"{name} is nested too deeply") from exc

@@ -256,6 +256,8 @@ def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known:
     if "taints" in given:
         given["taints"] = tuple(given["taints"])
     _check_url(parsed.url)
+    if not parsed.model.isprintable():
+        raise InvalidRequest(f"model is {parsed.model!r}, which contains control characters")
     for name in ("events_endpoint", "replay_endpoint"):
         _check_printable(name, given.get(name) or "")
     base = known or Worker(worker_id, parsed.url, parsed.model, parsed.block_size)
@@ -478,6 +480,8 @@ def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec raises the latter for invalid UTF-8 in strings
         raise invalid_body(exc, decoder.type) from exc
+    except RecursionError as exc:
+        raise InvalidRequest("the body is not valid: it is nested too deeply") from exc
 
 
 #: msgspec's message about an unknown field: its name, and the path of the object that has it.

@@ -293,6 +293,7 @@ def test_a_wrong_booking_is_400_and_books_nothing(fields: dict[str, Any], fleet:
         {"url": "not a url"},
         {"url": "file:///etc/passwd"},
         {"url": "http://e\nx"},
+        {"model": "m\n\0"},
         {"state": "cordoned"},
         {"worker_id": 1},
     ],

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from streams.engines.address import engine_address, port_above
+from streams.engines.address import check_distinct, engine_address, port_above
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
@@ -81,3 +81,14 @@ def test_an_unknown_dialect_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(SettingsError, match="dialect 'vlm' is unknown") as caught:
         engine_address(f"{ADDRESS},dialect=vlm")
     assert caught.value.remedy == f"The known ones are: {', '.join(sorted(DIALECTS))}"
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [("id=1,url=http://y,events=tcp://y:1", "id=1"), ("id=2,url=http://y,events=tcp://x:1", "events=tcp://x:1")],
+)
+def test_two_engines_with_one_id_or_one_address_of_events_are_refused(second: str, message: str) -> None:
+    """One of them would be given the events of the other, and answers for it would be exact and wrong."""
+    with pytest.raises(SettingsError, match=re.escape(f"two engines have {message}")):
+        check_distinct([engine_address(ADDRESS), engine_address(second)])
+    check_distinct([engine_address(ADDRESS), engine_address("id=2,url=http://x:8001,events=tcp://x:2")])

@@ -16,7 +16,8 @@ def test_the_first_model_is_used() -> None:
 @pytest.mark.parametrize(
     "body",
     [b"", b"[]", b"null", b"{}", b'{"data": null}', b'{"data": {}}', b'{"data": []}', b'{"data": [1]}',
-     b'{"data": [{}]}', b'{"data": [{"id": 1}]}', b'{"data": [{"id": ""}]}', b"not json", b"\xff", b"[" * 100_000],
+     b'{"data": [{}]}', b'{"data": [{"id": 1}]}', b'{"data": [{"id": ""}]}', b'{"data": [{"id": "x\\u0000y\\n"}]}',
+     b"not json", b"\xff", b"[" * 100_000],
 )  # fmt: skip
 def test_an_answer_that_names_no_model_is_refused(body: bytes) -> None:
     """Whatever the answer is, the caller gets one kind of error."""

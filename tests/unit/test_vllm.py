@@ -18,9 +18,9 @@ from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, 
 from streams.cxl.events import CxlStateChanged
 from streams.engines.dead_letters import of_payload
 from streams.engines.dialects.interface import DecodedBatch, UnusableEvent
-from streams.engines.dialects.vllm import PAYLOAD_BYTES_MAX, decode_payload, engine_hash
+from streams.engines.dialects.vllm import PARTIAL_NAMES_MAX, PAYLOAD_BYTES_MAX, VllmDecoder, decode_payload, engine_hash
 from streams.engines.ledger import Ledger
-from streams.errors import BadRecord
+from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.sim.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
 from streams.sim.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
 
@@ -638,3 +638,28 @@ def test_the_simulated_engine_speaks_this_dialect(
     assert (reused.parent, reused.engine.tolist(), reused.local.tolist()) == (None, engine.tolist(), local.tolist())
     assert [event.engine.tolist() for event in removals if isinstance(event, BlocksRemoved)] == [[U64_MASK], [5]]
     assert cleared == AllBlocksCleared()
+
+
+def test_an_engine_with_smaller_blocks_is_noticed_by_its_second_block() -> None:
+    """A single small block may be the beginning of a block. As the parent of another one, it is a whole block."""
+    decoder = VllmDecoder(BLOCK)
+    half = BLOCK // 2
+
+    def small(name: int, parent: int | None) -> DecodedBatch:
+        tokens = list(range(name * 100, name * 100 + half))
+        event = ["BlockStored", [name], parent, tokens, half, None, "GPU"]
+        return decoder.decode(msgpack.packb([1.0, [event], 0]))
+
+    assert not small(1, None).is_incomplete
+    assert not small(2, 77).is_incomplete  # the beginning of a block after one of the full size
+    batch = small(3, 1)
+    assert batch.is_incomplete
+    assert [unusable.error.reason for unusable in batch.unusable] == [WRONG_BLOCK_SIZE]
+
+
+def test_the_number_of_partial_blocks_that_a_decoder_keeps_is_limited() -> None:
+    """An engine that reports nothing else does not fill memory."""
+    decoder = VllmDecoder(BLOCK)
+    for name in range(PARTIAL_NAMES_MAX + 10):
+        decoder.decode(msgpack.packb([1.0, [["BlockStored", [name], None, [1], 1, None, "GPU"]], 0]))
+    assert len(decoder.partial) == PARTIAL_NAMES_MAX

@@ -12,7 +12,7 @@ show contains a value of an event, except values that are known not to be tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -44,6 +44,9 @@ HASHES_SHOWN_MAX = 32
 #: The greatest values of a record's rank and of its times, which are Avro's int and long.
 _I32_MAX = (1 << 31) - 1
 _I64_MAX = (1 << 63) - 1
+
+#: Engine hashes of partial blocks that a decoder keeps. Blocks of a prompt follow each other closely.
+PARTIAL_NAMES_MAX = 1024
 
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK, "STORAGE": Tier.DISK}
 
@@ -94,13 +97,18 @@ _FIELD_ERRORS = (InvalidRequest, TypeError, ValueError, AttributeError, KeyError
 
 @dataclass(frozen=True, slots=True)
 class VllmDecoder:
-    """Decodes vLLM's payloads and keeps no state. block_size: tokens, as the scope has it for the model."""
+    """Decodes vLLM's payloads. block_size: tokens, as the scope has it for the model.
+
+    partial: engine hashes of the last entries that were taken for the beginning of a block. If one of them turns out to
+    be the parent of another block, it was a whole block, and the engine has another block size.
+    """
 
     block_size: int
+    partial: dict[int, None] = field(default_factory=dict)
 
     def decode(self, payload: bytes) -> DecodedBatch:
         """Decode one payload; see decode_payload."""
-        return decode_payload(payload, self.block_size)
+        return decode_payload(payload, self.block_size, self.partial)
 
 
 #: vLLM reports each physical copy of a block, so copies are counted.
@@ -113,13 +121,14 @@ class _Batch:
 
     events: list[EngineEvent]
     unusable: list[UnusableEvent]
+    partial: dict[int, None]
     n_unindexed: int = 0
     is_incomplete: bool = False
     n_ignored: int = 0
 
 
-def decode_payload(raw: bytes, block_size: int) -> DecodedBatch:
-    """Decode one payload; block_size in tokens is the one that the scope has for the model.
+def decode_payload(raw: bytes, block_size: int, partial: dict[int, None] | None = None) -> DecodedBatch:
+    """Decode one payload; block_size in tokens is the one that the scope has for the model. partial: see VllmDecoder.
 
     Raises BadRecord with reason too_large, not_msgpack or bad_event if its events cannot be told apart. An event that
     cannot be used has reason bad_event or wrong_block_size.
@@ -131,7 +140,7 @@ def decode_payload(raw: bytes, block_size: int) -> DecodedBatch:
     except Exception as exc:  # msgpack raises exceptions of its own as well as ValueError; some quote the payload
         raise BadRecord("not_msgpack", f"the payload is not msgpack ({type(exc).__name__})") from None
     emitted_at_ms, dp_rank, raw_events = _opened(outer)
-    batch = _Batch([], [])
+    batch = _Batch([], [], {} if partial is None else partial)
     for index, raw_event in enumerate(raw_events):
         try:
             _read(batch, index, raw_event, block_size)
@@ -232,10 +241,15 @@ def _store(batch: _Batch, get: _Get, block_size: int) -> None:
             batch.n_unindexed += len(hashes)
             return
         if type(size) is int and 0 < size == len(tokens) < block_size and len(hashes) == 1:
-            # An entry for the beginning of a block, which makes no block of a prefix. The engine reports the whole
-            # block once it is full.
-            batch.n_ignored += 1
-            return
+            parent = get("parent_block_hash")
+            if parent is None or engine_hash(parent) not in batch.partial:
+                # An entry for the beginning of a block, which makes no block of a prefix. The engine reports the whole
+                # block once it is full.
+                batch.n_ignored += 1
+                batch.partial[int(hashes[0])] = None
+                if len(batch.partial) > PARTIAL_NAMES_MAX:
+                    del batch.partial[next(iter(batch.partial))]
+                return
         raise _wrong_block_size(size, block_size)
     if len(tokens) > len(hashes) * block_size and len(tokens) % block_size == 0:
         # Some blocks are null or masked in the engine (sliding windows, Mamba), and the event does not say which.
