@@ -102,13 +102,15 @@ class TopicWatch:
             began = time.monotonic()
             try:
                 reading = self._read(client, existing)
-            except KafkaException as exc:
-                log.debug("topics cannot be read: %s", exc)
+            except (KafkaException, TimeoutError) as exc:
+                log.debug("topics cannot be read: %s", exc or "no answer in time")
+            except Exception:  # nothing may end the readings: answers would stay degraded
+                log.exception("topics cannot be read")
             else:
                 first, existing = not existing, frozenset(reading.ids)
                 try:
                     self._on_reading(reading)
-                except Exception:  # a fault of ours must not end the readings: answers would stay degraded
+                except Exception:  # as above
                     log.exception("a reading of the topics was not taken in")
                 if first and existing:
                     continue  # the first reading only finds out which topics exist
@@ -127,7 +129,7 @@ class TopicWatch:
             for where, future in listed.items():
                 try:
                     ends[where.topic, where.partition] = future.result(READ_TIMEOUT_S + _FUTURE_SLACK_S).offset
-                except KafkaException as exc:
+                except (KafkaException, TimeoutError) as exc:
                     log.debug("the end of %s [%d] cannot be read: %s", where.topic, where.partition, exc)
         ids: dict[str, str] = {}
         missing: list[str] = []

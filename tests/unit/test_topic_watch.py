@@ -1,0 +1,38 @@
+"""Readings of the topics go on whatever one of them raises; answers depend on them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from streams.settings import Settings
+from streams.topic_watch import TopicReading, TopicWatch
+from streams.topics import topics
+
+PATIENCE_S = 20.0
+
+
+@pytest.mark.parametrize("failure", [TimeoutError(), KafkaException(KafkaError(-195)), ValueError("x")])
+def test_a_reading_that_fails_does_not_end_the_readings(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker without a processor answers too late, which is an exception of another kind than its refusals."""
+    settings = Settings(kafka="127.0.0.1:1", behind_after_ms=10)
+    n_failed, read = 0, threading.Event()
+
+    def reading(*_: Any) -> TopicReading:
+        nonlocal n_failed
+        if n_failed < 3:
+            n_failed += 1
+            raise failure
+        return TopicReading(0, {}, (), {})
+
+    monkeypatch.setattr(TopicWatch, "_read", reading)
+    watch = TopicWatch(settings, topics(settings).all(), (), lambda _: read.set())
+    watch.start()
+    try:
+        assert read.wait(PATIENCE_S)
+    finally:
+        watch.stop()
+    assert n_failed == 3
