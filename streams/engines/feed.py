@@ -63,7 +63,8 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Time between two checks of an engine's incarnation, and between two requests for its last batches while it is quiet.
+#: Time between two checks of an engine's incarnation, and between two requests for its last batches. They are requested
+#: from a busy engine too: its live batches may be waiting on a slow link, which looks like an engine that does little.
 INCARNATION_CHECK_S = 2.0
 
 #: Time between two attempts to reach an engine that does not answer.
@@ -320,7 +321,6 @@ class RankFeed:
         for _ in range(MESSAGES_AT_ONCE):
             if not self._takes_live or not self._connection.has_message:
                 break
-            self._catch_up_at_s = time.monotonic() + INCARNATION_CHECK_S
             await self._take(self._connection.take())
         if not self._connection.has_message:
             self._message_since_s = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -49,7 +50,7 @@ from streams.cxl.records import encode_transition
 from streams.engines.cxl_names import CxlNames, announced_states
 from streams.engines.ledger import Ledger
 from streams.engines.restatements import chunks
-from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
+from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import producer, require_topic, worker_key
 from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
@@ -305,17 +306,21 @@ class KvEventPublisher:
         the topic is missing (a producer alone would retry for ever), and BlockSizeContradicted if the scope has another
         block size for the model than the settings.
         """
+        own_incarnation = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
+        rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
-            claim_model(settings, model, writer_name(f"publisher of worker {worker_id}"))
+            try:
+                claim_model(settings, model, writer_name(f"publisher of worker {worker_id}"))
+            except BlockSizeContradicted as exc:
+                _end_former_incarnation(settings, rank, model, exc.detail["scope_block_size"], own_incarnation)
+                raise
         warm(HASHING)  # before the first event, which would otherwise wait for a compiler
         self._kafka = kafka or event_producer(settings)
         self._settings = settings
         self._pools: PoolDirectory | None = None
         self._address = settings.kafka
         self._block_size = settings.block_size_of(model)
-        own_incarnation = Incarnation(time.time_ns() // 1000 if incarnation is None else incarnation)
-        rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
         self._writer = RankWriter(settings, self._kafka, rank, model, own_incarnation, counts_copies, self._epoch_of)
         self._sequence = 0
         # This empties the rank of everything that an earlier incarnation held, before the first batch of this one.
@@ -430,3 +435,20 @@ class KvEventPublisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end_former_incarnation(
+    settings: Settings, rank: RankId, model: str, block_size: int, incarnation: Incarnation
+) -> None:
+    """Publish that the process of a rank's former incarnation is gone, for a publisher that is refused.
+
+    block_size: that of the scope. Otherwise the rank would keep the blocks of the former process as exact, although
+    nothing reports their eviction any more.
+    """
+    kafka = event_producer(settings)
+    sizes = {**settings.model_block_sizes, model: block_size}
+    writer = RankWriter(replace(settings, model_block_sizes=sizes), kafka, rank, model, incarnation, False)
+    writer.feed = FeedState.UNPROVEN  # the engine may run, and nothing is known of its cache
+    writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
+    if kafka.flush(PUBLISH_TIMEOUT_S):
+        log.warning("rank %s: Kafka did not take the end of its former incarnation", rank)

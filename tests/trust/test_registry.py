@@ -165,6 +165,8 @@ def test_a_publisher_that_restarts_with_another_block_size_keeps_no_credit(fleet
     large = replace(settings, block_size=LARGE)
     with pytest.raises(BlockSizeContradicted, match=f"blocks of {LARGE} tokens"):
         KvEventPublisher(large, worker_id, model)
+    answer = fleet.wait_answer(model, PROMPT, lambda answer: answer["overlap_blocks"] == 0, "an end of its blocks")
+    assert (answer["mode"], answer["degraded_because"]) == ("degraded", "no_events_yet")
     # One that ignores the record, as a publisher of an earlier version does.
     before, kafka = dead_letters(fleet), event_producer(large)
     publisher = KvEventPublisher(large, worker_id, model, kafka=kafka)
