@@ -46,7 +46,9 @@ def test_the_demo_shows_both_acts_and_writes_its_figures(
     assert {name: row["requests"] for name, row in policies.items()} == {"kv": 40, "round-robin": 40}
     assert policies["kv"]["hit_share"] > policies["round-robin"]["hit_share"]
     assert policies["kv"]["hit_share"] <= result["bound"]["infinite_cache_hit_share"]
-    assert set(policies["kv"]["modes"]) == {"exact"}
+    # On a machine that is busy with other tests, events may be later than `behind_after_ms`, and answers say so.
+    assert set(policies["kv"]["modes"]) <= {"exact", "degraded"}
+    assert policies["kv"]["modes"]["exact"] > 0
     assert set(policies["round-robin"]["modes"]) == {"fallback"}
     recovery = result["recovery"]
     assert recovery["blocks"] > 500
