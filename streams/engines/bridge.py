@@ -40,7 +40,7 @@ from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.registry_reader import RegistryReader
 from streams.engines.scraping import Scraper, reported_block_size
 from streams.engines.wiring import EngineWiring
-from streams.errors import BlockSizeContradicted, KvStreamsError
+from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
 from streams.kafka import worker_key
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.settings import Settings
@@ -245,7 +245,9 @@ class Bridge:
             first: BaseException = refused
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
-            log.warning("worker %d: its events are not published: %s%s", worker_id, first, lasting(lasted_s))
+            # As an error about Kafka, so that the line is left out while Kafka is away, which has lines of its own.
+            reason = KafkaUnreachable(str(first))
+            log.warning("worker %d: its events are not published: %s%s", worker_id, reason, lasting(lasted_s))
 
     async def _claim_model(self, engine: EngineAddress, model: str, block_size: EngineBlockSize) -> None:
         """Wait until the scope's record of the model agrees with the settings; write it if there is none.
