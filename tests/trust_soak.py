@@ -360,7 +360,7 @@ class Load:
                 received_ns,
                 router,
                 answer["worker_id"],
-                answer.get("chosen_mode", answer["mode"]),
+                answer["chosen_mode"],
                 answer["mode"],
                 answer["overlap_blocks"],
                 str(answer.get("chosen_degraded_because", "")),

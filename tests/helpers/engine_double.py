@@ -168,6 +168,21 @@ class EngineDouble:
         self._context.destroy(linger=0)
 
 
+def offload_placeholder(engine_hash: int) -> dict[str, Any]:
+    """Return what vLLM's offloading connector reports of a block by default, by vLLM's source."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [engine_hash],
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 0,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+        "group_idx": 0,
+    }
+
+
 def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

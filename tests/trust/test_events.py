@@ -14,7 +14,7 @@ from streams.kafka import partition_of, producer, reader, worker_key
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
-from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble, offload_placeholder
 from tests.helpers.trust import PATIENCE_S, TrustFleet, Watch, engine_option
 
 N_BLOCKS = 20
@@ -24,18 +24,7 @@ PROMPT = list(range(FIRST, FIRST + N_BLOCKS * BLOCK_SIZE))
 HELD = [FIRST * 1000 + n for n in range(N_BLOCKS)]
 EVICT = ["BlockRemoved", HELD, "GPU"]
 
-#: By vLLM's source, what its offloading connector reports by default.
-PLACEHOLDER = {
-    "type": "BlockStored",
-    "block_hashes": [HELD[0]],
-    "parent_block_hash": None,
-    "token_ids": [],
-    "block_size": 0,
-    "lora_id": None,
-    "medium": "CPU",
-    "lora_name": None,
-    "group_idx": 0,
-}
+PLACEHOLDER = offload_placeholder(HELD[0])
 PARTIAL = ["BlockStored", [7], HELD[-1], [1] * 8, 8, None, "GPU"]
 MASKED = [
     "BlockStored",

@@ -15,7 +15,7 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.engines.dialects.vllm import VLLM
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
-from tests.helpers.engine_double import EngineDouble
+from tests.helpers.engine_double import EngineDouble, offload_placeholder
 from tests.helpers.recording_producer import RecordingProducer
 from tests.unit.test_dialects import BLOCK, RANK, await_batches, feed, published, started
 
@@ -23,18 +23,7 @@ HELD = [100 + n for n in range(3)]
 TOKENS = list(range(1, 1 + BLOCK * len(HELD)))
 STORE = ["BlockStored", HELD, None, TOKENS, BLOCK, None, "GPU"]
 EVICT = ["BlockRemoved", HELD, "GPU"]
-#: By vLLM's source, what its offloading connector reports by default.
-PLACEHOLDER = {
-    "type": "BlockStored",
-    "block_hashes": [HELD[0]],
-    "parent_block_hash": None,
-    "token_ids": [],
-    "block_size": 0,
-    "lora_id": None,
-    "medium": "CPU",
-    "lora_name": None,
-    "group_idx": 0,
-}
+PLACEHOLDER = offload_placeholder(HELD[0])
 PARTIAL = ["BlockStored", [999], HELD[-1], [7], 1, None, "GPU"]
 WRONG_SIZE = ["BlockStored", [999], HELD[-1], [7] * 16, 16, None, "GPU"]
 

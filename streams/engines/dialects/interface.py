@@ -75,7 +75,7 @@ class Decoder(Protocol):
     def decode(self, payload: bytes) -> DecodedBatch:
         """Decode one payload. An event that cannot be used does not affect the others.
 
-        Raises BadRecord for a payload whose events cannot be told apart; the decoder is then as it was before the call.
+        Raises BadRecord for a payload that cannot be divided into events; the decoder is then as before the call.
         No message contains tokens or text of a prompt.
         """
 

@@ -130,7 +130,7 @@ class _Batch:
 def decode_payload(raw: bytes, block_size: int, partial: dict[int, None] | None = None) -> DecodedBatch:
     """Decode one payload; block_size in tokens is the one that the scope has for the model. partial: see VllmDecoder.
 
-    Raises BadRecord with reason too_large, not_msgpack or bad_event if its events cannot be told apart. An event that
+    Raises BadRecord with reason too_large, not_msgpack or bad_event if it cannot be divided into events. An event that
     cannot be used has reason bad_event or wrong_block_size.
     """
     if len(raw) > PAYLOAD_BYTES_MAX:
