@@ -22,14 +22,12 @@ from typing import Protocol
 from confluent_kafka import KafkaError, KafkaException
 
 from streams.errors import KafkaUnreachable
+from streams.outage import Outage
 
 log = logging.getLogger(__name__)
 
 #: Where librdkafka's own lines go. Without a logger, the library writes them to stderr itself.
 CLIENT_LOGGER = logging.getLogger("librdkafka")
-
-#: During an outage, a line says how long it has lasted at this interval.
-REPEAT_EVERY_S = 60.0
 
 #: During an outage, Kafka is asked at this interval.
 ASK_EVERY_S = 1.0
@@ -54,19 +52,18 @@ _FOLLOWING = ("faust", "mode", "streams.tables.partition")
 _CAUSES_MAX = 20
 
 
-class Outage:
+class KafkaOutage:
     """When Kafka was last found to answer, and which line is due. Pure: times are arguments, in seconds, monotonic."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._since_s: float | None = None
-        self._logged_s = 0.0
+        self._outage = Outage()
         self._ended_s: float | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether Kafka does not answer, as far as known."""
-        return self._since_s is not None
+        return self._outage.is_running
 
     def covers(self, now_s: float) -> bool:
         """Whether a complaint of a client belongs to the outage: it is running, or it ended a moment ago."""
@@ -74,19 +71,19 @@ class Outage:
 
     def missed(self, now_s: float, since_s: float, reason: str) -> str | None:
         """Note that Kafka did not answer; returns the line that is due, if any. since_s: of the first error."""
-        if self._since_s is None:
-            self._since_s, self._logged_s = since_s, now_s
+        lasted_s = self._outage.failed(now_s, since_s)
+        if lasted_s is None:
+            return None
+        if not lasted_s:
             return f"Kafka at {self._address} does not answer: {reason}. Clients keep trying to connect"
-        if now_s - self._logged_s >= REPEAT_EVERY_S:
-            self._logged_s = now_s
-            return f"Kafka at {self._address} has not answered for {now_s - self._since_s:.0f} s: {reason}"
-        return None
+        return f"Kafka at {self._address} has not answered for {lasted_s:.0f} s: {reason}"
 
     def answered(self, now_s: float) -> str | None:
         """Note that Kafka answered; returns the line that is due if it had not answered before."""
-        if self._since_s is None:
+        lasted_s = self._outage.answered(now_s)
+        if lasted_s is None:
             return None
-        lasted_s, self._since_s, self._ended_s = now_s - self._since_s, None, now_s
+        self._ended_s = now_s
         return f"Kafka at {self._address} answers again, after {lasted_s:.0f} s"
 
 
@@ -107,7 +104,7 @@ class KafkaWatch:
         """make_ask: called at the start of each such thread; it may create a client."""
         self._make_ask = make_ask
         self._now_s = now_s
-        self._outage = Outage(address)
+        self._outage = KafkaOutage(address)
         self.thread_name = f"kafka-watch-{address}"
         self._lock = threading.Lock()
         self._asking = False

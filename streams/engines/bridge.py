@@ -32,7 +32,6 @@ from streams.engines.feed import RETRY_S, RankFeed
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
-from streams.engines.outage import Outage, lasting
 from streams.engines.process_start import read_body
 from streams.engines.publisher import event_producer
 from streams.engines.pulse import Pulse
@@ -43,6 +42,7 @@ from streams.engines.wiring import EngineWiring
 from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
 from streams.kafka import worker_key
 from streams.model_registry import check_model, claim_model, writer_name
+from streams.outage import Outage, lasting
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -51,7 +51,6 @@ from streams.engines.gap_filling import GapFiller, ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.ledger import Ledger
 from streams.engines.missing_events import MissingEvents
-from streams.engines.outage import Outage, lasting
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
@@ -59,6 +58,7 @@ from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, worker_key
+from streams.outage import Outage, lasting
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,6 @@ import zmq.asyncio
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import RankId
 from streams.engines.feed_counters import FeedCounters
-from streams.engines.outage import Outage, lasting
 from streams.engines.replay import (
     FILL_BACKOFF_S,
     REPLAY_TIMEOUT_S,
@@ -38,6 +37,7 @@ from streams.engines.replay import (
     ReplaySilent,
     Window,
 )
+from streams.outage import Outage, lasting
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from streams.codec import encode_metrics
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.ids import DpRank, RankId
 from streams.engines.metrics import parse_block_size, parse_metrics, tokens_processed
-from streams.engines.outage import Outage, lasting
 from streams.engines.process_start import PAGE_BYTES_MAX, read_body
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
 from streams.kafka import worker_key
+from streams.outage import Outage, lasting
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

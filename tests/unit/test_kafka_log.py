@@ -14,16 +14,17 @@ from confluent_kafka import KafkaError, KafkaException
 
 from streams import kafka_log
 from streams.errors import KafkaUnreachable, TableError
-from streams.kafka_log import AFTERMATH_S, HELD_LINES_MAX, REPEAT_EVERY_S, KafkaAwayFilter, KafkaWatch, Outage
+from streams.kafka_log import AFTERMATH_S, HELD_LINES_MAX, KafkaAwayFilter, KafkaOutage, KafkaWatch
+from streams.outage import REMIND_S
 
 REFUSED = "Connection refused"
 
 
 def test_an_outage_is_one_line_at_once_one_per_minute_and_one_at_its_end() -> None:
     """Asked once a second for 150 s, an outage logs its beginning, its length after each minute, and its end."""
-    outage = Outage("k:1")
+    outage = KafkaOutage("k:1")
     lines = [(second, line) for second in range(150) if (line := outage.missed(10.0 + second, 9.0, REFUSED))]
-    assert [second for second, _ in lines] == [0, REPEAT_EVERY_S, 2 * REPEAT_EVERY_S]
+    assert [second for second, _ in lines] == [0, REMIND_S, 2 * REMIND_S]
     assert lines[0][1] == "Kafka at k:1 does not answer: Connection refused. Clients keep trying to connect"
     assert lines[1][1] == "Kafka at k:1 has not answered for 61 s: Connection refused"
     assert outage.answered(160.0) == "Kafka at k:1 answers again, after 151 s"
@@ -32,7 +33,7 @@ def test_an_outage_is_one_line_at_once_one_per_minute_and_one_at_its_end() -> No
 
 def test_complaints_belong_to_an_outage_until_its_aftermath_has_ended() -> None:
     """Clients reconnect within seconds after the end; a complaint after that is a new one."""
-    outage = Outage("k:1")
+    outage = KafkaOutage("k:1")
     assert not outage.covers(0.0)
     outage.missed(1.0, 1.0, REFUSED)
     assert outage.covers(1000.0)

@@ -1,6 +1,6 @@
-"""When to log that a part of an engine does not answer (pure; the clock is an argument).
+"""When to log that something does not answer: Kafka, or a part of an engine (pure; the clock is an argument).
 
-What lives here: the limit of such lines. What must not: logging, and what follows for the engine (feed, scraping).
+What lives here: the limit of such lines. What must not: logging, and what follows (engines.feed, streams.kafka_log).
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ REMIND_S = 60.0
 
 
 class Outage:
-    """One part of one engine: it is reported once, then once a minute, and once when it answers again."""
+    """Something that may not answer: it is reported once, then once a minute, and once when it answers again."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._logged_at_s = 0.0
 
-    def failed(self, now_s: float) -> float | None:
+    @property
+    def is_running(self) -> bool:
+        """Whether it did not answer when it was last asked."""
+        return self._since_s is not None
+
+    def failed(self, now_s: float, since_s: float | None = None) -> float | None:
         """Note that it did not answer; return for how many seconds that has lasted, or None if nothing is to be logged.
 
-        The first failure returns 0.
+        The first failure returns 0. since_s: when the outage began, if that was before its first failure.
         """
         if self._since_s is None:
-            self._since_s = self._logged_at_s = now_s
+            self._since_s = now_s if since_s is None else since_s
+            self._logged_at_s = now_s
             return 0.0
         if now_s - self._logged_at_s < REMIND_S:
             return None
