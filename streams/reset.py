@@ -187,10 +187,16 @@ def _remove_copies(settings: Settings) -> int:
         path = tables_path(settings) / name
         if path.exists():
             try:
-                PartitionStore(path, name, settings.rocksdb_cache_mb).close()
+                store = PartitionStore(path, name, settings.rocksdb_cache_mb)
             except TableError as exc:
                 log.warning("a local copy was not deleted: %s", exc)
                 continue
-            shutil.rmtree(path)
+            # Moved while its lock is held, so that a running worker cannot open files that are about to be deleted.
+            # RocksDB deletes old files by itself a moment after it was closed.
+            removed_path = path.with_suffix(".removed")
+            shutil.rmtree(removed_path, ignore_errors=True)
+            path.rename(removed_path)
+            store.close()
+            shutil.rmtree(removed_path, ignore_errors=True)
             removed += 1
     return removed
