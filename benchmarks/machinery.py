@@ -44,7 +44,7 @@ def machinery(partitions: int = 8, directory: Path | None = None, **changes: obj
     with tempfile.TemporaryDirectory(prefix="kvstreams-bench-", dir=directory) as folder:
         root = Path(folder)
         # By default, brokers allow no session timeout below 6 s, which is ours.
-        broker = LocalKafka(LocalKafkaConfig(root / "kafka", class_archive=False))
+        broker = LocalKafka(LocalKafkaConfig(root / "kafka", class_archive=False, optimized=True))
         state = broker.up()
         try:
             settings = Settings(

@@ -26,12 +26,13 @@ from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.http_server import HttpServer, Startup, monitoring_app, starting_app
 from streams.indexer_agent import Indexer
+from streams.interpreter import exempt_from_collection, prefer_request_threads
 from streams.kafka import ensure_topics
 from streams.kafka_log import unreachable
 from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.router import Router
-from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
+from streams.router_api.server import api_runner, tick_forever
 from streams.schema_compatibility import check_schemas
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
@@ -93,6 +94,7 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start what runs next to Faust, once Faust has started."""
+        exempt_from_collection()
         self._background.append(asyncio.create_task(self.indexer.watch()))
         if self._router is not None:
             prefer_request_threads()

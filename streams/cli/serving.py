@@ -79,6 +79,9 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
     import uvloop  # here, because every command imports this module
 
+    from streams.interpreter import exempt_from_collection
+
+    exempt_from_collection()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(until_signalled())
 

@@ -32,6 +32,7 @@ from rich.console import Console
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError, SettingsError
+from streams.interpreter import exempt_from_collection
 from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive
 from streams.local.processes import Children
@@ -326,6 +327,7 @@ class _Show:
     def _drive(self, requests: Sequence[TraceRequest], url: str, name: str, text: str) -> list[LiveOutcome]:
         with shown(self._console, f"{text:>13}", len(requests), keep=True) as step:
             run_name = f"{name}-{uuid.uuid4().hex[:8]}"
+            exempt_from_collection()  # its pauses would count as latency of the router
             return asyncio.run(drive(requests, url, self._urls, self._clock, run_name, step.advance))
 
     def _empty_engines(self) -> None:

@@ -20,10 +20,11 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import Worker
 from streams.http_server import HttpServer
+from streams.interpreter import prefer_request_threads
 from streams.kafka import worker_key
 from streams.local.ports import free_port
 from streams.router_api.router import Router
-from streams.router_api.server import api_runner, prefer_request_threads, tick_forever
+from streams.router_api.server import api_runner, tick_forever
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.api import Api
