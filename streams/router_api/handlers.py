@@ -12,6 +12,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -32,6 +33,7 @@ from streams.errors import (
 )
 from streams.metrics import MetricsRegistry, metrics_response
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
+from streams.router_api.calls import CALLS
 from streams.router_api.connections import ApiRunner, Connections
 from streams.router_api.inspections import Inspections, written
 from streams.router_api.large_bodies import LargeBody
@@ -64,9 +66,6 @@ RETRY_AFTER_S = "1"
 #: One fact in the answer of GET /state/blocks: worker id, dp rank, tier, sequence hash; little-endian.
 FACT = struct.Struct("<QIBQ")
 
-#: A request id in a path. aiohttp's own pattern does not match ids with braces, which /route accepts.
-_ANY_ID = "{request_id:[^/]+}"
-
 #: Counts of an application's errors by code. Only its own event loop changes them.
 _ERRORS = web.AppKey("errors", Counter)
 _CONNECTIONS = web.AppKey("connections", Connections)
@@ -94,30 +93,13 @@ class Handlers:
         self._more_metrics = more_metrics
 
     def routes(self) -> list[web.RouteDef]:
-        """Every path with its handler."""
-        return [
-            web.post("/route", self.route),
-            web.get("/loads", self.loads),
-            web.post("/loads/potential", self.potential),
-            web.post(f"/loads/{_ANY_ID}", self.book),
-            web.post(f"/loads/{_ANY_ID}/prefill-complete", self.prefill_complete),
-            web.post(f"/loads/{_ANY_ID}/output", self.output),
-            web.delete(f"/loads/{_ANY_ID}", self.free),
-            web.get("/workers", self.workers),
-            web.put("/workers/{worker_id}", self.put_worker),
-            web.delete("/workers/{worker_id}", self.delete_worker),
-            web.put("/workers/{worker_id}/cordon", self.cordon),
-            web.delete("/workers/{worker_id}/cordon", self.uncordon),
-            web.get("/pools", self.pools),
-            web.put("/pools/{pool_id}", self.put_pool),
-            web.delete("/pools/{pool_id}", self.delete_pool),
-            web.get("/state", self.state),
-            web.get("/state/blocks", self.state_blocks),
-            web.get("/state/cxl", self.state_cxl),
-            web.get("/healthz", self.healthz),
-            web.get("/ready", self.ready),
-            web.get("/metrics", self.metrics),
-        ]
+        """Every path of the table of calls with its handler. GET also answers HEAD."""
+        routes = []
+        for call in CALLS:
+            handler: _Handler = getattr(self, call.handler)
+            add = web.get if call.method == "GET" else partial(web.route, call.method)
+            routes.append(add(call.pattern, handler))
+        return routes
 
     def add_to(self, app: web.Application) -> None:
         """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
