@@ -120,8 +120,15 @@ class _Refusal(asyncio.Protocol):
 class ApiRunner(web.AppRunner):
     """Runs the API's application within the limits of Connections. Bodies are decompressed by Bodies."""
 
-    def __init__(self, app: web.Application, connections: Connections) -> None:
-        super().__init__(app, access_log=None, auto_decompress=False, lingering_time=LINGERING_S)
+    def __init__(self, app: web.Application, connections: Connections, shutdown_timeout_s: float) -> None:
+        """shutdown_timeout_s: limits the time that a stop takes. Requests that last for half of it are cut off."""
+        super().__init__(
+            app,
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=LINGERING_S,
+            shutdown_timeout=shutdown_timeout_s / 2,  # aiohttp waits twice: for answers, and after cutting requests off
+        )
         self._connections = connections
 
     @property
