@@ -130,6 +130,7 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: _Salt | None = None
     overlap_blocks: _Count = 0
     expected_output_tokens: _Count | None = None
+    phase: Role | None = None
 
 
 class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
