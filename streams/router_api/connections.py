@@ -149,13 +149,21 @@ def refusal(error: Overloaded) -> bytes:
 
 
 def _within_descriptors(connections_max: int) -> int:
-    """The limit of connections, lowered to the file descriptors that this process may have."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """The limit of connections, lowered to the file descriptors that this process may have.
+
+    Most systems let a process have 1,024 at first and many more if it asks for them.
+    """
+    descriptors, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + _OTHER_DESCRIPTORS
+    if descriptors != resource.RLIM_INFINITY and descriptors < wanted:
+        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, descriptors), most))
+        descriptors = max(wanted, descriptors)
     if descriptors == resource.RLIM_INFINITY or connections_max <= descriptors - _OTHER_DESCRIPTORS:
         return connections_max
     lowered = max(1, descriptors - _OTHER_DESCRIPTORS)
     log.warning(
-        "connections_max is %d, but this process may have %d open files (ulimit -n): the limit is %d connections",
+        "connections_max is %d, but this process may have %d open files (ulimit -Hn): the limit is %d connections",
         connections_max,
         descriptors,
         lowered,
