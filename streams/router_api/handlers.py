@@ -75,6 +75,7 @@ FACT = struct.Struct("<QIBQ")
 #: Counts of an application's errors by code. Only its own event loop changes them.
 _ERRORS = web.AppKey("errors", Counter)
 _CONNECTIONS = web.AppKey("connections", Connections)
+_ROUTER = web.AppKey("router", Router)
 
 _LARGE_ROUTE = LargeBody(RouteRequest)
 _LARGE_BOOKING = LargeBody(BookRequest)
@@ -112,11 +113,12 @@ class Handlers:
         app.add_routes(self.routes())
         app[_ERRORS] = self._metrics.errors
         app[_CONNECTIONS] = self._connections
+        app[_ROUTER] = self._router
         app.on_cleanup.append(self._close)
 
     def runner(self, app: web.Application) -> ApiRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
-        return ApiRunner(app, self._connections)
+        return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s)
 
     async def _close(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
         self._bodies.close()
@@ -330,6 +332,8 @@ class Handlers:
             "topics_missing": self._router.topics_missing or self._router.topics_deleted,
         }
         try:
+            if self._router.stopping:
+                raise NotReady("the router is stopping")
             self._router.check_topics()
             self._router.check_ready()
         except NotReady as exc:
@@ -358,8 +362,16 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     connections = request.app.get(_CONNECTIONS)
     if connections is not None:
         connections.note_request(request)
+    router = request.app.get(_ROUTER)
     try:
-        return await handler(request)
+        response = await handler(request)
+        if router is not None and router.stopping:
+            response.force_close()  # the client's next request goes to another router
+        return response
+    except asyncio.CancelledError:
+        if router is not None and router.stopping:
+            router.requests_cut_off += 1
+        raise
     except KvStreamsError as exc:
         reported = api_error(exc)
         if reported.http_status == 500:
