@@ -12,7 +12,9 @@ No span has prompt text, token ids or hashes.
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
@@ -31,8 +33,13 @@ from streams.router_api.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.router import PreparedRequest, Router
 from streams.settings import Settings
 
+log = logging.getLogger(__name__)
+
 #: The service's name unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another one.
 SERVICE_NAME = "kvstreams-router"
+
+#: How long a router that stops waits until the collector has the last spans.
+LAST_SPANS_S = 2.0
 
 #: The call whose decisions are traced. Spans of scrapes and of polled pages would outnumber those of requests.
 _TRACED_PATH = "/route"
@@ -48,7 +55,7 @@ def exporting_provider() -> TracerProvider:
     """
     named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     ours = {"service.version": version("kvstreams"), **({} if named else {"service.name": SERVICE_NAME})}
-    provider = TracerProvider(resource=Resource.create(ours))
+    provider = TracerProvider(resource=Resource.create(ours), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
@@ -80,7 +87,12 @@ class TracedRouter(Router):
     def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
         """Stop as any router does, and send the last spans."""
         n_left = super().stop(timeout_s)
-        self._provider.shutdown()
+        # On a thread, since the exporter tries for 8 s to reach a collector that is away.
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(LAST_SPANS_S)
+        if sending.is_alive():
+            log.warning("the last spans were not sent: the collector did not take them within %g s", LAST_SPANS_S)
         return n_left
 
 

@@ -19,6 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from streams.errors import SettingsError
+from streams.local.ports import free_port
+from streams.router_api import tracing
 from streams.router_api.server import make_router
 from streams.router_api.tracing import SERVICE_NAME, TracedRouter
 from streams.router_api.wire import RouteRequest
@@ -206,3 +208,15 @@ def test_spans_reach_a_collector_before_the_router_has_stopped(monkeypatch: pyte
     assert spans.keys() == {"route m", "POST /route"}
     described = {each.key: each.value.string_value for each in spans["route m"].attributes}
     assert described["service.name"] == SERVICE_NAME
+
+
+def test_a_collector_that_is_away_delays_the_end_of_a_router_briefly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exporter would try for longer than a stopping router may wait; the log says what was left."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(tracing, "LAST_SPANS_S", 0.1)
+    with local_router(Settings(tracing=True), make=make_router) as served:
+        served.api.route(token_ids=[1] * 16, update_states=False)
+        served.router.stop()
+    assert "the last spans were not sent" in caplog.text
