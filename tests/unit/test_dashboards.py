@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -77,6 +79,14 @@ def test_the_alerts_have_the_targets(alert: str, target: str) -> None:
     """Hit rate over 0.3, latency under 5 ms, imbalance under 0.2."""
     (rule,) = (rule for rule in alerts() if rule["alert"] == alert)
     assert target in rule["expr"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_each_alert_fires_when_its_target_is_missed_and_not_otherwise() -> None:
+    """Prometheus' own tool evaluates the rules on series that miss every target, and on series that meet them."""
+    rules = ROOT / "dashboards/alerts_test.yml"
+    done = subprocess.run(["promtool", "test", "rules", rules], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("expression", ["sum(", "rate(kvstreams_x)", "kvstreams_x{a=b}"])
