@@ -32,14 +32,17 @@ from streams.errors import (
     api_error,
 )
 from streams.metrics import MetricsRegistry, metrics_response
+from streams.router_api import fast_lane
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
 from streams.router_api.calls import CALLS, HTML
-from streams.router_api.connections import ApiRunner, Connections
+from streams.router_api.connections import Connections
+from streams.router_api.fast_lane import FastLane
 from streams.router_api.inspections import Inspections, written
 from streams.router_api.large_bodies import LargeBody
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.openapi import document_json, page_html
 from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.runner import ApiRunner
 from streams.router_api.token_bodies import parse_large, parse_with_tokens
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
@@ -98,6 +101,7 @@ class Handlers:
         self._inspections = Inspections()
         self._metrics = RouterMetrics(router, self._connections, self._bodies)
         self._more_metrics = more_metrics
+        self.lane = FastLane(router, self._metrics, RETRY_AFTER_S)
 
     def routes(self) -> list[web.RouteDef]:
         """Every path of the table of calls with its handler. GET also answers HEAD."""
@@ -118,7 +122,9 @@ class Handlers:
 
     def runner(self, app: web.Application) -> ApiRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
-        return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s)
+        # A middleware sees every request, so that none may take the fast lane.
+        usable = list(app.middlewares) == [error_shape] and fast_lane.is_supported()
+        return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s, self.lane if usable else None)
 
     async def _close(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
         self._bodies.close()
@@ -361,7 +367,7 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     """
     connections = request.app.get(_CONNECTIONS)
     if connections is not None:
-        connections.note_request(request)
+        connections.note_request(request.protocol)
     router = request.app.get(_ROUTER)
     try:
         response = await handler(request)
