@@ -24,6 +24,9 @@ from prometheus_client.registry import Collector
 
 S = TypeVar("S")
 
+#: The label that tells the processes of one port apart.
+PROCESS = "process"
+
 #: Label value of everything that a label's declaration does not allow.
 OTHER = "other"
 
@@ -103,19 +106,28 @@ def histogram(name: str, text: str, *buckets: float) -> Metric[Any]:
 class MetricsRegistry(Collector, Generic[S]):
     """What one process serves: its declarations, with numbers read from a snapshot that each scrape takes once."""
 
-    def __init__(self, metrics: Sequence[Metric[S]], snapshot: Callable[[], S]) -> None:
-        """snapshot: called on the thread that serves; what it returns must not change while the metrics are read."""
+    def __init__(self, metrics: Sequence[Metric[S]], snapshot: Callable[[], S], process: str = "") -> None:
+        """snapshot: called on the thread that serves; what it returns must not change while the metrics are read.
+
+        process: the value of the label `process`, which every metric then has. Several processes that share a port need
+        it: a scrape of that port reads the page of any of them.
+        """
         names = [metric.name for metric in metrics]
         assert len(set(names)) == len(names), "a metric is declared twice"
         self._metrics = metrics
         self._snapshot = snapshot
         self._registry = CollectorRegistry()
+        self._process = {PROCESS: process} if process else {}
         self._histograms = {
-            metric.name: Histogram(metric.name, metric.help, registry=self._registry, buckets=metric.buckets)
-            for metric in metrics
-            if metric.kind is MetricKind.HISTOGRAM
+            metric.name: self._new_histogram(metric) for metric in metrics if metric.kind is MetricKind.HISTOGRAM
         }
         self._registry.register(self)
+
+    def _new_histogram(self, metric: Metric[S]) -> Histogram:
+        made = Histogram(
+            metric.name, metric.help, tuple(self._process), registry=self._registry, buckets=metric.buckets
+        )
+        return made.labels(**self._process) if self._process else made
 
     def histogram(self, name: str) -> Histogram:
         """The histogram of that name, to observe values with."""
@@ -130,11 +142,14 @@ class MetricsRegistry(Collector, Generic[S]):
         snapshot = self._snapshot()
         for metric in self._metrics:
             if metric.read is not None:
-                yield _family(metric, metric.read(snapshot))
+                yield _family(metric, metric.read(snapshot), self._process)
 
 
-def _family(metric: Metric[Any], reading: Reading) -> CounterMetricFamily | GaugeMetricFamily:
-    names = [label.name for label in metric.labels]
+def _family(
+    metric: Metric[Any], reading: Reading, constant: Mapping[str, str]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    """constant: labels that every sample has."""
+    names = [*(label.name for label in metric.labels), *constant]
     family: CounterMetricFamily | GaugeMetricFamily
     match metric.kind:
         case MetricKind.COUNTER:
@@ -146,7 +161,7 @@ def _family(metric: Metric[Any], reading: Reading) -> CounterMetricFamily | Gaug
         case _:
             assert_never(metric.kind)
     for values, number in _samples(metric, reading).items():
-        family.add_metric(values, number)
+        family.add_metric((*values, *constant.values()), number)
     return family
 
 

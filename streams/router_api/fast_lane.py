@@ -195,8 +195,10 @@ class FastProtocol(web.RequestHandler):
 
     __slots__ = ("_call", "_held", "_lane", "_note_first")
 
-    def __init__(self, lane: FastLane, note_first: Callable[[web.RequestHandler], None], *args: Any, **kwargs: Any):
-        """note_first: called when the connection has its first request."""
+    def __init__(
+        self, lane: FastLane | None, note_first: Callable[[web.RequestHandler], None], *args: Any, **kwargs: Any
+    ) -> None:
+        """lane: None if aiohttp answers everything. note_first: called when the connection has its first request."""
         super().__init__(*args, **kwargs)
         self._lane = lane
         self._note_first: Callable[[web.RequestHandler], None] | None = note_first
@@ -206,24 +208,25 @@ class FastProtocol(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Parse what arrived; answer it here, or leave it to the task that aiohttp has for the connection."""
         waiter = self._waiter
-        if waiter is None or waiter.done():  # the task is busy: aiohttp queues what arrives
+        # While the task is busy, aiohttp queues what arrives.
+        if self._lane is None or waiter is None or waiter.done():
             super().data_received(data)
             return
         self._waiter = None  # so that the task is not woken
         try:
             super().data_received(data)
             # If so many requests came at once that reading is paused, aiohttp knows when to continue.
-            while self._messages and not self._buffer_paused and self._answer_first():
+            while self._messages and not self._buffer_paused and self._answer_first(self._lane):
                 pass
         finally:
             self._waiter = waiter
         if self._messages and self._held is None:
             waiter.set_result(None)
 
-    def _answer_first(self) -> bool:
+    def _answer_first(self, lane: FastLane) -> bool:
         """Answer the first request that was parsed. False if it is left to the task, or its body is incomplete."""
         message, payload = self._messages[0]
-        lane, transport = self._lane, self.transport
+        transport = self.transport
         # An error of the parser has another type. Writing is paused while the client does not read.
         if not isinstance(message, RawRequestMessage) or self._paused or transport is None:
             self._let_go()

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import orjson
 
-from streams import __version__
 from streams.core.ids import U64_MASK
 from streams.cxl.events import POOL_NAME_CHARS_MAX
 from streams.router_api.answers import ErrorAnswer
@@ -29,6 +28,9 @@ from streams.router_api.wire import (
     ConfigOverride,
     RouteRequest,
 )
+
+#: Of the paths, which have no version in them.
+API_VERSION = "1"
 
 _REF = "#/components/schemas/{name}"
 
@@ -54,7 +56,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "kvstreams router",
-            "version": __version__,
+            "version": API_VERSION,
             "description": "A KV-cache-aware router for LLM engines. docs/http.md explains each call.",
         },
         "tags": [{"name": tag} for tag in Tag],
