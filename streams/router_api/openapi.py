@@ -34,6 +34,14 @@ API_VERSION = "1"
 
 _REF = "#/components/schemas/{name}"
 
+#: The page has its script and style within it, and loads nothing from other hosts.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
 #: The parameters of paths.
 _PATH_PARAMETERS: dict[str, dict[str, Any]] = {
     "request_id": {"type": "string", "minLength": 1, "maxLength": NAME_CHARS_MAX},
