@@ -36,6 +36,7 @@ from streams.router_api.router import Router
 from streams.router_api.token_bodies import parse_with_tokens
 from streams.router_api.wire import (
     OCTET_STREAM,
+    RouteRequest,
     answer_json,
     error_json,
     is_list,
@@ -86,7 +87,7 @@ class FastLane:
         self._errors = metrics.errors
         self._tokens_max = router.settings.request_tokens_max
         self._body_bytes_max = min(UNCOUNTED_BODY_BYTES, router.settings.body_bytes_max)
-        self._retry_after = f"Retry-After: {retry_after_s}\r\n"
+        self._retry_after_s = retry_after_s
         self.n_answered = 0
 
     def call_of(self, message: RawRequestMessage) -> _Call | None:
@@ -146,7 +147,7 @@ class FastLane:
     def _route_packed(self, message: RawRequestMessage, body: bytes) -> bytes | None:
         started = time.perf_counter()
         request = parse_route_query(_query_of(message))
-        if not body:
+        if not body or _may_wait(request):
             return None
         found = _response(200, orjson.dumps(answer_json(self._router.route(request, body))))
         self._route_seconds.observe(time.perf_counter() - started)
@@ -157,6 +158,8 @@ class FastLane:
             return None
         started = time.perf_counter()
         request, packed = parse_with_tokens(parse_route, body, self._tokens_max)
+        if _may_wait(request):
+            return None
         found = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
         self._route_seconds.observe(time.perf_counter() - started)
         return found
@@ -172,9 +175,16 @@ class FastLane:
 
     def _refusal(self, status: int, code: str, message: str, detail: dict[str, Any] | None = None) -> bytes:
         self._errors[code] += 1
-        more = self._retry_after if status == 503 else ""
+        more = ""
+        if status == 503:
+            more = f"Retry-After: {(detail or {}).get('retry_after_s', self._retry_after_s)}\r\n"
         body = orjson.dumps(error_json(code, message, detail), option=orjson.OPT_NON_STR_KEYS)
         return _response(status, body, more)
+
+
+def _may_wait(request: RouteRequest) -> bool:
+    """Whether a request asks to wait for a rank, which the fast lane does not."""
+    return getattr(request, "queue", "off") != "off"
 
 
 def _query_of(message: RawRequestMessage) -> Mapping[str, str]:
