@@ -36,6 +36,7 @@ from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEli
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
+from streams.router_api.decision_counts import DecisionCounts
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
@@ -151,6 +152,7 @@ class Router:
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
+        self.decisions = DecisionCounts()
         self.prompt_matches = PromptMatches(self.view.blocks_of_model)
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False
@@ -326,6 +328,14 @@ class Router:
             trust, chosen_trust = self._trust_in(prepared, chosen)
         self.answers[trust.mode] += 1
         self.chosen_modes[chosen_trust.mode] += 1
+        self.decisions.note(
+            prepared.policy.mode,
+            chosen.rank.worker_id,
+            chosen.scores,
+            prepared.blocks.request_blocks,
+            trust,
+            reads_index=prepared.reads_index,
+        )
         if prepared.reads_index:
             self.prompt_matches.note(
                 prepared.model,

@@ -25,7 +25,7 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.eligibility import base_of
 from streams.core.routing.identity_cache import IdentityCache
 from streams.kafka import partition_of
-from streams.tables.applied_until import AppliedUntil, SourceOffset
+from streams.tables.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
 from streams.tables.records import PartitionRecord
 from streams.topic_watch import READINGS_PER_TOLERATED_LAG, read_every_ms
 
@@ -263,6 +263,7 @@ class TrustTracker:
         self._folded: defaultdict[int, AppliedUntil] = defaultdict(lambda: AppliedUntil(SETTLE_MS))
         # The same for the changelog of pooled blocks, whose records are not in order with the partition records.
         self._folded_pooled: defaultdict[int, AppliedUntil] = defaultdict(AppliedUntil)
+        self._ends: dict[int, Mapping[str, SourceOffset]] = {}  # by partition, where its sources ended when last read
         # Ranks of which the index lacks a record because it was over capacity, with their epoch at that time: what the
         # index has of them is wrong until a newer epoch begins.
         self._incomplete: dict[RankId, Epoch] = {}
@@ -294,6 +295,7 @@ class TrustTracker:
 
     def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources of a partition end, as the broker was asked for at this time."""
+        self._ends[partition] = ends
         self._folded[partition].note_ends(asked_ms, ends)
         self._note_owner(partition)
 
@@ -336,6 +338,20 @@ class TrustTracker:
             for partition, (record, _) in self._partitions.items()
             if record.sources
         }
+
+    def lags(self, now_ms: int) -> dict[int, Lag]:
+        """How far this router's view is behind the sources of each partition, its owner's delay included."""
+        return {partition: self._lag(partition, now_ms) for partition in range(self._n_partitions)}
+
+    def _lag(self, partition: int, now_ms: int) -> Lag:
+        ends, folded = self._ends.get(partition), self._folded.get(partition)
+        record, _ = self._partitions.get(partition, (None, None))
+        n_records = None
+        if ends is not None and record is not None:
+            applied = {each.topic: SourceOffset(each.topic_id, each.applied_offset + 1) for each in record.sources}
+            n_records = records_behind(ends, applied)
+        until_ms = None if folded is None else folded.at_ms
+        return Lag(n_records, None if until_ms is None else max(now_ms - until_ms, 0))
 
     def assess(
         self,

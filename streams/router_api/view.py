@@ -53,7 +53,7 @@ from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust import APPROXIMATE, FALLBACK, AnswerMode, DegradedReason, Trust, TrustTracker
 from streams.settings import Settings
-from streams.tables.applied_until import SourceOffset
+from streams.tables.applied_until import Lag, SourceOffset
 from streams.tables.records import (
     PARKED_PREFIX,
     PARTITION_PREFIX,
@@ -759,6 +759,20 @@ class View:
         """Source offset that each partition's owner had applied when it wrote its last partition record."""
         with self._trust_lock:
             return self._trust.applied_offsets()
+
+    def lags(self) -> dict[int, Lag]:
+        """How far this view is behind the log of events, by partition. Empty if this router does not read the index."""
+        if not self._settings.reads_index:
+            return {}
+        with self._lock:
+            return self._trust.lags(self._now_ms())
+
+    def n_gaps(self) -> int:
+        """Gaps in the batches of all ranks of registered workers, as their progress records count them."""
+        with self._lock:
+            known = self._trust.progress
+            ranks = (rank for worker in self.workers.values() for rank in worker.ranks())
+            return sum(known[rank].n_gaps for rank in ranks if rank in known)
 
     def reports(self) -> list[MetricsReport]:
         """Every valid report of an engine, in order of rank."""

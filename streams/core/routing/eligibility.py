@@ -58,6 +58,17 @@ class FilterReason(enum.StrEnum):
     SILENT = "silent"  # the rank was not heard from within its lease
 
 
+def names_another_rank(rank: RankId, worker_filter: WorkerFilter) -> bool:
+    """Whether a request's lists of workers rule out a rank: they exclude its worker, or name others only."""
+    worker_id = rank.worker_id
+    return (
+        worker_id in worker_filter.excluded
+        or worker_filter.worker_id not in (None, worker_id)
+        or (worker_filter.allowed is not None and worker_id not in worker_filter.allowed)
+        or worker_filter.dp_rank not in (None, rank.dp_rank)
+    )
+
+
 class RankSelection(Sequence[RankId]):
     """Some of a tuple of ranks, in its order, so that what is cached for the tuple serves them as well.
 
@@ -146,17 +157,6 @@ class EligibleRanks:
         if self._numbers is None:
             self._numbers = np.array([rank.dp_rank for rank in self.ranks], dtype=np.int64)
         return self._numbers
-
-
-def names_another_rank(rank: RankId, worker_filter: WorkerFilter) -> bool:
-    """Whether a request's lists of workers rule out a rank: they exclude its worker, or name others only."""
-    worker_id = rank.worker_id
-    return (
-        worker_id in worker_filter.excluded
-        or worker_filter.worker_id not in (None, worker_id)
-        or (worker_filter.allowed is not None and worker_id not in worker_filter.allowed)
-        or worker_filter.dp_rank not in (None, rank.dp_rank)
-    )
 
 
 def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | None:
