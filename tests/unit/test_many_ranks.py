@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -194,6 +195,12 @@ class Both:
                 for owner in range(N_PARTITIONS):
                     self.partition(owner)
 
+    def compare_counts(self) -> None:
+        """Compare how many ranks have each reason by themselves."""
+        found = [self.plain.of_rank(each, NO_RANKS, self.now_ms, self.unfed, NO_RANKS) for each in RANKS]
+        reasons = Counter(each for each in found if isinstance(each, DegradedReason))
+        assert self.tracker.count(RANKS, self.now_ms, self.unfed) == (found.count(AnswerMode.APPROXIMATE), reasons)
+
     def compare(self, ranks: Sequence[RankId]) -> None:
         found = self.tracker.assess(
             ranks, self.predicted, self.now_ms, unfed=self.unfed, ranks_missing_labels=self.missing
@@ -213,6 +220,7 @@ def test_trust_over_many_ranks_is_that_of_each_rank(seed: int) -> None:
         both.change(rng)
         both.compare(RANKS)
         both.compare(fewer)
+        both.compare_counts()
         both.compare(list(RANKS))
         at = np.flatnonzero(np.array([rng.random() < 0.4 for _ in RANKS]))
         both.compare(RankSelection(RANKS, at))
