@@ -217,6 +217,10 @@ class Settings:
         "empty the scope's index, loads and events at start; refused while another process of the scope is running",
     )
     router_reset_force: bool = _setting(False, "reset even if another process of the scope is running")
+    tracing: bool = _setting(
+        False,
+        "send an OpenTelemetry trace of every decision by OTLP; needs kvstreams[otel]; OTEL_* variables configure it",
+    )
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "write logs as JSON, one object per line")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from streams.errors import KvStreamsError, NotReady, TopicMismatch
+from streams.errors import KvStreamsError, NotReady, SettingsError, TopicMismatch
 from streams.http_server import HttpServer, Startup, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads
 from streams.kafka import TOPICS_POLL_S, missing_topics
@@ -46,10 +46,32 @@ def api_runner(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()
 
     more_metrics: further registries of this process. process: the value of the label `process`; "" for no such label.
     """
-    app = web.Application(middlewares=[error_shape])
+    app = web.Application(middlewares=[error_shape, *_tracing(router)])
     handlers = Handlers(router, more_metrics, process)
     handlers.add_to(app)
     return handlers.runner(app)
+
+
+def make_router(settings: Settings) -> Router:
+    """Make a router, with traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
+    if not settings.tracing:
+        return Router(settings)
+    try:
+        from streams.router_api.tracing import TracedRouter
+    except ImportError as exc:
+        raise SettingsError(
+            f"tracing is on, but {exc.name} is not installed", remedy="`pip install 'kvstreams[otel]'` installs it"
+        ) from exc
+    return TracedRouter(settings)
+
+
+def _tracing(router: Router) -> list[Any]:
+    """The middleware of a router with traces. One without imports nothing for them."""
+    if not router.settings.tracing:
+        return []
+    from streams.router_api.tracing import TracedRouter, middleware_of
+
+    return [middleware_of(router)] if isinstance(router, TracedRouter) else []
 
 
 async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
@@ -76,7 +98,7 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
         missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
         await warm_while_serving(ROUTER, startup.note)
         prefer_request_threads()
-        router = Router(settings)
+        router = make_router(settings)
         router.topics_missing = tuple(missing)
         await server.serve(api_runner(router, process="" if place is None else str(place.number)))
         log.info("routing on http://%s:%d", *server.address)
