@@ -802,12 +802,26 @@ def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() ->
     assert (len(alone), log.written) == (0, [])
 
 
+def test_a_started_router_sends_without_being_asked() -> None:
+    """After `start` a thread sends what is booked, and `stop` sends the rest."""
+    world = World()
+    first = world.replicas[0]
+    first.sync.start()
+    first.sync.book("r", booking(1))
+    wait_for(lambda: bool(world.log.written), PATIENCE_S, "the booking to be sent")
+    wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "it to be acknowledged")
+    first.sync.book("s", booking(2))
+    first.sync.stop(PATIENCE_S)
+    assert len(world.log.written) == 2
+    assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
+
+
 @contextmanager
-def nobody() -> Iterator[LoadsSync]:
+def nobody(**limits: int) -> Iterator[LoadsSync]:
     """Loads whose real client finds no broker."""
     knobs = Settings(kafka=f"127.0.0.1:{free_port()}", partitions=2)
     clock = [0]
-    client = producer(knobs, **{"message.timeout.ms": 200, "log_level": 0})
+    client = producer(knobs, **{"message.timeout.ms": 200, "log_level": 0, **limits})
     yield LoadsSync(knobs, TOPIC, client, lambda: clock[0])
     client.purge()
 
@@ -828,3 +842,14 @@ def test_a_real_client_that_gives_up_gives_the_record_back() -> None:
 
         wait_for(tried, PATIENCE_S, "the client to give up twice")
         assert (sync.unacknowledged, sync.unpublished) == (1, 0)
+
+
+def test_a_real_client_whose_queue_is_full_gets_the_rest_later() -> None:
+    """Records for which the real client has no room wait, in order; one that is too large is dropped and counted."""
+    with nobody(**{"queue.buffering.max.messages": 2, "message.max.bytes": 2000, "message.timeout.ms": 60_000}) as sync:
+        sync.book("large", booking(9, list(range(1000))))
+        for number in range(4):
+            sync.book(str(number), booking(number))
+        sync.poll()
+        assert (sync.unacknowledged, sync.unpublished, len(sync._outbox._in_flight)) == (4, 1, 2)
+        assert [key.split(b"\x1f")[0] for key in sync._outbox._waiting] == [b"2", b"3"]
