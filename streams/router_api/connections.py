@@ -1,7 +1,7 @@
 """The connections of the HTTP API: how many there may be, and how long one may stay without a request.
 
-What lives here: those limits, and the runner that applies them to both servers, `kvstreams router` and the Faust
-worker. What must not: requests (handlers) and their bodies (bodies).
+What lives here: those limits. What must not: requests (handlers), their bodies (bodies), and the server to which the
+limits apply (runner).
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Connections:
     def __len__(self) -> int:
         return 0 if self._server is None else len(self._server.connections)
 
-    def accepting_for(self, server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-        """The protocol of each new connection: the server's, or one that refuses it."""
+    def accepting_for(
+        self, server: web.Server, new_protocol: Callable[[], web.RequestHandler]
+    ) -> Callable[[], asyncio.BaseProtocol]:
+        """The protocol of each new connection of a server: what new_protocol returns, or one that refuses it."""
         self._server = server
 
         def accept() -> asyncio.BaseProtocol:
@@ -63,7 +65,7 @@ class Connections:
             if len(server.connections) + self._n_accepting >= self.connections_max:
                 self.refused[TOO_MANY] += 1
                 return _Refusal(self._refusals, self.connections_max)
-            protocol = server()
+            protocol = new_protocol()
             # The loop accepts many connections in one step, and adds them to the server's list in the next one.
             self._n_accepting += 1
             loop.call_soon(self._made)
@@ -75,9 +77,9 @@ class Connections:
     def _made(self) -> None:
         self._n_accepting -= 1
 
-    def note_request(self, request: web.Request) -> None:
-        """A connection has a request; called for every one of them."""
-        timer = self._without_request.pop(request.protocol, None)
+    def note_request(self, protocol: web.RequestHandler) -> None:
+        """A connection has a request; called for the first one, or for every one of them."""
+        timer = self._without_request.pop(protocol, None)
         if timer is not None:
             timer.cancel()
 
@@ -117,20 +119,6 @@ class _Refusal(asyncio.Protocol):
             self._timer.cancel()
 
 
-class ApiRunner(web.AppRunner):
-    """Runs the API's application within the limits of Connections. Bodies are decompressed by Bodies."""
-
-    def __init__(self, app: web.Application, connections: Connections) -> None:
-        super().__init__(app, access_log=None, auto_decompress=False, lingering_time=LINGERING_S)
-        self._connections = connections
-
-    @property
-    def server(self) -> Callable[[], asyncio.BaseProtocol] | None:  # type: ignore[override]  # sites only call it
-        """The factory of protocols that a site gives to the event loop."""
-        server = super().server
-        return None if server is None else self._connections.accepting_for(server)
-
-
 def refusal(error: Overloaded) -> bytes:
     """An error in the shape of all errors, as a whole HTTP response after which the connection is closed."""
     body = orjson.dumps({"error": {"code": error.code, "message": str(error), "detail": error.detail}})
@@ -142,13 +130,21 @@ def refusal(error: Overloaded) -> bytes:
 
 
 def _within_descriptors(connections_max: int) -> int:
-    """The limit of connections, lowered to the file descriptors that this process may have."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """The limit of connections, lowered to the file descriptors that this process may have.
+
+    Most systems let a process have 1,024 at first and many more if it asks for them.
+    """
+    descriptors, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + _OTHER_DESCRIPTORS
+    if descriptors != resource.RLIM_INFINITY and descriptors < wanted:
+        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, descriptors), most))
+        descriptors = max(wanted, descriptors)
     if descriptors == resource.RLIM_INFINITY or connections_max <= descriptors - _OTHER_DESCRIPTORS:
         return connections_max
     lowered = max(1, descriptors - _OTHER_DESCRIPTORS)
     log.warning(
-        "connections_max is %d, but this process may have %d open files (ulimit -n): the limit is %d connections",
+        "connections_max is %d, but this process may have %d open files (ulimit -Hn): the limit is %d connections",
         connections_max,
         descriptors,
         lowered,

@@ -151,6 +151,9 @@ class Router:
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
         self.prompt_matches = PromptMatches(self.view.blocks_of_model)
+        #: Whether the process has begun to stop (draining), and how many requests it did not finish.
+        self.stopping = False
+        self.requests_cut_off = 0
         #: Topics of the scope that do not exist yet, as set by the process that starts this router.
         self.topics_missing: tuple[str, ...] = ()
         #: Topics of the scope that were deleted since this router started.
@@ -168,11 +171,15 @@ class Router:
         self.feeds.start()
         self._watch.start()
 
-    def stop(self) -> None:
-        """Stop reading topics and wait until Kafka has what was published."""
+    def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
+        """Stop reading topics and wait until Kafka has what was published; returns how many records it does not have.
+
+        timeout_s: limits that wait.
+        """
         self._watch.stop()
         self.feeds.stop()
-        self.loads.stop(PUBLISH_TIMEOUT_S)
+        self.loads.stop(timeout_s)
+        return self.loads.unacknowledged
 
     def tick(self) -> None:
         """Serve delivery reports and expire bookings; call it about every half second."""
