@@ -91,9 +91,8 @@ class RecordCodec:
         self._schema = fastavro.parse_schema(self.source)
         # fastavro returns the fingerprint as hex, in the byte order of the frame (little-endian).
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(self._schema), "CRC-64-AVRO"))
-        #: The first bytes of a record of the current schema, and that schema as fastavro has it.
+        #: The first bytes of a record of the current schema.
         self.header = _SINGLE_OBJECT + self.fingerprint
-        self.schema: Any = self._schema
         #: By fingerprint, what records may have been written with.
         self._writers: dict[bytes, Any] = {self.fingerprint: self._schema}
         folder = schemas_dir()

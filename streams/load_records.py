@@ -7,13 +7,9 @@ the same bytes, and a record of any other form is left to `codec`; tests compare
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-import fastavro
 
 from streams.codec import codec, decode_load, encode_load, from_long, load_key, to_long
 from streams.core.ids import DpRank, RankId, WorkerId
@@ -40,6 +36,14 @@ _REQUEST_PHASES: Mapping[str | None, bytes] = MappingProxyType(
 #: Bookings whose leading bytes a decoder keeps, so that it recognises their next records; about 400 bytes each. A
 #: booking is removed when its free is read. Beyond the limit the oldest one is removed.
 BOOKINGS_KEPT_MAX = 100_000
+
+_REQUEST_PHASES_READ = MappingProxyType({raw: (phase,) for phase, raw in _REQUEST_PHASES.items()})
+
+#: The second branch of a union, which is the value that may be absent; and bytes that are a whole number from 0 to 63.
+_PRESENT = 2
+_ONE_BYTE = frozenset(range(0, 128, 2))
+_LONG_BITS_MAX = 63
+_HASH_BYTES = 8
 
 _SHORT = tuple(bytes([number]) for number in range(128))
 _I63 = 1 << 63
@@ -97,47 +101,89 @@ class LoadDecoder:
                 if phase is BookingPhase.FREE:
                     del self._bookings[raw[:-_TAIL_BYTES]]
                 return booking_id, phase, None
-        decoded = _decode_add(raw)
+        try:
+            decoded = _decode_add(raw)
+        except (IndexError, UnicodeDecodeError):  # codec says what is wrong
+            decoded = None
         if decoded is None:
             return decode_load(raw)
-        self._keep(decoded[0], raw)
-        return decoded[0], BookingPhase.ADD, decoded[1]
-
-    def _keep(self, booking_id: BookingId, raw: bytes) -> None:
-        head = _head(booking_id)
-        if raw.startswith(head):  # otherwise its writer encodes numbers in another way
-            if len(self._bookings) >= BOOKINGS_KEPT_MAX:
-                del self._bookings[next(iter(self._bookings))]
-            self._bookings[head] = booking_id
+        head, booking_id, booking = decoded
+        if len(self._bookings) >= BOOKINGS_KEPT_MAX:
+            del self._bookings[next(iter(self._bookings))]
+        self._bookings[head] = booking_id
+        return booking_id, BookingPhase.ADD, booking
 
 
-def _decode_add(raw: bytes) -> tuple[BookingId, Booking] | None:
-    """Decode a good add of the current schema; None for any other record."""
-    if raw[:_HEADER_BYTES] != _HEADER:
+def _decode_add(raw: bytes) -> tuple[bytes, BookingId, Booking] | None:
+    """Decode an add as routers write it; returns its leading bytes as well. None for any other record.
+
+    Numbers that need one byte are read in place, which is most of what makes this faster than fastavro.
+    """
+    if not raw.startswith(_HEADER):
         return None
-    stream = io.BytesIO(raw)
-    stream.seek(_HEADER_BYTES)
-    try:
-        datum: Any = fastavro.schemaless_reader(stream, _CODEC.schema, None)
-    except Exception:  # fastavro passes on any exception of its C code; codec says what is wrong
+    length, at = _read(raw, _HEADER_BYTES)
+    request_id, at = raw[at : at + length], at + length
+    length, at = _read(raw, at)
+    router_id, at = raw[at : at + length], at + length
+    counter, at = _read(raw, at)
+    head = raw[:at]
+    # Phase `add`, then six bytes of time, then the branch of the union that is a booking.
+    if raw[at] != 0 or raw[at + 1 + _TIME_BYTES] != _PRESENT or not _is_time(raw[at + 1 : at + 1 + _TIME_BYTES]):
         return None
-    found = datum["booking"]
-    if found is None or datum["phase"] != "add" or stream.tell() != len(raw):
+    worker_id, at = _read(raw, at + 2 + _TIME_BYTES)
+    dp_rank, at = (raw[at] >> 1, at + 1) if raw[at] in _ONE_BYTE else _read(raw, at)
+    length, at = (raw[at] >> 1, at + 1) if raw[at] in _ONE_BYTE else _read(raw, at)
+    model, at = raw[at : at + length], at + length
+    prefill, at = _read(raw, at)
+    request_blocks, at = _read(raw, at)
+    overlap, at = (raw[at] >> 1, at + 1) if raw[at] in _ONE_BYTE else _read(raw, at)
+    length, at = _read(raw, at)
+    sequence, at = raw[at : at + length], at + length
+    expected = None
+    if raw[at] == _PRESENT:
+        expected, at = _read(raw, at + 1)
+    elif raw[at] == 0:
+        at += 1
+    else:
         return None
-    worker_id, dp_rank, model, prefill, request_blocks, overlap, sequence, expected, output, phase = found.values()
-    if min(prefill, request_blocks, overlap, output) < 0 or not 0 <= dp_rank < _I32 or len(sequence) % 8:
+    output, at = (raw[at] >> 1, at + 1) if raw[at] in _ONE_BYTE else _read(raw, at)
+    phase = _REQUEST_PHASES_READ.get(raw[at:])
+    # A length beyond the end makes the next number fail, or leaves no phase; a negative one is refused by `_read`.
+    if phase is None or len(sequence) % _HASH_BYTES or dp_rank >= _I32:
         return None
-    return BookingId(datum["request_id"], datum["router_id"], datum["counter"]), Booking(
-        RankId(WorkerId(from_long(worker_id)), DpRank(dp_rank)),
-        model,
-        prefill,
-        sequence,
-        overlap,
-        request_blocks,
-        expected,
-        output,
-        phase,
+    return (
+        head,
+        BookingId(request_id.decode(), router_id.decode(), counter),
+        Booking(
+            RankId(WorkerId(from_long(worker_id)), DpRank(dp_rank)),
+            model.decode(),
+            prefill,
+            sequence,
+            overlap,
+            request_blocks,
+            expected,
+            output,
+            phase[0],
+        ),
     )
+
+
+def _read(raw: bytes, at: int) -> tuple[int, int]:
+    """Read an Avro long that is not negative; returns it, and where the next field begins.
+
+    Raises IndexError at the end of the record, and for what is left to codec: negative numbers, and those of over 63
+    bits.
+    """
+    byte = raw[at]
+    found, shift = byte & 0x7F, 7
+    while byte >= 0x80:
+        at += 1
+        byte = raw[at]
+        found |= (byte & 0x7F) << shift
+        shift += 7
+    if found & 1 or shift > _LONG_BITS_MAX:
+        raise IndexError(at)
+    return found >> 1, at + 1
 
 
 def _head(booking_id: BookingId) -> bytes:
