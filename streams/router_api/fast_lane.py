@@ -36,6 +36,7 @@ from streams.router_api.router import Router
 from streams.router_api.token_bodies import parse_with_tokens
 from streams.router_api.wire import (
     OCTET_STREAM,
+    RouteRequest,
     answer_json,
     error_json,
     is_list,
@@ -52,6 +53,9 @@ HOLD_S = 0.02
 
 #: Request ids that mean the same in a path as they are; others may be encoded.
 _PLAIN_ID = re.compile(r"[A-Za-z0-9_-]{1,512}")
+
+#: Query parameters without encoded characters.
+_PLAIN_QUERY = re.compile(r"\w+=[\w.,:~-]*(?:&\w+=[\w.,:~-]*)*", re.ASCII)
 
 _ROUTE, _LOADS = "/route", "/loads/"
 
@@ -83,7 +87,7 @@ class FastLane:
         self._errors = metrics.errors
         self._tokens_max = router.settings.request_tokens_max
         self._body_bytes_max = min(UNCOUNTED_BODY_BYTES, router.settings.body_bytes_max)
-        self._retry_after = f"Retry-After: {retry_after_s}\r\n"
+        self._retry_after_s = retry_after_s
         self.n_answered = 0
 
     def call_of(self, message: RawRequestMessage) -> _Call | None:
@@ -142,10 +146,10 @@ class FastLane:
 
     def _route_packed(self, message: RawRequestMessage, body: bytes) -> bytes | None:
         started = time.perf_counter()
-        request = parse_route_query(message.url.query)
-        if not body:
+        request = parse_route_query(_query_of(message))
+        if not body or _may_wait(request):
             return None
-        found = _response(200, answer_json(self._router.route(request, body)))
+        found = _response(200, orjson.dumps(answer_json(self._router.route(request, body))))
         self._route_seconds.observe(time.perf_counter() - started)
         return found
 
@@ -154,35 +158,58 @@ class FastLane:
             return None
         started = time.perf_counter()
         request, packed = parse_with_tokens(parse_route, body, self._tokens_max)
-        found = _response(200, answer_json(self._router.route(request, packed)))
+        if _may_wait(request):
+            return None
+        found = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
         self._route_seconds.observe(time.perf_counter() - started)
         return found
 
     def _report(self, request_id: str, what: BookingPhase, asks: RawRequestMessage | None) -> bytes:
         """asks: the request, if it has query parameters."""
-        phase = None if asks is None else parse_report_query(asks.url.query).phase
+        phase = None if asks is None else parse_report_query(_query_of(asks)).phase
         return _accepted(self._router.report_phase(request_id, what, phase))
 
     def _output(self, request_id: str, body: bytes, asks: RawRequestMessage | None) -> bytes:
-        phase = None if asks is None else parse_report_query(asks.url.query).phase
+        phase = None if asks is None else parse_report_query(_query_of(asks)).phase
         return _accepted(self._router.report_output(request_id, parse_output(body).output_tokens, phase))
 
     def _refusal(self, status: int, code: str, message: str, detail: dict[str, Any] | None = None) -> bytes:
         self._errors[code] += 1
-        more = self._retry_after if status == 503 else ""
-        return _response(status, error_json(code, message, detail), more)
+        more = ""
+        if status == 503:
+            more = f"Retry-After: {(detail or {}).get('retry_after_s', self._retry_after_s)}\r\n"
+        body = orjson.dumps(error_json(code, message, detail), option=orjson.OPT_NON_STR_KEYS)
+        return _response(status, body, more)
+
+
+def _may_wait(request: RouteRequest) -> bool:
+    """Whether a request asks to wait for a rank, which the fast lane does not."""
+    return getattr(request, "queue", "off") != "off"
+
+
+def _query_of(message: RawRequestMessage) -> Mapping[str, str]:
+    """The query parameters. Those without encoded characters, which most are, need no library."""
+    text = message.path.partition("?")[2]
+    if not text:
+        return {}
+    if _PLAIN_QUERY.fullmatch(text):
+        pairs = [pair.split("=") for pair in text.split("&")]
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+    query: Mapping[str, str] = message.url.query
+    return query
 
 
 def _accepted(answer: dict[str, Any]) -> bytes:
-    return _response(202 if answer["buffered"] else 200, answer)
+    return _response(202 if answer["buffered"] else 200, orjson.dumps(answer))
 
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
-def _response(status: int, value: Any, more_headers: str = "") -> bytes:
+def _response(status: int, body: bytes, more_headers: str = "") -> bytes:
     """A whole response, with the headers that aiohttp would write."""
-    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
     head = (
         f"{_STATUS_LINES[status]}\r\nContent-Type: application/json\r\n{more_headers}Content-Length: {len(body)}\r\n"
         f"Date: {rfc822_formatted_time()}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
@@ -195,8 +222,10 @@ class FastProtocol(web.RequestHandler):
 
     __slots__ = ("_call", "_held", "_lane", "_note_first")
 
-    def __init__(self, lane: FastLane, note_first: Callable[[web.RequestHandler], None], *args: Any, **kwargs: Any):
-        """note_first: called when the connection has its first request."""
+    def __init__(
+        self, lane: FastLane | None, note_first: Callable[[web.RequestHandler], None], *args: Any, **kwargs: Any
+    ) -> None:
+        """lane: None if aiohttp answers everything. note_first: called when the connection has its first request."""
         super().__init__(*args, **kwargs)
         self._lane = lane
         self._note_first: Callable[[web.RequestHandler], None] | None = note_first
@@ -206,24 +235,25 @@ class FastProtocol(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Parse what arrived; answer it here, or leave it to the task that aiohttp has for the connection."""
         waiter = self._waiter
-        if waiter is None or waiter.done():  # the task is busy: aiohttp queues what arrives
+        # While the task is busy, aiohttp queues what arrives.
+        if self._lane is None or waiter is None or waiter.done():
             super().data_received(data)
             return
         self._waiter = None  # so that the task is not woken
         try:
             super().data_received(data)
             # If so many requests came at once that reading is paused, aiohttp knows when to continue.
-            while self._messages and not self._buffer_paused and self._answer_first():
+            while self._messages and not self._buffer_paused and self._answer_first(self._lane):
                 pass
         finally:
             self._waiter = waiter
         if self._messages and self._held is None:
             waiter.set_result(None)
 
-    def _answer_first(self) -> bool:
+    def _answer_first(self, lane: FastLane) -> bool:
         """Answer the first request that was parsed. False if it is left to the task, or its body is incomplete."""
         message, payload = self._messages[0]
-        lane, transport = self._lane, self.transport
+        transport = self.transport
         # An error of the parser has another type. Writing is paused while the client does not read.
         if not isinstance(message, RawRequestMessage) or self._paused or transport is None:
             self._let_go()

@@ -117,6 +117,13 @@ FREE = request("DELETE", "/loads/r1")
         (request("POST", "/route?request_id=r1&model=m", packed(TOKENS), Content_Type=OCTETS), True),
         (request("POST", "/route", packed(TOKENS)[:-1], Content_Type=OCTETS), True),
         (request("POST", "/route?worker_id=1&dp_rank=9", packed(TOKENS), Content_Type=OCTETS), True),
+        (request("POST", "/route?request_id=a%2Fb+c&update_states=false", packed(TOKENS), Content_Type=OCTETS), True),
+        (request("POST", "/route?request_id=&model=m", packed(TOKENS), Content_Type=OCTETS), True),
+        (request("POST", "/route?request_id", packed(TOKENS), Content_Type=OCTETS), True),
+        (
+            request("POST", "/route?allowed_worker_ids=1,2&tier_weights=1,1,1,0", packed(TOKENS), Content_Type=OCTETS),
+            True,
+        ),
         (request("POST", "/route?unknown=1", packed(TOKENS), Content_Type=OCTETS), True),
         (request("POST", "/route?model=a&model=b", packed(TOKENS), Content_Type=OCTETS), True),
         (request("POST", "/route", b"", Content_Type=OCTETS), False),
