@@ -37,7 +37,7 @@ from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_counts import DecisionCounts
-from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
@@ -148,7 +148,7 @@ class Router:
         self.dead_letters = DeadLetterCounts(settings)
         feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
-            feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
+            feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S)
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
@@ -170,6 +170,7 @@ class Router:
 
     def start(self) -> None:
         """Begin to read topics."""
+        self.loads.start()
         self.feeds.start()
         self._watch.start()
 
@@ -180,7 +181,7 @@ class Router:
         """
         self._watch.stop()
         self.feeds.stop()
-        self.loads.flush(timeout_s)
+        self.loads.stop(timeout_s)
         return self.loads.unacknowledged
 
     def tick(self) -> None:
