@@ -6,6 +6,7 @@ choosing an engine (base), and bookings (generation).
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
 #: Bytes of one event. With return_token_ids, vLLM's first event repeats the prompt: about 8 bytes for each token.
 EVENT_BYTES_MAX = 64 << 20
+
+#: How long the end of an answer may follow its last event; then the connection is closed instead of being used again.
+END_TIMEOUT_S = 0.1
 
 #: Bytes of an engine's refusal that are read, and characters of it that become part of an error.
 REFUSAL_BYTES_MAX = 64 << 10
@@ -120,6 +124,7 @@ class EngineStream:
                 event = self._events.popleft()
                 if event == _DONE:
                     self._check_finished()
+                    await self._read_end()
                     return None
                 chunk = self._chunk(event)
                 if chunk is not None:
@@ -135,6 +140,15 @@ class EngineStream:
             if not received and not self._events:
                 self._check_finished()
                 return None
+
+    async def _read_end(self) -> None:
+        """Read the end of the answer, so that its connection can be used again."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                while not self._response.content.at_eof():
+                    await self._response.content.readany()
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            pass  # the answer itself is complete
 
     def close(self) -> None:
         """Give the connection back if the answer was read to its end; otherwise close it, which aborts the request."""

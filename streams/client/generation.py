@@ -201,6 +201,7 @@ class Generation:
     def _report(self, chunk: dict[str, Any]) -> None:
         booking = self.booking
         booking.prefill_complete()
+        self._body = b""  # it was needed for another engine; a prompt may be megabytes long
         self.output_tokens += len(chunk["token_ids"])
         if chunk["finish_reason"] is not None:
             booking.end()

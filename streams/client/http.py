@@ -59,7 +59,14 @@ _RETRY_AFTER_S = 0.1
 
 _ERRORS = {kind.code: kind for kind in API_ERRORS}
 
-OCTET_STREAM = "application/octet-stream"
+#: The code of a refusal that came after the caller's own deadline.
+_DEADLINE = "queue_timeout"
+
+#: The longest time that routers let a request wait in their queue; their setting queue_timeout_s is 30 s by default.
+QUEUE_WAIT_S_MAX = 3600.0
+
+JSON, OCTET_STREAM = "application/json", "application/octet-stream"
+AUTHORIZATION, TENANT_HEADER = "Authorization", "X-Tenant"
 
 
 class KvRouterClient(KvRouter):
@@ -101,8 +108,7 @@ class KvRouterClient(KvRouter):
         """Open sessions on the running loop; nothing is connected yet."""
         if self._routers is None:
             self._routers = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections_max, ssl=self._ssl or True),
-                timeout=aiohttp.ClientTimeout(total=self._call_timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=self._connections_max, ssl=self._ssl or True)
             )
         await super().start()
         return self
@@ -115,12 +121,20 @@ class KvRouterClient(KvRouter):
             self._routers = None
 
     async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
+        fields = dict(fields)
+        tenant = fields.pop("tenant", None)
+        headers = {} if tenant is None else {TENANT_HEADER: tenant}
+        wait_s = 0.0
+        if fields.get("queue") == "on":
+            wait_s = fields["queue_timeout_ms"] / 1000.0 if "queue_timeout_ms" in fields else QUEUE_WAIT_S_MAX
         # Packed tokens save most of the time that a router needs to parse a long prompt.
         query = query_of(fields)
         if query is not None:
-            return await self._round("POST", call, attempt, query=query, body=packed, content_type=OCTET_STREAM)
+            headers["Content-Type"] = OCTET_STREAM
+            return await self._round("POST", call, attempt, query, packed, headers, wait_s)
+        headers["Content-Type"] = JSON
         body = orjson.dumps({**fields, "token_ids": unpack_tokens(packed)})
-        return await self._round("POST", call, attempt, body=body)
+        return await self._round("POST", call, attempt, None, body, headers, wait_s)
 
     async def _send_report(self, key: BookingKey, report: Report) -> None:
         if report.free:
@@ -144,7 +158,7 @@ class KvRouterClient(KvRouter):
         until_s = loop.time() + REPORT_TIMEOUT_S
         while True:
             try:
-                await self._round(method, path, attempt, query=query, body=body)
+                await self._round(method, path, attempt, query, body, {} if body is None else {"Content-Type": JSON})
                 return
             except Refused as exc:
                 if loop.time() >= until_s:
@@ -157,27 +171,29 @@ class KvRouterClient(KvRouter):
         method: str,
         path: str,
         attempt: Attempt,
-        *,
-        query: dict[str, str] | None = None,
-        body: bytes | None = None,
-        content_type: str = "application/json",
+        query: dict[str, str] | None,
+        body: bytes | None,
+        headers: dict[str, str],
+        wait_s: float = 0.0,
     ) -> dict[str, Any]:
-        """Make a call at one router after the other, until one answers.
+        """Make a call at one router after the other, until one answers. wait_s: how long a request may wait there.
 
         Raises Refused if all are unavailable, or if one says that the fleet is; the error of any other refusal.
         """
         http = self._routers
         if http is None:
             raise RouterUnavailable("the client is not open", remedy="Use `async with`, or call start() first")
-        headers = {} if body is None else {"Content-Type": content_type}
+        timeout = aiohttp.ClientTimeout(total=self._call_timeout_s + wait_s, sock_connect=CONNECT_TIMEOUT_S)
         if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token if isinstance(self._token, str) else self._token()}"
+            headers[AUTHORIZATION] = f"Bearer {self._token if isinstance(self._token, str) else self._token()}"
         last: KvStreamsError | None = None
         retry_after_s = 0.0
         for router in self._in_order(attempt.router):
             url = URL(f"{self.urls[router]}{path}", encoded=True)
             try:
-                async with http.request(method, url, params=query, data=body, headers=headers) as response:
+                async with http.request(
+                    method, url, params=query, data=body, headers=headers, timeout=timeout
+                ) as response:
                     raw = await response.read()
             except aiohttp.ClientConnectorError as exc:
                 self._penalise(router)
@@ -199,7 +215,7 @@ class KvRouterClient(KvRouter):
                 attempt.router = router
                 return answer
             error = _error_of(response.status, raw)
-            if response.status != 503 and response.status not in _UNAVAILABLE:
+            if (response.status != 503 and response.status not in _UNAVAILABLE) or error.code == _DEADLINE:
                 raise error
             pause_s = _retry_after_s(response.headers.get("Retry-After"))
             if error.code in _OF_THE_FLEET:
@@ -246,7 +262,9 @@ def _error_of(status: int, raw: bytes) -> KvStreamsError:
         code, message, detail = str(shown["code"]), str(shown["message"]), dict(shown["detail"])
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # a load balancer's own page
         return RouterUnavailable(f"a router's address answered {status}", status=status)
-    kind = _ERRORS.get(code, InvalidRequest if 400 <= status < 500 else KvStreamsError)
+    # A code that this client does not know: the router is newer.
+    unknown = InvalidRequest if 400 <= status < 500 else RouterUnavailable if status == 503 else KvStreamsError
+    kind = _ERRORS.get(code, unknown)
     error = kind(message)
     error.detail = {**detail, "status": status, "code": code}
     return error

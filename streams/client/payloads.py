@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import orjson
 
@@ -43,13 +43,18 @@ _OWN_FIELDS = ("prompt", "stream", "return_token_ids", "n", "model")
 class RequestOptions(TypedDict, total=False):
     """Fields of a route request that every routing method accepts as keyword arguments; docs/http.md describes them.
 
-    They are passed on as they are, so a router that is newer than this client may accept more.
+    They are passed on as they are, so a router that is newer than this client may accept more. tenant: the header
+    X-Tenant, in whose name a request with `queue` waits.
     """
 
     lora_name: str | None
     namespace: str | None
     session_id: str | None
+    tenant: str | None
     priority: int
+    priority_jump: float
+    queue: Literal["on", "off"]
+    queue_timeout_ms: int | None
     required_taints: Sequence[str] | None
     phase: str | None
     dp_rank: int | None

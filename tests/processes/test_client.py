@@ -528,8 +528,10 @@ class Proxy:
         self._host, self._port = url.removeprefix("http://").split(":")
         self.loses = False
         self.lost = 0
+        self.connections = 0
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         up_reader, up_writer = await asyncio.open_connection(self._host, int(self._port))
 
         async def requests() -> None:
@@ -589,6 +591,23 @@ def test_a_call_that_is_given_up_leaves_no_booking(router: LocalRouter) -> None:
             proxy.loses = False
             await until(lambda: active(router) == 0)
         remove(router, 1)
+
+    live(scenario)
+
+
+def test_answers_that_are_read_to_their_end_share_a_connection_to_their_engine(router: LocalRouter) -> None:
+    """Opening a connection for each request would cost more than routing it."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1) as engine, KvRouterClient(router.api.url) as client:
+            proxy = Proxy(engine.http_url)
+            async with proxy.serving() as url:
+                register(router, 1, url)
+                for _ in range(5):
+                    async for _ in await client.generate(PROMPT, stop_conditions={"max_tokens": 2}):
+                        pass
+                assert proxy.connections == 1
+            await until(lambda: active(router) == 0)
 
     live(scenario)
 
