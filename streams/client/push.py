@@ -16,12 +16,12 @@ from streams.client.base import REPORT_TIMEOUT_S, RETRY_TIMEOUT_S, Attempt, Call
 from streams.client.engine import EngineOptions
 from streams.client.reports import BookingKey, Report
 from streams.core.loads.bookings import BookingPhase
-from streams.errors import InvalidRequest, NoEligibleWorker, NotReady
+from streams.errors import NoEligibleWorker, NotReady
 from streams.interpreter import prefer_request_threads
 from streams.kafka import missing_topics
 from streams.router_api.router import Router
 from streams.router_api.server import tick_forever
-from streams.router_api.wire import RouteRequest, answer_json
+from streams.router_api.wire import RouteRequest, answer_json, invalid_body
 from streams.settings import Settings
 from streams.topics import topics
 from streams.warming import ROUTER, warm_while_serving
@@ -115,7 +115,7 @@ class KvPushRouter(KvRouter):
         try:
             request = msgspec.convert(fields, RouteRequest)
         except msgspec.ValidationError as exc:
-            raise InvalidRequest(str(exc)) from exc
+            raise invalid_body(exc, RouteRequest) from exc
         long = len(packed) // 4 >= HASHED_ON_THREAD_TOKENS
         try:
             if call == "/route":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +20,7 @@ from streams.local.processes import Children
 from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings
 from streams.waiting import wait_for
+from tests.helpers.pages import blocks
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_bridge import SMALL
@@ -175,6 +179,18 @@ def test_a_router_in_the_process_needs_its_topics(kafka: Any, new_scope: ScopeFa
                 pass
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+def test_the_examples_of_the_pages_run_as_they_are(
+    page: str, fleet: RouterProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the addresses of the routers are replaced. Each prints twenty tokens."""
+    (code,) = [code for _, code in blocks(page, "python") if "KvRouterClient" in code]
+    code = re.sub(r"http://[\w:]+", fleet.url, code)
+    main = eval(compile(code, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {})
+    asyncio.run(main)
+    assert sum(len(json.loads(line)) for line in capsys.readouterr().out.splitlines()) == 20
 
 
 async def restart(router: RouterProcess) -> None:
