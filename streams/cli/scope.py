@@ -10,7 +10,7 @@ from rich.table import Table
 from streams import log
 from streams.cli.options import GroupedCommand, GroupedGroup, with_settings
 from streams.cli.output import console
-from streams.settings import ENV_PREFIX, Resolved, Settings
+from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics
 
 
@@ -22,10 +22,9 @@ def config(resolved: Resolved) -> None:
     for column in ("setting", "value", "from", "environment", "meaning"):
         table.add_column(column, overflow="fold")
     for setting in fields(Settings):
-        value = getattr(resolved.settings, setting.name)
         table.add_row(
             setting.name,
-            str(value),
+            shown_value(resolved.settings, setting.name),
             resolved.sources[setting.name],
             ENV_PREFIX + setting.name.upper(),
             str(setting.metadata["help"]),

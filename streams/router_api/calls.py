@@ -34,19 +34,11 @@ from streams.router_api.answers import (
     WorkersAnswer,
 )
 from streams.router_api.wire import OCTET_STREAM, BookRequest, OutputBody, PoolBody, RouteRequest, WorkerBody
+from streams.security.tokens import Right
 
 JSON = "application/json"
 HTML = "text/html"
 PROMETHEUS = "text/plain"
-
-
-class Right(enum.StrEnum):
-    """What a token allows its holder to do."""
-
-    ROUTE = "route"  # decide, book and report
-    READ = "read"  # state and metrics
-    OPERATE = "operate"  # workers and pools
-    GENERATE = "generate"  # use the front
 
 
 class Tag(enum.StrEnum):

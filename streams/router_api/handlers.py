@@ -31,6 +31,7 @@ from streams.errors import (
     RequestTooLarge,
     api_error,
 )
+from streams.http_server import error_headers
 from streams.metrics import MetricsRegistry, metrics_response
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
 from streams.router_api.calls import CALLS
@@ -57,6 +58,8 @@ from streams.router_api.wire import (
     u64,
     worker_json,
 )
+from streams.security.access import ANY_RIGHT
+from streams.security.tokens import Right
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +90,11 @@ class Handlers:
         self._router = router
         self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
-        self._connections = Connections(router.settings.connections_max)
+        self._connections = Connections(router.settings.connections_max, uses_tls=bool(router.settings.tls_certificate))
         self._inspections = Inspections()
         self._metrics = RouterMetrics(router, self._connections, self._bodies)
         self._more_metrics = more_metrics
+        self._rights: dict[Any, Right | None] = {getattr(self, call.handler): call.right for call in CALLS}
 
     def routes(self) -> list[web.RouteDef]:
         """Every path of the table of calls with its handler. GET also answers HEAD."""
@@ -100,6 +104,10 @@ class Handlers:
             add = web.get if call.method == "GET" else partial(web.route, call.method)
             routes.append(add(call.pattern, handler))
         return routes
+
+    def right_of(self, request: web.Request) -> str | None:
+        """The right that a request needs, by the table of calls; None if it needs no token."""
+        return self._rights.get(request.match_info.handler, ANY_RIGHT)
 
     def add_to(self, app: web.Application) -> None:
         """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
@@ -322,7 +330,7 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
         reported = api_error(exc)
         if reported.http_status == 500:
             log.exception("%s %s failed", request.method, request.path)
-        return _refusal(request, reported.code, str(exc), reported.http_status, exc.detail)
+        return _refusal(request, reported.code, str(exc), reported.http_status, exc.detail, error_headers(exc))
     except web.HTTPRequestEntityTooLarge as exc:
         too_large = RequestTooLarge(exc.text or "the body is too large")
         return _refusal(request, too_large.code, str(too_large), too_large.http_status)

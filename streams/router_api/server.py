@@ -19,6 +19,7 @@ from streams.kafka import TOPICS_POLL_S, missing_topics
 from streams.metrics import MetricsRegistry
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
+from streams.security.access import Access
 from streams.settings import Settings
 from streams.topics import topics
 from streams.warming import ROUTER, warm_while_serving
@@ -39,10 +40,12 @@ async def tick_forever(router: Router) -> None:
         router.tick()
 
 
-def api_runner(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> web.AppRunner:
+def api_runner(
+    router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = (), access: Access | None = None
+) -> web.AppRunner:
     """The HTTP API of a router, with its limits. more_metrics: further registries of this process."""
-    app = web.Application(middlewares=[error_shape])
     handlers = Handlers(router, more_metrics)
+    app = web.Application(middlewares=[error_shape, *(access or Access()).middlewares(handlers.right_of)])
     handlers.add_to(app)
     return handlers.runner(app)
 
@@ -56,8 +59,8 @@ async def serve(settings: Settings) -> None:
     A router creates no topics: a typo in `topic_prefix` would then create a scope to which nothing is ever written.
     While topics are missing, the server answers that it is not ready, and why.
     """
-    startup = Startup()
-    server = HttpServer(settings.host, settings.port)
+    startup, access = Startup(), Access(settings)
+    server = HttpServer(settings.host, settings.port, access=access)
     router: Router | None = None
     ticking: asyncio.Task[None] | None = None
     try:
@@ -68,8 +71,8 @@ async def serve(settings: Settings) -> None:
         prefer_request_threads()
         router = Router(settings)
         router.topics_missing = tuple(missing)
-        await server.serve(api_runner(router))
-        log.info("routing on http://%s:%d", *server.address)
+        await server.serve(api_runner(router, access=access))
+        log.info("routing on %s", server.url)
         await _until_topics_are_there(router)
         exempt_from_collection()
         router.start()

@@ -25,6 +25,7 @@ from streams.kafka import worker_key
 from streams.local.ports import free_port
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, tick_forever
+from streams.security.access import Access
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.api import Api
@@ -42,6 +43,7 @@ class LocalRouter:
 def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter]:
     """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends."""
     own = replace(settings, port=free_port(), kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False)
+    access = Access(own)
     router = Router(own)
     router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
     for number in range(1, n_workers + 1):
@@ -50,8 +52,8 @@ def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
-        server = HttpServer(own.host, own.port)
-        await server.serve(api_runner(router))
+        server = HttpServer(own.host, own.port, access=access)
+        await server.serve(api_runner(router, access=access))
         ticking = asyncio.create_task(tick_forever(router))
         loops.append(asyncio.get_running_loop())
         started.set()
