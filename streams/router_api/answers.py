@@ -275,3 +275,13 @@ class ReadyAnswer(TypedDict):
     workers_left: int
     topics_missing: list[str]
     reason: NotRequired[str]
+
+
+class OpenApiAnswer(TypedDict):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    tags: list[dict[str, str]]

@@ -19,6 +19,7 @@ from streams.router_api.answers import (
     BookingAnswer,
     HealthAnswer,
     LoadsAnswer,
+    OpenApiAnswer,
     OutputAnswer,
     PhaseAnswer,
     PoolAnswer,
@@ -33,7 +34,15 @@ from streams.router_api.answers import (
     WorkerAnswer,
     WorkersAnswer,
 )
-from streams.router_api.wire import OCTET_STREAM, BookRequest, OutputBody, PoolBody, RouteRequest, WorkerBody
+from streams.router_api.wire import (
+    OCTET_STREAM,
+    BookRequest,
+    OutputBody,
+    PoolBody,
+    ReportQuery,
+    RouteRequest,
+    WorkerBody,
+)
 from streams.security.tokens import Right
 
 JSON = "application/json"
@@ -49,6 +58,7 @@ class Tag(enum.StrEnum):
     WORKERS = "Workers"
     POOLS = "CXL pools"
     STATE = "State"
+    API = "API"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +68,9 @@ class Call:
     path: with its parameters in braces. handler: the name of the method of Handlers. right: what a token must carry;
     None if the call needs no token. answer: the type of the JSON with which a call that succeeds is answered; None if
     content_type is not JSON. body: the type of the JSON body; None if the call has no body. packs_tokens: tokens may
-    also be sent as application/octet-stream, with the fields of `body` as query parameters. query: the type of other
-    query parameters. statuses: those of a call that succeeds.
+    also be sent as application/octet-stream, with the fields of `body` as query parameters. takes_lists: the body may
+    be a list of such objects, which is answered with a list of answers and errors. query: the type of other query
+    parameters. statuses: those with which `answer` comes.
     """
 
     method: str
@@ -71,6 +82,7 @@ class Call:
     answer: Any = None
     body: type[msgspec.Struct] | None = None
     packs_tokens: bool = False
+    takes_lists: bool = False
     query: type[msgspec.Struct] | None = None
     statuses: tuple[int, ...] = (200,)
     content_type: str = JSON
@@ -92,6 +104,7 @@ CALLS: tuple[Call, ...] = (
         RouteAnswerBody,
         RouteRequest,
         packs_tokens=True,
+        takes_lists=True,
     ),
     Call("GET", "/loads", "loads", Tag.LOADS, Right.READ, "Return the load of every rank", LoadsAnswer),
     Call(
@@ -123,6 +136,7 @@ CALLS: tuple[Call, ...] = (
         Right.ROUTE,
         "Report that the prompt is computed",
         PhaseAnswer,
+        query=ReportQuery,
         statuses=(200, 202),
     ),
     Call(
@@ -134,6 +148,7 @@ CALLS: tuple[Call, ...] = (
         "Report how many tokens are generated so far",
         OutputAnswer,
         OutputBody,
+        query=ReportQuery,
         statuses=(200, 202),
     ),
     Call(
@@ -144,6 +159,7 @@ CALLS: tuple[Call, ...] = (
         Right.ROUTE,
         "Report that a request has ended",
         PhaseAnswer,
+        query=ReportQuery,
         statuses=(200, 202),
     ),
     Call("GET", "/workers", "workers", Tag.WORKERS, Right.READ, "Return the registered workers", WorkersAnswer),
@@ -210,7 +226,16 @@ CALLS: tuple[Call, ...] = (
     ),
     Call("GET", "/state/cxl", "state_cxl", Tag.STATE, Right.READ, "Return every pooled block", PooledStateAnswer),
     Call("GET", "/healthz", "healthz", Tag.STATE, None, "Return 200 while the process is running", HealthAnswer),
-    Call("GET", "/ready", "ready", Tag.STATE, None, "Return whether the router is ready", ReadyAnswer),
+    Call(
+        "GET",
+        "/ready",
+        "ready",
+        Tag.STATE,
+        None,
+        "Return whether the router is ready",
+        ReadyAnswer,
+        statuses=(200, 503),
+    ),
     Call(
         "GET",
         "/metrics",
@@ -220,4 +245,6 @@ CALLS: tuple[Call, ...] = (
         "Return the metrics for Prometheus",
         content_type=PROMETHEUS,
     ),
+    Call("GET", "/openapi.json", "openapi", Tag.API, None, "Return this API as OpenAPI 3.1", OpenApiAnswer),
+    Call("GET", "/docs", "docs", Tag.API, None, "Show this API in a browser", content_type=HTML),
 )
