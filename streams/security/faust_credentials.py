@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import time
+from time import monotonic as monotonic_s
 from typing import Any
 
 import faust
@@ -76,8 +76,8 @@ class OidcTokens(AbstractTokenProvider):  # type: ignore[misc]
 
     async def token(self) -> str:
         """A token that has not expired; raises KafkaRefused if the provider gives none."""
-        if time.monotonic() >= self._renew_at_s:
-            asked_s = time.monotonic()
+        if monotonic_s() >= self._renew_at_s:
+            asked_s = monotonic_s()
             self._token, lifetime_s = await self._request()
             self._renew_at_s = asked_s + _RENEW_AT * lifetime_s
         return self._token
