@@ -5,7 +5,7 @@ process (kafka). The authority signs two certificates when it is made, and its k
 
     ca.pem             the authority's certificate, for kafka_tls_ca
     broker.pem         key and certificate of the broker
-    client.pem         key and certificate of a client, for brokers that require one
+    client.pem         key and certificate of both users, for a broker that requires one
     admin.password     of the user `admin`, who may do everything and authenticates by PLAIN
     kvstreams.password of the user `kvstreams`, who may do everything and authenticates by SCRAM-SHA-512
     kvstreams.toml     settings of a process that uses this Kafka as `kvstreams`, for KVSTREAMS_CONFIG
@@ -95,6 +95,7 @@ class SecureFiles:
             "kafka": bootstrap,
             "kafka_security": KafkaSecurity.SASL_SSL,
             "kafka_tls_ca": str(self.folder / "ca.pem"),
+            "kafka_tls_certificate": str(self.folder / "client.pem"),
             "kafka_sasl_mechanism": mechanism,
             "kafka_sasl_username": user,
             "kafka_sasl_password_file": str(self._password_file(user)),
