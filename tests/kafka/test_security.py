@@ -155,7 +155,7 @@ def test_a_token_is_read_again_by_a_client_that_is_idle(secure: SecureKafka, tmp
         kafka_sasl_mechanism=SaslMechanism.OAUTHBEARER,
         kafka_oauth_token_file=str(file),
     )
-    client = admin(settings, **{"connections.max.idle.ms": 1000})
+    client = admin(settings, None, **{"connections.max.idle.ms": 1000})
     client.list_topics(timeout=PATIENCE_S)
     file.write_text(unsigned_token("idle", 600.0))
     time.sleep(5.0)  # the first token has expired, and the connection was closed
@@ -202,7 +202,7 @@ def unused_operations(decisions: set[Decision], scope: Settings) -> set[tuple[st
     allowed = [each for each in decisions if each.allowed]
     unused = set()
     for process in TOPIC_OPERATIONS:
-        for acl, operation in ((acl, operation) for acl in acls_of(process, scope) for operation in acl.operations):
+        for acl, operation in ((each, operation) for each in acls_of(process, scope) for operation in each.operations):
             code = "DESCRIBE_CONFIGS" if operation == "DescribeConfigs" else operation.upper()
             names = {each.name for each in allowed if (each.user, each.operation) == (process.replace(" ", "-"), code)}
             if not any(name.startswith(acl.name) if acl.prefixed else name == acl.name for name in names):
