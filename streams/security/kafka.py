@@ -30,7 +30,8 @@ def librdkafka_config(settings: Settings) -> dict[str, Any]:
     if security.uses_tls or security.uses_sasl:
         config["security.protocol"] = security.value
     if security.uses_tls:
-        client_context(settings)  # its errors name the setting and the file
+        if settings.kafka_tls_ca or settings.kafka_tls_certificate:
+            client_context(settings)  # its errors name the setting and the file
         if settings.kafka_tls_ca:
             config["ssl.ca.location"] = settings.kafka_tls_ca
         if settings.kafka_tls_certificate:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPSConnection
@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import trustme
+import uvloop
 from cryptography.hazmat.primitives import serialization
 
 from streams.errors import SettingsError
@@ -96,10 +97,16 @@ def status(*arguments: Any, **options: Any) -> int:
     return call(*arguments, **options)[0]
 
 
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+#: Routers and bridges run on uvloop, and Faust workers on asyncio's own loop.
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+
 @contextmanager
-def running(scenario: Any) -> Iterator[None]:
+def running(scenario: Any, new_loop: NewLoop) -> Iterator[None]:
     """Run a coroutine function with an event that ends it on a loop of its own, as long as the block runs."""
-    loop = asyncio.new_event_loop()
+    loop = new_loop()
     over, started = asyncio.Event(), threading.Event()
     failures: list[BaseException] = []
 
@@ -127,7 +134,7 @@ def running(scenario: Any) -> Iterator[None]:
 
 
 @contextmanager
-def monitored(settings: Settings) -> Iterator[int]:
+def monitored(settings: Settings, new_loop: NewLoop = asyncio.new_event_loop) -> Iterator[int]:
     """Serve the pages of a process without an HTTP API; give the port."""
     access = Access(settings)
     port = free_port()
@@ -140,7 +147,7 @@ def monitored(settings: Settings) -> Iterator[int]:
         await over.wait()
         await server.close()
 
-    with running(scenario):
+    with running(scenario, new_loop):
         yield port
 
 
@@ -242,13 +249,16 @@ def test_a_process_that_would_be_open_to_everyone_ends_with_one_line(tmp_path: P
     assert len(lines) == 1 and "there are no tokens" in lines[0]
 
 
-def test_a_changed_certificate_is_used_for_new_connections_and_old_ones_go_on(tmp_path: Path) -> None:
+@LOOPS
+def test_a_changed_certificate_is_used_for_new_connections_and_old_ones_go_on(
+    new_loop: NewLoop, tmp_path: Path
+) -> None:
     """The server gives the new certificate within seconds; a connection from before answers still."""
     first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
     served = tmp_path / "served.pem"
     served.write_bytes(Path(first.sign("one", "127.0.0.1")).read_bytes())
     trusts_first, trusts_second = (ssl.create_default_context(cafile=each.file) for each in (first, second))
-    with monitored(Settings(tls_certificate=str(served))) as port:
+    with monitored(Settings(tls_certificate=str(served)), new_loop) as port:
         assert status(port, "GET", "/healthz", context=trusts_first) == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             call(port, "GET", "/healthz", context=trusts_second)
@@ -273,11 +283,12 @@ def test_a_changed_certificate_is_used_for_new_connections_and_old_ones_go_on(tm
         before.close()
 
 
-def test_a_client_without_a_certificate_of_the_authority_is_refused(tmp_path: Path) -> None:
+@LOOPS
+def test_a_client_without_a_certificate_of_the_authority_is_refused(new_loop: NewLoop, tmp_path: Path) -> None:
     """mTLS: the handshake fails without a certificate and with one of another authority."""
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     settings = Settings(tls_certificate=ours.sign("server", "127.0.0.1"), tls_client_ca=ours.file)
-    with monitored(settings) as port:
+    with monitored(settings, new_loop) as port:
         for certificate, allowed in (
             (ours.sign("a", "a.example"), True),
             (others.sign("b", "b.example"), False),
