@@ -11,6 +11,7 @@ import logging
 import resource
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 import orjson
 from aiohttp import web
@@ -103,7 +104,7 @@ class _Refusal(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # a TCP socket
+        transport = cast(asyncio.Transport, transport)  # uvloop's transport for TLS is no subclass
         if len(self._refusals) >= REFUSALS_MAX:
             transport.abort()
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -40,8 +40,17 @@ class LocalRouter:
 
 
 @contextmanager
-def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter]:
+def local_router(
+    settings: Settings,
+    n_workers: int = 2,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> Iterator[LocalRouter]:
     """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends."""
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(serve())
+
     own = replace(settings, port=free_port(), kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False)
     access = Access(own)
     router = Router(own)
@@ -62,7 +71,7 @@ def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter
         await server.close()
 
     prefer_request_threads()
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name=f"router-{own.port}")
+    thread = threading.Thread(target=run, name=f"router-{own.port}")
     thread.start()
     assert started.wait(30)
     try:

@@ -304,14 +304,17 @@ def test_a_client_without_a_certificate_of_the_authority_is_refused(new_loop: Ne
                     call(port, "GET", "/healthz", context=context)
 
 
-def test_a_router_serves_tls_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@LOOPS
+def test_a_router_serves_tls_within_its_limits(
+    new_loop: NewLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One connection too many gets 503 over TLS; a client that does not shake hands is closed after some time."""
     authority = Authority(tmp_path, "a")
     settings = Settings(tls_certificate=authority.sign("server", "127.0.0.1"), connections_max=3)
     context = ssl.create_default_context(cafile=authority.file)
     for limit in ("streams.http_server.TLS_HANDSHAKE_S", "streams.router_api.connections.FIRST_REQUEST_S"):
         monkeypatch.setattr(limit, 1.0)
-    with local_router(settings) as local:
+    with local_router(settings, new_loop=new_loop) as local:
         port = int(local.api.url.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]
         wait_for(lambda: status(port, "GET", "/healthz", context=context) == 503, 20, "the limit to count handshakes")
