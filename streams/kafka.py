@@ -445,8 +445,13 @@ _NOT_ALLOWED = frozenset(
 _ACLS_REMEDY = "docs/security.md lists the ACLs that each process needs"
 
 
+def _is_about_credentials(error: KafkaError) -> bool:
+    """Whether a connection ended because of credentials; an alert about a certificate has no code of its own."""
+    return error.code() in _NO_CREDENTIALS or "SSL routines" in error.str()
+
+
 def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
-    credentials = next((each for each in (*reasons, error) if each.code() in _NO_CREDENTIALS), None)
+    credentials = next((each for each in (*reasons, error) if _is_about_credentials(each)), None)
     if credentials is not None:
         return KafkaRefused(
             f"Kafka at {settings.kafka} cannot be used with these credentials: {credentials.str()}",

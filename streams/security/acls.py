@@ -103,6 +103,9 @@ def acls_of(process: str, settings: Settings) -> list[Acl]:
     acls = [
         Acl("topic", getattr(specs, field).name, operations) for field, operations in TOPIC_OPERATIONS[process].items()
     ]
+    if any("Read" in operations for operations in TOPIC_OPERATIONS[process].values()):
+        # librdkafka looks up the coordinator of a consumer's group, which it never joins (kafka.reader).
+        acls.append(Acl("group", f"{settings.app_id}-reader", ("Describe",)))
     if process == "worker":
         acls.append(Acl("group", settings.app_id, ("Read",)))
     if process == "reset":

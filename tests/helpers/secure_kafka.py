@@ -130,7 +130,8 @@ class SecureKafka:
             for operation in acl.operations
         ]
         if bindings:
-            for future in admin(self.admin).create_acls(bindings).values():
+            client = admin(self.admin)  # kept until its requests have ended
+            for future in client.create_acls(bindings).values():
                 future.result(_ANSWER_S)
 
     def decisions(self) -> set[Decision]:

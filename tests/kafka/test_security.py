@@ -88,7 +88,7 @@ def round_trip(settings: Settings, topic: str) -> None:
     """Write with librdkafka, and read with librdkafka and with Faust's client."""
     value = uuid.uuid4().bytes
     kafka = producer(settings)
-    kafka.produce(topic, value, partition=0)
+    kafka.produce(topic, value, b"key", partition=0)
     assert kafka.flush(PATIENCE_S) == 0
     consumer = reader(settings)
     try:
