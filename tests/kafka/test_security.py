@@ -37,11 +37,19 @@ from tests.helpers.secure_kafka import Decision, SecureKafka, unsigned_token
 
 PATIENCE_S = 60.0
 
-#: Operations that need events which this test does not cause: requests to bridges after lost records, and dead letters.
+#: Operations that need events which this test does not cause: requests to bridges after lost records, and dead letters;
+#: a bridge that continues another one's work, and engines with a pool; a publisher that is the first to serve a model;
+#: a transition after others that the agents have not applied yet.
 RARE = {
     ("worker", "kv_control", "Write"),
     ("worker", "dead_letters", "Write"),
     ("bridge", "dead_letters", "Write"),
+    ("bridge", "kv_events", "Read"),
+    ("bridge", "cxl_events", "Read"),
+    ("bridge", "cxl_events", "Write"),
+    ("bridge", "cxl_changelog", "Read"),
+    ("publisher", "workers", "Write"),
+    ("cxl transition", "cxl_events", "Read"),
 }
 
 
