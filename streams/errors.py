@@ -41,6 +41,20 @@ class SchemasIncompatible(KvStreamsError):
     code = "schemas_incompatible"
 
 
+class Unauthorized(KvStreamsError):
+    """The call needs a bearer token, and the request has none or one that is not known."""
+
+    code = "unauthorized"
+    http_status = 401
+
+
+class Forbidden(KvStreamsError):
+    """The bearer token does not have the right that the call needs."""
+
+    code = "forbidden"
+    http_status = 403
+
+
 class InvalidRequest(KvStreamsError):
     """The caller's request cannot be understood or breaks a documented rule."""
 
@@ -211,6 +225,10 @@ class KafkaUnreachable(KvStreamsError):
     """No broker answers at the address that the settings name."""
 
 
+class KafkaRefused(KvStreamsError):
+    """A broker refuses this process: its credentials, its certificate, or an operation that no ACL allows."""
+
+
 class TopicMismatch(KvStreamsError):
     """A topic exists, but its number of partitions or its settings differ from what this scope needs."""
 
@@ -250,6 +268,8 @@ class ProcessError(KvStreamsError):
 #: among these, which may be KvStreamsError itself (`internal`).
 API_ERRORS: tuple[type[KvStreamsError], ...] = (
     KvStreamsError,
+    Unauthorized,
+    Forbidden,
     InvalidRequest,
     BlockSizeMismatch,
     UnknownModel,

@@ -136,4 +136,10 @@ _KAFKA = (
     Internal(_PROTOCOL, "ConsumerProtocolMemberAssignment.partitions", "its partitions", ()),
 )
 
-INTERNALS: tuple[Internal, ...] = (*_DELIVERY, *_AGENT, *_START, *_KAFKA)
+#: Tokens for Faust's clients (streams/security/faust_credentials.py).
+_CREDENTIALS = (
+    Internal("aiokafka.abc", "AbstractTokenProvider", "the base class of what gives tokens"),
+    Internal("aiokafka.abc", "AbstractTokenProvider.token", "overridden: called for each connection", ()),
+)
+
+INTERNALS: tuple[Internal, ...] = (*_DELIVERY, *_AGENT, *_START, *_KAFKA, *_CREDENTIALS)

@@ -10,6 +10,8 @@ serves later takes over the same sockets, so that no connection is refused in be
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,17 +19,26 @@ from typing import Any
 
 from aiohttp import web
 
-from streams.errors import NotReady, SettingsError
+from streams.errors import Forbidden, KvStreamsError, NotReady, SettingsError, Unauthorized
 from streams.metrics import MetricsRegistry, metrics_response
+from streams.security.access import CHECK_S, Access, read_right
 
 #: Connections that the kernel keeps until they are accepted; aiohttp's own default.
 BACKLOG = 128
+
+#: A client must finish the TLS handshake within this time; asyncio's own limit is a minute.
+TLS_HANDSHAKE_S = 10.0
 
 #: Seconds after which a client may retry, as the header Retry-After.
 RETRY_AFTER_S = "1"
 
 #: Returns why a process is not ready, or None if it is.
 NotReadyReason = Callable[[], str | None]
+
+
+_AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+
+log = logging.getLogger(__name__)
 
 
 class Startup:
@@ -42,16 +53,26 @@ class Startup:
 
 
 class HttpServer:
-    """The sockets of one address, and the application that answers on them. Used on one loop."""
+    """The sockets of one address, and the application that answers on them. Used on one loop.
 
-    def __init__(self, host: str, port: int, port_setting: str = "port") -> None:
-        """Listen, so that an address that is taken is found at once. Raises SettingsError, which names port_setting."""
+    It answers over TLS if `access` has certificates. When a file of `access` changes, new connections use the new one.
+    """
+
+    def __init__(self, host: str, port: int, port_setting: str = "port", access: Access | None = None) -> None:
+        """Listen, so that an address that is taken is found at once.
+
+        Raises SettingsError, which names port_setting, or says that the address would be open to everyone.
+        """
+        self._access = access or Access()
         try:
-            self._sockets = _listen(host, port)
+            infos = _addresses(host, port)
+            self._access.check_address(host, (str(info[4][0]) for info in infos))
+            self._sockets = _listen(infos)
         except OSError as exc:
             raise _cannot_listen(host, port, port_setting, exc) from exc
         self._runners: list[web.AppRunner] = []
-        self._sites: list[web.SockSite] = []
+        self._listening: list[asyncio.Server] = []
+        self._checking: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -59,37 +80,71 @@ class HttpServer:
         host, port = self._sockets[0].getsockname()[:2]
         return host, port
 
+    @property
+    def url(self) -> str:
+        """The URL of the first socket."""
+        host, port = self.address
+        return f"{self._access.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
     async def serve(self, app: web.Application | web.AppRunner) -> None:
         """Answer new connections with this application from now on. It comes in a runner if it needs its own.
 
         An earlier application still answers connections that it has accepted. `starting_app` closes each after one
         answer.
         """
-        before = self._sites
         runner = app if isinstance(app, web.AppRunner) else web.AppRunner(app, access_log=None)
         await runner.setup()
         self._runners.append(runner)
-        # A site closes its socket when it stops. The copy refers to the same queue of connections.
-        self._sites = [web.SockSite(runner, each.dup(), backlog=BACKLOG) for each in self._sockets]
-        for site in self._sites:
-            await site.start()
-        for site in before:
-            await site.stop()
+        await self._listen()
+        if self._checking is None and self._access.has_files:
+            self._checking = asyncio.create_task(self._check_files())
+
+    async def _listen(self) -> None:
+        """Accept connections for the last application with the current certificates, and no longer as before."""
+        before, self._listening = self._listening, []
+        context = self._access.ssl_context
+        accept = self._runners[-1].server
+        assert accept is not None  # the runner was set up
+        for each in self._sockets:
+            self._listening.append(
+                # A server closes its socket when it ends. The copy refers to the same queue of connections.
+                await asyncio.get_running_loop().create_server(
+                    accept,
+                    sock=each.dup(),
+                    backlog=BACKLOG,
+                    ssl=context,
+                    ssl_handshake_timeout=None if context is None else TLS_HANDSHAKE_S,
+                )
+            )
+        for server in before:
+            server.close()
+
+    async def _check_files(self) -> None:
+        """Read tokens and certificates again when their files change, until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                if await asyncio.to_thread(self._access.check):
+                    await self._listen()
+            except Exception:  # nothing may end the checks: the next certificate would never be used
+                log.exception("the files of tokens and certificates cannot be checked")
 
     async def listen_also(self, host: str, port: int) -> None:
         """Listen on another address, which other processes listen on as well. Raises SettingsError."""
         try:
-            more = _listen(host, port, shared=True)
+            infos = _addresses(host, port)
+            self._access.check_address(host, (str(info[4][0]) for info in infos))
+            self._sockets += _listen(infos, shared=True)
         except OSError as exc:
             raise _cannot_listen(host, port, "port", exc) from exc
-        self._sockets += more
-        sites = [web.SockSite(self._runners[-1], each.dup(), backlog=BACKLOG) for each in more]
-        for site in sites:
-            await site.start()
-        self._sites += sites
+        await self._listen()
 
     async def close(self) -> None:
         """Stop listening and finish running requests."""
+        if self._checking is not None:
+            self._checking.cancel()
+        for server in self._listening:
+            server.close()
         for each in self._sockets:
             each.close()
         for runner in self._runners:
@@ -103,12 +158,17 @@ def _cannot_listen(host: str, port: int, port_setting: str, exc: OSError) -> Set
     )
 
 
-def _listen(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
-    """Listen on every address of a host, as aiohttp does. shared: other processes may do so too. Raises OSError."""
+def _addresses(host: str, port: int) -> list[_AddressInfo]:
+    """Every address of a host, as aiohttp finds them; raises OSError."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys(infos))
+
+
+def _listen(infos: Sequence[_AddressInfo], *, shared: bool = False) -> list[socket.socket]:
+    """Listen on every address. shared: other processes may do so too. Raises OSError."""
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(infos):
+        for family, kind, protocol, _, address in infos:
             each = socket.socket(family, kind, protocol)
             sockets.append(each)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,8 +211,19 @@ def starting_app(startup: Startup) -> web.Application:
     return app
 
 
-def monitoring_app(not_ready: NotReadyReason, registries: Sequence[MetricsRegistry[Any]]) -> web.Application:
+def monitoring_app(
+    not_ready: NotReadyReason, registries: Sequence[MetricsRegistry[Any]], access: Access | None = None
+) -> web.Application:
     """/healthz, /ready and /metrics, for a process without an HTTP API, which has all three of its own."""
+
+    @web.middleware
+    async def refusals(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (Unauthorized, Forbidden) as exc:
+            return web.json_response(error_json(exc), status=exc.http_status, headers=error_headers(exc))
 
     async def ready(_: web.Request) -> web.Response:
         reason = not_ready()
@@ -163,9 +234,19 @@ def monitoring_app(not_ready: NotReadyReason, registries: Sequence[MetricsRegist
     async def metrics(_: web.Request) -> web.Response:
         return metrics_response(*registries)
 
-    app = web.Application()
+    app = web.Application(middlewares=[refusals, *(access or Access()).middlewares(read_right)])
     app.add_routes([web.get("/healthz", _healthz), web.get("/ready", ready), web.get("/metrics", metrics)])
     return app
+
+
+def error_json(exc: KvStreamsError) -> dict[str, Any]:
+    """The shape of all errors."""
+    return {"error": {"code": exc.code, "message": str(exc), "detail": exc.detail}}
+
+
+def error_headers(exc: KvStreamsError) -> dict[str, str]:
+    """The headers that an error needs: 401 names the kind of credentials."""
+    return {"WWW-Authenticate": "Bearer"} if isinstance(exc, Unauthorized) else {}
 
 
 async def _healthz(_: web.Request) -> web.Response:
@@ -173,7 +254,9 @@ async def _healthz(_: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def monitoring_server(host: str, port: int, startup: Startup) -> AsyncIterator[HttpServer | None]:
+async def monitoring_server(
+    host: str, port: int, startup: Startup, access: Access | None = None
+) -> AsyncIterator[HttpServer | None]:
     """Listen while the block runs, and answer as a starting process; the block serves a `monitoring_app` later.
 
     A port of 0 serves nothing and gives None. Raises SettingsError if the address cannot be listened on.
@@ -181,7 +264,7 @@ async def monitoring_server(host: str, port: int, startup: Startup) -> AsyncIter
     if not port:
         yield None
         return
-    server = HttpServer(host, port, "metrics_port")
+    server = HttpServer(host, port, "metrics_port", access)
     try:
         await server.serve(starting_app(startup))
         yield server

@@ -27,8 +27,9 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
-from streams.errors import BadRecord, KafkaUnreachable, KvStreamsError, TopicMismatch
+from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError, TopicMismatch
 from streams.kafka_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
+from streams.security.kafka import librdkafka_config
 from streams.settings import Settings
 from streams.topics import DEAD_LETTER_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
@@ -103,8 +104,16 @@ class TopicState:
     config: dict[str, str]
 
 
+def _common(settings: Settings) -> dict[str, Any]:
+    """What every client's configuration has in common: the brokers, and how the client authenticates.
+
+    Raises SettingsError for credentials that cannot be used.
+    """
+    return {"bootstrap.servers": settings.kafka, **librdkafka_config(settings)}
+
+
 def _logs(settings: Settings) -> dict[str, Any]:
-    """What every client's configuration has in common: its errors start the watch, and Python logs its lines."""
+    """What producers and consumers have in common: their errors start the watch, and Python logs their lines."""
     watch = watch_of(settings.kafka, lambda: _asks(settings))
     # librdkafka hands its lines over when the client is polled.
     return {"error_cb": watch.on_error, "logger": CLIENT_LOGGER, "log_level": 3}
@@ -139,7 +148,7 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
     """An idempotent producer with acks=all, which partitions keys in the same way as Faust and Java."""
     return Producer(
         {
-            "bootstrap.servers": settings.kafka,
+            **_common(settings),
             "enable.idempotence": True,
             "acks": "all",
             **_CREATES_NO_TOPIC,
@@ -164,7 +173,7 @@ def reader(settings: Settings, **overrides: Any) -> Consumer:
     """
     return Consumer(
         {
-            "bootstrap.servers": settings.kafka,
+            **_common(settings),
             "group.id": f"{settings.app_id}-reader",  # librdkafka requires one even if nothing is committed
             "enable.auto.commit": False,
             "isolation.level": "read_committed",
@@ -257,7 +266,7 @@ def as_record(message: Message) -> Record:
 
 def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None, **overrides: Any) -> AdminClient:
     """An admin client that logs nothing. Its calls raise; on_error receives the reasons why no broker is reached."""
-    config: dict[str, Any] = {"bootstrap.servers": settings.kafka, **_CREATES_NO_TOPIC, "log_level": 0, **overrides}
+    config: dict[str, Any] = {**_common(settings), **_CREATES_NO_TOPIC, "log_level": 0, **overrides}
     if on_error is not None:
         config["error_cb"] = on_error
     return AdminClient(config)
@@ -433,7 +442,36 @@ def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, Topi
     return states
 
 
+#: Codes with which a connection ends because of credentials or certificates.
+_NO_CREDENTIALS = frozenset({KafkaError._AUTHENTICATION, KafkaError._SSL, KafkaError.SASL_AUTHENTICATION_FAILED})
+
+#: Codes of operations that no ACL allows.
+_NOT_ALLOWED = frozenset(
+    {
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    }
+)
+
+_ACLS_REMEDY = "docs/security.md lists the ACLs that each process needs"
+
+
+def _is_about_credentials(error: KafkaError) -> bool:
+    """Whether a connection ended because of credentials; an alert about a certificate has no code of its own."""
+    return error.code() in _NO_CREDENTIALS or "SSL routines" in error.str()
+
+
 def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
+    credentials = next((each for each in (*reasons, error) if _is_about_credentials(each)), None)
+    if credentials is not None:
+        return KafkaRefused(
+            f"Kafka at {settings.kafka} cannot be used with these credentials: {credentials.str()}",
+            remedy="Check kafka_security and the settings kafka_sasl_... and kafka_tls_... (docs/security.md)",
+        )
+    if error.code() in _NOT_ALLOWED:
+        return KafkaRefused(f"Kafka at {settings.kafka} refuses: {error.str()}", remedy=_ACLS_REMEDY)
     if error.code() not in UNREACHED:
         return KvStreamsError(f"Kafka at {settings.kafka} refuses: {error.str()}")
     why = _most_telling([*reasons, error])  # the call's own error only has the timeout

@@ -47,8 +47,45 @@ NUMBER_MAX = (1 << 63) - 1
 _TOPIC_PREFIX = re.compile(r"[a-zA-Z0-9._-]{0,200}")
 
 
+#: How `kvstreams config` and error messages show the value of a secret.
+MASKED = "set, not shown"
+
+
+class KafkaSecurity(enum.StrEnum):
+    """How clients connect to Kafka; the values are Kafka's own names for `security.protocol`."""
+
+    PLAINTEXT = "plaintext"
+    SSL = "ssl"
+    SASL_PLAINTEXT = "sasl_plaintext"
+    SASL_SSL = "sasl_ssl"
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self in (KafkaSecurity.SSL, KafkaSecurity.SASL_SSL)
+
+    @property
+    def uses_sasl(self) -> bool:
+        """Whether clients authenticate by SASL."""
+        return self in (KafkaSecurity.SASL_PLAINTEXT, KafkaSecurity.SASL_SSL)
+
+
+class SaslMechanism(enum.StrEnum):
+    """How clients authenticate by SASL; the values are Kafka's own names."""
+
+    PLAIN = "PLAIN"
+    SCRAM_SHA_256 = "SCRAM-SHA-256"
+    SCRAM_SHA_512 = "SCRAM-SHA-512"
+    OAUTHBEARER = "OAUTHBEARER"
+
+
 def _setting(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "low": low, "high": high})
+
+
+def _secret(text: str) -> Any:
+    """A setting that is no option, since other users see the arguments of a process, and whose value is not shown."""
+    return field(default="", repr=False, metadata={"help": text, "secret": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +93,32 @@ class Settings:
     """All settings. `kvstreams config` and `--help` print each field's help."""
 
     kafka: str = _setting("127.0.0.1:9092", "bootstrap servers, host:port, separated by commas")
+    kafka_security: KafkaSecurity = _setting(
+        KafkaSecurity.PLAINTEXT, f"how clients connect to Kafka: {', '.join(KafkaSecurity)}"
+    )
+    kafka_tls_ca: str = _setting(
+        "", "PEM file with the authorities that sign the brokers' certificates; by default those of the system"
+    )
+    kafka_tls_certificate: str = _setting("", "PEM file with the client's certificate, for brokers that require one")
+    kafka_tls_key: str = _setting("", "PEM file with its key, without a password; by default in kafka_tls_certificate")
+    kafka_sasl_mechanism: SaslMechanism = _setting(
+        SaslMechanism.SCRAM_SHA_512, f"how clients authenticate by SASL: {', '.join(SaslMechanism)}"
+    )
+    kafka_sasl_username: str = _setting("", "user name for PLAIN and SCRAM")
+    kafka_sasl_password: str = _secret("its password, from the environment or a file of settings")
+    kafka_sasl_password_file: str = _setting("", "file that contains the password, instead of kafka_sasl_password")
+    kafka_oauth_token_file: str = _setting(
+        "", "for OAUTHBEARER: file with a token, which is read again before the token expires"
+    )
+    kafka_oidc_token_url: str = _setting(
+        "", "for OAUTHBEARER: token endpoint of an OpenID provider, instead of kafka_oauth_token_file"
+    )
+    kafka_oidc_client_id: str = _setting("", "client id at that endpoint")
+    kafka_oidc_client_secret: str = _secret("its secret there, from the environment or a file of settings")
+    kafka_oidc_client_secret_file: str = _setting(
+        "", "file that contains the client secret, instead of kafka_oidc_client_secret"
+    )
+    kafka_oidc_scope: str = _setting("", "scope that is requested there")
     topic_prefix: str = _setting(
         "", "prefix of every topic's name; processes with the same prefix form one scope, that is one fleet"
     )
@@ -86,6 +149,23 @@ class Settings:
         "they listen on the same host as the API; 0 disables them",
         low=0,
         high=65535,
+    )
+    tokens_file: str = _setting(
+        "",
+        "TOML file with the bearer tokens of the HTTP API and their rights (docs/security.md); several are separated "
+        "by commas; they are read again when they change",
+    )
+    allow_anonymous: bool = _setting(
+        False, "listen on any address without tokens; otherwise only loopback addresses need none"
+    )
+    tls_certificate: str = _setting(
+        "",
+        "PEM file with the certificate chain of the HTTP API, which is then served over TLS only; read again when it "
+        "changes",
+    )
+    tls_key: str = _setting("", "PEM file with its key, without a password; by default in tls_certificate")
+    tls_client_ca: str = _setting(
+        "", "PEM file with authorities; a client must have a certificate that one of them has signed (mTLS)"
     )
     router_mode: RouterMode = _setting(RouterMode.KV, f"routing policy: {', '.join(RouterMode)}")
     kv_overlap_score_weight: float = _setting(
@@ -266,6 +346,16 @@ class Settings:
         return f"{self.topic_prefix}kvstreams"
 
 
+#: Settings whose values are never shown.
+SECRETS = frozenset(each.name for each in fields(Settings) if each.metadata.get("secret"))
+
+
+def shown_value(settings: Settings, name: str) -> str:
+    """The value of a setting as people may see it."""
+    value = getattr(settings, name)
+    return MASKED if name in SECRETS and value else str(value)
+
+
 def tables_path(settings: Settings) -> Path:
     """Folder of the tables' local copies, with one folder per partition."""
     return Path(settings.data_dir) / "tables"
@@ -407,6 +497,9 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
     try:
         return msgspec.convert(parsed, kind, strict=False)
     except msgspec.ValidationError as exc:
+        if ALIASES.get(name, name) in SECRETS:
+            # Without the cause, which quotes the value.
+            raise SettingsError(f"{name} is not {_expected_kind(kind)}", remedy=f"It came from: {source}") from None
         raise SettingsError(
             f"{name} is {value!r}, not {_expected_kind(kind)}", remedy=f"It came from: {source}"
         ) from exc

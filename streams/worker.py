@@ -35,6 +35,8 @@ from streams.router_api.draining import drain
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, make_router, tick_forever
 from streams.schema_compatibility import check_schemas
+from streams.security.access import Access
+from streams.security.faust_credentials import faust_credentials
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
@@ -64,12 +66,12 @@ class WorkerProcess:
         The address comes first, since a scope must not be reset by a process that cannot run. Then it is possible to
         see from outside what the process is doing.
         """
-        settings, startup = self._settings, Startup()
+        settings, startup, access = self._settings, Startup(), Access(self._settings)
         check_schemas()
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
         if self._app.conf.web_enabled and (settings.router or settings.metrics_port):
             setting = "port" if settings.router else "metrics_port"
-            self._server = HttpServer(self._app.conf.web_bind, self._app.conf.web_port, setting)
+            self._server = HttpServer(self._app.conf.web_bind, self._app.conf.web_port, setting, access)
             await self._server.serve(starting_app(startup))
         startup.note("connecting to Kafka")
         # Faust does not notice a source topic that appears after it has subscribed.
@@ -85,10 +87,10 @@ class WorkerProcess:
         if self._server is None:
             return
         if self._router is not None:
-            await self._server.serve(api_runner(self._router, [agent_metrics]))
+            await self._server.serve(api_runner(self._router, [agent_metrics], access=access))
         else:
-            await self._server.serve(monitoring_app(self._not_ready, [agent_metrics]))
-            log.info("/healthz, /ready and /metrics on http://%s:%d", *self._server.address)
+            await self._server.serve(monitoring_app(self._not_ready, [agent_metrics], access))
+            log.info("/healthz, /ready and /metrics on %s", self._server.url)
 
     def _not_ready(self) -> str | None:
         return unreachable(self._settings.kafka) or self.indexer.not_ready()
@@ -148,6 +150,7 @@ def create_app(settings: Settings) -> WorkerApp:
     app = WorkerApp(
         settings.app_id,
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
+        broker_credentials=faust_credentials(settings),
         datadir=str(Path(settings.data_dir).absolute() / "faust"),
         # Faust's own tables are not used (docs/architecture.md), so it has nothing to store.
         store="memory://",

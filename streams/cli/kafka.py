@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from streams.cli.options import GroupedGroup, key_and_value
-from streams.settings import ENV_PREFIX
+from streams.settings import CONFIG_ENV, ENV_PREFIX
 
 KAFKA_DIRECTORY = Path(".kvstreams/kafka")
 
@@ -36,14 +36,24 @@ def kafka() -> None:
     metavar="KEY=VALUE",
     help="broker property, for example log.cleaner.threads=2; repeat for each",
 )
-def kafka_up(directory: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--secure",
+    is_flag=True,
+    help="require TLS, SASL and ACLs of clients; certificates and passwords are made in the folder",
+)
+def kafka_up(directory: Path, overrides: tuple[str, ...], secure: bool) -> None:
     """Start Kafka unless it is running already. The first start downloads it."""
-    state = start_kafka(directory, dict(key_and_value(text) for text in overrides))
+    state = start_kafka(directory, dict(key_and_value(text) for text in overrides), secure=secure)
     verb = "is already running" if state.reused else "is up"
     click.echo(f"Kafka {state.version} {verb} at {state.bootstrap} (pid {state.pid}, {state.java})")
     for note in state.notes:
         click.echo(note)
-    click.echo(f"use it:   export {ENV_PREFIX}KAFKA={state.bootstrap}")
+    if secure:
+        from streams.local.kafka import SECURE_FOLDER
+
+        click.echo(f"use it:   export {CONFIG_ENV}={state.directory / SECURE_FOLDER / 'kvstreams.toml'}")
+    else:
+        click.echo(f"use it:   export {ENV_PREFIX}KAFKA={state.bootstrap}")
     click.echo("stop it:  kvstreams kafka down")
 
 
@@ -72,12 +82,12 @@ def kafka_status(directory: Path) -> None:
     click.echo(f"Kafka {state.version} {status} at {state.bootstrap} (pid {state.pid}, {state.java})")
 
 
-def start_kafka(directory: Path, overrides: dict[str, str] | None = None) -> Any:
+def start_kafka(directory: Path, overrides: dict[str, str] | None = None, *, secure: bool = False) -> Any:
     """Start the local Kafka and return its KafkaState. Shows progress during the download of its jars and the start."""
     from streams.local.kafka import LocalKafka, LocalKafkaConfig
     from streams.progress import shown
 
-    local = LocalKafka(LocalKafkaConfig(directory, overrides or {}))
+    local = LocalKafka(LocalKafkaConfig(directory, overrides or {}, secure=secure))
     with shown(Console(stderr=True), "starting Kafka") as step:
 
         def downloaded(done: int, total: int, name: str) -> None:

@@ -55,6 +55,12 @@ _kafka_directory = click.option(
     show_default=True,
     help="folder of its logs and results",
 )
+@click.option(
+    "--secure",
+    is_flag=True,
+    help=f"use a Kafka that requires TLS, SASL and ACLs, by default in {KAFKA_DIRECTORY}-secure, and require tokens "
+    "for the HTTP API",
+)
 @_kafka_directory
 def demo(
     trace: Path | None,
@@ -64,6 +70,7 @@ def demo(
     blocks: int,
     policies: tuple[str, ...],
     directory: Path,
+    secure: bool,
     kafka_directory: Path,
 ) -> None:
     """Compare routing policies on this machine, with simulated engines and a real Kafka."""
@@ -71,7 +78,9 @@ def demo(
     from streams.warming import WORKER
     from streams.warming import warm as warm_kernels
 
-    require_extra("psutil", "matplotlib")
+    require_extra("psutil", "matplotlib", *(("cryptography",) if secure else ()))
+    if secure and kafka_directory == KAFKA_DIRECTORY:
+        kafka_directory = Path(f"{KAFKA_DIRECTORY}-secure")
     try:
         modes = tuple(RouterMode(policy) for policy in policies) or DEMO_POLICIES
         if not set(modes) <= set(DEMO_POLICIES):
@@ -90,6 +99,7 @@ def demo(
         kafka_directory=kafka_directory,
         blocks=blocks,
         policies=tuple(mode for mode in DEMO_POLICIES if mode in modes),
+        secure=secure,
     )
     warm_kernels(WORKER)  # once, here: otherwise each of the demo's processes would compile the kernels
     run_demo(config, start_kafka)

@@ -2,8 +2,9 @@
 
 What lives here: decorators and classes for commands, and parsers of option values. What must not: a command.
 
-Every setting is an option of the commands that use settings. A value that is not given on the command line comes from
-`KVSTREAMS_*`, then from a TOML file, then from the default; `kvstreams config` shows which.
+Every setting is an option of the commands that use settings, except secrets, which the list of processes would show. A
+value that is not given on the command line comes from `KVSTREAMS_*`, then from a TOML file, then from the default;
+`kvstreams config` shows which.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import click
 
 from streams.core.ids import U64_MASK, WorkerId
 from streams.errors import InvalidRequest, SettingsError
-from streams.settings import ALIASES, ENV_PREFIX, UNNEEDED_OPTIONS, Settings, load
+from streams.settings import ALIASES, ENV_PREFIX, SECRETS, UNNEEDED_OPTIONS, Settings, load
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -79,7 +80,8 @@ def with_settings(command: _F) -> _F:
 
     def run(config: Path | None, **options: Any) -> Any:
         names = (*(setting.name for setting in fields(Settings)), *UNNEEDED_OPTIONS, *ALIASES)
-        resolved = load({name: options.pop(f"{_SETTING_PARAM}{name}") for name in names}, config_file=config)
+        given = {name: options.pop(f"{_SETTING_PARAM}{name}") for name in names if name not in SECRETS}
+        resolved = load(given, config_file=config)
         for warning in resolved.warnings:
             click.echo(f"kvstreams: {warning}", err=True)
         return command(resolved=resolved, **options)
@@ -90,6 +92,8 @@ def with_settings(command: _F) -> _F:
     run.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
     wrapped: Any = run
     for setting in reversed(fields(Settings)):
+        if setting.name in SECRETS:
+            continue
         flag, param = setting.name.replace("_", "-"), f"{_SETTING_PARAM}{setting.name}"
         text = str(setting.metadata["help"])
         if setting.type == "bool":

@@ -10,7 +10,8 @@ from rich.table import Table
 from streams import log
 from streams.cli.options import GroupedCommand, GroupedGroup, with_settings
 from streams.cli.output import console
-from streams.settings import ENV_PREFIX, Resolved, Settings
+from streams.security.acls import TOPIC_OPERATIONS, commands
+from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics
 
 
@@ -22,10 +23,9 @@ def config(resolved: Resolved) -> None:
     for column in ("setting", "value", "from", "environment", "meaning"):
         table.add_column(column, overflow="fold")
     for setting in fields(Settings):
-        value = getattr(resolved.settings, setting.name)
         table.add_row(
             setting.name,
-            str(value),
+            shown_value(resolved.settings, setting.name),
             resolved.sources[setting.name],
             ENV_PREFIX + setting.name.upper(),
             str(setting.metadata["help"]),
@@ -35,7 +35,7 @@ def config(resolved: Resolved) -> None:
 
 @click.group(cls=GroupedGroup)
 def topics() -> None:
-    """Create and check the topics of a scope."""
+    """Create and check the topics of a scope, and print the ACLs that its processes need."""
 
 
 @topics.command("create")
@@ -82,6 +82,19 @@ def topics_describe(resolved: Resolved) -> None:
         click.echo(remedy)
     if wrong:
         raise SystemExit(1)
+
+
+@topics.command("acls")
+@with_settings
+@click.option("--principal", required=True, metavar="User:NAME", help="the user that the process is for Kafka")
+@click.argument("process", type=click.Choice(list(TOPIC_OPERATIONS)))
+def topics_acls(resolved: Resolved, principal: str, process: str) -> None:
+    """Print the least ACLs that a PROCESS needs in this scope, as commands of Kafka's kafka-acls.
+
+    A worker with its router needs those of both.
+    """
+    for line in commands(process, resolved.settings, principal):
+        click.echo(line)
 
 
 @click.command(cls=GroupedCommand)

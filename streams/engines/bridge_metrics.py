@@ -19,6 +19,7 @@ from streams.http_server import Startup, monitoring_app, monitoring_server
 from streams.kafka import wait_for_topics
 from streams.kafka_log import unreachable
 from streams.metrics import Metric, MetricsRegistry, counter, gauge
+from streams.security.access import Access
 from streams.settings import Settings
 from streams.topics import topics
 from streams.warming import HASHING, warm_while_serving
@@ -96,8 +97,8 @@ async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
     A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,
     and KvStreamsError if Kafka cannot be reached.
     """
-    startup = Startup()
-    async with monitoring_server(settings.host, settings.metrics_port, startup) as server:
+    startup, access = Startup(), Access(settings)
+    async with monitoring_server(settings.host, settings.metrics_port, startup, access) as server:
         startup.note("connecting to Kafka")
         await wait_for_topics(settings, topics(settings).all(), startup.note)
         await warm_while_serving(HASHING, startup.note)
@@ -107,6 +108,6 @@ async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
             def not_ready() -> str | None:
                 return unreachable(settings.kafka) or bridge.not_ready()
 
-            await server.serve(monitoring_app(not_ready, [bridge_registry(bridge)]))
-            log.info("/healthz, /ready and /metrics on http://%s:%d", *server.address)
+            await server.serve(monitoring_app(not_ready, [bridge_registry(bridge)], access))
+            log.info("/healthz, /ready and /metrics on %s", server.url)
         await bridge.run()

@@ -11,16 +11,18 @@ Act two: the Faust worker is killed with SIGKILL and its RocksDB is deleted; eve
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import json
 import os
 import random
+import secrets
 import shutil
 import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,7 @@ from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive
 from streams.local.processes import Children
 from streams.local.report import draw, explain, print_policies, summarise, summarise_live
-from streams.local.stack import Engine, RouterProcess, Stack, get_json, held_blocks, known_blocks, wait_workers
+from streams.local.stack import Engine, RouterProcess, Stack, bearer, get_json, held_blocks, known_blocks, wait_workers
 from streams.progress import shown
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
@@ -69,7 +71,10 @@ DEMO_POLICIES = (RouterMode.KV, RouterMode.ROUND_ROBIN, RouterMode.RANDOM)
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """The options of `kvstreams demo`. trace None: generated. speedup None: chosen for this machine."""
+    """The options of `kvstreams demo`. trace None: generated. speedup None: chosen for this machine.
+
+    secure: with a Kafka that requires TLS, SASL and ACLs, and with tokens for the HTTP API.
+    """
 
     trace: Path | None = None
     workers: int = 8
@@ -80,6 +85,7 @@ class DemoConfig:
     blocks: int = EngineConfig().n_blocks
     policies: tuple[RouterMode, ...] = DEMO_POLICIES
     seed: int = TRACE_SEED
+    secure: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("--workers", self.workers), ("--requests", self.requests), ("--blocks", self.blocks)):
@@ -92,8 +98,8 @@ class DemoConfig:
 #: Columns of the output if it does not go to a terminal. On a slow machine, the table of act one needs more than 80.
 LINE_CHARS = 120
 
-#: Starts a Kafka in a folder and returns its state.
-StartKafka = Callable[[Path], Any]
+#: Starts a Kafka in a folder and returns its state. Has the option `secure`.
+StartKafka = Callable[..., Any]
 
 
 def require_extra(*packages: str) -> None:
@@ -117,14 +123,15 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
     shutil.rmtree(config.directory, ignore_errors=True)
     config.directory.mkdir(parents=True)
 
+    changes, token = _with_token(console, config.directory) if config.secure else ({}, None)
     with (
-        _kafka(config.kafka_directory, start_kafka, console) as bootstrap,
-        _scope(bootstrap) as settings,
+        _kafka(config.kafka_directory, start_kafka, console, config.secure) as kafka,
+        _scope(kafka.settings | changes) as settings,
         _children(console) as children,
     ):
         stack = Stack(settings, config.directory, children)
-        worker, engines = _start_all(console, stack, config.workers, engine_config, speedup)
-        show = _Show(console, config, stack, worker, engines, ModelClock(speedup))
+        worker, engines = _start_all(console, stack, config.workers, engine_config, speedup, token)
+        show = _Show(console, config, stack, worker, engines, ModelClock(speedup), token)
 
         console.rule("[bold]Act one: kv routing compared with round-robin and random")
         live = {mode.value: show.act_one(mode, requests) for mode in reversed(config.policies)}
@@ -175,8 +182,8 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
     console = Console(width=None if sys.stdout.isatty() else LINE_CHARS)
     shutil.rmtree(directory, ignore_errors=True)
     with (
-        _kafka(kafka_directory, start_kafka, console) as bootstrap,
-        _scope(bootstrap) as settings,
+        _kafka(kafka_directory, start_kafka, console) as kafka,
+        _scope(kafka.settings) as settings,
         _children(console) as children,
     ):
         stack = Stack(settings, directory, children)
@@ -195,7 +202,7 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
             f"curl -s {worker.url}/loads",
         ):
             console.print(line + "\n", highlight=False, soft_wrap=True)
-        console.print(f"Kafka is at {bootstrap}; logs are in {directory / 'logs'}. Ctrl-C stops everything.")
+        console.print(f"Kafka is at {kafka.bootstrap}; logs are in {directory / 'logs'}. Ctrl-C stops everything.")
         try:
             while not (dead := children.dead()):
                 time.sleep(0.5)
@@ -216,7 +223,9 @@ class _Show:
         worker: RouterProcess,
         engines: Sequence[Engine],
         clock: ModelClock,
+        token: str | None,
     ) -> None:
+        self._token = token
         self._console = console
         self._config = config
         self._stack = stack
@@ -248,7 +257,10 @@ class _Show:
                 # The user's next message, which no engine holds yet.
                 tokens = tokens_for(request) + bytes(4 * NEXT_TURN_TOKENS)
                 answer = _post(
-                    f"{self._worker.url}/route?explain=true&update_states=false", tokens, "application/octet-stream"
+                    f"{self._worker.url}/route?explain=true&update_states=false",
+                    tokens,
+                    "application/octet-stream",
+                    token=self._token,
                 )
                 overlaps = [terms["scores"] for terms in answer["candidates"]]
                 gain = answer["overlap_blocks"] - sorted(overlaps)[len(overlaps) // 2]
@@ -264,7 +276,7 @@ class _Show:
         self._wait_caught_up(self._worker.url)
         with shown(self._console, "comparing the router with the engines"):
             truth = held_blocks(self._engines)
-            n_missing = len(truth ^ known_blocks(self._worker.url))
+            n_missing = len(truth ^ known_blocks(self._worker.url, self._token))
         n_blocks = len(truth)
         say(f"The engines hold {n_blocks:,} blocks; the router's index has {n_missing} differences from that.")
 
@@ -278,7 +290,7 @@ class _Show:
         with shown(self._console, "starting a second router"):
             second = self._stack.router("router-second")
             second_s = time.monotonic() - second_started
-            differences_second = len(truth ^ known_blocks(second.url))
+            differences_second = len(truth ^ known_blocks(second.url, self._token))
         say(
             f"A second router, started while no worker indexes: {n_blocks:,} blocks in {second_s:.1f} s, "
             f"{differences_second} differences."
@@ -288,12 +300,14 @@ class _Show:
         with shown(self._console, "starting the worker again"):
             self._stack.restart_worker(self._worker)
             wait_for(
-                lambda: _mode(self._worker.url) == "exact", CATCH_UP_TIMEOUT_S, "the worker's router to be exact again"
+                lambda: _mode(self._worker.url, self._token) == "exact",
+                CATCH_UP_TIMEOUT_S,
+                "the worker's router to be exact again",
             )
             # Measured once, for the text and for result.json: comparing the blocks takes time as well.
             exact = time.monotonic()
             worker_s, killed_to_exact_s = exact - restarted, exact - started
-            differences_worker = len(truth ^ known_blocks(self._worker.url))
+            differences_worker = len(truth ^ known_blocks(self._worker.url, self._token))
         say(
             f"The worker, started again with an empty disk: [bold]{n_blocks:,} blocks back in {worker_s:.1f} s, "
             f"{differences_worker} differences[/bold], {killed_to_exact_s:.1f} s after the kill (of which "
@@ -309,7 +323,7 @@ class _Show:
             for url in (self._worker.url, second.url):
                 self._wait_caught_up(url)
             truth = held_blocks(self._engines)
-            differences_after = [len(truth ^ known_blocks(url)) for url in (self._worker.url, second.url)]
+            differences_after = [len(truth ^ known_blocks(url, self._token)) for url in (self._worker.url, second.url)]
         say(
             f"After {len(outcomes)} more requests through the second router, the indexes of both routers have "
             f"{sum(differences_after)} differences from what the engines hold."
@@ -328,19 +342,23 @@ class _Show:
         with shown(self._console, f"{text:>13}", len(requests), keep=True) as step:
             run_name = f"{name}-{uuid.uuid4().hex[:8]}"
             exempt_from_collection()  # its pauses would count as latency of the router
-            return asyncio.run(drive(requests, url, self._urls, self._clock, run_name, step.advance))
+            return asyncio.run(drive(requests, url, self._urls, self._clock, run_name, step.advance, self._token))
 
     def _empty_engines(self) -> None:
         """Clear every engine's cache, as an operator would, and wait until the router's index is empty."""
         for engine in self._engines:
             _post(f"{engine.url}/reset_prefix_cache", b"", "application/json", parse=False)
-        wait_for(lambda: get_json(f"{self._worker.url}/state")["blocks"] == 0, CATCH_UP_TIMEOUT_S, "empty caches")
+        wait_for(
+            lambda: get_json(f"{self._worker.url}/state", self._token)["blocks"] == 0,
+            CATCH_UP_TIMEOUT_S,
+            "empty caches",
+        )
 
     def _wait_caught_up(self, url: str) -> None:
         """Wait until a router's index has every engine's last batch."""
 
         def caught_up() -> bool:
-            sequences = {rank["worker_id"]: rank["sequence"] for rank in get_json(f"{url}/state")["ranks"]}
+            sequences = {rank["worker_id"]: rank["sequence"] for rank in get_json(f"{url}/state", self._token)["ranks"]}
             return all(
                 sequences.get(engine.worker_id, -1) + 1 >= get_json(f"{engine.url}/sim/cache")["next_sequence"]
                 for engine in self._engines
@@ -350,18 +368,30 @@ class _Show:
 
 
 @contextmanager
-def _kafka(directory: Path, start_kafka: StartKafka, console: Console) -> Iterator[str]:
-    """The local Kafka for as long as the block runs; one that was running before is left running."""
-    state = start_kafka(directory)
-    console.print(f"Kafka {state.version} {'was already running' if state.reused else 'runs'} at {state.bootstrap}")
+def _kafka(directory: Path, start_kafka: StartKafka, console: Console, secure: bool = False) -> Iterator[Any]:
+    """The local Kafka's state for as long as the block runs; one that was running before is left running."""
+    state = start_kafka(directory, secure=secure) if secure else start_kafka(directory)
+    how = " with TLS, SASL and ACLs" if secure else ""
+    verb = "was already running" if state.reused else "runs"
+    console.print(f"Kafka {state.version} {verb} at {state.bootstrap}{how}")
     try:
-        yield state.bootstrap
+        yield state
     finally:
         if not state.reused:
             from streams.local.kafka import LocalKafka, LocalKafkaConfig
 
             with shown(console, "stopping Kafka"):
                 LocalKafka(LocalKafkaConfig(directory)).down()
+
+
+def _with_token(console: Console, directory: Path) -> tuple[dict[str, Any], str]:
+    """Settings with a file of tokens, and the only token in it. The file has its digest."""
+    token = secrets.token_urlsafe(32)
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    file = directory.resolve() / "tokens.toml"
+    file.write_text(f'[demo]\nsha256 = "{digest}"\nrights = ["route", "read", "operate"]\n')
+    console.print(f"Calls of the HTTP API need a token of {file}")
+    return {"tokens_file": str(file)}, token
 
 
 @contextmanager
@@ -376,9 +406,9 @@ def _children(console: Console) -> Iterator[Children]:
 
 
 @contextmanager
-def _scope(bootstrap: str) -> Iterator[Settings]:
+def _scope(given: Mapping[str, Any]) -> Iterator[Settings]:
     """A separate scope for each run, whose topics are deleted at its end: a Kafka that was running is unchanged."""
-    settings = Settings(kafka=bootstrap, topic_prefix=f"demo-{uuid.uuid4().hex[:8]}.", partitions=4)
+    settings = Settings(**given, topic_prefix=f"demo-{uuid.uuid4().hex[:8]}.", partitions=4)
     try:
         yield settings
     finally:
@@ -386,14 +416,19 @@ def _scope(bootstrap: str) -> Iterator[Settings]:
 
 
 def _start_all(
-    console: Console, stack: Stack, n_engines: int, config: EngineConfig, time_scale: float
+    console: Console,
+    stack: Stack,
+    n_engines: int,
+    config: EngineConfig,
+    time_scale: float,
+    token: str | None = None,
 ) -> tuple[RouterProcess, list[Engine]]:
     started = time.monotonic()
     with shown(console, "starting engines, a bridge, and a Faust worker with its router"):
         worker = stack.worker()
         engines = stack.engines(n_engines, config, MODEL, time_scale)
         stack.bridge(engines)
-        wait_workers(worker.url, n_engines)
+        wait_workers(worker.url, n_engines, token)
     console.print(
         f"{n_engines} engines, a bridge, and a Faust worker with its router: ready after "
         f"{time.monotonic() - started:.1f} s"
@@ -427,17 +462,18 @@ def _print_plan(
     )
 
 
-def _mode(url: str) -> str:
+def _mode(url: str, token: str | None) -> str:
     """The mode of an answer over all ranks, or "" where the router does not answer."""
     body = json.dumps({"token_ids": [0], "update_states": False}).encode()
     try:
-        return str(_post(f"{url}/route", body, "application/json").get("mode"))
+        return str(_post(f"{url}/route", body, "application/json", token=token).get("mode"))
     except OSError:
         return ""
 
 
-def _post(url: str, body: bytes, content_type: str, parse: bool = True) -> Any:
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": content_type}, method="POST")
+def _post(url: str, body: bytes, content_type: str, parse: bool = True, token: str | None = None) -> Any:
+    headers = {"Content-Type": content_type, **bearer(token)}
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
     with urllib.request.urlopen(request, timeout=30.0) as response:
         answer = response.read()
     return json.loads(answer) if parse else answer

@@ -21,6 +21,7 @@ import aiohttp
 import orjson
 
 from streams.errors import KvStreamsError
+from streams.local.stack import bearer
 from streams.sim.offline import Outcome
 from streams.sim.trace import TraceRequest, tokens_for
 
@@ -64,17 +65,18 @@ async def drive(
     clock: ModelClock,
     name: str,
     progress: Callable[[], None],
+    token: str | None = None,
 ) -> list[LiveOutcome]:
     """Send every request at its time; returns outcomes in the order of the trace. Raises KvStreamsError if one fails.
 
     engines: worker id to URL. name: prefix of the request ids, which must differ between calls. progress: called after
-    each request.
+    each request. token: of the router's API.
     """
     begin_ms = clock.now_ms() + 100.0 * clock.speedup  # a tenth of a second for the first connections
     room = asyncio.Semaphore(IN_FLIGHT_MAX)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as http:
-        client = _Client(http, router_url, engines)
+        client = _Client(http, router_url, engines, bearer(token))
 
         async def one(number: int, request: TraceRequest) -> LiveOutcome:
             tokens = tokens_for(request)
@@ -95,8 +97,16 @@ async def drive(
 
 
 class _Client:
-    def __init__(self, http: aiohttp.ClientSession, router_url: str, engines: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        router_url: str,
+        engines: Mapping[int, str],
+        authorization: Mapping[str, str],
+    ) -> None:
+        """authorization: a header for the router. Engines do not get it."""
         self._http = http
+        self._authorization = authorization
         self._router = router_url
         self._engines = engines
 
@@ -132,7 +142,7 @@ class _Client:
             f"{self._router}/route",
             params={"request_id": request_id},
             data=tokens,
-            headers={"Content-Type": "application/octet-stream"},
+            headers={"Content-Type": "application/octet-stream", **self._authorization},
         ) as response:
             answer: dict[str, Any] = orjson.loads(await response.read())
             if response.status != 200:
@@ -172,6 +182,6 @@ class _Client:
         return figures
 
     async def _notify_router(self, method: str, path: str) -> None:
-        async with self._http.request(method, self._router + path) as response:
+        async with self._http.request(method, self._router + path, headers=self._authorization) as response:
             if response.status not in (200, 202):
                 raise KvStreamsError(f"{method} {path} answered {response.status}: {await response.text()}")

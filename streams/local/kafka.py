@@ -10,8 +10,10 @@ process can stop the broker that another one started:
     server.log         the broker's own log, bounded by LOG_FILE_MB; console.log: output of the JVM itself
     classes-*.jsa      the JVM's archive of loaded classes, which halves the time to start
     data/              the topics
+    secure/            certificates and passwords of a secure broker (secure_files)
 
-The broker listens on the loopback interface only, without authentication. Linux and macOS.
+The broker listens on the loopback interface only: without authentication, or secure, over SASL_SSL with an authorizer.
+Linux and macOS.
 """
 
 from __future__ import annotations
@@ -35,12 +37,20 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
 
 from streams.errors import LocalKafkaError
 from streams.local.jars import KAFKA_VERSION, Progress, ensure_jars, file_lock
 from streams.local.java import Java, find_java
 from streams.local.ports import free_ports, is_free
+from streams.local.secure_files import USER, SecureFiles, write_private
+from streams.security.kafka import librdkafka_config
+from streams.settings import Settings
 
 #: The directory of the broker of `kvstreams kafka`, relative to the current one.
 DEFAULT_DIRECTORY = Path(".kvstreams/kafka")
@@ -93,6 +103,12 @@ CREATE_TIME_SLACK_S = 0.5
 BROKER_SESSION_MS = 9_000
 BROKER_HEARTBEAT_MS = 500
 
+#: Where a secure broker's certificates and passwords are, in the broker's directory.
+SECURE_FOLDER = "secure"
+
+#: Kafka's own minimum.
+_SCRAM_ITERATIONS = 4096
+
 #: Partitions of Kafka's two internal topics; with the default of 50 each, every developer would get 100 directories.
 INTERNAL_TOPIC_PARTITIONS = 8
 
@@ -100,6 +116,7 @@ INTERNAL_TOPIC_PARTITIONS = 8
 _RESERVED_PROPERTIES = frozenset(
     {
         "advertised.listeners",
+        "inter.broker.listener.name",
         "controller.listener.names",
         "controller.quorum.bootstrap.servers",
         "controller.quorum.voters",
@@ -185,6 +202,9 @@ logger.broker.level = warn
 # A few lines that show when the broker started, answered and stopped.
 logger.lifecycle.name = kafka.server.BrokerLifecycleManager
 logger.lifecycle.level = info
+# At INFO it logs what a secure broker refuses to a user.
+logger.authorizer.name = kafka.authorizer.logger
+logger.authorizer.level = ${{sys:kvstreams.authorizer.level}}
 """
 
 
@@ -197,6 +217,8 @@ class LocalKafkaConfig:
 
     optimized: whether the JVM compiles with its optimizing compiler as well. It takes up to a core in the broker's
     first minutes, which the demo spends next to routers and engines on the same cores, and pays off after that.
+
+    secure: whether clients need TLS, SASL and ACLs. authorizer_log_level: `debug` also logs what is allowed.
     """
 
     directory: Path
@@ -205,6 +227,8 @@ class LocalKafkaConfig:
     start_timeout_s: float = DEFAULT_START_TIMEOUT_S
     class_archive: bool = True
     optimized: bool = False
+    secure: bool = False
+    authorizer_log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +242,14 @@ class KafkaState:
     directory: Path
     reused: bool  # it was already running before this call
     notes: tuple[str, ...] = ()  # whole sentences for the operator, for example that the port has changed
+    secure: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of a client, by name."""
+        if not self.secure:
+            return {"kafka": self.bootstrap}
+        return SecureFiles(self.directory / SECURE_FOLDER).client_settings(self.bootstrap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +271,7 @@ class _Saved:
     broker_port: int
     controller_port: int
     process: _Process | None = None
+    secure: bool = False
 
 
 class LocalKafka:
@@ -247,6 +280,7 @@ class LocalKafka:
     def __init__(self, config: LocalKafkaConfig) -> None:
         self.config = config
         self.directory = config.directory.expanduser().resolve()
+        self._secure_files = SecureFiles(self.directory / SECURE_FOLDER)
 
     def up(self, progress: Progress | None = None) -> KafkaState:
         """Start a broker unless one is running, and return once it answers a client.
@@ -257,7 +291,8 @@ class LocalKafka:
         """
         _psutil()  # before anything is started, since it could not be watched without psutil
         self._check_config()
-        if (saved := self._load()) is not None and self._live(saved) and _answers(saved):
+        if (saved := self._load()) is not None and self._live(saved) and self._answers(saved):
+            self._check_same_security(saved)
             return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
         # Before the lock is taken: downloading may take minutes, and does not need the directory.
         java = find_java()
@@ -267,6 +302,7 @@ class LocalKafka:
             with self._locked():
                 saved = self._load()
                 if saved is not None and self._live(saved):
+                    self._check_same_security(saved)
                     self._await_running(saved)
                     return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
                 return self._start(saved, java, jars)
@@ -298,7 +334,7 @@ class LocalKafka:
     def answers(self) -> bool:
         """Return whether the broker is running and answers a client within ANSWER_TIMEOUT_S."""
         saved = self._load()
-        return saved is not None and self._live(saved) is not None and _answers(saved)
+        return saved is not None and self._live(saved) is not None and self._answers(saved)
 
     def kill(self) -> None:
         """End the broker with SIGKILL, as a crash would, and wait until the process has ended."""
@@ -328,8 +364,12 @@ class LocalKafka:
         else:
             self._check_version(saved)
             saved = self._with_free_ports(saved, notes)
+        saved = dataclasses.replace(saved, secure=self.config.secure)
         self._save(dataclasses.replace(saved, process=None))
         # 2
+        if saved.secure:
+            self._secure_files.make()
+            self._secure_files.write_settings(_bootstrap(saved))
         properties = self._properties(saved)
         self._replace("server.properties", _as_properties(properties))
         self._replace("log4j2.properties", _LOG4J2)
@@ -351,6 +391,8 @@ class LocalKafka:
             self._save(saved)
             # 5
             self._await_started(saved, pid, log_start)
+            if saved.secure:
+                self._set_passwords(saved)
         except BaseException:  # also Ctrl-C: a caller that does not get a broker must not leave one running
             _kill_child(pid)
             with contextlib.suppress(OSError):  # a full disk: the pid of an ended process in the file does no harm
@@ -371,6 +413,54 @@ class LocalKafka:
                 f"The directory {self.directory} has a comma in its name, which separates directories for Kafka",
                 remedy="Choose another directory",
             )
+
+    def _check_same_security(self, saved: _Saved) -> None:
+        """Refuse a running broker that requires authentication if the caller has none, or the other way round."""
+        if saved.secure != self.config.secure:
+            kinds = ("without authentication", "with --secure")
+            raise LocalKafkaError(
+                f"The broker of {self.directory} was started {kinds[saved.secure]}",
+                remedy="Stop it with `kvstreams kafka down`, or choose another directory",
+            )
+
+    def _set_passwords(self, saved: _Saved) -> None:
+        """Store the password of SCRAM users, which Kafka keeps in its metadata.
+
+        Formatting could do so as well, but only with the password among the arguments of a process.
+        """
+        client = AdminClient({**self._admin_config(saved), "log_level": 0})
+        info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, _SCRAM_ITERATIONS)
+        password = self._secure_files.password(USER).encode()
+        for future in client.alter_user_scram_credentials(
+            [UserScramCredentialUpsertion(USER, info, password)], request_timeout=self.config.start_timeout_s
+        ).values():
+            try:
+                future.result(self.config.start_timeout_s)
+            except KafkaException as exc:
+                raise LocalKafkaError(f"The password of {USER} cannot be stored: {exc.args[0].str()}") from exc
+
+    def _admin_config(self, saved: _Saved) -> dict[str, Any]:
+        """The configuration of a client that may do everything."""
+        bootstrap = _bootstrap(saved)
+        if not saved.secure:
+            return {"bootstrap.servers": bootstrap}
+        settings = Settings(**self._secure_files.admin_settings(bootstrap))
+        return {"bootstrap.servers": bootstrap, **librdkafka_config(settings)}
+
+    def _answers(self, saved: _Saved) -> bool:
+        """Return whether a real client gets the metadata of exactly this cluster within ANSWER_TIMEOUT_S."""
+        try:
+            # First a bare connection, which takes 0.1 ms: a client would log errors about a closed port.
+            socket.create_connection(("127.0.0.1", saved.broker_port), ANSWER_TIMEOUT_S).close()
+        except OSError:
+            return False
+        client = AdminClient({**self._admin_config(saved), "log_level": 0})
+        try:
+            metadata = client.list_topics(timeout=ANSWER_TIMEOUT_S)
+        except KafkaException:
+            return False
+        # Another cluster may listen on a port that was ours before.
+        return bool(metadata.brokers) and metadata.cluster_id == saved.cluster_id
 
     def _check_version(self, saved: _Saved) -> None:
         """Refuse data of a newer Kafka or of another major version, which this one may not be able to read."""
@@ -396,14 +486,17 @@ class LocalKafka:
 
     def _properties(self, saved: _Saved) -> dict[str, str]:
         """Return the broker's properties: one node that is both broker and controller, then the overrides."""
+        protocol = "SASL_SSL" if saved.secure else "PLAINTEXT"
         return {
             "process.roles": "broker,controller",
             "node.id": "1",
             "controller.quorum.voters": f"1@127.0.0.1:{saved.controller_port}",
             "controller.listener.names": "CONTROLLER",
-            "listeners": f"PLAINTEXT://127.0.0.1:{saved.broker_port},CONTROLLER://127.0.0.1:{saved.controller_port}",
-            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{saved.broker_port}",
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "listeners": f"{protocol}://{_bootstrap(saved)},CONTROLLER://127.0.0.1:{saved.controller_port}",
+            "advertised.listeners": f"{protocol}://{_bootstrap(saved)}",
+            "inter.broker.listener.name": protocol,
+            "listener.security.protocol.map": f"{protocol}:{protocol},CONTROLLER:{protocol}",
+            **(self._secure_files.properties() if saved.secure else {}),
             "log.dirs": str(self.directory / "data"),
             # One node cannot store three replicas, which is the default of the internal topics.
             "offsets.topic.replication.factor": "1",
@@ -440,6 +533,7 @@ class LocalKafka:
             *(_JAVA_24_FLAGS if java.major >= 24 else ()),
             "-Djava.awt.headless=true",
             f"-Dkvstreams.log={self._file('server.log')}",
+            f"-Dkvstreams.authorizer.level={self.config.authorizer_log_level}",
             f"-Dlog4j2.configurationFile={self._file('log4j2.properties').as_uri()}",
             "-cp",
             os.pathsep.join(map(str, jars)),
@@ -521,7 +615,7 @@ class LocalKafka:
     def _await_started(self, saved: _Saved, pid: int, log_start: int) -> None:
         """Return when our child answers; raise, with the end of its logs, if it exits or takes too long."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while not _answers(saved):
+        while not self._answers(saved):
             if how := _end_of_child(pid):
                 raise self._failure(f"Kafka exited with {how} while starting", self._last_lines(log_start))
             if time.monotonic() >= deadline:
@@ -534,7 +628,7 @@ class LocalKafka:
     def _await_running(self, saved: _Saved) -> None:
         """Return when a broker that another process started answers; this never stops it."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while not _answers(saved):
+        while not self._answers(saved):
             process = self._live(saved)
             paused = process is not None and process.status() == _psutil().STATUS_STOPPED
             if process is None or paused or time.monotonic() >= deadline:
@@ -590,7 +684,7 @@ class LocalKafka:
         """Write a file in one step, so that no reader finds half of it, not even after a crash."""
         temporary = self._file(f"{name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(text, encoding="utf-8")
+            write_private(temporary, text.encode())  # a secure broker's properties contain a password
             temporary.replace(self._file(name))
         finally:
             temporary.unlink(missing_ok=True)
@@ -628,13 +722,14 @@ class LocalKafka:
     def _state(self, saved: _Saved, *, reused: bool, notes: tuple[str, ...] = ()) -> KafkaState:
         assert saved.process is not None
         return KafkaState(
-            bootstrap=f"127.0.0.1:{saved.broker_port}",
+            bootstrap=_bootstrap(saved),
             pid=saved.process.pid,
             version=saved.kafka_version,
             java=saved.process.java,
             directory=self.directory,
             reused=reused,
             notes=notes,
+            secure=saved.secure,
         )
 
     # -- the process -------------------------------------------------------------------------------------------------
@@ -744,20 +839,9 @@ def _kill_child(pid: int) -> None:
             _kill(_psutil().Process(pid))
 
 
-def _answers(saved: _Saved) -> bool:
-    """Return whether a real client gets the metadata of exactly this cluster within ANSWER_TIMEOUT_S."""
-    try:
-        # First a bare connection, which takes 0.1 ms: a client would log errors about a closed port.
-        socket.create_connection(("127.0.0.1", saved.broker_port), ANSWER_TIMEOUT_S).close()
-    except OSError:
-        return False
-    client = AdminClient({"bootstrap.servers": f"127.0.0.1:{saved.broker_port}", "log_level": 0})
-    try:
-        metadata = client.list_topics(timeout=ANSWER_TIMEOUT_S)
-    except KafkaException:
-        return False
-    # Another cluster may listen on a port that was ours before.
-    return bool(metadata.brokers) and metadata.cluster_id == saved.cluster_id
+def _bootstrap(saved: _Saved) -> str:
+    """The address for bootstrap.servers."""
+    return f"127.0.0.1:{saved.broker_port}"
 
 
 def _becomes_free(port: int) -> bool:

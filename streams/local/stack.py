@@ -203,20 +203,26 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def wait_workers(url: str, n: int) -> None:
+def wait_workers(url: str, n: int, token: str | None = None) -> None:
     """Wait until a router has n workers in its registry."""
-    wait_for(lambda: len(get_json(f"{url}/workers")["workers"]) >= n, READY_TIMEOUT_S, f"{n} workers at {url}")
+    wait_for(lambda: len(get_json(f"{url}/workers", token)["workers"]) >= n, READY_TIMEOUT_S, f"{n} workers at {url}")
 
 
-def get_json(url: str) -> Any:
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that carries a token, if there is one."""
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def get_json(url: str, token: str | None = None) -> Any:
     """GET a JSON answer, whatever its status; raises OSError if no server answers."""
-    return json.loads(get_bytes(url))
+    return json.loads(get_bytes(url, token))
 
 
-def get_bytes(url: str) -> bytes:
+def get_bytes(url: str, token: str | None = None) -> bytes:
     """GET the body of an answer, whatever its status; raises OSError if no server answers."""
+    request = urllib.request.Request(url, headers=bearer(token))
     try:
-        with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S) as response:
             body: bytes = response.read()
     except urllib.error.HTTPError as exc:
         with exc:
@@ -224,15 +230,15 @@ def get_bytes(url: str) -> bytes:
     return body
 
 
-def facts(url: str) -> set[Fact]:
+def facts(url: str, token: str | None = None) -> set[Fact]:
     """All facts in a router's view."""
-    table = np.frombuffer(get_bytes(f"{url}/state/blocks"), dtype=_FACT)
+    table = np.frombuffer(get_bytes(f"{url}/state/blocks", token), dtype=_FACT)
     return set(zip(*(table[name].tolist() for name in _FACT.names or ()), strict=True))
 
 
-def known_blocks(url: str) -> set[tuple[int, int]]:
+def known_blocks(url: str, token: str | None = None) -> set[tuple[int, int]]:
     """(worker, sequence hash) of every block in a router's view."""
-    return {(worker_id, block) for worker_id, _, _, block in facts(url)}
+    return {(worker_id, block) for worker_id, _, _, block in facts(url, token)}
 
 
 def held_blocks(engines: Sequence[Engine]) -> set[tuple[int, int]]:

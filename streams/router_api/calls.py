@@ -45,21 +45,13 @@ from streams.router_api.wire import (
     RouteRequest,
     WorkerBody,
 )
+from streams.security.tokens import Right
 
 JSON = "application/json"
 HTML = "text/html"
 CSS = "text/css"
 SCRIPT = "text/javascript"
 PROMETHEUS = "text/plain"
-
-
-class Right(enum.StrEnum):
-    """What a token allows its holder to do."""
-
-    ROUTE = "route"  # decide, book and report
-    READ = "read"  # state and metrics
-    OPERATE = "operate"  # workers and pools
-    GENERATE = "generate"  # use the front
 
 
 class Tag(enum.StrEnum):

@@ -11,6 +11,7 @@ import logging
 import resource
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 import orjson
 from aiohttp import web
@@ -43,8 +44,9 @@ REFUSAL_REASONS = (TOO_MANY, NO_REQUEST)
 class Connections:
     """The open connections of one server. refused: how many were closed before they had a request, by reason."""
 
-    def __init__(self, connections_max: int) -> None:
+    def __init__(self, connections_max: int, *, uses_tls: bool = False) -> None:
         self.connections_max = _within_descriptors(connections_max)
+        self._uses_tls = uses_tls
         self.refused: Counter[str] = Counter()
         self._server: web.Server | None = None
         self._refusals: set[_Refusal] = set()
@@ -62,7 +64,12 @@ class Connections:
 
         def accept() -> asyncio.BaseProtocol:
             loop = asyncio.get_running_loop()
-            if len(server.connections) + self._n_accepting >= self.connections_max:
+            n_open = len(server.connections) + self._n_accepting
+            if self._uses_tls:
+                # The server's list has a connection once its TLS handshake has ended. The other one has it from its
+                # beginning, for FIRST_REQUEST_S even if it ends earlier.
+                n_open = max(n_open, len(self._without_request))
+            if n_open >= self.connections_max:
                 self.refused[TOO_MANY] += 1
                 return _Refusal(self._refusals, self.connections_max)
             protocol = new_protocol()
@@ -99,7 +106,7 @@ class _Refusal(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # a TCP socket
+        transport = cast(asyncio.Transport, transport)  # uvloop's transport for TLS is no subclass
         if len(self._refusals) >= REFUSALS_MAX:
             transport.abort()
             return
@@ -109,7 +116,10 @@ class _Refusal(asyncio.Protocol):
             remedy="Try again, keep connections open between requests, or raise connections_max",
         )
         transport.write(refusal(error))
-        transport.write_eof()
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:  # TLS has no half-closed connections
+            transport.close()
         # What the client sends is received and dropped meanwhile, so that its system does not drop the answer.
         self._timer = asyncio.get_running_loop().call_later(REFUSAL_S, transport.abort)
 

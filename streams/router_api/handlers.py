@@ -32,6 +32,7 @@ from streams.errors import (
     RequestTooLarge,
     api_error,
 )
+from streams.http_server import error_headers
 from streams.metrics import MetricsRegistry, metrics_response
 from streams.router_api import fast_lane
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
@@ -69,6 +70,8 @@ from streams.router_api.wire import (
     u64,
     worker_json,
 )
+from streams.security.access import ANY_RIGHT
+from streams.security.tokens import Right
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +106,12 @@ class Handlers:
         self._router = router
         self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
-        self._connections = Connections(router.settings.connections_max)
+        self._connections = Connections(router.settings.connections_max, uses_tls=bool(router.settings.tls_certificate))
         self._inspections = Inspections()
         self._metrics = RouterMetrics(router, self._connections, self._bodies, process)
         self._more_metrics = more_metrics
         self.lane = FastLane(router, self._metrics, RETRY_AFTER_S)
+        self._rights: dict[Any, Right | None] = {getattr(self, call.handler): call.right for call in CALLS}
         self._live = Live(router, self._metrics)
         self._sampling: asyncio.Task[None] | None = None
 
@@ -119,6 +123,10 @@ class Handlers:
             add = web.get if call.method == "GET" else partial(web.route, call.method)
             routes.append(add(call.pattern, handler))
         return routes
+
+    def right_of(self, request: web.Request) -> str | None:
+        """The right that a request needs, by the table of calls; None if it needs no token."""
+        return self._rights.get(request.match_info.handler, ANY_RIGHT)
 
     def add_to(self, app: web.Application) -> None:
         """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
@@ -433,7 +441,7 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
         reported = api_error(exc)
         if reported.http_status == 500:
             log.exception("%s %s failed", request.method, request.path)
-        return _refusal(request, reported.code, str(exc), reported.http_status, exc.detail)
+        return _refusal(request, reported.code, str(exc), reported.http_status, exc.detail, error_headers(exc))
     except web.HTTPRequestEntityTooLarge as exc:
         too_large = RequestTooLarge(exc.text or "the body is too large")
         return _refusal(request, too_large.code, str(too_large), too_large.http_status)

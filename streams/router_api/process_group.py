@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from streams.errors import ProcessError, SettingsError
 from streams.http_server import HttpServer
+from streams.security.access import Access
 from streams.settings import Settings, as_environ
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class ProcessGroup:
         """
         check_ports(self._settings)
         # Listening without SO_REUSEPORT finds another program there, and other processes of an earlier command as well.
-        await HttpServer(self._settings.host, self._settings.port).close()
+        await HttpServer(self._settings.host, self._settings.port, access=Access(self._settings)).close()
         numbers = range(1, self._settings.processes + 1)
         tasks = [asyncio.create_task(self._keep_running(number)) for number in numbers]
         try:

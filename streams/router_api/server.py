@@ -21,6 +21,7 @@ from streams.router_api.draining import drain
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.process_group import ProcessPlace
 from streams.router_api.router import Router
+from streams.security.access import Access
 from streams.settings import Settings
 from streams.topics import topics
 from streams.warming import ROUTER, warm_while_serving
@@ -41,13 +42,20 @@ async def tick_forever(router: Router) -> None:
         router.tick()
 
 
-def api_runner(router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = (), process: str = "") -> web.AppRunner:
+def api_runner(
+    router: Router,
+    more_metrics: Sequence[MetricsRegistry[Any]] = (),
+    process: str = "",
+    access: Access | None = None,
+) -> web.AppRunner:
     """The HTTP API of a router, with its limits.
 
     more_metrics: further registries of this process. process: the value of the label `process`; "" for no such label.
+    access: who may call what; None lets everyone.
     """
-    app = web.Application(middlewares=[error_shape, *_tracing(router)])
     handlers = Handlers(router, more_metrics, process)
+    permitting = (access or Access()).middlewares(handlers.right_of)
+    app = web.Application(middlewares=[error_shape, *permitting, *_tracing(router)])
     handlers.add_to(app)
     return handlers.runner(app)
 
@@ -83,11 +91,11 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
     A router creates no topics: a typo in `topic_prefix` would then create a scope to which nothing is ever written.
     While topics are missing, the server answers that it is not ready, and why.
     """
-    startup = Startup()
+    startup, access = Startup(), Access(settings)
     if place is None:
-        server = HttpServer(settings.host, settings.port)
+        server = HttpServer(settings.host, settings.port, access=access)
     else:
-        server = HttpServer(settings.host, place.own_port(settings), "process_port")
+        server = HttpServer(settings.host, place.own_port(settings), "process_port", access)
     router: Router | None = None
     ticking: asyncio.Task[None] | None = None
     try:
@@ -100,8 +108,9 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
         prefer_request_threads()
         router = make_router(settings)
         router.topics_missing = tuple(missing)
-        await server.serve(api_runner(router, process="" if place is None else str(place.number)))
-        log.info("routing on http://%s:%d", *server.address)
+        process = "" if place is None else str(place.number)
+        await server.serve(api_runner(router, process=process, access=access))
+        log.info("routing on %s", server.url)
         await _until_topics_are_there(router)
         exempt_from_collection()
         router.start()

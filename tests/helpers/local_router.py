@@ -25,6 +25,7 @@ from streams.kafka import worker_key
 from streams.local.ports import free_port
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, tick_forever
+from streams.security.access import Access
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.api import Api
@@ -40,13 +41,22 @@ class LocalRouter:
 
 @contextmanager
 def local_router(
-    settings: Settings, n_workers: int = 2, make: Callable[[Settings], Router] = Router
+    settings: Settings,
+    n_workers: int = 2,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    make: Callable[[Settings], Router] = Router,
 ) -> Iterator[LocalRouter]:
     """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends.
 
     make: another kind of router.
     """
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(serve())
+
     own = replace(settings, port=free_port(), kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False)
+    access = Access(own)
     router = make(own)
     router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
     for number in range(1, n_workers + 1):
@@ -55,8 +65,8 @@ def local_router(
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
-        server = HttpServer(own.host, own.port)
-        await server.serve(api_runner(router))
+        server = HttpServer(own.host, own.port, access=access)
+        await server.serve(api_runner(router, access=access))
         ticking = asyncio.create_task(tick_forever(router))
         loops.append(asyncio.get_running_loop())
         started.set()
@@ -65,7 +75,7 @@ def local_router(
         await server.close()
 
     prefer_request_threads()
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name=f"router-{own.port}")
+    thread = threading.Thread(target=run, name=f"router-{own.port}")
     thread.start()
     assert started.wait(30)
     try:

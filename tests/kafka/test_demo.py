@@ -11,6 +11,7 @@ import pytest
 from streams.core.routing.selection import RouterMode
 from streams.local.demo import DemoConfig, run_demo
 from streams.local.kafka import KafkaState
+from tests.helpers.commands import Start
 
 
 def test_the_demo_shows_both_acts_and_writes_its_figures(
@@ -59,3 +60,28 @@ def test_the_demo_shows_both_acts_and_writes_its_figures(
     printed = " ".join(capsys.readouterr().out.split())
     assert f"back in {recovery['seconds']:.1f} s, 0 differences" in printed
     assert f"0 differences, {recovery['killed_to_exact_seconds']:.1f} s after the kill" in printed
+
+
+def test_the_demo_runs_on_a_kafka_that_requires_credentials_and_with_tokens(tmp_path: Path, start: Start) -> None:
+    """The same acts work over SASL_SSL with tokens on, and no secret is in the output, in a log or in an argument."""
+    folder = tmp_path / "kafka"
+    arguments = ("--workers", "2", "--requests", "20", "--speedup", "4", "--policy", "kv", "--policy", "random")
+    demo = start(
+        "demo", "--secure", *arguments, "--directory", str(tmp_path / "demo"), "--kafka-directory", str(folder)
+    )
+    out, err = demo.communicate(timeout=240.0)
+    assert demo.returncode == 0, (out + err)[-3000:]
+    result = json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert {name: row["requests"] for name, row in result["policies"].items()} == {"kv": 20, "random": 20}
+    assert result["recovery"]["differences"] == result["recovery"]["differences_after_more_requests"] == 0
+    assert "with TLS, SASL and ACLs" in out
+    properties = (folder / "server.properties").read_text()
+    assert "PLAINTEXT" not in properties
+    passwords = [file.read_text() for file in (folder / "secure").glob("*.password")]
+    assert len(passwords) == 2
+    logs = "".join(log.read_text(errors="replace") for log in (tmp_path / "demo" / "logs").glob("*.log"))
+    logs += (folder / "server.log").read_text(errors="replace") + (folder / "console.log").read_text(errors="replace")
+    for password in passwords:
+        assert password not in logs + out + err
+    for secret in ("server.properties", "secure/broker.pem", "secure/kvstreams.password"):
+        assert (folder / secret).stat().st_mode & 0o077 == 0, secret

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
 from streams.log import JsonFormatter
-from streams.settings import Settings
+from streams.settings import SECRETS, Settings
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -43,10 +43,25 @@ def test_every_command_has_help(words: tuple[str, ...]) -> None:
     "command", [("topics", "create"), ("topics", "describe"), ("router",), ("worker",), ("bridge",)]
 )
 def test_commands_that_use_settings_have_an_option_for_each(command: tuple[str, ...]) -> None:
-    """Every setting is an option of every command that uses settings."""
+    """Every setting is an option of every command that uses settings, except secrets."""
     text = CliRunner().invoke(cli, [*command, "--help"]).output
     for setting in fields(Settings):
-        assert f"--{setting.name.replace('_', '-')}" in text
+        shown = re.search(rf"--{setting.name.replace('_', '-')}\b(?!-)", text)
+        assert bool(shown) is (setting.name not in SECRETS)
+
+
+def test_a_secret_is_masked_by_config_and_refused_as_an_option() -> None:
+    """`kvstreams config` says where a secret came from, and the error for an option does not repeat its value."""
+    environ = {f"KVSTREAMS_{name.upper()}": "sesame" for name in SECRETS}
+    done = CliRunner().invoke(cli, ["config"], env=environ)
+    assert done.exit_code == 0
+    assert "sesame" not in done.output
+    for name in SECRETS:
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
+        assert "set, not shown" in line and f"KVSTREAMS_{name.upper()}" in line
+        refused = CliRunner().invoke(cli, ["config", f"--{name.replace('_', '-')}=sesame"])
+        assert refused.exit_code == 2
+        assert "sesame" not in refused.output
 
 
 @pytest.mark.parametrize(
@@ -66,7 +81,8 @@ def test_help_shows_a_commands_own_options_before_the_settings(command: tuple[st
     if command == ("kafka", "up"):
         assert not settings + others
         return
-    options = [f"--{setting.name.replace('_', '-')} " for setting in fields(Settings)]
+    names = [setting.name for setting in fields(Settings) if setting.name not in SECRETS]
+    options = [f"--{name.replace('_', '-')} " for name in names]
     essential = [f"--{name.replace('_', '-')} " for name in ESSENTIAL]
     assert not any(option in first for option in options)
     assert sorted(option for option in options if option in settings) == sorted(essential)

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
-from streams.settings import CONFIG_FILE_DEFAULT, NUMBER_MAX, UNNEEDED_OPTIONS, WEIGHT_MAX, Settings, as_environ, load
+from streams.settings import (
+    CONFIG_FILE_DEFAULT,
+    NUMBER_MAX,
+    SECRETS,
+    UNNEEDED_OPTIONS,
+    WEIGHT_MAX,
+    KafkaSecurity,
+    SaslMechanism,
+    Settings,
+    as_environ,
+    load,
+    shown_value,
+)
 
 SETTINGS = [setting.name for setting in fields(Settings)]
 
@@ -182,6 +194,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("model_block_sizes", '{"llama": 1', "whole numbers by name"),
     ("model_block_sizes", '{"llama": "x"}', "whole numbers by name"),
     ("schema_ids", "kv-events=", "whole numbers by name"),
+    ("kafka_security", "tls", "not one of plaintext, ssl, sasl_plaintext, sasl_ssl"),
+    ("kafka_sasl_mechanism", "SCRAM", "not one of PLAIN, SCRAM-SHA-256, SCRAM-SHA-512, OAUTHBEARER"),
     ("log_level", "loud", "one of debug, info, warning, error"),
     ("kafka", " ", "empty"),
     ("topic_prefix", "a/b", "topic_prefix is 'a/b'"),
@@ -224,6 +238,20 @@ def test_a_value_of_another_type_in_a_file_is_refused(line: str, tmp_path: Path)
     """A TOML value of a wrong type is refused, and the error names the setting and the file."""
     with pytest.raises(SettingsError, match=f"^{line.split(' ')[0]} is .*It came from: .*t.toml$"):
         load({}, {}, toml(tmp_path / "t.toml", line))
+
+
+@pytest.mark.parametrize("name", sorted(SECRETS))
+def test_a_secret_is_shown_nowhere(name: str, tmp_path: Path) -> None:
+    """Neither the text of the settings nor an error about the value contains it."""
+    settings = load({}, {f"KVSTREAMS_{name.upper()}": "sesame"}).settings
+    assert getattr(settings, name) == "sesame"
+    assert "sesame" not in repr(settings)
+    assert shown_value(settings, name) == "set, not shown"
+    assert shown_value(Settings(), name) == ""
+    with pytest.raises(SettingsError, match=f"^{name} is not text. It came from: ") as caught:
+        load({}, {}, toml(tmp_path / "t.toml", f"{name} = 4711"))
+    assert "4711" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 def just_outside(value: float, away: int) -> float:
@@ -307,6 +335,17 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model_block_sizes": st.dictionaries(TEXT, st.integers(1, 4096)),
     "schema_ids": st.dictionaries(TEXT, st.integers(0, 1 << 31)),
     "host": TEXT,
+    **dict.fromkeys(
+        (
+            *("kafka_tls_ca", "kafka_tls_certificate", "kafka_tls_key", "kafka_sasl_username"),
+            *("kafka_sasl_password", "kafka_sasl_password_file", "kafka_oauth_token_file", "kafka_oidc_token_url"),
+            *("kafka_oidc_client_id", "kafka_oidc_client_secret", "kafka_oidc_client_secret_file", "kafka_oidc_scope"),
+            *("tokens_file", "tls_certificate", "tls_key", "tls_client_ca"),
+        ),
+        TEXT,
+    ),
+    "kafka_security": st.sampled_from(KafkaSecurity),
+    "kafka_sasl_mechanism": st.sampled_from(SaslMechanism),
     "router_mode": st.sampled_from(RouterMode),
     "tier_weights": st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 4),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),

@@ -1,0 +1,142 @@
+"""Who may use an HTTP server: the check of every request, and of the address that the server listens on.
+
+What lives here: the tokens and certificates of one server, the middleware that checks requests, and the refusal of an
+address that is open to everyone. What must not: which call needs which right (router_api.calls), and sockets
+(http_server).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from streams.errors import Forbidden, SettingsError, Unauthorized
+from streams.security.files import Watched, read_text
+from streams.security.tls import server_context
+from streams.security.tokens import ANONYMOUS, FILE_BYTES_MAX, Grant, Right, Tokens, parse_tokens
+from streams.settings import Settings
+
+log = logging.getLogger(__name__)
+
+#: Interval at which the files are checked for changes.
+CHECK_S = 1.0
+
+#: Where the middleware leaves the grant of a request.
+_GRANT = web.RequestKey("grant", Grant)
+
+#: The right of a path that does not exist: any known token may learn that.
+ANY_RIGHT = "any"
+
+#: The right that a request needs, ANY_RIGHT, or None if it needs no token.
+RightOf = Callable[[web.Request], str | None]
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Access:
+    """The tokens and certificates of one server. Files are read by `check`; requests use what was read last."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        """Without settings: no tokens and no TLS, for loopback only. Raises SettingsError for files that cannot be
+        used.
+        """
+        settings = settings or Settings()
+        self._allows_anonymous = settings.allow_anonymous
+        files = [each.strip() for each in settings.tokens_file.split(",") if each.strip()]
+        if not settings.tls_certificate and (settings.tls_key or settings.tls_client_ca):
+            setting = "tls_key" if settings.tls_key else "tls_client_ca"
+            raise SettingsError(f"{setting} is set, but tls_certificate is not", remedy="Set tls_certificate as well")
+
+        def tokens() -> Tokens:
+            return parse_tokens((file, read_text("tokens_file", file, FILE_BYTES_MAX)) for file in files)
+
+        self._tokens = Watched("the tokens", files, tokens) if files else None
+        pems = [each for each in (settings.tls_certificate, settings.tls_key, settings.tls_client_ca) if each]
+        self._tls = Watched("the certificates", pems, lambda: server_context(settings)) if pems else None
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """The context for new connections; None without TLS."""
+        return None if self._tls is None else self._tls.value
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of this server's URLs."""
+        return "http" if self._tls is None else "https"
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is anything to `check`."""
+        return self._tokens is not None or self._tls is not None
+
+    def check(self) -> bool:
+        """Read files that have changed; returns whether `ssl_context` is a new one. May be called on any thread."""
+        if self._tokens is not None:
+            self._tokens.check()
+        return self._tls is not None and self._tls.check()
+
+    def check_address(self, host: str, addresses: Iterable[str]) -> None:
+        """Raise SettingsError if anyone on a network could use this server. addresses: those of the host."""
+        outside = [each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+        if not outside:
+            return
+        if self._tokens is None and not self._allows_anonymous:
+            raise SettingsError(
+                f"host is {host!r}, where others can connect, and there are no tokens",
+                remedy="Set tokens_file (docs/security.md shows how), or accept with allow_anonymous that everyone who "
+                "reaches this address may use it, or set host to 127.0.0.1",
+            )
+        if self._tokens is not None and self._tls is None:
+            log.warning(
+                "tokens are sent unencrypted to %s: set tls_certificate, unless a proxy or a mesh in front of this "
+                "process encrypts the connections",
+                host,
+            )
+
+    def middlewares(self, right_of: RightOf) -> list[Middleware]:
+        """What checks each request; empty if there are no tokens, so that a check costs nothing then."""
+        return [] if self._tokens is None else [self._middleware(self._tokens, right_of)]
+
+    @staticmethod
+    def _middleware(tokens: Watched[Tokens], right_of: RightOf) -> Middleware:
+        @web.middleware
+        async def authorize(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            right = right_of(request)
+            if right is not None:
+                request[_GRANT] = granted(tokens.value, request.headers.get("Authorization"), right)
+            return await handler(request)
+
+        return authorize
+
+
+def granted(tokens: Tokens, header: str | None, right: str) -> Grant:
+    """The grant of an Authorization header; raises Unauthorized or Forbidden."""
+    if header is None:
+        raise Unauthorized("this call needs a bearer token", remedy="Send it as `Authorization: Bearer TOKEN`")
+    scheme, _, token = header.partition(" ")
+    grant = tokens.grant_of(token.strip()) if scheme.lower() == "bearer" else None
+    if grant is None:
+        raise Unauthorized("the bearer token is not known")
+    if right != ANY_RIGHT and right not in grant.rights:
+        raise Forbidden(
+            f"the token of {grant.name!r} does not have the right {right!r}",
+            remedy="Add it to the token's rights in tokens_file, or use another token",
+            right=right,
+        )
+    return grant
+
+
+def grant_of(request: web.Request) -> Grant:
+    """What the caller of a request may do; ANONYMOUS if the call needs no token, or if there are none."""
+    grant: Grant = request.get(_GRANT, ANONYMOUS)
+    return grant
+
+
+def read_right(request: web.Request) -> str | None:
+    """The right for a page of a process without an HTTP API: /metrics needs `read`, and checks of health need none."""
+    return None if request.path in ("/healthz", "/ready") else Right.READ
