@@ -1,0 +1,192 @@
+"""Which ranks a waiting request may go to now (docs/queue.md).
+
+What lives here: the threshold of a rank's backlog, what requests that wait for a rank are charged to it, and which
+router's turn it is. What must not: the order of requests (queue), clocks (time is an argument), and busy thresholds
+(busy). The state belongs to one router.
+
+Several routers see that a rank has room again before they hear of each other's bookings. Without turns each of them
+would send its first request there. So they take turns: the first one in the rank's order sends at once, the second one
+after the propagation delay, the third one after twice that. The order is a rendezvous hash of router, worker and
+period, which all routers compute alike without exchanging anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import xxhash
+
+from streams.core.ids import Int64Array, RankId, WorkerId
+from streams.core.loads.bookings import ActiveLoads
+from streams.core.routing.cost import prefill_tokens
+from streams.core.routing.decision import Decision
+
+#: How long a booking takes until the other routers have it. p99 of the measurements in docs/queue.md.
+PROPAGATION_MS = 50.0
+
+#: How long the order of routers stays the same for a worker, so that each of them is the first for a fair share.
+PERIOD_MS = 1000.0
+
+#: Tuples of candidates whose rows are kept. There is one for each combination of model and filters, and new ones after
+#: each change of the registry. Beyond this limit all are dropped.
+_CANDIDATES_MAX = 64
+
+#: Whether a rank is over a busy threshold.
+IsBusy = Callable[[RankId, ActiveLoads], bool]
+
+SCALE=1.0
+#: In place of a time, for ranks that are above the threshold.
+_CLOSED = float("inf")
+
+
+def position(router_id: str, router_ids: Sequence[str], worker_id: WorkerId, period: int) -> int:
+    """How many of the routers are before this one in the order of a worker.
+
+    period: number of the period. The router itself need not be among router_ids.
+    """
+    own = _rendezvous(router_id, worker_id, period)
+    return sum(_rendezvous(each, worker_id, period) > own for each in router_ids)
+
+
+def _rendezvous(router_id: str, worker_id: WorkerId, period: int) -> tuple[int, str]:
+    return xxhash.xxh3_64_intdigest(f"{router_id}/{worker_id}/{period}".encode()), router_id
+
+
+class _Candidates:
+    """Candidates and what is known of them in the current pump.
+
+    ranks: the tuple is kept, so that no other one gets its id(). rows: of their loads, valid for `loads` and its
+    `numbering`. open: those that this router may send to. pump: the pump that found this out.
+    """
+
+    __slots__ = ("loads", "numbering", "open", "pump", "ranks", "rows")
+
+    def __init__(self, ranks: Sequence[RankId]) -> None:
+        self.ranks = ranks
+        self.loads: ActiveLoads | None = None
+        self.numbering = -1
+        self.rows: Int64Array = np.empty(0, dtype=np.int64)
+        self.open: set[RankId] = set()
+        self.pump = -1
+
+
+class Gate:
+    """Decides whether a waiting request may go to the rank that was chosen for it.
+
+    Use: `begin` once for each pump, then for each request in the queue's order `may_go`, and `decide` where that is
+    true; `end` when nothing waits any more.
+    """
+
+    def __init__(
+        self, router_id: Callable[[], str], backlog_tokens_max: float | None, is_busy: IsBusy | None = None
+    ) -> None:
+        """router_id: it changes when a router reads its topics again. backlog_tokens_max: a rank with more uncached
+        tokens booked is closed; None sets no limit. is_busy: whether a rank is over a busy threshold, None if there are
+        no such thresholds.
+        """
+        self._router_id = router_id
+        self._backlog_tokens_max = np.inf if backlog_tokens_max is None else backlog_tokens_max
+        self._is_busy = is_busy
+        self._candidates: dict[int, _Candidates] = {}
+        self._charges: dict[RankId, int] = {}
+        # When a rank was first seen below the threshold after it had been above it; _CLOSED while it is above.
+        self._opened_ms: dict[RankId, float] = {}
+        self._router_ids: Sequence[str] = ()
+        self._now_ms = self._wall_ms = 0.0
+        self._pump = 0
+
+    def begin(self, now_ms: float, wall_ms: float, router_ids: Sequence[str]) -> None:
+        """Begin a pump: nothing waits for any rank yet.
+
+        now_ms: this router's monotonic clock. wall_ms: the time of day, from which routers derive the same period. A
+        clock that is off only changes whose turn it is. router_ids: routers that booked lately.
+        """
+        self._charges.clear()
+        self._router_ids = router_ids
+        self._now_ms, self._wall_ms = now_ms, wall_ms
+        self._pump += 1
+
+    def end(self) -> None:
+        """Forget which ranks are closed: the next request that waits finds that out anew."""
+        self._candidates.clear()
+        self._opened_ms.clear()
+
+    def may_go(self, ranks: Sequence[RankId], loads: ActiveLoads) -> bool:
+        """Whether any of these ranks is open to this router in this pump and no earlier request waits for it."""
+        return bool(self._open_ranks(ranks, loads))
+
+    def decide(
+        self,
+        ranks: Sequence[RankId],
+        loads: ActiveLoads,
+        choose: Callable[[], Decision],
+        n_tokens: int,
+        block_size: int,
+    ) -> Decision | None:
+        """Choose a rank; None if the request must wait for it.
+
+        choose: makes the decision among `ranks` from `loads`, which include what earlier requests wait for. A request
+        that must wait is charged to its rank until the pump ends, so that those behind it choose another rank where
+        that is better, and do not go before it.
+        """
+        if self._charges:
+            with loads.charged(self._charges):
+                decision = choose()
+        else:
+            decision = choose()
+        chosen = decision.chosen
+        if chosen.rank in self._charges or chosen.rank not in self._open_ranks(ranks, loads):
+            tokens = max(1, prefill_tokens(n_tokens, chosen.cached_blocks, block_size))
+            tokens *= max(1, int(len(self._router_ids) * SCALE))
+            self._charges[chosen.rank] = self._charges.get(chosen.rank, 0) + tokens
+            self._close(chosen.rank)
+            return None
+        return decision
+
+    def booked(self, rank: RankId, loads: ActiveLoads) -> None:
+        """Note that a request went to a rank in this pump."""
+        if self._is_closed(rank, loads, loads.load(rank).prefill_tokens):
+            self._close(rank)
+
+    def _is_closed(self, rank: RankId, loads: ActiveLoads, prefill_tokens: int) -> bool:
+        if prefill_tokens > self._backlog_tokens_max:
+            return True
+        return self._is_busy is not None and self._is_busy(rank, loads)
+
+    def _close(self, rank: RankId) -> None:
+        for each in self._candidates.values():
+            each.open.discard(rank)
+
+    def _open_ranks(self, ranks: Sequence[RankId], loads: ActiveLoads) -> set[RankId]:
+        """Return those of these ranks that are open to this router in this pump."""
+        found = self._candidates.get(id(ranks))
+        if found is None:
+            if len(self._candidates) >= _CANDIDATES_MAX:
+                self._candidates.clear()
+            found = self._candidates[id(ranks)] = _Candidates(ranks)
+        if found.pump == self._pump:
+            return found.open
+        found.pump = self._pump
+        if found.loads is not loads or found.numbering != loads.numbering:
+            found.loads, found.numbering, found.rows = loads, loads.numbering, loads.rows_of(ranks)
+        found.open = set()
+        period, router_id = int(self._wall_ms // PERIOD_MS), self._router_id()
+        for rank, tokens in zip(ranks, loads.table[0].take(found.rows).tolist(), strict=True):
+            if self._is_closed(rank, loads, tokens):
+                self._opened_ms[rank] = _CLOSED
+            elif rank not in self._charges and self._is_our_turn(rank, router_id, period):
+                found.open.add(rank)
+        return found.open
+
+    def _is_our_turn(self, rank: RankId, router_id: str, period: int) -> bool:
+        opened_ms = self._opened_ms.get(rank)
+        if opened_ms is None:  # it has been open since before anything waited, or for long enough
+            return True
+        if opened_ms == _CLOSED:
+            opened_ms = self._opened_ms[rank] = self._now_ms
+        waited_ms = self._now_ms - opened_ms
+        if waited_ms >= PROPAGATION_MS * (len(self._router_ids) - 1):  # then the last one in the order may go
+            del self._opened_ms[rank]
+            return True
+        return waited_ms >= PROPAGATION_MS * position(router_id, self._router_ids, rank.worker_id, period)
