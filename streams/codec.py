@@ -449,6 +449,7 @@ def encode_load(
                 "sequence_hashes": booking.sequence,
                 "expected_output_tokens": booking.expected_output_tokens,
                 "output_blocks": booking.output_blocks,
+                "phase": booking.phase,
             },
         }
     )
@@ -481,6 +482,7 @@ def decode_load(
             request_blocks=found["request_blocks"],
             expected_output_tokens=found["expected_output_tokens"],
             output_blocks=found["output_blocks"],
+            phase=found["phase"],
         ),
     )
 

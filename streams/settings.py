@@ -153,6 +153,15 @@ class Settings:
     )
     body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
     connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
+    drain_notice_s: float = _setting(
+        0.0,
+        "a stopping router answers for this long after /ready has said so, so that load balancers notice",
+        low=0.0,
+        high=3600.0,
+    )
+    drain_timeout_s: float = _setting(
+        10.0, "a stopping router finishes its requests and sends its records within this time", low=0.1, high=3600.0
+    )
     stale_after_ms: int = _setting(
         3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
     )

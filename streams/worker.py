@@ -31,6 +31,7 @@ from streams.kafka import ensure_topics
 from streams.kafka_log import unreachable
 from streams.model_registry import check_models
 from streams.reset import reset_scope
+from streams.router_api.draining import drain
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, tick_forever
 from streams.schema_compatibility import check_schemas
@@ -103,15 +104,15 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """Stop everything, before Faust stops."""
+        if self._router is not None:
+            await drain(self._router, self._server)
+        elif self._server is not None:
+            await self._server.close()
         for task in self._background:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._server is not None:
-            await self._server.close()
         await self.indexer.close()
-        if self._router is not None:
-            await asyncio.to_thread(self._router.stop)
 
 
 class Worker(faust.Worker):  # type: ignore[misc]

@@ -123,7 +123,7 @@ class Bridge:
                 self._pools.close()
             for context in self._contexts.values():
                 context.destroy(linger=0)
-            self._kafka.flush(FLUSH_TIMEOUT_S)
+            log.info("stopped. Records that Kafka did not acknowledge: %d", self._kafka.flush(FLUSH_TIMEOUT_S))
         if contradictions:  # raised here, since `except*` would put it into another group
             raise contradictions[0]
 

@@ -120,8 +120,15 @@ class _Refusal(asyncio.Protocol):
 class ApiRunner(web.AppRunner):
     """Runs the API's application within the limits of Connections. Bodies are decompressed by Bodies."""
 
-    def __init__(self, app: web.Application, connections: Connections) -> None:
-        super().__init__(app, access_log=None, auto_decompress=False, lingering_time=LINGERING_S)
+    def __init__(self, app: web.Application, connections: Connections, shutdown_timeout_s: float) -> None:
+        """shutdown_timeout_s: limits the time that a stop takes. Requests that last for half of it are cut off."""
+        super().__init__(
+            app,
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=LINGERING_S,
+            shutdown_timeout=shutdown_timeout_s / 2,  # aiohttp waits twice: for answers, and after cutting requests off
+        )
         self._connections = connections
 
     @property
@@ -142,13 +149,21 @@ def refusal(error: Overloaded) -> bytes:
 
 
 def _within_descriptors(connections_max: int) -> int:
-    """The limit of connections, lowered to the file descriptors that this process may have."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """The limit of connections, lowered to the file descriptors that this process may have.
+
+    Most systems let a process have 1,024 at first and many more if it asks for them.
+    """
+    descriptors, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + _OTHER_DESCRIPTORS
+    if descriptors != resource.RLIM_INFINITY and descriptors < wanted:
+        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, descriptors), most))
+        descriptors = max(wanted, descriptors)
     if descriptors == resource.RLIM_INFINITY or connections_max <= descriptors - _OTHER_DESCRIPTORS:
         return connections_max
     lowered = max(1, descriptors - _OTHER_DESCRIPTORS)
     log.warning(
-        "connections_max is %d, but this process may have %d open files (ulimit -n): the limit is %d connections",
+        "connections_max is %d, but this process may have %d open files (ulimit -Hn): the limit is %d connections",
         connections_max,
         descriptors,
         lowered,

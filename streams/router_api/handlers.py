@@ -12,6 +12,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -32,20 +33,27 @@ from streams.errors import (
 )
 from streams.metrics import MetricsRegistry, metrics_response
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
+from streams.router_api.calls import CALLS, HTML
 from streams.router_api.connections import ApiRunner, Connections
 from streams.router_api.inspections import Inspections, written
 from streams.router_api.large_bodies import LargeBody
 from streams.router_api.metrics import RouterMetrics
+from streams.router_api.openapi import document_json, page_html
 from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.token_bodies import parse_large, parse_with_tokens
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     BookRequest,
     RouteRequest,
     answer_json,
+    error_json,
+    is_list,
     parse_book,
     parse_output,
     parse_pool,
+    parse_report_query,
+    parse_requests,
     parse_route,
     parse_route_query,
     parse_worker,
@@ -64,12 +72,10 @@ RETRY_AFTER_S = "1"
 #: One fact in the answer of GET /state/blocks: worker id, dp rank, tier, sequence hash; little-endian.
 FACT = struct.Struct("<QIBQ")
 
-#: A request id in a path. aiohttp's own pattern does not match ids with braces, which /route accepts.
-_ANY_ID = "{request_id:[^/]+}"
-
 #: Counts of an application's errors by code. Only its own event loop changes them.
 _ERRORS = web.AppKey("errors", Counter)
 _CONNECTIONS = web.AppKey("connections", Connections)
+_ROUTER = web.AppKey("router", Router)
 
 _LARGE_ROUTE = LargeBody(RouteRequest)
 _LARGE_BOOKING = LargeBody(BookRequest)
@@ -94,41 +100,25 @@ class Handlers:
         self._more_metrics = more_metrics
 
     def routes(self) -> list[web.RouteDef]:
-        """Every path with its handler."""
-        return [
-            web.post("/route", self.route),
-            web.get("/loads", self.loads),
-            web.post("/loads/potential", self.potential),
-            web.post(f"/loads/{_ANY_ID}", self.book),
-            web.post(f"/loads/{_ANY_ID}/prefill-complete", self.prefill_complete),
-            web.post(f"/loads/{_ANY_ID}/output", self.output),
-            web.delete(f"/loads/{_ANY_ID}", self.free),
-            web.get("/workers", self.workers),
-            web.put("/workers/{worker_id}", self.put_worker),
-            web.delete("/workers/{worker_id}", self.delete_worker),
-            web.put("/workers/{worker_id}/cordon", self.cordon),
-            web.delete("/workers/{worker_id}/cordon", self.uncordon),
-            web.get("/pools", self.pools),
-            web.put("/pools/{pool_id}", self.put_pool),
-            web.delete("/pools/{pool_id}", self.delete_pool),
-            web.get("/state", self.state),
-            web.get("/state/blocks", self.state_blocks),
-            web.get("/state/cxl", self.state_cxl),
-            web.get("/healthz", self.healthz),
-            web.get("/ready", self.ready),
-            web.get("/metrics", self.metrics),
-        ]
+        """Every path of the table of calls with its handler. GET also answers HEAD."""
+        routes = []
+        for call in CALLS:
+            handler: _Handler = getattr(self, call.handler)
+            add = web.get if call.method == "GET" else partial(web.route, call.method)
+            routes.append(add(call.pattern, handler))
+        return routes
 
     def add_to(self, app: web.Application) -> None:
         """Bind every path to an application that has the middleware `error_shape`, and count its errors."""
         app.add_routes(self.routes())
         app[_ERRORS] = self._metrics.errors
         app[_CONNECTIONS] = self._connections
+        app[_ROUTER] = self._router
         app.on_cleanup.append(self._close)
 
     def runner(self, app: web.Application) -> ApiRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
-        return ApiRunner(app, self._connections)
+        return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s)
 
     async def _close(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
         self._bodies.close()
@@ -141,16 +131,42 @@ class Handlers:
         packed_query = _packed_query(request)
         async with self._bodies.of(request) as body:
             if packed_query is not None:
-                answer = router.route(packed_query, _tokens(body))
+                found: Any = answer_json(router.route(packed_query, _tokens(body)))
+            elif is_list(body):
+                found = await self._route_list(body)
             elif len(body) <= LARGE_BODY_BYTES:
-                answer = router.route(parse_route(body))
+                found = answer_json(router.route(*parse_with_tokens(parse_route, body, self._tokens_max)))
             else:
-                answer = router.try_book(await self._bodies.on_thread(self._prepare_large, body))
+                found = answer_json(router.try_book(await self._bodies.on_thread(self._prepare_large, body)))
         self._metrics.route_seconds.observe(time.perf_counter() - started)
-        return _json(answer_json(answer))
+        return _json(found)
+
+    async def _route_list(self, body: bytes) -> list[dict[str, Any]]:
+        """Answer each request of a list, in order. A request that is refused does not affect the others."""
+        self._router.check_ready()
+        items = await self._bodies.on_thread(parse_requests, body)
+        answers = []
+        for item in items:
+            try:
+                if len(item) <= LARGE_BODY_BYTES:
+                    found = self._router.route(*parse_with_tokens(parse_route, item, self._tokens_max))
+                else:
+                    found = self._router.try_book(await self._bodies.on_thread(self._prepare_large, item))
+                answers.append(answer_json(found))
+            except KvStreamsError as exc:
+                answers.append(self._refused_item(exc))
+            await asyncio.sleep(0)  # other requests are answered between any two of the list
+        return answers
+
+    def _refused_item(self, exc: KvStreamsError) -> dict[str, Any]:
+        reported = api_error(exc)
+        if reported.http_status == 500:
+            log.error("an item of POST /route failed", exc_info=exc)
+        self._metrics.errors[reported.code] += 1
+        return error_json(reported.code, str(exc), exc.detail)
 
     def _prepare_large(self, body: bytes) -> PreparedRequest:
-        return self._router.prepare(*_LARGE_ROUTE.parse(body, self._tokens_max))
+        return self._router.prepare(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
 
     async def potential(self, request: web.Request) -> web.Response:
         """Return the load that each eligible rank would have with this request."""
@@ -160,11 +176,11 @@ class Handlers:
             if packed_query is not None:
                 return _json(router.potential(packed_query, _tokens(body)))
             if len(body) <= LARGE_BODY_BYTES:
-                return _json(router.potential(parse_route(body)))
+                return _json(router.potential(*parse_with_tokens(parse_route, body, self._tokens_max)))
             return _json(await self._bodies.on_thread(self._potential_of_large, body))
 
     def _potential_of_large(self, body: bytes) -> dict[str, Any]:
-        return self._router.potential(*_LARGE_ROUTE.parse(body, self._tokens_max))
+        return self._router.potential(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
         """Return every rank's active load."""
@@ -176,24 +192,26 @@ class Handlers:
         _check_no_query(request)
         async with self._bodies.of(request) as body:
             if len(body) <= LARGE_BODY_BYTES:
-                return _json(self._router.book(request_id, parse_book(body)))
+                return _json(self._router.book(request_id, *parse_with_tokens(parse_book, body, self._tokens_max)))
             return _json(await self._bodies.on_thread(self._book_large, request_id, body))
 
     def _book_large(self, request_id: str, body: bytes) -> dict[str, Any]:
-        return self._router.book(request_id, *_LARGE_BOOKING.parse(body, self._tokens_max))
+        return self._router.book(request_id, *parse_large(_LARGE_BOOKING, parse_book, body, self._tokens_max))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """Note that the rank has computed the prompt."""
-        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL))
+        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL, _phase(request)))
 
     async def output(self, request: web.Request) -> web.Response:
         """Note how many tokens have been generated so far."""
-        reported = parse_output(await self._short_body(request))
-        return _accepted(self._router.report_output(_request_id(request), reported.output_tokens))
+        phase = _phase(request)
+        async with self._bodies.of(request, SHORT_BODY_BYTES_MAX) as body:
+            reported = parse_output(body)
+        return _accepted(self._router.report_output(_request_id(request), reported.output_tokens, phase))
 
     async def free(self, request: web.Request) -> web.Response:
         """Note that the request has ended."""
-        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE))
+        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE, _phase(request)))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the registered workers."""
@@ -314,11 +332,21 @@ class Handlers:
             "topics_missing": self._router.topics_missing or self._router.topics_deleted,
         }
         try:
+            if self._router.stopping:
+                raise NotReady("the router is stopping")
             self._router.check_topics()
             self._router.check_ready()
         except NotReady as exc:
             return _json({**reported, "ready": False, "reason": str(exc)}, status=exc.http_status)
         return _json(reported)
+
+    async def openapi(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return the OpenAPI document."""
+        return web.Response(body=document_json(), content_type="application/json")
+
+    async def docs(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return the page that shows the OpenAPI document."""
+        return web.Response(body=page_html(), content_type=HTML, charset="utf-8")
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""
@@ -334,8 +362,16 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     connections = request.app.get(_CONNECTIONS)
     if connections is not None:
         connections.note_request(request)
+    router = request.app.get(_ROUTER)
     try:
-        return await handler(request)
+        response = await handler(request)
+        if router is not None and router.stopping:
+            response.force_close()  # the client's next request goes to another router
+        return response
+    except asyncio.CancelledError:
+        if router is not None and router.stopping:
+            router.requests_cut_off += 1
+        raise
     except KvStreamsError as exc:
         reported = api_error(exc)
         if reported.http_status == 500:
@@ -368,8 +404,7 @@ def _refusal(
     if errors is not None:
         errors[code] += 1
     retry = {"Retry-After": RETRY_AFTER_S} if status == 503 else {}
-    body = {"error": {"code": code, "message": message, "detail": detail or {}}}
-    return _json(body, status=status, headers={**(headers or {}), **retry})
+    return _json(error_json(code, message, detail), status=status, headers={**(headers or {}), **retry})
 
 
 def _packed_query(request: web.Request) -> RouteRequest | None:
@@ -396,6 +431,11 @@ def _tokens(body: bytes) -> bytes:
     if not body:
         raise InvalidRequest("the body is empty; it must contain the tokens, u32 little-endian")
     return body
+
+
+def _phase(request: web.Request) -> str | None:
+    """The phase that a report names."""
+    return parse_report_query(request.query).phase if request.query_string else None
 
 
 def _request_id(request: web.Request) -> str:

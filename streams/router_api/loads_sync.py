@@ -77,7 +77,7 @@ class LoadsSync:
         self._reads_metrics = settings.router_mode in POLICY_MODES
         self._lock = threading.RLock()
         self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
-        self._buffered: OrderedDict[tuple[str, _Call], _BufferedCall] = OrderedDict()
+        self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
         # When each partition's last record was read, or the last tick of this router was acknowledged.
         self._heard_ms = [now_ms()] * topic.partitions
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, and since when
@@ -162,15 +162,17 @@ class LoadsSync:
             return not self._shared or oldest_ms <= self._stale_after_ms
 
     def book(self, request_id: str, booking: Booking) -> BookingId:
-        """Book here at once, and publish the booking; raises BookingConflict if the id is booked on another rank.
+        """Book here at once, and publish the booking.
 
-        An existing booking is replaced, except that the output blocks that were reported for it stay.
+        An existing booking of the same id and phase is replaced, except that the output blocks that were reported for
+        it stay. Raises BookingConflict if that one is on another rank.
         """
         with self._lock:
-            live = self._loads.live(request_id)
+            live = self._loads.live(request_id, booking.phase)
             if live is not None and live[1].rank != booking.rank:
+                of_phase = "" if booking.phase is None else f" for phase {booking.phase}"
                 raise BookingConflict(
-                    f"request {request_id!r} is booked on rank {live[1].rank}",
+                    f"request {request_id!r} is booked on rank {live[1].rank}{of_phase}",
                     remedy=f"DELETE /loads/{request_id} first, or use another id",
                 )
             if live is not None:
@@ -183,10 +185,18 @@ class LoadsSync:
                     self._unlogged[booking_id] = self._now_ms()
             self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
-            self._release_buffered(booking_id)
+            self._release_buffered(booking_id, booking.phase)
             if self._listeners:
                 self._announce_falls()
             return booking_id
+
+    def end(self, request_id: str, phase: str | None) -> None:
+        """End the bookings of exactly this id and phase, so that the request can be booked on another rank."""
+        with self._lock:
+            for booking_id in self._loads.live_ids_of(request_id, phase):
+                self._publish_phase(booking_id, BookingPhase.FREE)
+            if self._listeners:
+                self._announce_falls()
 
     def unreported(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
         """What any router booked on these ranks since their engines' last reports, for ranks with such bookings.
@@ -196,38 +206,39 @@ class LoadsSync:
         with self._lock:
             return {} if self._unreported is None else self._unreported.since(reported)
 
-    def report_phase(self, request_id: str, phase: BookingPhase) -> bool:
-        """Apply prefill-complete or free. Returns False if no booking of the id is known, so that the call is buffered.
+    def report_phase(self, request_id: str, what: BookingPhase, phase: str | None = None) -> bool:
+        """Apply prefill-complete or free. Returns False if no such booking is known, so that the call is buffered.
 
-        The call applies to every active booking of the id: two routers that were asked at once may each have made one.
-        A call for a booking that has ended changes nothing. It is not buffered, because it would then end the next
-        booking of that id.
+        The call applies to every active booking of the id and phase: two routers that were asked at once may each have
+        made one. phase: None stands for every phase. A call for a booking that has ended changes nothing. It is not
+        buffered, because it would then end the next booking of that id. A buffered call applies to the first booking
+        that arrives for it.
         """
         with self._lock:
-            live = self._loads.live_ids(request_id)
+            live = self._live_ids(request_id, phase)
             if not live:
-                if self._loads.knows(request_id):
+                if self._loads.knows(request_id, phase):
                     return True
-                self._buffer_call(request_id, phase)
+                self._buffer_call(request_id, what, phase)
                 return False
             for booking_id in live:
-                self._publish_phase(booking_id, phase)
+                self._publish_phase(booking_id, what)
             if self._listeners:
                 self._announce_falls()
             return True
 
-    def report_output(self, request_id: str, output_tokens: int) -> bool:
+    def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> bool:
         """Update bookings with the number of tokens generated so far; returns False if the call is buffered.
 
-        Calls are buffered as in `report_phase`. A number that fills no more blocks than before changes nothing and is
-        not published.
+        Bookings are found, and calls are buffered, as in `report_phase`. A number that fills no more blocks than before
+        changes nothing and is not published.
         """
         with self._lock:
-            live = self._loads.live_ids(request_id)
+            live = self._live_ids(request_id, phase)
             if not live:
-                if self._loads.knows(request_id):
+                if self._loads.knows(request_id, phase):
                     return True
-                self._buffer_call(request_id, "output", output_tokens)
+                self._buffer_call(request_id, "output", phase, output_tokens)
                 return False
             for booking_id in live:
                 self._grow(booking_id, output_tokens)
@@ -298,9 +309,9 @@ class LoadsSync:
             return
         # Another router's booking, or an older version of one of this router's own. If a booking has two adds,
         # the later one in the log wins, whichever router wrote it, so that all routers end with the same booking.
-        before = self._loads.live_ids(booking_id.request_id)
+        before = self._loads.live_ids_of(booking_id.request_id, booking.phase)
         self._add(booking_id, booking, at_ms, clock)
-        self._release_buffered(booking_id)
+        self._release_buffered(booking_id, booking.phase)
         if booking_id not in before and booking_id in self._loads.live_ids(booking_id.request_id):
             self._yield_to(booking_id, before)
 
@@ -319,10 +330,10 @@ class LoadsSync:
             self._unreported.add(booking_id, booking.rank, n_blocks, self._now_ms())
 
     def _yield_to(self, newer: BookingId, before: tuple[BookingId, ...]) -> None:
-        """End this router's booking if another router booked the same request id later in the log.
+        """End this router's booking if another router booked the same request id and phase later in the log.
 
-        Each router ends only its own bookings. A booking of this router that has not been read back from the log is the
-        later one, and the other router ends its own.
+        before: the active bookings of that id and phase until then. Each router ends only its own. A booking of
+        this router that has not been read back from the log is the later one, and the other router ends its own.
         """
         if newer.router_id == self.router_id:
             return
@@ -364,22 +375,33 @@ class LoadsSync:
         """The time of this router's own records: None, since the log has yet to set it; without a log, local time."""
         return None if self._shared else self._now_ms()
 
-    def _buffer_call(self, request_id: str, call: _Call, output_tokens: int = 0) -> None:
-        before = self._buffered.pop((request_id, call), None)
+    def _live_ids(self, request_id: str, phase: str | None) -> tuple[BookingId, ...]:
+        """The active bookings to which a call applies."""
+        return self._loads.live_ids(request_id) if phase is None else self._loads.live_ids_of(request_id, phase)
+
+    def _buffer_call(self, request_id: str, call: _Call, phase: str | None, output_tokens: int = 0) -> None:
+        before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
             output_tokens = max(output_tokens, before.output_tokens)
-        self._buffered[request_id, call] = _BufferedCall(self._now_ms(), output_tokens)
+        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), output_tokens)
         if len(self._buffered) > BUFFERED_CALLS_MAX:
             self._buffered.popitem(last=False)
             self.unknown_calls += 1
 
-    def _release_buffered(self, booking_id: BookingId) -> None:
-        output = self._buffered.pop((booking_id.request_id, "output"), None)
-        if output is not None:
-            self._grow(booking_id, output.output_tokens)
-        for phase in (BookingPhase.PREFILL, BookingPhase.FREE):
-            if self._buffered.pop((booking_id.request_id, phase), None) is not None:
-                self._publish_phase(booking_id, phase)
+    def _release_buffered(self, booking_id: BookingId, phase: str | None) -> None:
+        """Apply the calls that waited for this booking: those of its phase, and those that named none."""
+        if not self._buffered:
+            return
+        request_id = booking_id.request_id
+        phases = (None,) if phase is None else (None, phase)
+        for each in phases:
+            output = self._buffered.pop((request_id, "output", each), None)
+            if output is not None:
+                self._grow(booking_id, output.output_tokens)
+        for what in (BookingPhase.PREFILL, BookingPhase.FREE):
+            waited = [self._buffered.pop((request_id, what, each), None) for each in phases]
+            if any(call is not None for call in waited):
+                self._publish_phase(booking_id, what)
 
     def _publish(self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None) -> None:
         if self._shared:

@@ -27,10 +27,11 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import RankTerms, prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
-from streams.core.routing.eligibility import FilterReason, WorkerFilter
+from streams.core.routing.eligibility import FilterReason, WorkerFilter, names_another_rank
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
+from streams.core.workers import Role
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
@@ -150,6 +151,9 @@ class Router:
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
         self.prompt_matches = PromptMatches(self.view.blocks_of_model)
+        #: Whether the process has begun to stop (draining), and how many requests it did not finish.
+        self.stopping = False
+        self.requests_cut_off = 0
         #: Topics of the scope that do not exist yet, as set by the process that starts this router.
         self.topics_missing: tuple[str, ...] = ()
         #: Topics of the scope that were deleted since this router started.
@@ -166,11 +170,15 @@ class Router:
         self.feeds.start()
         self._watch.start()
 
-    def stop(self) -> None:
-        """Stop reading topics and wait until Kafka has what was published."""
+    def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
+        """Stop reading topics and wait until Kafka has what was published; returns how many records it does not have.
+
+        timeout_s: limits that wait.
+        """
         self._watch.stop()
         self.feeds.stop()
-        self.loads.flush(PUBLISH_TIMEOUT_S)
+        self.loads.flush(timeout_s)
+        return self.loads.unacknowledged
 
     def tick(self) -> None:
         """Serve delivery reports and expire bookings; call it about every half second."""
@@ -286,8 +294,10 @@ class Router:
     def try_book(self, prepared: PreparedRequest) -> RouteAnswer:
         """Choose one of a prepared request's ranks and book it, in one step under the loads' lock.
 
-        A request id that is booked already gets the existing choice, and nothing is booked. Raises NoEligibleWorker,
-        AllWorkersBusy. After AllWorkersBusy it can be called again with the same preparation.
+        A request id that is booked already for the same phase gets the existing choice, and nothing is booked. If the
+        request excludes that choice or names another rank, its booking moves: it ends, and the new choice is booked.
+        Raises NoEligibleWorker, AllWorkersBusy; then an existing booking stays. After AllWorkersBusy it can be called
+        again with the same preparation.
         """
         request = prepared.request
         # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
@@ -296,9 +306,15 @@ class Router:
         fleet = self.view.fleet()
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
-            existing = loads.live(prepared.request_id) if request.update_states else None
+            phase = _booked_phase(request.phase)
+            existing = loads.live(prepared.request_id, phase) if request.update_states else None
+            moves = existing is not None and names_another_rank(existing[1].rank, worker_filter(request))
+            if moves:
+                existing = None
             if existing is None:
                 decision = self._choose(prepared, loads, fleet, reported)
+                if moves:
+                    self.loads.end(prepared.request_id, phase)
                 if request.update_states:
                     self._book(prepared, decision)
         if existing is not None:
@@ -524,6 +540,7 @@ class Router:
             request_blocks=blocks.request_blocks,
             block_size=prepared.block_size,
             expected_output_tokens=prepared.request.expected_output_tokens,
+            phase=_booked_phase(prepared.request.phase),
         )
         self.loads.book(prepared.request_id, booking)
         self.view.predict(chosen.rank, blocks.local)
@@ -614,7 +631,8 @@ class Router:
     def book(self, request_id: str, body: BookRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Book a choice that was made elsewhere. packed: tokens as u32 little-endian, in place of token_ids.
 
-        Repeating the call changes nothing. Raises UnknownId, or BookingConflict if the id is booked on another rank.
+        Repeating the call changes nothing. Raises UnknownId, or BookingConflict if the id is booked on another rank for
+        the same phase.
         """
         self.check_ready()
         rank = rank_of(body)
@@ -638,22 +656,31 @@ class Router:
             overlap_blocks=overlap_blocks,
             request_blocks=blocks.request_blocks,
             expected_output_tokens=body.expected_output_tokens,
+            phase=_booked_phase(body.phase),
         )
         self.loads.book(request_id, booking)
         self.view.predict(rank, blocks.local)
         return booking_json(request_id, booking)
 
-    def report_phase(self, request_id: str, phase: BookingPhase) -> dict[str, Any]:
-        """Apply prefill-complete or free. `buffered` is true if no booking of the id was read yet."""
-        self.check_ready()
-        buffered = not self.loads.report_phase(request_id, phase)
-        return {"request_id": request_id, "phase": phase.value, "buffered": buffered}
+    def report_phase(self, request_id: str, what: BookingPhase, phase: str | None = None) -> dict[str, Any]:
+        """Apply prefill-complete or free. `buffered` is true if no booking of the id was read yet.
 
-    def report_output(self, request_id: str, output_tokens: int) -> dict[str, Any]:
-        """Apply the number of tokens generated so far. `buffered` is as in `report_phase`."""
+        phase: the bookings of this part of the request, `prefill` or `decode`; None stands for all bookings of the id.
+        """
         self.check_ready()
-        buffered = not self.loads.report_output(request_id, output_tokens)
+        buffered = not self.loads.report_phase(request_id, what, phase)
+        return {"request_id": request_id, "phase": what.value, "buffered": buffered}
+
+    def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> dict[str, Any]:
+        """Apply the number of tokens generated so far. phase and `buffered` are as in `report_phase`."""
+        self.check_ready()
+        buffered = not self.loads.report_output(request_id, output_tokens, phase)
         return {"request_id": request_id, "output_tokens": output_tokens, "buffered": buffered}
+
+
+def _booked_phase(phase: Role | None) -> str | None:
+    """The phase by which a booking is identified: a request for both phases is one for the whole request."""
+    return None if phase is None or phase is Role.BOTH else phase.value
 
 
 def _session_of(prepared: PreparedRequest) -> tuple[object, ...] | None:

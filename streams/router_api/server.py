@@ -17,6 +17,7 @@ from streams.http_server import HttpServer, Startup, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads
 from streams.kafka import TOPICS_POLL_S, missing_topics
 from streams.metrics import MetricsRegistry
+from streams.router_api.draining import drain
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.router import Router
 from streams.settings import Settings
@@ -77,11 +78,12 @@ async def serve(settings: Settings) -> None:
         await _check_block_sizes(router)
         await asyncio.Event().wait()
     finally:
+        if router is None:
+            await server.close()
+        else:
+            await drain(router, server)
         if ticking is not None:
             ticking.cancel()
-        await server.close()
-        if router is not None:
-            await asyncio.to_thread(router.stop)
 
 
 async def _until_topics_are_there(router: Router) -> None:

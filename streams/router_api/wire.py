@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +43,9 @@ TAINTS_MAX = 256
 #: Worker ids that a request may allow or exclude. Filtering by 700,000 ids stopped all other requests for 0.2 s.
 WORKER_IDS_MAX = 16_384
 
+#: Requests that one call of POST /route may have.
+ROUTE_REQUESTS_MAX = 256
+
 #: Experts that a request may name. Models have a few hundred in a layer.
 EXPERTS_MAX = 4096
 
@@ -53,8 +56,13 @@ _MESSAGE_CHARS_MAX = 1000
 COUNT_MAX = (1 << 31) - 1
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
-#: A u64 as a JSON number or a decimal string, since numbers in JavaScript are exact only up to 2^53.
-_U64 = int | str
+#: A u64 as a JSON number or a decimal string, since numbers in JavaScript are exact only up to 2^53. The limits appear
+#: only in the OpenAPI document; `u64` and `pack_tokens` check them, which takes less time for long lists than msgspec.
+_U64 = (
+    Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": U64_MASK})]
+    | Annotated[str, msgspec.Meta(extra_json_schema={"pattern": "^[0-9]{1,20}$"})]
+)
+_Token = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": U32_MAX})]
 _WorkerIds = Annotated[list[_U64], msgspec.Meta(max_length=WORKER_IDS_MAX)]
 #: A LoRA's name or a namespace. Empty is the same as none.
 _Salt = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
@@ -101,7 +109,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     request_id: _Name | None = None
     model: _Name | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[_Token] | None = None
     block_hashes: list[_U64] | None = None
     lora_name: _Salt | None = None
     namespace: _Salt | None = None
@@ -124,18 +132,28 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     worker_id: _U64
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] = 0
-    token_ids: list[int] | None = None
+    token_ids: list[_Token] | None = None
     block_hashes: list[_U64] | None = None
     lora_name: _Salt | None = None
     namespace: _Salt | None = None
     overlap_blocks: _Count = 0
     expected_output_tokens: _Count | None = None
+    phase: Role | None = None
 
 
 class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /loads/{request_id}/output: all tokens generated so far."""
 
     output_tokens: _Count
+
+
+class ReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Query parameters of the calls that report on a booking.
+
+    phase: the booking's phase, as its request to /route gave it. Without it, every booking of the request id is meant.
+    """
+
+    phase: Literal["prefill", "decode"] | None = None
 
 
 class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,9 +210,15 @@ _OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
 
 #: Fields of a request that cannot be given as query parameters: the body contains the tokens, and overrides have their
 #: own names.
-_NO_PARAMETERS = ("token_ids", "block_hashes", "router_config_override")
+NO_PARAMETERS = ("token_ids", "block_hashes", "router_config_override")
+
+#: Fields that are lists, separated by commas as query parameters.
+LIST_PARAMETERS = ("allowed_worker_ids", "excluded_worker_ids", "required_taints", "tier_weights")
 
 _route_decoder = msgspec.json.Decoder(RouteRequest)
+_requests_decoder = msgspec.json.Decoder(
+    Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=ROUTE_REQUESTS_MAX)]
+)
 _moe_query_decoder = msgspec.json.Decoder(MoeQuery)
 _book_decoder = msgspec.json.Decoder(BookRequest)
 _output_decoder = msgspec.json.Decoder(OutputBody)
@@ -207,23 +231,43 @@ def parse_route(body: bytes) -> RouteRequest:
     return decode_body(_route_decoder, body)
 
 
+def is_list(body: bytes) -> bool:
+    """Whether a JSON body is an array, so that POST /route answers each of its items."""
+    return body[:1] == b"[" or body.lstrip(b" \t\r\n")[:1] == b"["
+
+
+def parse_requests(body: bytes) -> list[bytes]:
+    """Split a body of POST /route that is an array into its items, which are not parsed. Raises InvalidRequest."""
+    return [bytes(item) for item in decode_body(_requests_decoder, body)]
+
+
+def parse_report_query(query: Mapping[str, str]) -> ReportQuery:
+    """Parse the query parameters of a report. Raises InvalidRequest."""
+    values = dict(query)
+    if len(values) < len(query):
+        raise InvalidRequest("a query parameter is repeated")
+    try:
+        return msgspec.convert(values, ReportQuery)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"query parameters: {_shortened(str(exc))}", remedy="The only one is phase") from exc
+
+
 def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     """Parse a request from query parameters, for tokens sent as application/octet-stream. Raises InvalidRequest."""
     values: dict[str, Any] = dict(query)
     if len(values) < len(query):
         raise InvalidRequest("a query parameter is repeated; separate the items of a list by commas")
-    known = [name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in _NO_PARAMETERS]
+    known = [name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in NO_PARAMETERS]
     unknown = [name for name in values if name not in known]
     if unknown:
         raise InvalidRequest(
             f"unknown query parameter {_shortened(unknown[0])!r}; the known ones are {', '.join(known)}. The body "
             "contains the tokens"
         )
-    for name in ("allowed_worker_ids", "excluded_worker_ids", "required_taints"):
+    for name in LIST_PARAMETERS:
         if name in values:
-            values[name] = [part for part in values[name].split(",") if part]
-    if "tier_weights" in values:
-        values["tier_weights"] = values["tier_weights"].split(",")
+            parts = values[name].split(",")
+            values[name] = parts if name == "tier_weights" else [part for part in parts if part]
     if "moe_query" in values:
         values["moe_query"] = decode_body(_moe_query_decoder, values["moe_query"].encode())
     override = {name: values.pop(name) for name in _OVERRIDES if name in values}
@@ -441,6 +485,11 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
     if answer.candidates is not None:
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
     return fields
+
+
+def error_json(code: str, message: str, detail: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An error in the shape of all errors."""
+    return {"error": {"code": code, "message": message, "detail": detail or {}}}
 
 
 def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:

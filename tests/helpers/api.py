@@ -42,6 +42,7 @@ from streams.tables.records import (
 )
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.openapi import check_answer
 
 #: Long enough for a busy machine; only a hang takes longer.
 PATIENCE_S = 30.0
@@ -114,13 +115,16 @@ class Api:
         content_type: str | None = JSON,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Send bytes as they are and everything else as JSON."""
+        """Send bytes as they are and everything else as JSON. Check that the OpenAPI document allows the answer."""
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**({} if content_type is None or raw is None else {"Content-Type": content_type}), **(headers or {})}
         with closing(HTTPConnection(self._address, timeout=PATIENCE_S)) as connection:
             connection.request(method, path, raw, sent)
             response = connection.getresponse()
-            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+            answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        if method != "HEAD":
+            check_answer(method, path, answer.status, answer.headers["content-type"], answer.body)
+        return answer
 
     def get(self, path: str) -> Any:
         return self.call("GET", path).given()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
+import time
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -81,6 +83,46 @@ def test_slow_uploads_take_little_memory_and_delay_nobody(server: str, stack: St
     assert errors["kvstreams_errors_total/request_timeout"] == answers["408"]
     assert errors["kvstreams_errors_total/overloaded"] >= answers["503"]
     api.route(**asked)
+
+
+#: Clients that connect and send nothing, and clients that send one byte of a request per second.
+N_SILENT, N_TRICKLING = 2000, 500
+
+#: How long they do so: longer than a new connection may be without a request.
+TRICKLE_S = 12.0
+
+
+def test_silent_and_trickling_connections_delay_nobody(stack: Stack) -> None:
+    """While 2,500 connections are open that send nothing or a byte per second, others are answered; then all close."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = N_SILENT + N_TRICKLING + 500
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"this system allows {hard} open files, and the test needs {needed}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    process = stack.router("router", router_min_initial_workers=0)
+    api = Api(process.url)
+    address = (urlsplit(process.url).hostname, urlsplit(process.url).port)
+    request = b"POST /route HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with ExitStack() as opened:
+        every = [
+            opened.enter_context(closing(socket.create_connection(address, PATIENCE_S)))
+            for _ in range(N_SILENT + N_TRICKLING)
+        ]
+        began_s = time.monotonic()
+        sent, slowest_s = 0, 0.0
+        while time.monotonic() - began_s < TRICKLE_S:
+            for trickling in every[N_SILENT:]:
+                with suppress(OSError):  # the router has closed it
+                    trickling.send(request[sent : sent + 1])
+            sent += 1
+            until_s = time.monotonic() + 1.0
+            while (asked_s := time.monotonic()) < until_s:
+                assert api.call("GET", "/loads").status == 200
+                slowest_s = max(slowest_s, time.monotonic() - asked_s)
+        assert slowest_s < PATIENCE_S / 4
+        counted = metrics(api)
+        assert counted["kvstreams_connections_refused_total/no_request"] == N_SILENT + N_TRICKLING
+        assert counted.get("kvstreams_connections_refused_total/too_many", 0) == 0
 
 
 @pytest.mark.parametrize("server", ["worker", "router"])

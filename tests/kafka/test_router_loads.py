@@ -272,6 +272,25 @@ def test_a_call_that_comes_too_soon_waits_for_its_booking(phase: str, fleet: Fle
     fleet.same_loads([worker_id], 1 if phase == "prefill" else 0)
 
 
+def test_a_retry_that_excludes_its_worker_moves_the_booking_everywhere(fleet: Fleet) -> None:
+    """A retry at another router that excludes the booked worker gets another one, and both routers charge only that."""
+    model = fleet.model()
+    ids = fleet.register(model, 2)
+    asked = {"model": model, "token_ids": TOKENS, "request_id": f"{model}-r"}
+    first = fleet.main.route(**asked)["worker_id"]
+    fleet.same_loads(ids, 1)
+    (other,) = set(ids) - {first}
+    assert fleet.peer.route(**asked, excluded_worker_ids=[first])["worker_id"] == other
+    moved = {(first, 0): (0, 0, 0), (other, 0): (64, 4, 1)}
+    fleet.wait(lambda: fleet.same_loads(ids, 1) == moved, "the booking to move")
+    assert fleet.main.route(**asked)["worker_id"] == other
+    decode = fleet.main.route(**asked, phase="decode", worker_id=first)
+    assert decode["worker_id"] == first
+    assert set(fleet.same_loads(ids, 2).values()) == {(64, 4, 1)}
+    fleet.main.call("DELETE", f"/loads/{model}-r").given()  # both phases
+    fleet.same_loads(ids, 0)
+
+
 def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -> None:
     """A free that is repeated after its booking ended changes nothing, and the id's next booking stays."""
     model = fleet.model()

@@ -231,6 +231,7 @@ bookings = st.builds(
     request_blocks=counts,
     expected_output_tokens=st.one_of(st.none(), counts),
     output_blocks=counts,
+    phase=st.sampled_from([None, "prefill", "decode"]),
 )
 epochs = st.builds(lambda incarnation, generation: Epoch(Incarnation(incarnation), generation), u64s, counts)
 

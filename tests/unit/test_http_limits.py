@@ -162,10 +162,13 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_limit_of_connections_leaves_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of open files of the process lowers the limit of connections, since Kafka needs some as well."""
-    for descriptors, limit in ((1024, 896), (5000, 4096), (10, 1)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, n=descriptors: (n, n))
+    """A router asks for the files that it needs; if it may not have them, its limit of connections is lower."""
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    for soft, hard, limit in ((1024, 1024, 896), (5000, 5000, 4096), (10, 10, 1), (1024, 8192, 4096)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
         assert connections_module.Connections(4096).connections_max == limit
+    assert set_to[-1] == (4096 + 128, 8192)
 
 
 # --- large --------------------------------------------------------------------------------------------------------

@@ -194,9 +194,9 @@ class World:
         return truth
 
 
-def booking(worker_id: int, blocks: list[int] | None = None, prefill: int = 16) -> Booking:
+def booking(worker_id: int, blocks: list[int] | None = None, prefill: int = 16, phase: str | None = None) -> Booking:
     chain = [1] if blocks is None else blocks
-    return Booking(rank_of(worker_id), "m", prefill, pack_hashes(chain), 0, len(chain))
+    return Booking(rank_of(worker_id), "m", prefill, pack_hashes(chain), 0, len(chain), phase=phase)
 
 
 def live(replica: Replica, request_id: str) -> int:
@@ -206,12 +206,14 @@ def live(replica: Replica, request_id: str) -> int:
 
 requests = st.sampled_from(["a", "b", "c", "d"])
 routers = st.integers(0, 2)
+phases = st.sampled_from([None, None, "prefill", "decode"])
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("book"), routers, requests, st.integers(1, 3), st.integers(0, 4)),
-        st.tuples(st.just("prefill"), routers, requests),
-        st.tuples(st.just("free"), routers, requests),
-        st.tuples(st.just("output"), routers, requests, st.integers(0, 70)),
+        st.tuples(st.just("book"), routers, requests, st.integers(1, 3), st.integers(0, 4), phases),
+        st.tuples(st.just("move"), routers, requests, st.integers(1, 3), st.integers(0, 4), phases),
+        st.tuples(st.just("prefill"), routers, requests, phases),
+        st.tuples(st.just("free"), routers, requests, phases),
+        st.tuples(st.just("output"), routers, requests, st.integers(0, 70), phases),
         st.tuples(st.just("fold"), routers, st.integers(0, TOPIC.partitions - 1), st.integers(1, 4)),
         st.tuples(st.just("poll"), routers),
         st.tuples(st.just("restart"), routers),
@@ -243,15 +245,19 @@ def play(actions: list[tuple[Any, ...]]) -> None:
     world = World()
     for name, *given_ in actions:
         match name, given_:
-            case "book", (router, request_id, worker_id, n):
+            case "book" | "move", (router, request_id, worker_id, n, phase):
+                if name == "move":
+                    world.replicas[router].sync.end(request_id, phase)
                 try:
-                    world.replicas[router].sync.book(request_id, booking(worker_id, list(range(1, n + 1)), 16 * n))
+                    world.replicas[router].sync.book(
+                        request_id, booking(worker_id, list(range(1, n + 1)), 16 * n, phase)
+                    )
                 except BookingConflict:
                     assert live(world.replicas[router], request_id)
-            case "prefill" | "free", (router, request_id):
-                world.replicas[router].sync.report_phase(request_id, BookingPhase(name))
-            case "output", (router, request_id, output_tokens):
-                world.replicas[router].sync.report_output(request_id, output_tokens)
+            case "prefill" | "free", (router, request_id, phase):
+                world.replicas[router].sync.report_phase(request_id, BookingPhase(name), phase)
+            case "output", (router, request_id, output_tokens, phase):
+                world.replicas[router].sync.report_output(request_id, output_tokens, phase)
             case "fold", (router, partition, n):
                 world.replicas[router].fold(partition, n)
             case "poll", (router,):
@@ -377,6 +383,46 @@ def test_what_another_router_states_anew_is_so_for_its_owner_too() -> None:
     world.settle()
     second.sync.book("r", booking(1, prefill=16))
     assert world.same() == {rank_of(1): (16, 1, 1)}
+
+
+def test_phases_of_one_id_are_booked_and_ended_separately_everywhere() -> None:
+    """A prefill and a decode booking of one id do not end each other, and a call that names one leaves the other."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1, phase="prefill"))
+    second.sync.book("r", booking(2, [7], phase="decode"))
+    assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
+    with pytest.raises(BookingConflict):
+        third.sync.book("r", booking(3, phase="decode"))
+    assert third.sync.report_output("r", 16, "decode") is True
+    assert third.sync.report_phase("r", BookingPhase.FREE, "prefill") is True
+    assert world.same() == {rank_of(2): (16, 2, 1)}
+    first.sync.end("r", "decode")
+    first.sync.book("r", booking(3, phase="decode"))
+    assert world.same() == {rank_of(3): (16, 1, 1)}
+    assert second.sync.report_phase("r", BookingPhase.FREE) is True
+    assert world.same() == {}
+
+
+def test_a_call_for_a_phase_waits_for_the_booking_of_that_phase() -> None:
+    """A call that names a phase is buffered while only the other phase was booked; one that names none takes the
+    first booking that arrives."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book("r", booking(1, phase="prefill"))
+    world.settle()
+    assert second.sync.report_phase("r", BookingPhase.PREFILL, "decode") is False
+    assert second.sync.report_output("r", 16, "decode") is False
+    first.sync.report_phase("r", BookingPhase.FREE, "prefill")
+    world.settle()
+    assert second.sync.report_phase("r", BookingPhase.FREE, "prefill") is True  # it has ended
+    first.sync.book("r", booking(1, phase="decode"))
+    assert world.same() == {rank_of(1): (0, 2, 1)}
+    assert second.sync.report_phase("s", BookingPhase.FREE) is False
+    for phase in ("prefill", "decode"):
+        first.sync.book("s", booking(2, phase=phase))
+    assert world.same() == {rank_of(1): (0, 2, 1), rank_of(2): (16, 1, 1)}
+    assert second.sync.unknown_calls == 0
 
 
 def test_generated_tokens_make_a_booking_grow_for_all() -> None:

@@ -18,7 +18,7 @@ from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health
 from streams.core.routing.selection import RouterMode
-from streams.core.workers import WorkerState
+from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
 from streams.kafka import Record
 from streams.router_api import prompt_matches
@@ -245,6 +245,76 @@ def test_a_router_waits_for_its_first_workers() -> None:
     ask(router, "again")
 
 
+def requests_of(router: Router) -> dict[int, int]:
+    with router.loads.locked() as loads:
+        return {each.worker_id: load.requests for each, load in loads.ranks().items()}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"excluded_worker_ids": "1"},
+        {"allowed_worker_ids": "2,3"},
+        {"worker_id": 2},
+        {"worker_id": 1, "dp_rank": 1},
+    ],
+)
+def test_a_retry_that_rules_out_its_worker_moves_the_booking(fields: dict[str, Any]) -> None:
+    """A repeated id whose worker is excluded, or that names another rank, gets a new choice and has one booking."""
+    router = router_of(1)
+    register(router.view, 1, dp_size=2)
+    assert ask(router, dp_rank=0)["worker_id"] == 1
+    register(router.view, 2)
+    for _ in range(2):
+        moved = ask(router, **fields)
+        assert (moved["worker_id"], moved["dp_rank"]) == (fields.get("worker_id", 2), fields.get("dp_rank", 0))
+        assert requests_of(router) == {moved["worker_id"]: 1}
+    assert ask(router)["worker_id"] == moved["worker_id"]
+    ask(router, update_states="false", worker_id=1)
+    assert requests_of(router) == {moved["worker_id"]: 1}  # a request that books nothing moves nothing
+
+
+def test_a_booking_that_cannot_move_stays() -> None:
+    """If every other rank is busy, the request is refused, and its booking remains where it was."""
+    router = router_of(2, active_prefill_tokens_threshold=40)
+    first = ask(router)["worker_id"]
+    other = ask(router, "other")["worker_id"]
+    assert {first, other} == {1, 2}
+    with pytest.raises(AllWorkersBusy):
+        ask(router, excluded_worker_ids=first)
+    assert requests_of(router) == {1: 1, 2: 1}
+    router.report_phase("other", BookingPhase.FREE)
+    assert ask(router, excluded_worker_ids=first)["worker_id"] == other
+    assert requests_of(router) == {other: 1}
+
+
+def test_each_phase_of_a_request_has_a_booking_of_its_own() -> None:
+    """Prefill and decode bookings of one id are made, moved, reported and ended separately."""
+    router = router_of(0)
+    register(router.view, 1, role=Role.PREFILL)
+    for worker_id in (2, 3):
+        register(router.view, worker_id, role=Role.DECODE)
+    assert ask(router, phase="prefill")["worker_id"] == 1
+    decode = ask(router, phase="decode")["worker_id"]
+    assert decode in (2, 3)
+    assert requests_of(router) == {1: 1, decode: 1}
+    moved = ask(router, phase="decode", excluded_worker_ids=decode)["worker_id"]
+    assert ask(router, phase="prefill")["cost"] is None
+    assert requests_of(router) == {1: 1, moved: 1}
+    assert router.report_phase("r", BookingPhase.FREE, "prefill")["buffered"] is False
+    assert requests_of(router) == {moved: 1}
+    assert router.report_phase("r", BookingPhase.PREFILL, "prefill")["buffered"] is False  # it has ended
+    with router.loads.locked() as loads:
+        assert loads.load(rank(moved)).prefill_tokens == len(TOKENS)
+    router.report_phase("r", BookingPhase.PREFILL, "decode")
+    router.report_output("r", 17, "decode")
+    with router.loads.locked() as loads:
+        assert (loads.load(rank(moved)).prefill_tokens, loads.load(rank(moved)).output_blocks) == (0, 2)
+    ask(router, phase="prefill")
+    router.report_phase("r", BookingPhase.FREE)  # of every phase
+    assert requests_of(router) == {}
+
+
 def test_a_booking_that_comes_while_a_choice_is_made_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another router's booking of the id arrives during the choice, it is the answer, and nothing is booked."""
     router = router_of(2)
@@ -345,8 +415,13 @@ def test_a_repeated_id_is_exact_only_while_its_overlap_is() -> None:
     assert (again["overlap_blocks"], modes_of(again)[1:]) == (2, ("fallback", "fallback", None, None))
     hold(router.view, rank(1), local[:2])
     assert modes_of(ask(router))[1:3] == ("exact", "exact")
-    refused = ask(router, excluded_worker_ids="1")  # it is refused before the index is read
+    register(router.view, 1, state=WorkerState.CORDONED)
+    refused = ask(router)  # it is refused before the index is read
     assert modes_of(refused) == (1, "fallback", "fallback", None, None)
+    with pytest.raises(NoEligibleWorker):  # and the booking stays, since it cannot move
+        ask(router, excluded_worker_ids="1")
+    assert ask(router)["worker_id"] == 1
+    register(router.view, 1)
     spoil(router, 1, Health.DEGRADED)
     assert modes_of(ask(router))[1:] == ("degraded", "degraded", "events_lost", "events_lost")
 

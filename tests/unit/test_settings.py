@@ -44,6 +44,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "bodies_bytes_max": (65_536, NUMBER_MAX),
     "body_timeout_s": (0.1, 3600.0),
     "connections_max": (1, NUMBER_MAX),
+    "drain_notice_s": (0.0, 3600.0),
+    "drain_timeout_s": (0.1, 3600.0),
     "stale_after_ms": (100, NUMBER_MAX),
     "behind_after_ms": (10, NUMBER_MAX),
     "worker_grace_s": (1.0, 30 * 86_400.0),

@@ -66,7 +66,8 @@ class Booking(NamedTuple):
 
     prefill_tokens: the prompt tokens that the rank must compute. sequence: the request's sequence hashes from the root,
     packed by hashing.pack_hashes, so that shared blocks count once. output_blocks: blocks of the tokens generated so
-    far.
+    far. phase: which part of the request the rank serves, `prefill` or `decode`, or None for all of it. A request may
+    have one active booking of each.
     """
 
     rank: RankId
@@ -77,6 +78,7 @@ class Booking(NamedTuple):
     request_blocks: int
     expected_output_tokens: int | None = None
     output_blocks: int = 0
+    phase: str | None = None
 
 
 def with_output(booking: Booking, output_tokens: int, block_size: int) -> Booking:
@@ -129,7 +131,8 @@ class LoadColumns(NamedTuple):
 class _State:
     """booking_id: the object that every map uses as its key, since each record brings another one.
 
-    booking: None once it has ended, since its hashes would take most of the memory until the TTL.
+    booking: None once it has ended, since its hashes would take most of the memory until the TTL. phase: the booking's,
+    also after it has ended.
     """
 
     booking_id: BookingId
@@ -140,6 +143,7 @@ class _State:
     clock: int = 0
     expires_ms: int | None = None  # None until the log has given the booking a time
     node: PrefixNode | None = None  # the end of its chain in the tree of active prefixes, while it is active
+    phase: str | None = None
 
     @property
     def live(self) -> bool:
@@ -174,6 +178,7 @@ class ActiveLoads:
         self._n_expiries = 0
         self._live_by_request: dict[str, list[BookingId]] = {}
         self._known_by_request: Counter[str] = Counter()
+        self._known_by_phase: Counter[tuple[str, str]] = Counter()  # bookings of the whole request are not in it
         # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS, and how many of the blocks are _OUTPUT. Row 0 stands
         # for all ranks without bookings and is always zero.
         self._rows: dict[RankId, int] = {}
@@ -199,6 +204,11 @@ class ActiveLoads:
             self._uncount(state)
         else:
             self._live_by_request.setdefault(booking_id.request_id, []).append(state.booking_id)
+        if booking.phase != state.phase:
+            self._forget_phase(state)
+            state.phase = booking.phase
+            if state.phase is not None:
+                self._known_by_phase[booking_id.request_id, state.phase] += 1
         state.booking = booking
         self._count(state)
         if self.n_bytes > BOOKINGS_BYTES_MAX:
@@ -273,27 +283,37 @@ class ActiveLoads:
         """Clocks that still have bookings to expire."""
         return [clock for clock, expiries in self._expiries.items() if expiries]
 
-    def live(self, request_id: str) -> tuple[BookingId, Booking] | None:
-        """The earliest active booking of a request id."""
-        ids = self._live_by_request.get(request_id)
-        if not ids:
-            return None
-        booking = self._states[ids[0]].booking
-        assert booking is not None
-        return ids[0], booking
+    def live(self, request_id: str, phase: str | None = None) -> tuple[BookingId, Booking] | None:
+        """The earliest active booking of a request id and this phase; None is a phase of its own."""
+        for booking_id in self._live_by_request.get(request_id, ()):
+            booking = self._states[booking_id].booking
+            assert booking is not None
+            if booking.phase == phase:
+                return booking_id, booking
+        return None
 
     def live_ids(self, request_id: str) -> tuple[BookingId, ...]:
-        """Every active booking of a request id, the earliest first. Routers that book at once make several."""
+        """Every active booking of a request id in any phase, the earliest first.
+
+        Several of one phase are made by routers that book at once.
+        """
         return tuple(self._live_by_request.get(request_id, ()))
+
+    def live_ids_of(self, request_id: str, phase: str | None) -> tuple[BookingId, ...]:
+        """Every active booking of a request id and exactly this phase, the earliest first."""
+        ids = self._live_by_request.get(request_id, ())
+        return tuple(each for each in ids if self._phase_of(each) == phase)
 
     def booking(self, booking_id: BookingId) -> Booking | None:
         """The active booking with this id, or None."""
         state = self._states.get(booking_id)
         return state.booking if state is not None and state.live else None
 
-    def knows(self, request_id: str) -> bool:
-        """Whether any booking of this request id is kept, active or ended."""
-        return request_id in self._known_by_request
+    def knows(self, request_id: str, phase: str | None = None) -> bool:
+        """Whether a booking of this request id is kept, active or ended. phase: None stands for every phase."""
+        if phase is None:
+            return request_id in self._known_by_request
+        return (request_id, phase) in self._known_by_phase
 
     def load(self, rank: RankId) -> RankLoad:
         """A rank's load; all zeros for a rank without bookings."""
@@ -502,11 +522,22 @@ class ActiveLoads:
             self._forget_live(booking_id)
             self.n_falls += 1
         del self._states[booking_id]
+        self._forget_phase(state)
         self.n_bytes -= _ended_bytes(booking_id)
         if self._known_by_request[booking_id.request_id] == 1:
             del self._known_by_request[booking_id.request_id]
         else:
             self._known_by_request[booking_id.request_id] -= 1
+
+    def _phase_of(self, booking_id: BookingId) -> str | None:
+        return self._states[booking_id].phase
+
+    def _forget_phase(self, state: _State) -> None:
+        if state.phase is not None:
+            known = state.booking_id.request_id, state.phase
+            self._known_by_phase[known] -= 1
+            if not self._known_by_phase[known]:
+                del self._known_by_phase[known]
 
     def _forget_live(self, booking_id: BookingId) -> None:
         ids = self._live_by_request[booking_id.request_id]

@@ -268,6 +268,7 @@ def booking_of(
     request_blocks: int,
     block_size: int,
     expected_output_tokens: int | None = None,
+    phase: str | None = None,
 ) -> Booking:
     """Return what the chosen rank is charged: the tokens that it must compute, and the request's blocks."""
     return Booking(
@@ -278,4 +279,5 @@ def booking_of(
         overlap_blocks=chosen.scores,
         request_blocks=request_blocks,
         expected_output_tokens=expected_output_tokens,
+        phase=phase,
     )

@@ -48,6 +48,17 @@ class FilterReason(enum.StrEnum):
     SILENT = "silent"  # the rank was not heard from within its lease
 
 
+def names_another_rank(rank: RankId, worker_filter: WorkerFilter) -> bool:
+    """Whether a request's lists of workers rule out a rank: they exclude its worker, or name others only."""
+    worker_id = rank.worker_id
+    return (
+        worker_id in worker_filter.excluded
+        or worker_filter.worker_id not in (None, worker_id)
+        or (worker_filter.allowed is not None and worker_id not in worker_filter.allowed)
+        or worker_filter.dp_rank not in (None, rank.dp_rank)
+    )
+
+
 def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | None:
     """Return the first filter that no rank of a worker passes, or None if its ranks are to be checked one by one."""
     if worker.model != worker_filter.model:

@@ -1,0 +1,287 @@
+"""The types of the HTTP API's answers. The OpenAPI document is generated from them, and tests check real answers.
+
+What lives here: the shape of each JSON answer, with the names that clients read. What must not: requests (wire), how an
+answer is found (router), and calls (calls).
+
+Answers are written as dictionaries, so that these types cost nothing while requests are answered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.workers import Role, WorkerState
+from streams.router_api.trust import AnswerMode, DegradedReason
+
+
+class ErrorBody(TypedDict):
+    """What is wrong. code: one of those in docs/http.md. message: for people. detail: ids and numbers by name."""
+
+    code: str
+    message: str
+    detail: dict[str, Any]
+
+
+class ErrorAnswer(TypedDict):
+    """Every error has this shape."""
+
+    error: ErrorBody
+
+
+class Candidate(TypedDict):
+    """One candidate with every term of its cost, in blocks."""
+
+    worker_id: int
+    dp_rank: int
+    scores: int
+    cxl_accessible_scores: int
+    moe_scores: int
+    effective_cached_blocks: float
+    own_prefill_blocks: float
+    active_prefill_blocks: float
+    decode_blocks: float
+    cost: float | None
+
+
+class RouteAnswerBody(TypedDict):
+    """The chosen rank, and how far the choice can be trusted."""
+
+    request_id: str
+    worker_id: int
+    dp_rank: int
+    url: str | None
+    overlap_blocks: int
+    request_blocks: int
+    cost: float | None
+    mode: AnswerMode
+    chosen_mode: AnswerMode
+    degraded_because: NotRequired[DegradedReason]
+    chosen_degraded_because: NotRequired[DegradedReason]
+    moe_filter_applied: NotRequired[bool]
+    candidates: NotRequired[list[Candidate]]
+
+
+class EngineMetrics(TypedDict):
+    """The metrics that an engine reports for one rank; a total of 0 is unknown."""
+
+    gpu_cache_usage_perc: float
+    num_requests_waiting: int
+    request_active_slots: int
+    request_total_slots: int
+    kv_active_blocks: int
+    kv_total_blocks: int
+
+
+class RankLoad(TypedDict):
+    """The active load of one rank."""
+
+    worker_id: int
+    dp_rank: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    active_requests: int
+    engine_metrics: EngineMetrics | None
+
+
+class LoadsAnswer(TypedDict):
+    """The load of every rank. in_sync: whether this router reads the bookings of all others."""
+
+    loads: list[RankLoad]
+    in_sync: bool
+
+
+class PotentialLoad(TypedDict):
+    """The load that one rank would have with a request."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+
+
+class PotentialAnswer(TypedDict):
+    """The load that each eligible rank would have with a request."""
+
+    loads: list[PotentialLoad]
+    mode: AnswerMode
+    degraded_because: NotRequired[DegradedReason]
+
+
+class BookingAnswer(TypedDict):
+    """A booking as it is now."""
+
+    request_id: str
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    request_blocks: int
+
+
+class PhaseAnswer(TypedDict):
+    """A reported phase. buffered: no booking of the id was read yet, so the call waits for it."""
+
+    request_id: str
+    phase: Literal["prefill", "free"]
+    buffered: bool
+
+
+class OutputAnswer(TypedDict):
+    """Reported output. buffered: no booking of the id was read yet, so the call waits for it."""
+
+    request_id: str
+    output_tokens: int
+    buffered: bool
+
+
+class Lease(TypedDict):
+    """The lease of the bridge that feeds a worker."""
+
+    bridge: str
+    term: int
+    lease_ms: int
+    renewal: int
+
+
+class ReportedMetrics(EngineMetrics):
+    """The metrics of one rank, and when they were read."""
+
+    dp_rank: int
+    scraped_at_ms: int
+    scrapes_failed: int
+
+
+class WorkerAnswer(TypedDict):
+    """A registered worker."""
+
+    worker_id: int
+    url: str
+    model: str
+    block_size: int
+    dp_size: int
+    role: Role
+    state: WorkerState
+    kv_total_blocks: int | None
+    max_requests: int | None
+    device_class: str
+    taints: list[str]
+    events_endpoint: str | None
+    replay_endpoint: str | None
+    registered_at_ms: int
+    lease: Lease | None
+    model_block_size: int | None
+    wrong_block_size_dp_ranks: list[int]
+    silent_dp_ranks: list[int]
+    metrics: list[ReportedMetrics]
+
+
+class WorkersAnswer(TypedDict):
+    """The registered workers, in order of id."""
+
+    workers: list[WorkerAnswer]
+
+
+class RemovedAnswer(TypedDict):
+    """A worker was removed."""
+
+    worker_id: int
+    removed: bool
+
+
+class UncordonedAnswer(TypedDict):
+    """A cordon was ended."""
+
+    worker_id: int
+    cordoned: bool
+
+
+class PoolAnswer(TypedDict):
+    """A CXL pool."""
+
+    pool_id: str
+    latency_class: str
+    capacity_blocks: int | None
+    members: list[int]
+    epoch: int
+    lost: bool
+    registered_at_ms: int
+
+
+class PoolsAnswer(TypedDict):
+    """The registered CXL pools, in order of id."""
+
+    pools: list[PoolAnswer]
+
+
+class RankAnswer(TypedDict):
+    """What a router has of one rank. digest: 16 hexadecimal digits, equal on routers that hold the same blocks."""
+
+    worker_id: int
+    dp_rank: int
+    incarnation: int
+    generation: int
+    sequence: int
+    health: Literal["exact", "degraded", "approximate", "removed"]
+    blocks: int
+    gaps: int
+    unknown_parents: int
+    lease_ms: int
+    silent: bool
+    digest: str
+
+
+class StateAnswer(TypedDict):
+    """What a router has of each rank. applied_offsets: by partition."""
+
+    blocks: int
+    applied_offsets: dict[str, int]
+    ranks: list[RankAnswer]
+
+
+class PooledBlockAnswer(TypedDict):
+    """A pooled block with its placement and the workers that can read it now."""
+
+    sequence_hash: int
+    parent: int | None
+    position: int
+    engine_hash: int
+    worker_id: int
+    dp_rank: int
+    model: str
+    state: CxlMemoryState
+    pool_id: str | None
+    pool_epoch: int
+    accessible_workers: list[int]
+    reachable_workers: list[int]
+
+
+class PooledStateAnswer(TypedDict):
+    """Every pooled block."""
+
+    blocks: list[PooledBlockAnswer]
+
+
+class HealthAnswer(TypedDict):
+    """The process is running."""
+
+    status: Literal["ok"]
+
+
+class ReadyAnswer(TypedDict):
+    """Whether the router is ready, and what it waits for. reason: only if it is not ready."""
+
+    ready: bool
+    partitions_left: dict[str, int]
+    workers_left: int
+    topics_missing: list[str]
+    reason: NotRequired[str]
+
+
+class OpenApiAnswer(TypedDict):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    tags: list[dict[str, str]]
