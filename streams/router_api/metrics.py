@@ -14,6 +14,7 @@ from streams.core.engine_metrics import MetricsReport
 from streams.core.ids import WorkerId
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
 from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
+from streams.router_api.admission import Admission, Outcome
 from streams.router_api.bodies import Bodies
 from streams.router_api.connections import REFUSAL_REASONS, Connections
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
@@ -26,6 +27,10 @@ from streams.settings import Settings
 from streams.topics import topics
 
 ROUTE_SECONDS = "kvstreams_route_seconds"
+QUEUE_WAIT_SECONDS = "kvstreams_queue_wait_seconds"
+
+#: Priorities with a time series of their own.
+PRIORITIES_MAX = 32
 
 #: Reasons for which a rank by itself makes answers degraded.
 RANK_DEGRADED_REASONS = (
@@ -50,6 +55,7 @@ class RouterSnapshot:
     """What the declarations read. n_labelled_records and n_labels_over_capacity are read from the view together."""
 
     router: Router
+    admission: Admission
     ranks: RankCounts
     errors: Mapping[str, int]
     n_ranks_with_metrics: int
@@ -106,6 +112,26 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "other models. The prompts are probably not hashed like the engines' blocks, and the log names likely causes",
         lambda now: now.router.prompt_matches.unmatched(),
         Label("model", values_max=MODELS_MAX),
+    ),
+    gauge(
+        "kvstreams_queue_requests",
+        "Requests that wait for a rank, by priority",
+        lambda now: now.admission.lengths(),
+        Label("priority", values_max=PRIORITIES_MAX),
+    ),
+    gauge("kvstreams_queue_bytes", "Memory that they use, in bytes, as an estimate", lambda now: now.admission.n_bytes),
+    histogram(
+        QUEUE_WAIT_SECONDS,
+        "Time that requests waited, of those that got a rank",
+        *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    ),
+    counter(
+        "kvstreams_queue_outcomes_total",
+        "Requests with `queue` on, by what became of them: `at_once` and `routed` got a rank without waiting and after "
+        "it; `full`, `bytes` and `tenant` were refused by a limit of the queue; `timeout` missed their deadline; "
+        "`cancelled` were given up by their clients; `refused` got another error",
+        lambda now: {outcome: now.admission.outcomes[outcome] for outcome in Outcome},
+        Label("outcome", tuple(Outcome)),
     ),
     counter(
         "kvstreams_errors_total",
@@ -247,14 +273,16 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
 class RouterMetrics:
     """The metrics of one router. Owner of the errors' counts; all methods run on the loop that serves the API."""
 
-    def __init__(self, router: Router, connections: Connections, bodies: Bodies) -> None:
+    def __init__(self, router: Router, connections: Connections, bodies: Bodies, admission: Admission) -> None:
         self._router = router
+        self._admission = admission
         self._connections = connections
         self._bodies = bodies
         self._scrapes = _FailedScrapes()
         self.errors: Counter[str] = Counter()
         self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot)
         self.route_seconds = self.registry.histogram(ROUTE_SECONDS)
+        admission.observe_wait_s = self.registry.histogram(QUEUE_WAIT_SECONDS).observe
 
     def _snapshot(self) -> RouterSnapshot:
         view = self._router.view
@@ -265,6 +293,7 @@ class RouterMetrics:
         n_labelled, n_labels_over_capacity = view.labelled()
         return RouterSnapshot(
             router=self._router,
+            admission=self._admission,
             ranks=view.rank_counts(),
             errors=self.errors,
             n_ranks_with_metrics=len(reports),

@@ -167,6 +167,8 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
+        #: Grows with each change of what `overlap` and `eligible` return, and of nothing else that requests wait for.
+        self.changes = 0
         self._predictions: PredictedPrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
@@ -174,6 +176,7 @@ class View:
         self._reset()
 
     def _reset(self) -> None:
+        self.changes += 1
         settings = self._settings
         self.index: RunFold = self._make_fold()
         #: The registered workers, each with the state that follows from its cordon.
@@ -227,6 +230,7 @@ class View:
             run_id = parse_run_key(key)
             run = None if value is None else decode_run(key, value)
             with self._lock:
+                self.changes += 1
                 try:
                     self.index.fold([run_id], [run])
                 except IndexFull:
@@ -242,6 +246,7 @@ class View:
             rank = parse_progress_key(key)
             progress = None if value is None else decode_progress(key, value)
             with self._lock:
+                self.changes += 1
                 self._fold_progress(rank, progress)
         elif key.startswith(PARTITION_PREFIX):
             if value is not None:
@@ -283,6 +288,7 @@ class View:
             end = min(begin + _LOCKED_RECORDS, last)
             with self._lock:
                 assert self._batches is not None  # columns exist only if the index folds batches
+                self.changes += 1
                 for record in self._batches[0].fold_records(columns, begin, end):
                     self._note_over_capacity(columns.place_of(record)[0])
             self._fold_labels_of(columns, begin, end, records)
@@ -363,6 +369,7 @@ class View:
             # Its tombstone would have another key than its rank's events, and would never remove it.
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
+            self.changes += 1
             self._eligible.clear()
             self._numbers = self._models = None
             if worker is None:
@@ -379,6 +386,7 @@ class View:
             (self._cordons.discard if value is None else self._cordons.add)(worker_id)
             registered = self._registrations.get(worker_id)
             if registered is not None:
+                self.changes += 1
                 self.workers[worker_id] = self._with_cordon(registered)
                 self._eligible.clear()
 
@@ -515,6 +523,7 @@ class View:
         """Predict that the rank will hold the blocks of a request that was sent to it. local: uint64[n_blocks]."""
         if self._predictions is not None and local.size:
             with self._lock:
+                self.changes += 1
                 self._predictions.predict(rank, local, self._now_ms() / 1000)
 
     @property

@@ -131,7 +131,11 @@ class Fleet:
     """Engines, with an index and pooled blocks that follow every event at once."""
 
     def __init__(
-        self, n_engines: int, config: EngineConfig, pool: PoolConfig | None, on_phase: Callable[[str, BookingPhase, float], None]
+        self,
+        n_engines: int,
+        config: EngineConfig,
+        pool: PoolConfig | None,
+        on_phase: Callable[[str, BookingPhase, float], None],
     ) -> None:
         """on_phase: called with a request's id, its new phase and the time."""
         self.ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, n_engines + 1))

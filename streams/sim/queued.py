@@ -133,7 +133,9 @@ class _Simulation:
         trace, block_size = self._requests[number], self.config.block_size
         tokens = tokens_for(trace)
         hashes = hash_prompt(tokens, block_size)
-        return _Request(number, trace, tokens, hashes, pack_hashes(hashes.sequence), -(-trace.input_length // block_size))
+        return _Request(
+            number, trace, tokens, hashes, pack_hashes(hashes.sequence), -(-trace.input_length // block_size)
+        )
 
     def _on_phase(self, request_id: str, phase: BookingPhase, at_ms: float) -> None:  # noqa: ARG002 - it is now
         router = self._owner[request_id]

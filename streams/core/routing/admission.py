@@ -5,14 +5,14 @@ router's turn it is. What must not: the order of requests (queue), clocks (time 
 (busy). The state belongs to one router.
 
 Several routers see that a rank has room again before they hear of each other's bookings. Without turns each of them
-would send its first request there. So they take turns: the first one in the rank's order sends at once, the second one
-after the propagation delay, the third one after twice that. The order is a rendezvous hash of router, worker and
-period, which all routers compute alike without exchanging anything.
+would send its first request there. So one router sends at once, and the others only after the propagation delay, when
+they know what it sent. Which one is the first follows from a rendezvous hash of router, worker and period, which all
+routers compute alike without exchanging anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import xxhash
@@ -25,28 +25,25 @@ from streams.core.routing.decision import Decision
 #: How long a booking takes until the other routers have it. p99 of the measurements in docs/queue.md.
 PROPAGATION_MS = 50.0
 
-#: How long the order of routers stays the same for a worker, so that each of them is the first for a fair share.
+#: How long the same router is the first for a worker, so that each of them is the first for a fair share of time.
 PERIOD_MS = 1000.0
 
 #: Tuples of candidates whose rows are kept. There is one for each combination of model and filters, and new ones after
 #: each change of the registry. Beyond this limit all are dropped.
 _CANDIDATES_MAX = 64
 
-#: Whether a rank is over a busy threshold.
-IsBusy = Callable[[RankId, ActiveLoads], bool]
+#: Returns those of some ranks that are not over a busy threshold.
+IdleRanks = Callable[[Sequence[RankId], ActiveLoads], Sequence[RankId]]
 
-SCALE=1.0
+SCALE = 1.0
 #: In place of a time, for ranks that are above the threshold.
 _CLOSED = float("inf")
 
 
-def position(router_id: str, router_ids: Sequence[str], worker_id: WorkerId, period: int) -> int:
-    """How many of the routers are before this one in the order of a worker.
-
-    period: number of the period. The router itself need not be among router_ids.
-    """
+def is_first(router_id: str, router_ids: Iterable[str], worker_id: WorkerId, period: int) -> bool:
+    """Whether none of the routers is before this one in the order of a worker. period: number of the period."""
     own = _rendezvous(router_id, worker_id, period)
-    return sum(_rendezvous(each, worker_id, period) > own for each in router_ids)
+    return all(_rendezvous(each, worker_id, period) <= own for each in router_ids)
 
 
 def _rendezvous(router_id: str, worker_id: WorkerId, period: int) -> tuple[int, str]:
@@ -79,15 +76,15 @@ class Gate:
     """
 
     def __init__(
-        self, router_id: Callable[[], str], backlog_tokens_max: float | None, is_busy: IsBusy | None = None
+        self, router_id: Callable[[], str], backlog_tokens_max: float | None, idle: IdleRanks | None = None
     ) -> None:
         """router_id: it changes when a router reads its topics again. backlog_tokens_max: a rank with more uncached
-        tokens booked is closed; None sets no limit. is_busy: whether a rank is over a busy threshold, None if there are
-        no such thresholds.
+        tokens booked is closed; None sets no limit. idle: returns the ranks that are not over a busy threshold; None if
+        there are no such thresholds.
         """
         self._router_id = router_id
         self._backlog_tokens_max = np.inf if backlog_tokens_max is None else backlog_tokens_max
-        self._is_busy = is_busy
+        self._idle = idle
         self._candidates: dict[int, _Candidates] = {}
         self._charges: dict[RankId, int] = {}
         # When a rank was first seen below the threshold after it had been above it; _CLOSED while it is above.
@@ -114,6 +111,8 @@ class Gate:
 
     def may_go(self, ranks: Sequence[RankId], loads: ActiveLoads) -> bool:
         """Whether any of these ranks is open to this router in this pump and no earlier request waits for it."""
+        if self._backlog_tokens_max < 0:
+            return False
         return bool(self._open_ranks(ranks, loads))
 
     def decide(
@@ -146,13 +145,9 @@ class Gate:
 
     def booked(self, rank: RankId, loads: ActiveLoads) -> None:
         """Note that a request went to a rank in this pump."""
-        if self._is_closed(rank, loads, loads.load(rank).prefill_tokens):
+        is_idle = self._idle is None or bool(self._idle((rank,), loads))
+        if not is_idle or loads.load(rank).prefill_tokens > self._backlog_tokens_max:
             self._close(rank)
-
-    def _is_closed(self, rank: RankId, loads: ActiveLoads, prefill_tokens: int) -> bool:
-        if prefill_tokens > self._backlog_tokens_max:
-            return True
-        return self._is_busy is not None and self._is_busy(rank, loads)
 
     def _close(self, rank: RankId) -> None:
         for each in self._candidates.values():
@@ -171,9 +166,10 @@ class Gate:
         if found.loads is not loads or found.numbering != loads.numbering:
             found.loads, found.numbering, found.rows = loads, loads.numbering, loads.rows_of(ranks)
         found.open = set()
+        idle = None if self._idle is None else set(self._idle(ranks, loads))
         period, router_id = int(self._wall_ms // PERIOD_MS), self._router_id()
         for rank, tokens in zip(ranks, loads.table[0].take(found.rows).tolist(), strict=True):
-            if self._is_closed(rank, loads, tokens):
+            if tokens > self._backlog_tokens_max or (idle is not None and rank not in idle):
                 self._opened_ms[rank] = _CLOSED
             elif rank not in self._charges and self._is_our_turn(rank, router_id, period):
                 found.open.add(rank)
@@ -186,7 +182,7 @@ class Gate:
         if opened_ms == _CLOSED:
             opened_ms = self._opened_ms[rank] = self._now_ms
         waited_ms = self._now_ms - opened_ms
-        if waited_ms >= PROPAGATION_MS * (len(self._router_ids) - 1):  # then the last one in the order may go
+        if waited_ms >= PROPAGATION_MS:
             del self._opened_ms[rank]
             return True
-        return waited_ms >= PROPAGATION_MS * position(router_id, self._router_ids, rank.worker_id, period)
+        return is_first(router_id, self._router_ids, rank.worker_id, period)

@@ -18,6 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
+#: Time per prompt token: that of an 8B model on one A100, or of a 70B model on 4 H100 (sim.engine_config has the sums).
+PREFILL_US_PER_TOKEN = 100.0
+
+#: A rank with a longer backlog is closed to waiting requests. docs/queue.md has the measurements.
+QUEUE_BACKLOG_MS = 1000.0
+
 #: Tenants whose share is remembered after their last request has left, so that a tenant gains nothing by waiting with
 #: one request at a time. Beyond this limit the one that was served the longest ago is forgotten.
 SHARES_MAX = 4096
@@ -130,9 +136,7 @@ class RequestQueue:
 
     def lengths(self) -> dict[int, int]:
         """How many requests wait, by priority."""
-        return {
-            priority: sum(len(flow.places) for flow in flows.values()) for priority, flows in self._flows.items()
-        }
+        return {priority: sum(len(flow.places) for flow in flows.values()) for priority, flows in self._flows.items()}
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -232,10 +236,6 @@ class RequestQueue:
     def late(self, now_ms: float) -> list[int]:
         """The numbers of requests whose deadline has passed."""
         return [number for number, (request, _) in self._waiting.items() if request.deadline_ms <= now_ms]
-
-    def next_deadline_ms(self) -> float:
-        """When the first deadline passes; infinity if nothing waits."""
-        return min((request.deadline_ms for request, _ in self._waiting.values()), default=float("inf"))
 
     def _place(self, request: Waiting) -> _Place:
         jump = request.priority_jump
