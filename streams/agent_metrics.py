@@ -1,4 +1,4 @@
-"""The metrics of an agent, the Faust worker that indexes events, declared once; docs/http.md has their table.
+"""The metrics of an agent, the Faust worker that indexes events, declared once; docs/metrics.md has their table.
 
 What lives here: the declarations, and the snapshot of an Indexer that they read. What must not: counting (the indexer
 and its partitions count) and Prometheus' formats (streams.metrics).
@@ -15,7 +15,8 @@ from typing import Protocol
 
 from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
-from streams.metrics import Label, Metric, MetricsRegistry, counter
+from streams.metrics import PARTITION, Label, Metric, MetricsRegistry, counter, gauge, lag_records, lag_seconds
+from streams.tables.applied_until import Lag
 from streams.tables.pooled_block_table import TransitionOutcome
 
 #: Reasons for refusing a transition come from several modules, about a dozen in all.
@@ -36,6 +37,10 @@ class AgentCounts(Protocol):
         """Totals of the partitions' transactions."""
         ...
 
+    def partition_lags(self) -> Mapping[int, Lag]:
+        """The lag of each partition that this process owns."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AgentSnapshot:
@@ -43,6 +48,7 @@ class AgentSnapshot:
 
     verdicts: Mapping[str, int]
     partitions: Mapping[str, int]
+    lags: Mapping[int, Lag]
 
     def refused(self) -> dict[str, int]:
         """Refused transitions by reason."""
@@ -55,6 +61,25 @@ class AgentSnapshot:
 
 
 AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
+    gauge(
+        "kvstreams_agent_partitions",
+        "Partitions that this worker owns",
+        lambda now: len(now.lags),
+    ),
+    gauge(
+        "kvstreams_agent_lag_seconds",
+        "For how long records of a partition that this worker owns may have been waiting; 0 if everything up to the "
+        "last known ends of the logs is applied. Absent while it is not known",
+        lambda now: lag_seconds(now.lags),
+        PARTITION,
+    ),
+    gauge(
+        "kvstreams_agent_lag_records",
+        "Records of `kv-events` and `cxl-events`, transaction markers included, that are not applied yet in a "
+        "partition that this worker owns. Absent while it is not known",
+        lambda now: lag_records(now.lags),
+        PARTITION,
+    ),
     counter(
         "kvstreams_agent_source_records_total",
         "Records of `kv-events` and `cxl-events` that were processed in committed transactions, duplicates included",
@@ -111,4 +136,8 @@ AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
 
 def agent_registry(indexer: AgentCounts) -> MetricsRegistry[AgentSnapshot]:
     """The registry of an agent."""
-    return MetricsRegistry(AGENT_METRICS, lambda: AgentSnapshot(indexer.verdict_counts(), indexer.partition_counts()))
+
+    def snapshot() -> AgentSnapshot:
+        return AgentSnapshot(indexer.verdict_counts(), indexer.partition_counts(), indexer.partition_lags())
+
+    return MetricsRegistry(AGENT_METRICS, snapshot)

@@ -26,6 +26,7 @@ from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
 from streams.kafka import first_offset, group_members
 from streams.settings import Settings
+from streams.tables.applied_until import Lag
 from streams.tables.index_reducer import BAD_TABLE_RECORD
 from streams.tables.partition import PARTITION_COUNTS, TablePartition
 from streams.tables.reducer import PartitionPlan, SourceRecord
@@ -93,6 +94,10 @@ class Indexer:
         Partitions that have moved to another worker are included, so that the totals never fall.
         """
         return dict.fromkeys(PARTITION_COUNTS, 0) | _sum(self._counts)
+
+    def partition_lags(self) -> Mapping[int, Lag]:
+        """How far the table of each partition that this process owns is behind its sources."""
+        return {partition: table.lag() for partition, table in sorted(self._partitions.copy().items())}
 
     def not_ready(self) -> str | None:
         """Return why events are not applied yet, or None. A worker without partitions is ready: others have them."""

@@ -118,10 +118,10 @@ class Settings:
     active_prefill_tokens_threshold: int = _setting(
         0, "a rank with more tokens still to prefill is busy and gets no requests; 0 disables this", low=0
     )
-    queue_policy: QueuePolicy = _setting(
+    router_queue_policy: QueuePolicy = _setting(
         QueuePolicy.ARRIVAL_PLUS_PREFILL, f"order of waiting requests: {', '.join(QueuePolicy)}"
     )
-    queue_backlog_ms: float = _setting(
+    router_queue_backlog_ms: float = _setting(
         QUEUE_BACKLOG_MS,
         "requests with queue=on wait while the best rank would prefill for longer than this before it starts theirs; "
         "0 makes them wait for busy thresholds only",
@@ -131,12 +131,14 @@ class Settings:
     prefill_us_per_token: float = _setting(
         PREFILL_US_PER_TOKEN, "time in which an engine computes one prompt token, in us", low=0.001, high=1e6
     )
-    queue_timeout_s: float = _setting(
+    router_queue_timeout_s: float = _setting(
         30.0, "longest time that a request waits; its queue_timeout_ms may shorten it", low=0.001, high=3600.0
     )
-    queue_requests_max: int = _setting(1024, "most requests that wait in one router", low=1)
-    queue_tenant_requests_max: int = _setting(1024, "most requests of one tenant (header X-Tenant) that wait", low=1)
-    queue_bytes_max: int = _setting(
+    router_queue_requests_max: int = _setting(1024, "most requests that wait in one router", low=1)
+    router_queue_tenant_requests_max: int = _setting(
+        1024, "most requests of one tenant (header X-Tenant) that wait", low=1
+    )
+    router_queue_bytes_max: int = _setting(
         64 * 1024 * 1024, "most bytes of memory that waiting requests may use, by an estimate", low=65_536
     )
     router_min_initial_workers: int = _setting(

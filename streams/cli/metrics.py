@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--markdown", is_flag=True, help="print the tables of docs/http.md")
+@click.option("--markdown", is_flag=True, help="print the tables of docs/metrics.md")
 def metrics(markdown: bool) -> None:
     """Print every Prometheus metric: its name, kind, labels and meaning."""
     from streams.metrics import label_text, markdown_table

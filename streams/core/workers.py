@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.errors import InvalidRequest
@@ -83,6 +84,18 @@ class Worker:
     def ranks(self) -> Iterator[RankId]:
         """The worker's ranks, in order."""
         return (RankId(self.worker_id, DpRank(rank)) for rank in range(self.dp_size))
+
+
+#: Every field of a worker except those that the renewal of a lease changes.
+_KEPT_BY_A_RENEWAL = attrgetter(
+    *(field.name for field in fields(Worker) if field.name not in ("lease", "registered_at_ms"))
+)
+
+
+def differs_in_lease_only(before: Worker, after: Worker) -> bool:
+    """Whether two records of a worker differ in nothing but its lease and its time of registration, or not at all."""
+    same: bool = _KEPT_BY_A_RENEWAL(before) == _KEPT_BY_A_RENEWAL(after)
+    return same
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 from streams.core.routing.admission import Gate
 from streams.core.routing.queue import QueueLimits, Refused, RequestQueue, Waiting
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NotReady, QueueFull, QueueTimeout
+from streams.metrics import Distribution
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.router import PreparedRequest, Router
 
@@ -45,6 +46,9 @@ ESTIMATE_MS = 250.0
 
 #: Bookings from which a router knows the other routers.
 RECENT_BOOKINGS = 256
+
+#: Upper bounds of the time that requests wait, in seconds.
+WAIT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 #: Memory of a waiting request by parts: its connection, task and fields; a block's local and sequence hash and its copy
 #: in the booking; a rank's score; and a worker id in a filter, in the request and in the set.
@@ -69,9 +73,9 @@ class Outcome(enum.StrEnum):
 
 _REFUSALS = {Refused.FULL: Outcome.FULL, Refused.BYTES: Outcome.BYTES, Refused.TENANT: Outcome.TENANT}
 _LIMITS = {
-    Refused.FULL: "queue_requests_max",
-    Refused.BYTES: "queue_bytes_max",
-    Refused.TENANT: "queue_tenant_requests_max",
+    Refused.FULL: "router_queue_requests_max",
+    Refused.BYTES: "router_queue_bytes_max",
+    Refused.TENANT: "router_queue_tenant_requests_max",
 }
 
 
@@ -92,14 +96,22 @@ class _Entry:
 
 
 class Admission:
-    """The queue of one router. outcomes: requests with `queue` on by what became of them, since the router started."""
+    """The queue of one router.
+
+    outcomes: requests with `queue` on by what became of them, since the router started. waited_s: how long those
+    waited that got a rank after it.
+    """
 
     def __init__(self, router: Router) -> None:
         settings = router.settings
         self._router = router
-        limits = QueueLimits(settings.queue_requests_max, settings.queue_bytes_max, settings.queue_tenant_requests_max)
-        self._timeout_ms = settings.queue_timeout_s * 1000.0
-        self._queue = RequestQueue(settings.queue_policy, limits, settings.prefill_us_per_token)
+        limits = QueueLimits(
+            settings.router_queue_requests_max,
+            settings.router_queue_bytes_max,
+            settings.router_queue_tenant_requests_max,
+        )
+        self._timeout_ms = settings.router_queue_timeout_s * 1000.0
+        self._queue = RequestQueue(settings.router_queue_policy, limits, settings.prefill_us_per_token)
         self._gate = router.new_gate()
         self._entries: dict[int, _Entry] = {}
         self._numbers = itertools.count()
@@ -109,12 +121,16 @@ class Admission:
         self._checked_ms = 0.0
         self._router_ids: list[str] = []
         self.outcomes: Counter[Outcome] = Counter()
-        self.observe_wait_s: Callable[[float], object] = lambda _: None
+        self.waited_s = Distribution(*WAIT_BOUNDS)
 
     @property
     def n_bytes(self) -> int:
         """About how much memory the waiting requests take."""
         return self._queue.n_bytes
+
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return len(self._entries)
 
     def lengths(self) -> dict[int, int]:
         """How many requests wait, by priority."""
@@ -273,7 +289,7 @@ class Admission:
         waiting = self._queue.leave(number, self._queue.waiting(number).uncached_tokens, now_ms)
         queued_ms = now_ms - waiting.arrival_ms
         self.outcomes[Outcome.ROUTED] += 1
-        self.observe_wait_s(queued_ms / 1000.0)
+        self.waited_s.observe(queued_ms / 1000.0)
         if not entry.answer.done():
             entry.answer.set_result(replace(answer, queued_ms=round(queued_ms, 3)))
 
@@ -293,7 +309,7 @@ class Admission:
                 entry,
                 QueueTimeout(
                     f"no rank became free within {waited_ms / 1000.0:.3f} s",
-                    remedy="Try again after retry_after_s; queue_timeout_s and queue_timeout_ms set the time",
+                    remedy="Try again after retry_after_s; router_queue_timeout_s and queue_timeout_ms set the time",
                     waiting=len(self._queue),
                     retry_after_s=self._queue.retry_after_s(now_ms),
                 ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from streams.core.cxl_memory import CxlMemoryState
+from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.router_api.trust import AnswerMode, DegradedReason
 
@@ -286,3 +287,72 @@ class OpenApiAnswer(TypedDict):
     paths: dict[str, Any]
     components: dict[str, Any]
     tags: list[dict[str, str]]
+
+
+class LiveRouter(TypedDict):
+    """The router itself. not_ready_because: null while it is ready. dead_letters: of the scope, since its start."""
+
+    id: str
+    router_mode: RouterMode
+    not_ready_because: str | None
+    bookings_in_sync: bool
+    index_blocks: int
+    dead_letters: int
+
+
+class LiveSamples(TypedDict):
+    """The last minutes as columns, the oldest sample first. A number that is not known is null.
+
+    modes: decisions per second by the mode of the chosen rank.
+    """
+
+    age_s: list[float]
+    decisions_per_s: list[float]
+    hit_rate: list[float | None]
+    latency_ms_p50: list[float | None]
+    latency_ms_p99: list[float | None]
+    lag_s: list[float | None]
+    requests: list[int]
+    prefill_tokens: list[int]
+    decode_blocks: list[int]
+    imbalance: list[float]
+    gaps: list[int]
+    queue: list[int]
+    modes: dict[AnswerMode, list[float]]
+
+
+class LivePartition(TypedDict):
+    """How far the router's view is behind the log of events in one partition."""
+
+    partition: int
+    lag_s: float | None
+    lag_records: int | None
+
+
+class LiveWorker(TypedDict):
+    """One worker. worker_id: as text, since JavaScript rounds numbers of 64 bits. reason: why it is degraded.
+
+    hit_rate: the share of its prompts' blocks that were cached there, over the last minutes.
+    """
+
+    worker_id: str
+    model: str
+    ranks: int
+    state: str
+    reason: DegradedReason | None
+    cache_usage: float | None
+    prefill_tokens: int
+    decode_blocks: int
+    requests: int
+    hit_rate: float | None
+
+
+class LiveAnswer(TypedDict):
+    """What the live page shows. workers: those with the most requests first."""
+
+    every_s: float
+    router: LiveRouter
+    samples: LiveSamples
+    partitions: list[LivePartition]
+    workers: list[LiveWorker]
+    workers_left_out: int

@@ -18,6 +18,7 @@ import msgspec
 from streams.router_api.answers import (
     BookingAnswer,
     HealthAnswer,
+    LiveAnswer,
     LoadsAnswer,
     OpenApiAnswer,
     OutputAnswer,
@@ -46,6 +47,8 @@ from streams.router_api.wire import (
 
 JSON = "application/json"
 HTML = "text/html"
+CSS = "text/css"
+SCRIPT = "text/javascript"
 PROMETHEUS = "text/plain"
 
 
@@ -255,4 +258,8 @@ CALLS: tuple[Call, ...] = (
     ),
     Call("GET", "/openapi.json", "openapi", Tag.API, None, "Return this API as OpenAPI 3.1", OpenApiAnswer),
     Call("GET", "/docs", "docs", Tag.API, None, "Show this API in a browser", content_type=HTML),
+    Call("GET", "/live", "live", Tag.STATE, Right.READ, "Return what the live page shows", LiveAnswer),
+    Call("GET", "/", "page", Tag.STATE, None, "Return the live page", content_type=HTML),
+    Call("GET", "/live.css", "page_style", Tag.STATE, None, "Return the live page's style", content_type=CSS),
+    Call("GET", "/live.js", "page_script", Tag.STATE, None, "Return the live page's script", content_type=SCRIPT),
 )

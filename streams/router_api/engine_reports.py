@@ -8,12 +8,13 @@ trust).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from streams.codec import PULSE_KEY_PREFIX, decode_metrics, decode_pulse, pulse_key
 from streams.core.bridge_pulses import BridgePulses
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import RankId, WorkerId
+from streams.core.routing.busy import BlocksInUse, ReportedBlocks
 from streams.core.routing.decision import FleetState
 from streams.core.workers import CPU_CLASS, Worker
 from streams.errors import BadRecord
@@ -50,7 +51,11 @@ class EngineReports:
         self._metrics: dict[RankId, WorkerMetrics] = {}  # with totals from the registry where engines report none
         self._cpu_workers: frozenset[WorkerId] | None = None  # None until it is needed again
         self._fleet: FleetState | None = None
+        self._blocks = ReportedBlocks(workers)
         self._pulses = BridgePulses(silent_after_ms)
+        # The workers that each bridge feeds, and the bridge of each of these; None until needed after a change.
+        self._fed_by: dict[str, list[WorkerId]] | None = None
+        self._bridge_of: dict[WorkerId, str] = {}
         self._unfed: frozenset[WorkerId] = frozenset()
         self._unfed_until_ms = -1  # when a bridge that is not silent may have become silent
 
@@ -92,22 +97,43 @@ class EngineReports:
         if now_ms < self._unfed_until_ms:
             return self._unfed
         with self._lock:
-            next_ms, unfed = _NEVER_MS, []
-            for worker in self._workers.copy().values():
-                if worker.lease is not None:
-                    silent_from_ms = self._pulses.silent_from_ms(worker.lease.bridge)
-                    if silent_from_ms <= now_ms:
-                        unfed.append(worker.worker_id)
-                    else:
-                        next_ms = min(next_ms, silent_from_ms)
-            self._unfed, self._unfed_until_ms = frozenset(unfed), next_ms
+            next_ms, unfed = _NEVER_MS, set[WorkerId]()
+            for bridge, worker_ids in self._workers_by_bridge().items():
+                silent_from_ms = self._pulses.silent_from_ms(bridge)
+                if silent_from_ms <= now_ms:
+                    unfed.update(worker_ids)
+                else:
+                    next_ms = min(next_ms, silent_from_ms)
+            if unfed != self._unfed:
+                self._unfed = frozenset(unfed)
+            self._unfed_until_ms = next_ms
             return self._unfed
+
+    def _workers_by_bridge(self) -> dict[str, list[WorkerId]]:
+        if self._fed_by is None:
+            self._fed_by = {}
+            workers = self._workers.copy().values()  # in one step, since the view may change the registry meanwhile
+            self._bridge_of = {worker.worker_id: worker.lease.bridge for worker in workers if worker.lease is not None}
+            for worker_id, bridge in self._bridge_of.items():
+                self._fed_by.setdefault(bridge, []).append(worker_id)
+        return self._fed_by
+
+    def lease_changed(self, worker: Worker) -> None:
+        """A worker's lease was renewed, or has another holder, and nothing else of it has changed."""
+        with self._lock:
+            bridge = None if worker.lease is None else worker.lease.bridge
+            if self._fed_by is not None and self._bridge_of.get(worker.worker_id) != bridge:
+                self._forget_bridges()
+
+    def _forget_bridges(self) -> None:
+        self._fed_by = None
+        self._unfed_until_ms = -1
 
     def registry_changed(self, worker: Worker) -> None:
         """A worker was registered or changed: its totals may be different now."""
         with self._lock:
             self._fleet = self._cpu_workers = None
-            self._unfed_until_ms = -1
+            self._forget_bridges()
             for report, _ in [self._reports[rank] for rank in worker.ranks() if rank in self._reports]:
                 self._note_metrics(report)
 
@@ -115,7 +141,7 @@ class EngineReports:
         """A worker left the registry: drop the reports of its ranks."""
         with self._lock:
             self._fleet = self._cpu_workers = None
-            self._unfed_until_ms = -1
+            self._forget_bridges()
             for rank in [rank for rank in self._reports if rank.worker_id == worker_id]:
                 self._forget(rank)
 
@@ -150,12 +176,20 @@ class EngineReports:
                 self._fleet = FleetState(self._metrics.copy(), self._cpu_workers)
             return self._fleet
 
+    def blocks_in_use(self, ranks: Sequence[RankId]) -> BlocksInUse:
+        """Return what the registry and the last reports say about the blocks of these ranks, in their order."""
+        with self._lock:
+            self._expire(self._now_ms())
+            return self._blocks.of(ranks)
+
     def _note_metrics(self, report: MetricsReport) -> None:
+        self._blocks.note(report.rank, report.metrics)
         self._metrics[report.rank] = with_registered(report.metrics, self._workers.get(report.rank.worker_id))
         self._fleet = None
 
     def _forget(self, rank: RankId) -> None:
         del self._reports[rank], self._metrics[rank]
+        self._blocks.forget(rank)
         self._fleet = None
 
     def _expire(self, now_ms: int) -> None:

@@ -38,6 +38,8 @@ from streams.router_api.calls import CALLS, HTML
 from streams.router_api.connections import ApiRunner, Connections
 from streams.router_api.inspections import Inspections, written
 from streams.router_api.large_bodies import LargeBody
+from streams.router_api.live import Live
+from streams.router_api.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.openapi import document_json, page_html
 from streams.router_api.router import PreparedRequest, Router
@@ -100,6 +102,8 @@ class Handlers:
         self._admission = Admission(router)
         self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission)
         self._more_metrics = more_metrics
+        self._live = Live(router, self._metrics, lambda: len(self._admission))
+        self._sampling: asyncio.Task[None] | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """Every path of the table of calls with its handler. GET also answers HEAD."""
@@ -116,13 +120,19 @@ class Handlers:
         app[_ERRORS] = self._metrics.errors
         app[_CONNECTIONS] = self._connections
         app[_ROUTER] = self._router
+        app.on_startup.append(self._start)
         app.on_cleanup.append(self._close)
 
     def runner(self, app: web.Application) -> ApiRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
         return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s)
 
+    async def _start(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
+        self._sampling = asyncio.create_task(self._live.run())
+
     async def _close(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
+        if self._sampling is not None:
+            self._sampling.cancel()
         self._bodies.close()
         self._inspections.close()
 
@@ -358,6 +368,22 @@ class Handlers:
     async def docs(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the page that shows the OpenAPI document."""
         return web.Response(body=page_html(), content_type=HTML, charset="utf-8")
+
+    async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return what the live page shows."""
+        return _json(self._live.answer())
+
+    async def page(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return the live page."""
+        return page_response(PAGE)
+
+    async def page_style(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return the live page's style."""
+        return page_response(STYLE)
+
+    async def page_script(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return the live page's script."""
+        return page_response(SCRIPT)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Prometheus."""

@@ -1,4 +1,4 @@
-"""The metrics of a router, declared once; docs/http.md has the table that is made from them.
+"""The metrics of a router, declared once; docs/metrics.md has the table that is made from them.
 
 What lives here: the declarations, and the snapshot of a Router that they read. What must not: counting (the router and
 its parts count for themselves) and Prometheus' formats (streams.metrics).
@@ -7,27 +7,47 @@ its parts count for themselves) and Prometheus' formats (streams.metrics).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from streams.core.engine_metrics import MetricsReport
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.ids import WorkerId
-from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR
-from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
+from streams.core.routing.selection import RouterMode
+from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, NotReady
+from streams.metrics import (
+    OTHER,
+    PARTITION,
+    VALUES_MAX,
+    Distribution,
+    Label,
+    Metric,
+    MetricsRegistry,
+    counter,
+    gauge,
+    histogram,
+    lag_records,
+    lag_seconds,
+)
 from streams.router_api.admission import Admission, Outcome
 from streams.router_api.bodies import Bodies
 from streams.router_api.connections import REFUSAL_REASONS, Connections
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
+from streams.router_api.decision_counts import WINDOW_STEP_S, WINDOW_STEPS, WorkerCounts
 from streams.router_api.engine_reports import REPORTS_MAX
+from streams.router_api.fleet_load import FleetLoad
 from streams.router_api.prompt_matches import MODELS_MAX
 from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode, DegradedReason
 from streams.router_api.view import RankCounts
 from streams.settings import Settings
+from streams.tables.applied_until import Lag
 from streams.topics import topics
 
-ROUTE_SECONDS = "kvstreams_route_seconds"
-QUEUE_WAIT_SECONDS = "kvstreams_queue_wait_seconds"
+#: Upper bounds of the time that a decision takes, in seconds.
+LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+#: Label value of a decision's reason if its answer is not degraded.
+NO_REASON = "none"
 
 #: Priorities with a time series of their own.
 PRIORITIES_MAX = 32
@@ -47,6 +67,8 @@ RANK_DEGRADED_REASONS = (
 _RANK_STATES = ("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate")
 _ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.values(), HTTP_ERROR}))
 _PLAIN_TOPICS = topics(Settings())
+_WORKER = Label("worker", values_max=VALUES_MAX)
+_MODEL = Label("model", values_max=VALUES_MAX)
 _DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.name, ENGINE, OTHER)
 
 
@@ -56,9 +78,12 @@ class RouterSnapshot:
 
     router: Router
     admission: Admission
+    route_seconds: Distribution
+    load: FleetLoad
+    lags: Mapping[int, Lag]
+    reports: Sequence[MetricsReport]
     ranks: RankCounts
     errors: Mapping[str, int]
-    n_ranks_with_metrics: int
     n_scrapes_failed: int
     n_bookings: int
     bookings_bytes: int
@@ -82,12 +107,147 @@ class RouterSnapshot:
         )
         return dict(zip(_RANK_STATES, counts, strict=True))
 
+    def by_worker(self, field: Callable[[WorkerCounts], int]) -> dict[WorkerId | str, int]:
+        """A count of decisions by the chosen worker."""
+        return {worker_id: field(counts) for worker_id, counts in self.router.decisions.by_worker.items()}
+
+    def mean(self, field: Callable[[WorkerMetrics], float]) -> float:
+        """The mean of what the ranks' engines report; 0 if none of them reports anything."""
+        values = [field(report.metrics) for report in self.reports]
+        return sum(values) / len(values) if values else 0.0
+
+    def ready(self) -> bool:
+        """Whether the router answers requests."""
+        try:
+            self.router.check_ready()
+        except NotReady:
+            return False
+        return True
+
 
 ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
+    gauge(
+        "kvstreams_ready",
+        "1 while this router answers requests, 0 while it refuses them as not ready",
+        RouterSnapshot.ready,
+    ),
     histogram(
-        ROUTE_SECONDS,
-        "Time inside `POST /route`",
-        *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+        "kvstreams_routing_latency_seconds",
+        "Time inside `POST /route`: parsing, deciding and booking. Refusals are left out",
+        read=lambda now: now.route_seconds,
+    ),
+    histogram(
+        "kvstreams_route_seconds",
+        "The same as `kvstreams_routing_latency_seconds`, under its former name",
+        read=lambda now: now.route_seconds,
+    ),
+    gauge(
+        "kvstreams_kv_hit_rate",
+        f"The share of the prompts' blocks that the chosen rank had already, over the last "
+        f"{WINDOW_STEPS * WINDOW_STEP_S / 60:g} minutes, by worker. Only decisions that read the index count",
+        lambda now: now.router.decisions.hit_rates(),
+        _WORKER,
+    ),
+    histogram(
+        "kvstreams_prefix_indexer_hit_ratio",
+        "The same share for each decision since the router started, of all workers",
+        read=lambda now: now.router.decisions.hit_ratio,
+    ),
+    counter(
+        "kvstreams_prompt_blocks_total",
+        "Blocks of the prompts that were routed to a worker by overlap",
+        lambda now: now.by_worker(lambda counts: counts.blocks),
+        _WORKER,
+    ),
+    counter(
+        "kvstreams_prompt_hit_blocks_total",
+        "The leading ones of these blocks that the chosen rank had already",
+        lambda now: now.by_worker(lambda counts: counts.hit_blocks),
+        _WORKER,
+    ),
+    counter(
+        "kvstreams_worker_decisions_total",
+        "Decisions by the chosen worker",
+        lambda now: now.by_worker(lambda counts: counts.decisions),
+        _WORKER,
+    ),
+    counter(
+        "kvstreams_decisions_total",
+        "Decisions by router mode, by the answer's mode, and by the reason if that is `degraded`. A repeated request "
+        "id is no decision",
+        lambda now: {
+            (router_mode, mode, reason or NO_REASON): n
+            for (router_mode, mode, reason), n in now.router.decisions.by_reason.items()
+        },
+        Label("router_mode", tuple(RouterMode)),
+        Label("mode", tuple(AnswerMode)),
+        Label("reason", (NO_REASON, *DegradedReason)),
+    ),
+    gauge(
+        "kvstreams_load_balance_score",
+        "The standard deviation over the mean of the decode blocks in use on the ranks of a model; 0 is even. Cordoned "
+        "workers are left out",
+        lambda now: {model: decode for model, (decode, _) in now.load.imbalance().items()},
+        _MODEL,
+    ),
+    gauge(
+        "kvstreams_load_balance_prefill_score",
+        "The same for the prompt tokens that the ranks still have to compute",
+        lambda now: {model: prefill for model, (_, prefill) in now.load.imbalance().items()},
+        _MODEL,
+    ),
+    gauge(
+        "kvstreams_worker_requests",
+        "Requests in flight on a worker's ranks, by the bookings of all routers",
+        lambda now: {worker_id: load.requests for worker_id, load in now.load.by_worker.items()},
+        _WORKER,
+    ),
+    gauge(
+        "kvstreams_worker_prefill_tokens",
+        "Prompt tokens that a worker's ranks still have to compute, by these bookings",
+        lambda now: {worker_id: load.prefill_tokens for worker_id, load in now.load.by_worker.items()},
+        _WORKER,
+    ),
+    gauge(
+        "kvstreams_worker_decode_blocks",
+        "Distinct blocks in use on a worker's ranks, by these bookings",
+        lambda now: {worker_id: load.decode_blocks for worker_id, load in now.load.by_worker.items()},
+        _WORKER,
+    ),
+    gauge(
+        "kvstreams_running_requests",
+        "Requests in flight by model, by these bookings",
+        lambda now: now.load.requests_by_model(),
+        _MODEL,
+    ),
+    gauge(
+        "kvstreams_average_kv_cache_utilization",
+        "The mean share of the KV cache that is in use, from 0 to 1, as engines report it",
+        lambda now: now.mean(lambda engine: engine.gpu_cache_usage_perc),
+    ),
+    gauge(
+        "kvstreams_average_queue_size",
+        "The mean number of requests that wait in an engine, as engines report it",
+        lambda now: now.mean(lambda engine: engine.num_requests_waiting),
+    ),
+    gauge(
+        "kvstreams_average_running_requests",
+        "The mean number of requests that run in an engine, as engines report it",
+        lambda now: now.mean(lambda engine: engine.request_active_slots),
+    ),
+    gauge(
+        "kvstreams_view_lag_seconds",
+        "How old the newest moment is up to which this router's view has every event of a partition. The ends of the "
+        "logs are read a few times per second, so it is never 0. Absent while it is not known",
+        lambda now: lag_seconds(now.lags),
+        PARTITION,
+    ),
+    gauge(
+        "kvstreams_view_lag_records",
+        "Records of `kv-events` and `cxl-events`, transaction markers included, that this router's view of a partition "
+        "lacks. Absent while it is not known",
+        lambda now: lag_records(now.lags),
+        PARTITION,
     ),
     counter(
         "kvstreams_answers_total",
@@ -121,9 +281,9 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     gauge("kvstreams_queue_bytes", "Memory that they use, in bytes, as an estimate", lambda now: now.admission.n_bytes),
     histogram(
-        QUEUE_WAIT_SECONDS,
-        "Time that requests waited, of those that got a rank",
-        *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+        "kvstreams_queue_wait_seconds",
+        "Time that requests waited, of those that got a rank after it",
+        read=lambda now: now.admission.waited_s,
     ),
     counter(
         "kvstreams_queue_outcomes_total",
@@ -179,7 +339,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge(
         "kvstreams_ranks_with_metrics",
         "Ranks whose engine reports its load",
-        lambda now: now.n_ranks_with_metrics,
+        lambda now: len(now.reports),
     ),
     counter(
         "kvstreams_scrapes_failed_total",
@@ -190,6 +350,16 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "kvstreams_index_blocks",
         "Facts in the index. A fact is one block that one rank holds in one tier",
         lambda now: len(now.router.view.index),
+    ),
+    gauge(
+        "kvstreams_prefix_indexer_size",
+        "The same as `kvstreams_index_blocks`, under the name that llm-d's scheduler has for it",
+        lambda now: len(now.router.view.index),
+    ),
+    gauge(
+        "kvstreams_rank_gaps",
+        "Gaps in the batches of registered ranks, as partition owners have counted them for the current incarnations",
+        lambda now: now.router.view.n_gaps(),
     ),
     gauge(
         "kvstreams_index_bytes",
@@ -280,9 +450,8 @@ class RouterMetrics:
         self._bodies = bodies
         self._scrapes = _FailedScrapes()
         self.errors: Counter[str] = Counter()
+        self.route_seconds = Distribution(*LATENCY_BOUNDS)
         self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot)
-        self.route_seconds = self.registry.histogram(ROUTE_SECONDS)
-        admission.observe_wait_s = self.registry.histogram(QUEUE_WAIT_SECONDS).observe
 
     def _snapshot(self) -> RouterSnapshot:
         view = self._router.view
@@ -290,13 +459,17 @@ class RouterMetrics:
         self._scrapes.update(reports)
         with self._router.loads.locked() as loads:
             n_bookings, bookings_bytes, n_bookings_dropped = len(loads), loads.n_bytes, loads.dropped
+            load = FleetLoad(view.workers.copy().values(), loads)
         n_labelled, n_labels_over_capacity = view.labelled()
         return RouterSnapshot(
             router=self._router,
             admission=self._admission,
+            route_seconds=self.route_seconds,
+            load=load,
+            lags=view.lags(),
+            reports=reports,
             ranks=view.rank_counts(),
             errors=self.errors,
-            n_ranks_with_metrics=len(reports),
             n_scrapes_failed=self._scrapes.total,
             n_bookings=n_bookings,
             bookings_bytes=bookings_bytes,

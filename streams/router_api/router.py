@@ -37,6 +37,7 @@ from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEli
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
+from streams.router_api.decision_counts import DecisionCounts
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
@@ -68,6 +69,7 @@ _POLICY_FIELDS = tuple(name.removeprefix("router_") for name in POLICY_OVERRIDES
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
+_NOTHING_REPORTED = FleetState()
 
 
 class PreparedRequest(NamedTuple):
@@ -163,6 +165,7 @@ class Router:
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
+        self.decisions = DecisionCounts()
         self.prompt_matches = PromptMatches(self.view.blocks_of_model)
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False
@@ -322,7 +325,7 @@ class Router:
         # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
         # decision. In the other order they would count for nothing.
         reported = self.view.reports_received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
-        fleet = self.view.fleet()
+        fleet = self.view.fleet() if prepared.policy.reads_fleet else _NOTHING_REPORTED
         decision: Decision | None = None
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
@@ -354,6 +357,14 @@ class Router:
             trust, chosen_trust = self._trust_in(prepared, chosen)
         self.answers[trust.mode] += 1
         self.chosen_modes[chosen_trust.mode] += 1
+        self.decisions.note(
+            prepared.policy.mode,
+            chosen.rank.worker_id,
+            chosen.scores,
+            prepared.blocks.request_blocks,
+            trust,
+            reads_index=prepared.reads_index,
+        )
         if prepared.reads_index:
             self.prompt_matches.note(
                 prepared.model,
@@ -381,7 +392,7 @@ class Router:
         def idle(ranks: Sequence[RankId], loads: ActiveLoads) -> Sequence[RankId]:
             return idle_ranks(ranks, self._busy, self.view.workers, loads, self.view.fleet().metrics)
 
-        backlog_ms, us_per_token = self.settings.queue_backlog_ms, self.settings.prefill_us_per_token
+        backlog_ms, us_per_token = self.settings.router_queue_backlog_ms, self.settings.prefill_us_per_token
         tokens_max = backlog_ms * 1000.0 / us_per_token if backlog_ms and us_per_token else None
         return Gate(lambda: self.loads.router_id, tokens_max, idle if self._busy else None)
 
@@ -513,7 +524,7 @@ class Router:
             ranks, refusal = (), exc
         return _CandidateMatches(ranks, refusal, scores, predicted, supplementary, moe_filter_applied)
 
-    def _eligible(self, filters: WorkerFilter) -> tuple[RankId, ...]:
+    def _eligible(self, filters: WorkerFilter) -> Sequence[RankId]:
         if self.policy.mode is RouterMode.DIRECT and filters.worker_id is None:
             raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
         ranks = self.view.eligible(filters)
@@ -573,7 +584,17 @@ class Router:
         """reported: when the last report of each rank was received; None if the policy reads none."""
         if prepared.refusal is not None:
             raise prepared.refusal
-        ranks = idle_ranks(prepared.ranks, self._busy, self.view.workers, loads, fleet.metrics)
+        ranks = prepared.ranks
+        if self._busy and ranks:
+            ranks = idle_ranks(
+                ranks,
+                self._busy,
+                self.view.workers,
+                loads,
+                fleet.metrics,
+                rows=self._chooser.rows_of(ranks, loads),
+                blocks=self.view.blocks_in_use(ranks) if self._busy.decode_blocks > 0.0 else None,
+            )
         if not ranks:
             raise AllWorkersBusy(
                 f"all {len(prepared.ranks)} ranks that pass the request's filters are busy",
@@ -586,7 +607,7 @@ class Router:
         bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
         return self._chooser.choose(
             prepared.policy,
-            [bound] if bound is not None and bound in ranks else ranks,
+            [bound] if bound is not None and self._chooser.includes(ranks, bound, loads) else ranks,
             prepared.scores,
             loads,
             sequence=prepared.sequence,

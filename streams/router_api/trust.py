@@ -2,20 +2,30 @@
 
 What lives here: progress of ranks, partition records with their time of receipt, and which ranks lack records because
 the index is over capacity. What must not: keys and bytes of records, and locks (view).
+
+An answer needs the least trust over all eligible ranks, which may be thousands. So nothing is computed per rank and
+answer: a rank's own part is one number that only its records change, kept in a column, and an owner's part is the time
+until which it needs no other check. `_assess_each` is the same rule rank by rank; it is used for a few ranks, and tests
+compare the two.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from streams.core.events import FeedState
-from streams.core.ids import Epoch, RankId, WorkerId
+from streams.core.ids import Epoch, Int64Array, RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.eligibility import base_of
+from streams.core.routing.identity_cache import IdentityCache
 from streams.kafka import partition_of
-from streams.tables.applied_until import AppliedUntil, SourceOffset
+from streams.tables.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
 from streams.tables.records import PartitionRecord
 from streams.topic_watch import READINGS_PER_TOLERATED_LAG, read_every_ms
 
@@ -29,9 +39,18 @@ _NO_WORKERS: frozenset[WorkerId] = frozenset()
 
 _EXACT = Health.EXACT
 
-#: Workers whose partition is cached: computing it takes 0.4 us, and an answer needs that of every eligible rank. Beyond
-#: this limit the cache is cleared.
+#: Workers whose partition is cached: computing it takes 0.4 us. Beyond this limit the cache is cleared.
 _WORKERS_CACHED_MAX = 65_536
+
+#: Ranks that have a place in the columns. Beyond this limit all of them get new places.
+_NUMBERED_MAX = 262_144
+_NUMBERED_FIRST = 64
+
+#: A tuple with fewer ranks is assessed rank by rank, which takes less time than using columns.
+_COLUMNS_FROM = 8
+
+#: Later than any position, for a reason that no rank has.
+_NOWHERE = 1 << 62
 
 
 class AnswerMode(enum.StrEnum):
@@ -77,6 +96,20 @@ _DEGRADED = {reason: Trust(AnswerMode.DEGRADED, reason) for reason in DegradedRe
 APPROXIMATE = _TRUSTED[AnswerMode.APPROXIMATE]
 FALLBACK = _TRUSTED[AnswerMode.FALLBACK]
 NOT_IN_SYNC = _DEGRADED[DegradedReason.BOOKINGS_NOT_IN_SYNC]
+
+# A rank's own part of its trust as a number: the first two, or _FIRST_REASON plus a position in _OWN_REASONS.
+_IS_EXACT, _IS_APPROXIMATE, _FIRST_REASON = range(3)
+_OWN_REASONS = (
+    DegradedReason.NO_EVENTS_YET,
+    DegradedReason.EVENTS_LOST,
+    DegradedReason.REMOVED,
+    DegradedReason.FEED_BEHIND,
+    DegradedReason.BRIDGE_SILENT,
+)
+_OWN_NUMBER = {reason: _FIRST_REASON + index for index, reason in enumerate(_OWN_REASONS)}
+
+# The order in which the reasons of one rank count.
+_OWN, _RECORDS, _LABELS, _OWNER = range(4)
 _POOLED = {
     DegradedReason.OWNER_SILENT: DegradedReason.POOLED_OWNER_SILENT,
     DegradedReason.OWNER_BEHIND: DegradedReason.POOLED_OWNER_BEHIND,
@@ -94,10 +127,105 @@ class PooledRows:
     partitions: tuple[int, ...]
 
 
-class TrustTracker:
-    """Keeps what limits the trust in answers. Not thread-safe: the view calls it under its lock.
+def _own_number(progress: Progress | None) -> int:
+    """A rank's own part of its trust, as far as its progress record decides it."""
+    if progress is None:
+        return _OWN_NUMBER[DegradedReason.NO_EVENTS_YET]
+    health, feed = progress.health, progress.feed
+    if health is Health.DEGRADED:
+        return _OWN_NUMBER[DegradedReason.EVENTS_LOST]
+    if health is Health.REMOVED:
+        return _OWN_NUMBER[DegradedReason.REMOVED]
+    if feed:
+        unproven = feed is FeedState.UNPROVEN
+        return _OWN_NUMBER[DegradedReason.NO_EVENTS_YET if unproven else DegradedReason.FEED_BEHIND]
+    return _IS_EXACT if health is _EXACT else _IS_APPROXIMATE
 
-    progress: the last progress record of each rank. stale_after_ms, behind_after_ms: the settings of these names.
+
+class _RankColumns:
+    """What an assessment needs of one tuple of n ranks.
+
+    numbers: int64[n], the place of each rank in the tracker's columns, valid while its numbering is `numbering`.
+    partitions: int64[n]; distinct: each partition once. own: uint8[n], each rank's own part, including bridges that are
+    silent, as of `version` and `unfed`. first: position of the first rank whose own part is a reason, _NOWHERE if there
+    is none. approximate: whether any rank's own part is. incomplete: positions of ranks that may lack records, in
+    order, as of the tracker's n_incomplete. position: of each rank, created when it is needed.
+    """
+
+    __slots__ = (
+        "_position",
+        "approximate",
+        "distinct",
+        "first",
+        "incomplete",
+        "n_incomplete",
+        "numbering",
+        "numbers",
+        "own",
+        "partitions",
+        "ranks",
+        "unfed",
+        "version",
+    )
+
+    def __init__(self, ranks: tuple[RankId, ...], numbering: int, numbers: Int64Array, partitions: Int64Array) -> None:
+        self.ranks = ranks
+        self.numbering = numbering
+        self.numbers = numbers
+        self.partitions = partitions
+        self.distinct: list[int] = np.unique(partitions).tolist()
+        self.version = -1
+        self.unfed: Set[WorkerId] = _NO_WORKERS
+        self.own: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self.first = _NOWHERE
+        self.approximate = False
+        self.n_incomplete = 0
+        self.incomplete: list[int] = []
+        self._position: dict[RankId, int] | None = None
+
+    @property
+    def position(self) -> Mapping[RankId, int]:
+        """Position of each rank."""
+        if self._position is None:
+            self._position = {rank: index for index, rank in enumerate(self.ranks)}
+        return self._position
+
+    def own_of(self, at: Int64Array | None) -> tuple[int, bool]:
+        """Like `first` and `approximate`, of the ranks at these positions."""
+        if at is None:
+            return self.first, self.approximate
+        own = self.own[at]
+        degraded = own >= _FIRST_REASON
+        found = int(degraded.argmax()) if len(at) else 0
+        first = at.item(found) if len(at) and degraded[found] else _NOWHERE
+        return first, bool((own == _IS_APPROXIMATE).any())
+
+    def first_of(self, ranks: Iterable[RankId], at: Int64Array | None) -> int:
+        """First position of any of these ranks among the assessed ones; _NOWHERE if there is none."""
+        known = (self.position.get(rank) for rank in ranks)
+        return min((found for found in known if found is not None and _includes(at, found)), default=_NOWHERE)
+
+    def first_in(self, partition: int, at: Int64Array | None) -> int:
+        """First position of a rank of a partition; _NOWHERE if there is none."""
+        here = self.partitions == partition if at is None else self.partitions[at] == partition
+        if not here.any():
+            return _NOWHERE
+        found = int(here.argmax())
+        return found if at is None else at.item(found)
+
+
+def _includes(at: Int64Array | None, position: int) -> bool:
+    if at is None:
+        return True
+    found = int(at.searchsorted(position))
+    return found < len(at) and at.item(found) == position
+
+
+class TrustTracker:
+    """Keeps what limits the trust in answers. Not thread-safe: the view calls it under a lock.
+
+    progress: the last progress record of each rank; only `note_progress` changes it. stale_after_ms, behind_after_ms:
+    the settings of these names.
     """
 
     def __init__(
@@ -116,6 +244,15 @@ class TrustTracker:
         self._epoch_of = epoch_of
         self.progress: dict[RankId, Progress] = {}
         self._partition_of: dict[WorkerId, int] = {}  # a cache
+        # Columns over the ranks that were assessed: each one's own part of its trust, and whether it has a lease.
+        self._numbers: dict[RankId, int] = {}
+        self._numbering = 0  # changes when a place may belong to another rank
+        self._own = np.zeros(_NUMBERED_FIRST, dtype=np.uint8)
+        self._leased = np.zeros(_NUMBERED_FIRST, dtype=np.bool_)
+        self._version = 0  # changes with every number in these columns
+        self._columns: IdentityCache[_RankColumns] = IdentityCache()
+        # By partition, the last time at which its owner does not make answers degraded, as far as is known now.
+        self._owner_trusted_until_ms: dict[int, int] = {}
         # Partition records with their time of receipt. The time is None for a record that was written before this
         # router had read to the end of the log: such a record does not show that the owner is still running.
         self._partitions: dict[int, tuple[PartitionRecord, int | None]] = {}
@@ -126,9 +263,27 @@ class TrustTracker:
         self._folded: defaultdict[int, AppliedUntil] = defaultdict(lambda: AppliedUntil(SETTLE_MS))
         # The same for the changelog of pooled blocks, whose records are not in order with the partition records.
         self._folded_pooled: defaultdict[int, AppliedUntil] = defaultdict(AppliedUntil)
+        self._ends: dict[int, Mapping[str, SourceOffset]] = {}  # by partition, where its sources ended when last read
         # Ranks of which the index lacks a record because it was over capacity, with their epoch at that time: what the
         # index has of them is wrong until a newer epoch begins.
         self._incomplete: dict[RankId, Epoch] = {}
+        self._n_incomplete = 0  # counts the changes of these
+
+    def note_progress(self, rank: RankId, progress: Progress | None) -> None:
+        """Take in the progress record of a rank, or its tombstone."""
+        if progress is None:
+            self.progress.pop(rank, None)
+        else:
+            self.progress[rank] = progress
+        number = self._numbers.get(rank)
+        if number is not None:
+            self._note_own(number, progress)
+
+    def _note_own(self, number: int, progress: Progress | None) -> None:
+        own, leased = _own_number(progress), progress is not None and progress.lease_ms != 0
+        if self._own[number] != own or self._leased[number] != leased:  # most records change neither
+            self._own[number], self._leased[number] = own, leased
+            self._version += 1
 
     def note_partition(self, record: PartitionRecord, received_ms: int | None) -> None:
         """Take in a partition record. received_ms: None if it was written before this router had read to the end."""
@@ -136,10 +291,29 @@ class TrustTracker:
         self._folded[record.partition].note_applied(
             {source.topic: SourceOffset(source.topic_id, source.applied_offset + 1) for source in record.sources}
         )
+        self._note_owner(record.partition)
 
     def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources of a partition end, as the broker was asked for at this time."""
+        self._ends[partition] = ends
         self._folded[partition].note_ends(asked_ms, ends)
+        self._note_owner(partition)
+
+    def _note_owner(self, partition: int) -> None:
+        """Note until when `_degraded_by_owner` returns None, unless something else is noted before."""
+        record, received_ms = self._partitions.get(partition, (None, None))
+        until = self._folded[partition].at_ms
+        if (
+            record is None
+            or received_ms is None
+            or until is None
+            or any(source.behind_ms > self._behind_after_ms for source in record.sources)
+        ):
+            self._owner_trusted_until_ms.pop(partition, None)
+            return
+        self._owner_trusted_until_ms[partition] = min(
+            received_ms + self._stale_after_ms, until + self._unproven_after_ms
+        )
 
     def note_pooled_ends(
         self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
@@ -154,6 +328,7 @@ class TrustTracker:
         if epoch is None or self._incomplete.get(rank) == epoch:
             return False
         self._incomplete[rank] = epoch
+        self._n_incomplete += 1
         return True
 
     def applied_offsets(self) -> dict[int, int]:
@@ -164,9 +339,23 @@ class TrustTracker:
             if record.sources
         }
 
+    def lags(self, now_ms: int) -> dict[int, Lag]:
+        """How far this router's view is behind the sources of each partition, its owner's delay included."""
+        return {partition: self._lag(partition, now_ms) for partition in range(self._n_partitions)}
+
+    def _lag(self, partition: int, now_ms: int) -> Lag:
+        ends, folded = self._ends.get(partition), self._folded.get(partition)
+        record, _ = self._partitions.get(partition, (None, None))
+        n_records = None
+        if ends is not None and record is not None:
+            applied = {each.topic: SourceOffset(each.topic_id, each.applied_offset + 1) for each in record.sources}
+            n_records = records_behind(ends, applied)
+        until_ms = None if folded is None else folded.at_ms
+        return Lag(n_records, None if until_ms is None else max(now_ms - until_ms, 0))
+
     def assess(
         self,
-        ranks: Iterable[RankId],
+        ranks: Sequence[RankId],
         predicted: Set[RankId],
         now_ms: int,
         *,
@@ -180,46 +369,141 @@ class TrustTracker:
         whose labels were dropped, if labels are used. pooled: given if pooled blocks are used; then the owner of each
         partition that has such rows must be running, whether or not the ranks that wrote them are eligible.
         """
-        worst = AnswerMode.EXACT
-        fresh: set[int] = set()
-        progress_of, partitions, incomplete = self.progress, self._partition_of, self._incomplete
-        for rank in ranks:  # names of this function and this module, since attributes would take half of the time
-            progress = progress_of.get(rank)
-            if progress is None:
-                return _DEGRADED[DegradedReason.NO_EVENTS_YET]
-            health = progress.health
-            if health is not _EXACT and (health is Health.DEGRADED or health is Health.REMOVED):
-                return _DEGRADED[DegradedReason.EVENTS_LOST if health is Health.DEGRADED else DegradedReason.REMOVED]
-            feed = progress.feed
-            if feed:
-                unproven = feed is FeedState.UNPROVEN
-                return _DEGRADED[DegradedReason.NO_EVENTS_YET if unproven else DegradedReason.FEED_BEHIND]
-            if unfed and rank.worker_id in unfed and progress.lease_ms:  # without a lease, no bridge feeds the rank
-                return _DEGRADED[DegradedReason.BRIDGE_SILENT]
-            if incomplete and self._lacks_records(rank):
-                return _DEGRADED[DegradedReason.OVER_CAPACITY]
-            if ranks_missing_labels and rank in ranks_missing_labels:
-                return _DEGRADED[DegradedReason.LABELS_OVER_CAPACITY]
-            partition = partitions.get(rank.worker_id)
-            if partition is None:
-                partition = self._note_worker(rank.worker_id)
-            if partition not in fresh:
-                reason = self._degraded_by_owner(partition, now_ms)
-                if reason is not None:
-                    return _DEGRADED[reason]
-                fresh.add(partition)
-            if health is not _EXACT or (predicted and rank in predicted):
-                worst = AnswerMode.APPROXIMATE
-        if pooled is not None:
+        base, at = base_of(ranks)
+        if isinstance(base, tuple) and len(base) >= _COLUMNS_FROM:
+            trust = self._assess_columns(base, at, predicted, now_ms, unfed, ranks_missing_labels)
+        else:
+            trust = self._assess_each(ranks, predicted, now_ms, unfed, ranks_missing_labels)
+        if trust.reason is None and pooled is not None:
             if pooled.n_over_capacity:
                 return _DEGRADED[DegradedReason.POOLED_OVER_CAPACITY]
             for partition in pooled.partitions:
-                reason = None if partition in fresh else self._degraded_by_owner(partition, now_ms)
+                reason = self._degraded_by_owner(partition, now_ms)
                 if reason is None and not self._is_recent(self._folded_pooled, partition, now_ms):
                     reason = DegradedReason.OWNER_BEHIND
                 if reason is not None:
                     return _DEGRADED[_POOLED[reason]]
+        return trust
+
+    def _assess_columns(
+        self,
+        base: tuple[RankId, ...],
+        at: Int64Array | None,
+        predicted: Set[RankId],
+        now_ms: int,
+        unfed: Set[WorkerId],
+        ranks_missing_labels: Set[RankId],
+    ) -> Trust:
+        """Assess the ranks at the positions `at` of `base`, which are ascending; None for all of them.
+
+        Several reasons of one rank count in the order in which `_assess_each` checks them, and those of several ranks
+        in the order of the ranks.
+        """
+        columns = self._columns_of(base)
+        if columns.version != self._version or columns.unfed is not unfed:
+            self._refresh(columns, unfed)
+        position, approximate = columns.own_of(at)
+        found: list[tuple[int, int, DegradedReason]] = []
+        if position != _NOWHERE:
+            found.append((position, _OWN, _OWN_REASONS[columns.own.item(position) - _FIRST_REASON]))
+        if self._incomplete:
+            position = self._first_lacking(columns, at)
+            found.append((position, _RECORDS, DegradedReason.OVER_CAPACITY))
+        if ranks_missing_labels:
+            position = columns.first_of(ranks_missing_labels, at)
+            found.append((position, _LABELS, DegradedReason.LABELS_OVER_CAPACITY))
+        trusted_until_ms = self._owner_trusted_until_ms
+        for partition in columns.distinct:
+            if trusted_until_ms.get(partition, -1) < now_ms:
+                reason = self._degraded_by_owner(partition, now_ms)
+                if reason is not None:
+                    found.append((columns.first_in(partition, at), _OWNER, reason))
+        if found:
+            position, _, reason = min(found)
+            if position != _NOWHERE:
+                return _DEGRADED[reason]
+        if approximate or (predicted and columns.first_of(predicted, at) != _NOWHERE):
+            return APPROXIMATE
+        return _TRUSTED[AnswerMode.EXACT]
+
+    def _first_lacking(self, columns: _RankColumns, at: Int64Array | None) -> int:
+        """First position of a rank of which the index lacks records; _NOWHERE if there is none."""
+        if columns.n_incomplete != self._n_incomplete:  # whether they still lack records depends on their epochs
+            known = (columns.position.get(rank) for rank in self._incomplete)
+            columns.incomplete = sorted(position for position in known if position is not None)
+            columns.n_incomplete = self._n_incomplete
+        for position in columns.incomplete:
+            if _includes(at, position) and self._lacks_records(columns.ranks[position]):
+                return position
+        return _NOWHERE
+
+    def _columns_of(self, ranks: tuple[RankId, ...]) -> _RankColumns:
+        columns = self._columns.get(ranks)
+        if columns is None or columns.numbering != self._numbering:
+            if len(self._numbers) + len(ranks) > _NUMBERED_MAX:
+                self._numbers.clear()
+                self._numbering += 1
+            numbers = np.array([self._number_of(rank) for rank in ranks], dtype=np.int64)
+            partitions = np.array([self._partition(rank.worker_id) for rank in ranks], dtype=np.int64)
+            columns = _RankColumns(ranks, self._numbering, numbers, partitions)
+            self._columns.put(ranks, columns)
+        return columns
+
+    def _number_of(self, rank: RankId) -> int:
+        number = self._numbers.get(rank)
+        if number is None:
+            number = self._numbers[rank] = len(self._numbers)
+            if number >= len(self._own):
+                self._own = np.concatenate([self._own, np.zeros_like(self._own)])
+                self._leased = np.concatenate([self._leased, np.zeros_like(self._leased)])
+            self._note_own(number, self.progress.get(rank))
+        return number
+
+    def _refresh(self, columns: _RankColumns, unfed: Set[WorkerId]) -> None:
+        """Copy the ranks' own parts, and add to them which bridges are silent."""
+        own = self._own[columns.numbers]
+        if unfed:
+            silent = np.array([rank.worker_id in unfed for rank in columns.ranks], dtype=np.bool_)
+            silent &= self._leased[columns.numbers]  # without a lease, no bridge feeds the rank
+            silent &= own < _FIRST_REASON
+            own[silent] = _OWN_NUMBER[DegradedReason.BRIDGE_SILENT]
+        degraded = own >= _FIRST_REASON
+        columns.own = own
+        columns.first = int(degraded.argmax()) if degraded.any() else _NOWHERE
+        columns.approximate = bool((own == _IS_APPROXIMATE).any())
+        columns.version, columns.unfed = self._version, unfed
+
+    def _assess_each(
+        self,
+        ranks: Iterable[RankId],
+        predicted: Set[RankId],
+        now_ms: int,
+        unfed: Set[WorkerId],
+        ranks_missing_labels: Set[RankId],
+    ) -> Trust:
+        worst = AnswerMode.EXACT
+        for rank in ranks:
+            progress = self.progress.get(rank)
+            own = _own_number(progress)
+            if own >= _FIRST_REASON:
+                return _DEGRADED[_OWN_REASONS[own - _FIRST_REASON]]
+            assert progress is not None  # otherwise there is a reason
+            if rank.worker_id in unfed and progress.lease_ms:  # without a lease, no bridge feeds the rank
+                return _DEGRADED[DegradedReason.BRIDGE_SILENT]
+            if self._lacks_records(rank):
+                return _DEGRADED[DegradedReason.OVER_CAPACITY]
+            if rank in ranks_missing_labels:
+                return _DEGRADED[DegradedReason.LABELS_OVER_CAPACITY]
+            reason = self._degraded_by_owner(self._partition(rank.worker_id), now_ms)
+            if reason is not None:
+                return _DEGRADED[reason]
+            if own == _IS_APPROXIMATE or rank in predicted:
+                worst = AnswerMode.APPROXIMATE
         return _TRUSTED[worst]
+
+    def _partition(self, worker_id: WorkerId) -> int:
+        partition = self._partition_of.get(worker_id)
+        return self._note_worker(worker_id) if partition is None else partition
 
     def _note_worker(self, worker_id: WorkerId) -> int:
         if len(self._partition_of) >= _WORKERS_CACHED_MAX:

@@ -38,10 +38,11 @@ from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
 from streams.core.kernels.available import kernels_available
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.decision import FleetState
-from streams.core.routing.eligibility import FilterReason, WorkerFilter, eligible_ranks, refusals
+from streams.core.routing.eligibility import EligibleRanks, FilterReason, WorkerFilter, eligible_ranks, refusals
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
-from streams.core.workers import ServedModel, Worker, WorkerState
+from streams.core.workers import ServedModel, Worker, WorkerState, differs_in_lease_only
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.cxl.records import POOL_KEY_PREFIX
@@ -52,7 +53,7 @@ from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust import APPROXIMATE, FALLBACK, AnswerMode, DegradedReason, Trust, TrustTracker
 from streams.settings import Settings
-from streams.tables.applied_until import SourceOffset
+from streams.tables.applied_until import Lag, SourceOffset
 from streams.tables.records import (
     PARKED_PREFIX,
     PARTITION_PREFIX,
@@ -75,10 +76,11 @@ log = logging.getLogger(__name__)
 #: Run records that are folded while queries wait: 128 of them take 130 to 200 us.
 _LOCKED_RECORDS = 128
 
-#: Filters whose eligible ranks are cached until the registry changes. Most requests filter by nothing but their model,
-#: and listing 64 ranks takes 30 us. Beyond either limit the cache is cleared: a filter may name 16,384 workers, and 256
-#: such filters would take half a gigabyte.
+#: Filters whose eligible ranks are cached until the fleet changes, and parts of filters that many requests share. Most
+#: requests filter by nothing but their model, and listing 64 ranks takes 30 us. Beyond a limit the cache is cleared: a
+#: filter may name 16,384 workers, and 256 such filters would take half a gigabyte.
 _CACHED_FILTERS_MAX = 256
+_CACHED_TABLES_MAX = 64
 CACHED_FILTERS_BYTES_MAX = 16 * 1024 * 1024
 
 #: Bytes of a cached filter without ids, of a worker id in a set, and of a rank in a tuple that others share.
@@ -169,6 +171,9 @@ class View:
         self._lock = threading.Lock()
         #: Grows with each change of what `overlap` and `eligible` return, and of nothing else that requests wait for.
         self.changes = 0
+        # What trust depends on has a lock of its own, which is held for a few microseconds: every answer takes it, and
+        # a fold holds the other one for 200 us. A thread that needs both takes this one last.
+        self._trust_lock = threading.Lock()
         self._predictions: PredictedPrefixIndex | None = None
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
@@ -200,7 +205,8 @@ class View:
         # What follows from the registry. None until it is needed again after a change.
         self._numbers: RankNumbering | None = None
         self._models: frozenset[str] | None = None
-        self._eligible: dict[WorkerFilter, tuple[RankId, ...]] = {}
+        self._eligible: dict[WorkerFilter, Sequence[RankId]] = {}
+        self._eligible_tables: dict[WorkerFilter, EligibleRanks] = {}  # by the part that many filters share
         self.cached_filters_bytes = 0  # about how much memory these filters take
         self._silent: set[RankId] = set()  # ranks that were not heard from within their lease
         self.records_over_capacity = 0
@@ -251,7 +257,7 @@ class View:
         elif key.startswith(PARTITION_PREFIX):
             if value is not None:
                 record = decode_partition(key, value)
-                with self._lock:
+                with self._trust_lock:
                     self._trust.note_partition(record, self._now_ms() if live else None)
         elif not key.startswith(PARKED_PREFIX):  # parked chunks become runs when their restatement is complete
             raise BadRecord("bad_key", f"{key.hex()} is not a valid key of the index")
@@ -312,7 +318,9 @@ class View:
 
     def _note_over_capacity(self, rank: RankId) -> None:
         self.records_over_capacity += 1
-        if self._trust.note_over_capacity(rank):
+        with self._trust_lock:
+            first = self._trust.note_over_capacity(rank)
+        if first:
             log.error(
                 "The index is over capacity and lacks run records of rank %s. Answers for it are degraded until its "
                 "cache is cleared or its engine restarts. Give this router a smaller scope",
@@ -321,7 +329,8 @@ class View:
 
     def _fold_progress(self, rank: RankId, progress: Progress | None) -> None:
         if progress is None:
-            self._trust.progress.pop(rank, None)
+            with self._trust_lock:
+                self._trust.note_progress(rank, None)
             self._note_silence(rank, silent=False)
             self._note_block_size(rank, wrong=False)
             self.index.forget_rank(rank)
@@ -333,7 +342,8 @@ class View:
         self.index.enter_epoch(rank, progress.epoch)
         if self._facts.has_labels():
             self._facts.end_stale_labels()
-        self._trust.progress[rank] = progress
+        with self._trust_lock:
+            self._trust.note_progress(rank, progress)
         self._note_silence(rank, silent=progress.silent)
         expected = self._settings.block_size_of(progress.model)
         wrong = progress.block_size not in (0, expected) and progress.health is not Health.REMOVED
@@ -342,12 +352,12 @@ class View:
     def _note_block_size(self, rank: RankId, *, wrong: bool) -> None:
         if wrong != (rank in self._wrong_size):
             (self._wrong_size.add if wrong else self._wrong_size.discard)(rank)
-            self._eligible.clear()
+            self._forget_eligible()
 
     def _note_silence(self, rank: RankId, *, silent: bool) -> None:
         if silent != (rank in self._silent):
             (self._silent.add if silent else self._silent.discard)(rank)
-            self._eligible.clear()
+            self._forget_eligible()
 
     def fold_worker(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the registry: a worker, a cordon, a model or a CXL pool. Raises BadRecord."""
@@ -369,15 +379,27 @@ class View:
             # Its tombstone would have another key than its rank's events, and would never remove it.
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
         with self._lock:
-            self.changes += 1
-            self._eligible.clear()
-            self._numbers = self._models = None
             if worker is None:
+                self._note_registry_change()
                 self._forget_worker(worker_id)
+                return
+            before = self.workers.get(worker_id)
+            self._registrations[worker_id] = worker
+            self.workers[worker_id] = worker = self._with_cordon(worker)
+            if before is not None and differs_in_lease_only(before, worker):
+                self._engine_reports.lease_changed(worker)
             else:
-                self._registrations[worker_id] = worker
-                self.workers[worker_id] = worker = self._with_cordon(worker)
+                self._note_registry_change()
                 self._engine_reports.registry_changed(worker)
+
+    def _note_registry_change(self) -> None:
+        """Drop what is cached about the fleet.
+
+        The renewal of a lease is no such change: a fleet of 1,000 engines renews 500 of them per second, and listing
+        its ranks takes a millisecond.
+        """
+        self._forget_eligible()
+        self._numbers = self._models = None
 
     def _fold_cordon(self, worker_id: WorkerId, key: bytes, value: bytes | None) -> None:
         if value is not None:
@@ -386,9 +408,8 @@ class View:
             (self._cordons.discard if value is None else self._cordons.add)(worker_id)
             registered = self._registrations.get(worker_id)
             if registered is not None:
-                self.changes += 1
                 self.workers[worker_id] = self._with_cordon(registered)
-                self._eligible.clear()
+                self._forget_eligible()
 
     def _with_cordon(self, worker: Worker) -> Worker:
         if worker.worker_id not in self._cordons or worker.state is WorkerState.CORDONED:
@@ -421,14 +442,14 @@ class View:
 
     def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources of a partition end; see `TrustTracker.note_ends`."""
-        with self._lock:
+        with self._trust_lock:
             self._trust.note_ends(partition, asked_ms, ends)
 
     def note_pooled_ends(
         self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
     ) -> None:
         """Take in where the changelog of pooled blocks ends; see `TrustTracker.note_pooled_ends`."""
-        with self._lock:
+        with self._trust_lock:
             self._trust.note_pooled_ends(partition, asked_ms, ends, folded)
 
     def fold_report(self, key: bytes, value: bytes | None) -> None:
@@ -474,16 +495,33 @@ class View:
         """Return the registry's record of a model, None if it has none."""
         return self._served.get(model)
 
-    def eligible(self, worker_filter: WorkerFilter) -> tuple[RankId, ...]:
-        """Return the ranks that pass every filter. It is the same tuple as long as nothing changes."""
+    def eligible(self, worker_filter: WorkerFilter) -> Sequence[RankId]:
+        """Return the ranks that pass every filter. It is the same object as long as nothing changes.
+
+        Filters that differ only in the ids of workers and ranks select from one tuple (RankSelection).
+        """
+        ranks = self._eligible.get(worker_filter)  # without the lock, which a fold may hold for 200 us
+        if ranks is not None:
+            return ranks
         with self._lock:
-            ranks = self._eligible.get(worker_filter)
-            if ranks is None:
-                ranks = tuple(eligible_ranks(self.workers, worker_filter, self._silent, self._wrong_size))
-                self._cache_eligible(worker_filter, ranks)
+            shared = worker_filter.shared()
+            table = self._eligible_tables.get(shared)
+            if table is None:
+                if len(self._eligible_tables) >= _CACHED_TABLES_MAX:
+                    self._eligible_tables.clear()
+                table = EligibleRanks(eligible_ranks(self.workers, shared, self._silent, self._wrong_size))
+                self._eligible_tables[shared] = table
+            ranks = table.narrowed(worker_filter)
+            self._cache_eligible(worker_filter, ranks)
             return ranks
 
-    def _cache_eligible(self, worker_filter: WorkerFilter, ranks: tuple[RankId, ...]) -> None:
+    def _forget_eligible(self) -> None:
+        """Drop the cached ranks, since the registry or a rank's state has changed. Called under the lock."""
+        self.changes += 1
+        self._eligible.clear()
+        self._eligible_tables.clear()
+
+    def _cache_eligible(self, worker_filter: WorkerFilter, ranks: Sequence[RankId]) -> None:
         if not self._eligible:  # others clear it when the registry changes
             self.cached_filters_bytes = 0
         n_bytes = _bytes_of(worker_filter) + _RANK_BYTES * len(ranks)
@@ -564,13 +602,17 @@ class View:
         """Return what routing policies read about engines, as a value that later records do not change."""
         return self._engine_reports.fleet()
 
+    def blocks_in_use(self, ranks: Sequence[RankId]) -> BlocksInUse:
+        """Return what the registry and the last reports say about the blocks of these ranks, in their order."""
+        return self._engine_reports.blocks_in_use(ranks)
+
     def reports_received_ms(self, ranks: Iterable[RankId]) -> dict[RankId, int]:
         """When the last report of each of these ranks was received, for those that have a valid one."""
         return self._engine_reports.received_ms(ranks)
 
     def trust(
         self,
-        ranks: Iterable[RankId],
+        ranks: Sequence[RankId],
         predicted: Set[RankId] = _NO_RANKS,
         *,
         pooled: bool = False,
@@ -582,22 +624,21 @@ class View:
         so that none of these ranks may lack any.
         """
         now_ms = self._now_ms()
-        with self._lock:
-            return self._assess(ranks, predicted, now_ms, pooled=pooled, labelled=labelled)
+        if not labelled:
+            return self._assess(ranks, predicted, now_ms, _NO_RANKS, pooled=pooled)
+        with self._lock:  # labels are folded under this lock
+            return self._assess(ranks, predicted, now_ms, self._facts.ranks_missing_labels(), pooled=pooled)
 
     def _assess(
-        self, ranks: Iterable[RankId], predicted: Set[RankId], now_ms: int, *, pooled: bool, labelled: bool
+        self, ranks: Sequence[RankId], predicted: Set[RankId], now_ms: int, missing: Set[RankId], *, pooled: bool
     ) -> Trust:
+        """missing: ranks whose labels were dropped, if labels are used."""
         if not self._settings.reads_index:
             return APPROXIMATE if self._predictions is not None else FALLBACK
-        return self._trust.assess(
-            ranks,
-            predicted,
-            now_ms,
-            unfed=self._engine_reports.unfed(),
-            ranks_missing_labels=self._facts.ranks_missing_labels() if labelled else _NO_RANKS,
-            pooled=self._facts.pooled_rows() if pooled else None,
-        )
+        unfed = self._engine_reports.unfed()
+        rows = self._facts.pooled_rows() if pooled else None
+        with self._trust_lock:
+            return self._trust.assess(ranks, predicted, now_ms, unfed=unfed, ranks_missing_labels=missing, pooled=rows)
 
     # -- what people read ----------------------------------------------------------------------------------------------
 
@@ -649,7 +690,7 @@ class View:
         with self._lock:
             workers = list(self.workers.values())
             ranks = [rank for worker in workers for rank in worker.ranks()]
-            trusts = [self._assess((rank,), _NO_RANKS, now_ms, pooled=False, labelled=False) for rank in ranks]
+            trusts = [self._assess((rank,), _NO_RANKS, now_ms, _NO_RANKS, pooled=False) for rank in ranks]
             return RankCounts(
                 registered=len(ranks),
                 cordoned=sum(worker.dp_size for worker in workers if worker.state is WorkerState.CORDONED),
@@ -724,8 +765,22 @@ class View:
 
     def applied_offsets(self) -> dict[int, int]:
         """Source offset that each partition's owner had applied when it wrote its last partition record."""
-        with self._lock:
+        with self._trust_lock:
             return self._trust.applied_offsets()
+
+    def lags(self) -> dict[int, Lag]:
+        """How far this view is behind the log of events, by partition. Empty if this router does not read the index."""
+        if not self._settings.reads_index:
+            return {}
+        with self._lock:
+            return self._trust.lags(self._now_ms())
+
+    def n_gaps(self) -> int:
+        """Gaps in the batches of all ranks of registered workers, as their progress records count them."""
+        with self._lock:
+            known = self._trust.progress
+            ranks = (rank for worker in self.workers.values() for rank in worker.ranks())
+            return sum(known[rank].n_gaps for rank in ranks if rank in known)
 
     def reports(self) -> list[MetricsReport]:
         """Every valid report of an engine, in order of rank."""

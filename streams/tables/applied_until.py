@@ -30,6 +30,30 @@ class SourceOffset:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How far something is behind the sources of one partition, as far as their ends are known.
+
+    records: offsets that are not applied yet, transaction markers included; None if that is not known. ms: everything
+    that was appended before that long ago is applied; None if that is not known for any time.
+    """
+
+    records: int | None
+    ms: int | None
+
+
+def records_behind(ends: Mapping[str, SourceOffset], applied: Mapping[str, SourceOffset]) -> int:
+    """Count the offsets before the ends that are not applied. applied: the next offset of each source.
+
+    Nothing is applied of a source that was recreated since.
+    """
+    n_records = 0
+    for topic, end in ends.items():
+        at = applied.get(topic)
+        n_records += max(end.offset - (at.offset if at is not None and at.topic_id == end.topic_id else 0), 0)
+    return n_records
+
+
 class AppliedUntil:
     """Follows one partition. Not thread-safe.
 

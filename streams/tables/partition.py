@@ -35,7 +35,7 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from streams.errors import BadRecord, KvStreamsError, TableError
-from streams.tables.applied_until import AppliedUntil, SourceOffset
+from streams.tables.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
 from streams.tables.opening import open_tables
 from streams.tables.pacing import BATCH_BYTES_MAX, PARTITION_RECORD_EVERY_S, Pacer
 from streams.tables.records import (
@@ -199,6 +199,16 @@ class TablePartition:
     def counts(self) -> Mapping[str, int]:
         """A snapshot of the totals, one for each of PARTITION_COUNTS; any thread may take it."""
         return {name: self._counts[name] for name in PARTITION_COUNTS}
+
+    def lag(self) -> Lag:
+        """How far the table is behind its sources; any thread may ask."""
+        with self._lock:
+            applied = {
+                topic: SourceOffset(self._sources[topic].topic_id, at + 1) for topic, at in self._applied.items()
+            }
+            n_records = records_behind(self._ends, applied) if self._ends and applied else None
+            behind_ms = self._behind_ms()
+        return Lag(n_records, None if behind_ms == BEHIND_UNKNOWN_MS else behind_ms)
 
     def next_offset(self, topic: str) -> int | None:
         """Next offset to enqueue; None while opening."""

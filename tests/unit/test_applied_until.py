@@ -115,7 +115,7 @@ class Tracked:
 
     def __init__(self) -> None:
         self.tracker = TrustTracker(N_PARTITIONS, STALE_MS, BEHIND_MS, lambda _: None)
-        self.tracker.progress[RANK] = Progress(RANK, Epoch(Incarnation(1), 0), 0, health=Health.EXACT)
+        self.tracker.note_progress(RANK, Progress(RANK, Epoch(Incarnation(1), 0), 0, health=Health.EXACT))
 
     def record(self, received_ms: int | None, applied_offset: int, behind_ms: int = 0) -> None:
         source = SourceProgress("events", "a", applied_offset, 0, applied_offset + 1, behind_ms)

@@ -77,6 +77,22 @@ def test_a_lease_that_moves_to_another_bridge_follows_that_bridges_pulses() -> N
     assert known.unfed() == frozenset()
 
 
+def test_a_renewed_lease_changes_nothing_and_a_moved_one_counts_at_once() -> None:
+    """While the same bridge renews a lease, the set of unfed workers stays the same object."""
+    clock = Clock()
+    workers = {WorkerId(number): worker(number, bridge) for number, bridge in ((1, "a"), (2, "b"), (3, None))}
+    known = EngineReports(workers, {}, clock, 900)
+    pulse(known, "a")
+    unfed = known.unfed()
+    assert unfed == {2}
+    for number, bridge, expected in ((1, "a", {2}), (3, "c", {2, 3}), (2, "a", {3}), (1, None, {3}), (3, None, set())):
+        before = known.unfed()
+        workers[WorkerId(number)] = worker(number, bridge)
+        known.lease_changed(workers[WorkerId(number)])
+        assert known.unfed() == expected
+        assert (known.unfed() is before) == (before == expected)
+
+
 def test_a_tolerance_below_three_pulses_is_raised_to_that() -> None:
     """A router that tolerates less lag than pulses can show would never be exact."""
     pulses = BridgePulses(10)

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from streams.agent_metrics import agent_registry
 from streams.cli import cli
@@ -23,12 +27,25 @@ from streams.core.reducer.ordering import Verdict
 from streams.engines.bridge_metrics import BRIDGE_METRICS, bridge_snapshot
 from streams.engines.feed_counters import FeedCounters
 from streams.errors import API_ERRORS, api_error
-from streams.metrics import OTHER, Label, Metric, MetricsRegistry, counter, gauge, histogram
+from streams.metrics import (
+    OTHER,
+    VALUES_MAX,
+    Distribution,
+    Label,
+    Metric,
+    MetricsRegistry,
+    counter,
+    gauge,
+    histogram,
+    lag_records,
+    lag_seconds,
+)
 from streams.router_api.metrics import _FailedScrapes
+from streams.tables.applied_until import Lag
 from streams.tables.partition import PARTITION_COUNTS
 from streams.tables.pooled_block_table import TransitionOutcome
 
-DOCS = Path(__file__).parents[2] / "docs/http.md"
+DOCS = Path(__file__).parents[2] / "docs/metrics.md"
 
 #: Stands before the generated tables, which are the end of the page.
 MARKER = "<!-- The tables are the output of `kvstreams metrics --markdown`. -->\n\n"
@@ -46,7 +63,7 @@ def samples(registry: MetricsRegistry[Any]) -> dict[str, float]:
 
 
 def test_the_tables_of_the_docs_are_generated_from_the_declarations() -> None:
-    """docs/http.md ends with exactly what `kvstreams metrics --markdown` prints."""
+    """docs/metrics.md ends with exactly what `kvstreams metrics --markdown` prints."""
     printed = CliRunner().invoke(cli, ["metrics", "--markdown"])
     assert printed.exit_code == 0
     assert DOCS.read_text().partition(MARKER)[2] == printed.output
@@ -142,6 +159,60 @@ def test_a_label_whose_values_are_not_known_has_a_limit_of_them(n_values: int, n
     assert found == {f"kvstreams_x/v{number}": 1.0 for number in range(min(n_values, 3))}
 
 
+@pytest.mark.parametrize("value", ["plain", 'a "quoted" one', "back\\slash", "two\nlines", "{braces}", "ümläut", ""])
+def test_any_label_value_and_help_text_is_read_back_as_it_was(value: str) -> None:
+    """A model's name with quotes, backslashes or line breaks neither breaks the page nor changes."""
+    metric: Metric[None] = gauge("kvstreams_x", f"help {value}.", lambda _: {(value, "b"): 1.5}, *two_labels())
+    page = MetricsRegistry([metric], lambda: None).page().decode()
+    (family,) = text_string_to_metric_families(page)
+    assert family.documentation == f"help {value}."
+    assert [(sample.labels, sample.value) for sample in family.samples] == [({"first": value, "second": "b"}, 1.5)]
+
+
+def two_labels() -> tuple[Label, Label]:
+    return Label("first", values_max=2), Label("second", ("b",))
+
+
+@given(st.lists(st.floats(0.0, 3.0) | st.sampled_from([0.5, 1.0, 2.0])))
+def test_a_histogram_counts_like_prometheus_own(values: list[float]) -> None:
+    """A value that equals a bound is within it; the page has the same samples as prometheus_client's Histogram."""
+    bounds = (0.5, 1.0, 2.0)
+    registry = CollectorRegistry()
+    reference = Histogram("kvstreams_h_seconds", "H", registry=registry, buckets=bounds)
+    ours = Distribution(*bounds)
+    for value in values:
+        reference.observe(value)
+        ours.observe(value)
+    metric: Metric[None] = histogram("kvstreams_h_seconds", "H", read=lambda _: ours)
+    (expected,) = text_string_to_metric_families(
+        generate_latest(registry).decode().partition("# HELP kvstreams_h_seconds_created")[0]
+    )
+    (found,) = text_string_to_metric_families(MetricsRegistry([metric], lambda: None).page().decode())
+    assert (found.type, found.documentation) == (expected.type, expected.documentation)
+    assert sorted(map(sample_key, found.samples)) == sorted(map(sample_key, expected.samples))
+
+
+def sample_key(sample: Sample) -> tuple[str, list[tuple[str, str]], float]:
+    return sample.name, sorted(sample.labels.items()), sample.value
+
+
+@pytest.mark.parametrize(("n_partitions", "others"), [(VALUES_MAX, 0), (VALUES_MAX + 1, 1), (VALUES_MAX + 24, 1)])
+def test_the_lag_of_partitions_beyond_the_limit_is_the_greatest_of_them(n_partitions: int, others: int) -> None:
+    """A thousand partitions have a sample each; the rest share one, which is a lag that one of them has."""
+    lags = {partition: Lag(partition, 1000 * partition) for partition in range(n_partitions)}
+    for reading in (lag_records(lags), lag_seconds(lags)):
+        assert len(reading) == min(n_partitions, VALUES_MAX) + others
+        assert reading.get(OTHER, 0.0) == (n_partitions - 1 if others else 0.0)
+
+
+def test_an_unknown_lag_has_no_sample() -> None:
+    """A lag that is not known is neither 0 nor a number of any kind."""
+    assert (lag_records({0: Lag(None, 5), 1: Lag(7, None)}), lag_seconds({0: Lag(None, 5), 1: Lag(7, None)})) == (
+        {"1": 7},
+        {"0": 0.005},
+    )
+
+
 class Counts:
     """Stands in for an Indexer: every total that it documents, each with another number."""
 
@@ -157,11 +228,15 @@ class Counts:
     def partition_counts(self) -> Mapping[str, int]:
         return self.partitions
 
+    def partition_lags(self) -> Mapping[int, Lag]:
+        return {}
+
 
 def test_every_total_of_an_agent_is_served() -> None:
     """Each number that an indexer counts is on the page of its process, exactly once."""
     counts = Counts()
     found = samples(agent_registry(counts))
+    assert found.pop("kvstreams_agent_partitions") == 0.0
     assert sorted(found.values()) == sorted(map(float, (*counts.verdicts.values(), *counts.partitions.values())))
     assert found["kvstreams_agent_transitions_refused_total/no_pool"] == counts.verdicts["cxl_refused_no_pool"]
     assert found["kvstreams_agent_verdicts_total/gap"] == counts.verdicts["gap"]

@@ -29,7 +29,10 @@ from tests.helpers.local_router import LocalRouter, hold, local_router, rank, re
 #: A rank with more than this many tokens still to prefill is closed.
 BACKLOG_TOKENS = 1000
 SETTINGS = Settings(
-    queue_backlog_ms=BACKLOG_TOKENS * 0.1, prefill_us_per_token=100.0, queue_requests_max=6, queue_tenant_requests_max=4
+    router_queue_backlog_ms=BACKLOG_TOKENS * 0.1,
+    prefill_us_per_token=100.0,
+    router_queue_requests_max=6,
+    router_queue_tenant_requests_max=4,
 )
 
 #: Fills a rank.
@@ -40,7 +43,8 @@ _names = (f"request-{number}" for number in itertools.count())
 
 def prompt(n_tokens: int, seed: int = 0) -> list[int]:
     """A prompt; prompts with different seeds share no block."""
-    return np.random.default_rng(seed).integers(0, 1 << 17, n_tokens).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 1 << 17, n_tokens).tolist()
+    return tokens
 
 
 class Asking:
@@ -102,7 +106,8 @@ class Served:
 
     def order(self, asking: list[Asking]) -> list[int]:
         """Free each request that runs, one after the other; return in which order the waiting ones got the rank."""
-        order, running = [], self.full
+        order: list[int] = []
+        running = self.full
         while len(order) < len(asking):
             self.free(running)
             left = [number for number in range(len(asking)) if number not in order]
@@ -200,22 +205,22 @@ def test_limits_of_requests_and_of_a_tenant(served: Served) -> None:
     """Beyond the limit of a tenant, and of all requests, a request is refused with a time to try again."""
     asking = [served.asks(32, tenant="a") for _ in range(4)]
     refused = Asking(served.api, 32, tenant="a").ended()
-    assert "queue_tenant_requests_max" in refused.refused(503, "queue_full")
+    assert "router_queue_tenant_requests_max" in refused.refused(503, "queue_full")
     asking += [served.asks(32, tenant="b") for _ in range(2)]
     refused = Asking(served.api, 32, tenant="c").ended()
-    assert "queue_requests_max" in refused.refused(503, "queue_full")
+    assert "router_queue_requests_max" in refused.refused(503, "queue_full")
     assert int(refused.headers["retry-after"]) == refused.json["error"]["detail"]["retry_after_s"] >= 1
     served.free(served.full)
     assert all(each.ended().status == 200 for each in asking)  # the rank has room for six short ones
 
 
 def test_the_limit_of_bytes() -> None:
-    """Waiting requests take only as much memory as queue_bytes_max says."""
-    with local_router(replace(SETTINGS, queue_bytes_max=65_536), n_workers=1) as router:
+    """Waiting requests take only as much memory as router_queue_bytes_max says."""
+    with local_router(replace(SETTINGS, router_queue_bytes_max=65_536), n_workers=1) as router:
         served = Served(router)
         waiting = served.asks(32)
         refused = Asking(served.api, 48_000).ended()
-        assert "queue_bytes_max" in refused.refused(503, "queue_full")
+        assert "router_queue_bytes_max" in refused.refused(503, "queue_full")
         served.free(served.full)
         waiting.ended().given()
 
@@ -319,7 +324,7 @@ def test_requests_of_a_list_do_not_wait(served: Served) -> None:
 
 def test_requests_wait_while_every_rank_is_busy() -> None:
     """With a busy threshold and queue=on a request waits where it is refused without."""
-    settings = replace(SETTINGS, queue_backlog_ms=0.0, active_prefill_tokens_threshold=BACKLOG_TOKENS)
+    settings = replace(SETTINGS, router_queue_backlog_ms=0.0, active_prefill_tokens_threshold=BACKLOG_TOKENS)
     with local_router(settings, n_workers=2) as router:
         served = Served(router)
         other = served.fill()

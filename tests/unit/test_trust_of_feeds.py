@@ -30,5 +30,5 @@ def test_a_rank_is_exact_only_while_its_feed_is_live(feed: FeedState, health: He
     tracker = TrustTracker(1, 3000, 1000, lambda _: None)
     tracker.note_partition(PartitionRecord(0, 0, "owner", ()), 0)
     tracker.note_ends(0, 0, {})  # of no sources, so that the owner is not behind
-    tracker.progress[RANK] = Progress(RANK, Epoch(Incarnation(1), 0), 5, health=health, feed=feed)
+    tracker.note_progress(RANK, Progress(RANK, Epoch(Incarnation(1), 0), 5, health=health, feed=feed))
     assert tracker.assess([RANK], frozenset(), 0) == expected

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streams.codec import encode_metrics, encode_worker
+from streams.codec import encode_metrics, encode_pulse, encode_worker, pulse_key
+from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
@@ -16,7 +17,7 @@ from streams.core.index.run_fold import PlainRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.runs import Run, RunKey
-from streams.core.workers import Worker
+from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
 from streams.kafka import partition_of
 from streams.router_api import engine_reports, trust
@@ -252,6 +253,56 @@ def test_eligible_ranks_follow_every_change(clock: Clock) -> None:
         )
     view.reset()
     assert view.eligible(worker_filter) == ()
+
+
+def test_the_renewal_of_a_lease_changes_no_list_of_ranks(clock: Clock) -> None:
+    """A renewed lease leaves the cached ranks alone; another holder of the lease and any other change count at once."""
+    view = view_of(clock)
+    lease = BridgeLease("a", 1, 6000, 1)
+    register(view, 1, lease=lease)
+    hold(view, rank(1), LOCAL)
+    leased = Progress(rank(1), Epoch(Incarnation(1), 0), 1, health=Health.EXACT, model="m", lease_ms=6000)
+    view.fold_index(progress_key(rank(1)), encode_progress(leased))
+    view.fold_report(pulse_key("a"), encode_pulse(BridgePulse("a", 1)))
+    found = view.eligible(WorkerFilter("m"))
+    assert (found, view.trust(found).mode) == ((rank(1),), AnswerMode.EXACT)
+    register(view, 1, lease=replace(lease, renewal=2), registered_at_ms=7)
+    assert view.eligible(WorkerFilter("m")) is found
+    assert view.workers[WorkerId(1)].registered_at_ms == 7
+    register(view, 1, lease=replace(lease, bridge="b", term=2))
+    assert view.eligible(WorkerFilter("m")) is found
+    assert view.trust(found).reason is DegradedReason.BRIDGE_SILENT
+    view.fold_report(pulse_key("b"), encode_pulse(BridgePulse("b", 1)))
+    assert view.trust(found).mode is AnswerMode.EXACT
+    register(view, 1, lease=lease, taints=("a",))
+    assert view.eligible(WorkerFilter("m")) is not found
+    register(view, 1, lease=lease, dp_size=2)
+    assert view.eligible(WorkerFilter("m")) == (rank(1), rank(1, 1))
+    view.fold_worker(b"1", None)
+    assert view.eligible(WorkerFilter("m")) == ()
+
+
+def test_the_blocks_that_busy_thresholds_compare_with_follow_reports_and_the_registry(clock: Clock) -> None:
+    """The registry's number of blocks counts first; a report counts as long as it is valid."""
+    view = view_of(clock)
+    register(view, 1)
+    register(view, 2, kv_total_blocks=50)
+
+    def blocks() -> list[tuple[int, int]]:
+        known = view.blocks_in_use(view.eligible(WorkerFilter("m")))
+        return list(zip(known.total.tolist(), known.active.tolist(), strict=True))
+
+    assert blocks() == [(0, 0), (50, 0)]
+    report(view, rank(1), kv_total_blocks=20, kv_active_blocks=3)
+    report(view, rank(2), kv_total_blocks=30, kv_active_blocks=4)
+    assert blocks() == [(20, 3), (50, 4)]
+    register(view, 1, kv_total_blocks=10)
+    register(view, 2)
+    assert blocks() == [(10, 3), (30, 4)]
+    clock.now_ms += TTL_MS
+    assert blocks() == [(10, 0), (0, 0)]
+    report(view, rank(2), kv_total_blocks=31, kv_active_blocks=5)
+    assert blocks() == [(10, 0), (31, 5)]
 
 
 def test_the_cache_of_partitions_has_a_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,17 @@ class WeighedMatches(NamedTuple):
     first_end: int
     rows: Int64Array
 
+    def of(self, at: Int64Array) -> WeighedMatches:
+        """Return the same of the candidates at these positions: int64[k]."""
+        return WeighedMatches(
+            None if self.cxl_accessible_scores is None else self.cxl_accessible_scores[at],
+            None if self.moe_scores is None else self.moe_scores[at],
+            self.with_pooled[at],
+            self.with_both[at],
+            self.first_end,
+            self.rows,
+        )
+
 
 class FactSets:
     """The facts of each block, as numbers. A fact can be added to a block several times; the last removal removes it.

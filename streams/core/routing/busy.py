@@ -1,17 +1,35 @@
 """Busy thresholds: which ranks have so much load that they get no new requests.
 
-What lives here: the filter. What must not: the sources of its numbers.
+What lives here: the filter, and the numbers of blocks that it compares with, as columns that change with each report.
+What must not: where reports come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from streams.core.engine_metrics import WorkerMetrics
-from streams.core.ids import RankId, WorkerId
+from streams.core.ids import Int64Array, RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads
+from streams.core.routing.eligibility import RankSelection, base_of
+from streams.core.routing.identity_cache import IdentityCache
 from streams.core.workers import Worker
+
+_ROWS_FIRST = 64
+
+#: Ranks that have a row. Beyond this limit those without a report lose theirs; twice as many as reports are kept.
+_ROWS_MAX = 131_072
+
+
+class BlocksInUse(NamedTuple):
+    """Blocks of n ranks, int64[n] each. total: 0 if it is not known. active: as engines report; 0 without a report."""
+
+    total: Int64Array
+    active: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +47,6 @@ class BusyThresholds:
     def __bool__(self) -> bool:
         return self.decode_blocks > 0.0 or self.prefill_tokens > 0
 
-    def is_busy(
-        self, rank: RankId, worker: Worker | None, loads: ActiveLoads, metrics: Mapping[RankId, WorkerMetrics]
-    ) -> bool:
-        """Whether a rank is over either threshold."""
-        load = loads.load(rank)
-        if 0 < self.prefill_tokens < load.prefill_tokens:
-            return True
-        if not self.decode_blocks > 0.0:
-            return False
-        reported = metrics.get(rank)
-        total = (worker.kv_total_blocks if worker else None) or (reported.kv_total_blocks if reported else 0)
-        active = max(load.decode_blocks, reported.kv_active_blocks if reported else 0)
-        return total > 0 and active > self.decode_blocks * total
-
 
 def idle_ranks(
     ranks: Sequence[RankId],
@@ -50,9 +54,93 @@ def idle_ranks(
     workers: Mapping[WorkerId, Worker],
     loads: ActiveLoads,
     metrics: Mapping[RankId, WorkerMetrics],
+    *,
+    rows: Int64Array | None = None,
+    blocks: BlocksInUse | None = None,
 ) -> Sequence[RankId]:
-    """Return the ranks that are not busy; `ranks` itself if none is busy."""
-    if not thresholds:
+    """Return the ranks that are not busy; `ranks` itself if none is busy.
+
+    rows: int64[n], the rows of their loads (ActiveLoads.rows_of). blocks: what `workers` and `metrics` say about these
+    ranks. Each of them is looked up if it is left out.
+    """
+    if not thresholds or not len(ranks):
         return ranks
-    idle = [rank for rank in ranks if not thresholds.is_busy(rank, workers.get(rank.worker_id), loads, metrics)]
-    return ranks if len(idle) == len(ranks) else tuple(idle)
+    load = loads.table.take(loads.rows_of(ranks) if rows is None else rows, axis=1)
+    busy = np.zeros(len(ranks), dtype=np.bool_)
+    if thresholds.prefill_tokens > 0:
+        busy |= load[0] > thresholds.prefill_tokens
+    if thresholds.decode_blocks > 0.0:
+        total, active = reported_blocks(ranks, workers, metrics) if blocks is None else blocks
+        busy |= (total > 0) & (np.maximum(load[1], active) > thresholds.decode_blocks * total)
+    if not busy.any():
+        return ranks
+    idle = np.flatnonzero(~busy)
+    base, at = base_of(ranks)
+    if not isinstance(base, tuple):
+        return [base[index] for index in idle.tolist()]
+    return RankSelection(base, idle if at is None else at[idle])
+
+
+def reported_blocks(
+    ranks: Sequence[RankId], workers: Mapping[WorkerId, Worker], metrics: Mapping[RankId, WorkerMetrics]
+) -> BlocksInUse:
+    """Look up the blocks of each rank in the registry and in the last reports."""
+    total, active = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
+    for index, rank in enumerate(ranks):
+        worker, reported = workers.get(rank.worker_id), metrics.get(rank)
+        total[index] = (worker.kv_total_blocks if worker else None) or (reported.kv_total_blocks if reported else 0)
+        active[index] = reported.kv_active_blocks if reported else 0
+    return BlocksInUse(total, active)
+
+
+class ReportedBlocks:
+    """The same as `reported_blocks`, kept as columns that each report changes. Not thread-safe.
+
+    workers: the registry. A tuple of ranks must not outlive a change of these workers' number of blocks.
+    """
+
+    def __init__(self, workers: Mapping[WorkerId, Worker]) -> None:
+        self._workers = workers
+        self._rows: dict[RankId, int] = {}  # row 0 is for ranks without a report and is always zero
+        self._numbering = 0  # changes when a row may belong to another rank
+        self._reported = np.zeros((2, _ROWS_FIRST), dtype=np.int64)  # blocks in total, and active ones
+        # By tuple of ranks: the numbering, the row of each rank, and the registry's number of its blocks.
+        self._columns: IdentityCache[tuple[int, Int64Array, Int64Array]] = IdentityCache()
+
+    def note(self, rank: RankId, metrics: WorkerMetrics) -> None:
+        """An engine has reported."""
+        row = self._rows.get(rank) or self._new_row(rank)
+        self._reported[0, row] = metrics.kv_total_blocks
+        self._reported[1, row] = metrics.kv_active_blocks
+
+    def forget(self, rank: RankId) -> None:
+        """A rank's report is no longer valid. The rank keeps its row, since engines that report once do so again."""
+        self._reported[:, self._rows.get(rank, 0)] = 0
+
+    def of(self, ranks: Sequence[RankId]) -> BlocksInUse:
+        """Return the blocks of these ranks, in their order."""
+        base, at = base_of(ranks)
+        known = self._columns.get(base) if isinstance(base, tuple) else None
+        if known is None or known[0] != self._numbering:
+            rows = np.array([self._rows.get(rank, 0) for rank in base], dtype=np.int64)
+            registered = reported_blocks(base, self._workers, {}).total
+            known = (self._numbering, rows, registered)
+            if isinstance(base, tuple):
+                self._columns.put(base, known)
+        rows, registered = known[1:] if at is None else (known[1][at], known[2][at])
+        total, active = self._reported.take(rows, axis=1)
+        return BlocksInUse(np.where(registered > 0, registered, total), active)
+
+    def _new_row(self, rank: RankId) -> int:
+        self._numbering += 1  # the rank had row 0
+        if len(self._rows) >= _ROWS_MAX:
+            self._rows = {known: row for known, row in self._rows.items() if self._reported[:, row].any()}
+            kept = self._reported.take([0, *self._rows.values()], axis=1)
+            self._rows = {known: row for row, known in enumerate(self._rows, start=1)}
+            self._reported[:] = 0
+            self._reported[:, : kept.shape[1]] = kept
+        row = len(self._rows) + 1
+        if row >= self._reported.shape[1]:
+            self._reported = np.concatenate([self._reported, np.zeros_like(self._reported)], axis=1)
+        self._rows[rank] = row
+        return row

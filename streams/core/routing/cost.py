@@ -150,5 +150,19 @@ class TermColumns:
             cost,
         )
 
+    def rows(self) -> tuple[RankTerms, ...]:
+        """The terms of all candidates, in their order."""
+        n = len(self.ranks)
+        cxl, moe = self.cxl_accessible_scores, self.moe_scores
+        columns = (
+            self.scores.tolist(),
+            [0] * n if cxl is None else cxl.tolist(),
+            [0] * n if moe is None else moe.tolist(),
+            self.cached_blocks.tolist(),
+            self.effective_cached_blocks.tolist(),
+            *self._terms.tolist(),
+        )
+        return tuple(map(RankTerms, self.ranks, *columns))
+
     def __len__(self) -> int:
         return len(self.ranks)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from streams.core.engine_metrics import WorkerMetrics
-from streams.core.ids import RankId, WorkerId
+from streams.core.ids import Int64Array, RankId, WorkerId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking
 from streams.core.routing.cost import (
@@ -25,6 +26,8 @@ from streams.core.routing.cost import (
     TermColumns,
     prefill_tokens,
 )
+from streams.core.routing.eligibility import base_of
+from streams.core.routing.identity_cache import IdentityCache
 from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
 from streams.core.routing.pricing import NO_PREFERENCE, price
@@ -75,6 +78,11 @@ class RoutePolicy:
         """Whether what engines report can change the choice."""
         return self.mode in POLICY_MODES
 
+    @property
+    def reads_fleet(self) -> bool:
+        """Whether a choice uses the FleetState: reports, or the workers' devices."""
+        return self.mode is RouterMode.DEVICE_AWARE_WEIGHTED or self.mode in POLICY_MODES
+
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
@@ -85,10 +93,6 @@ class FleetState:
 
 
 _NOTHING_REPORTED = FleetState()
-
-#: How many tuples of candidates have their columns cached. There is one for each combination of model and filters in
-#: use. Looking up 64 ranks takes 20 us. Beyond this limit the cache is cleared.
-_CANDIDATES_CACHED_MAX = 256
 
 
 class Decision:
@@ -108,7 +112,7 @@ class Decision:
     @property
     def candidates(self) -> tuple[RankTerms, ...]:
         """Every candidate's terms, in the candidates' order. The tuple is built on each call."""
-        return tuple(self._columns.row(index) for index in range(len(self._columns)))
+        return self._columns.rows()
 
 
 class _CandidateColumns:
@@ -117,13 +121,22 @@ class _CandidateColumns:
     rows: int64[n], the candidates' rows in `loads`; valid as long as `loads.numbering` equals `numbering`.
     """
 
-    __slots__ = ("candidates", "loads", "numbering", "rows")
+    __slots__ = ("_cpu_workers", "_on_cpu", "candidates", "loads", "numbering", "rows")
 
     def __init__(self, candidates: Candidates, loads: ActiveLoads) -> None:
         self.candidates = candidates
         self.loads = loads
         self.numbering = -1
         self.rows = np.empty(0, dtype=np.int64)
+        self._cpu_workers: Set[WorkerId] | None = None
+        self._on_cpu = np.empty(0, dtype=np.bool_)
+
+    def on_cpu(self, cpu_workers: Set[WorkerId]) -> npt.NDArray[np.bool_]:
+        """Whether each candidate belongs to one of these workers; the same set as before costs nothing."""
+        if self._cpu_workers is not cpu_workers:
+            self._on_cpu = np.array([rank.worker_id in cpu_workers for rank in self.candidates.ranks], dtype=np.bool_)
+            self._cpu_workers = cpu_workers
+        return self._on_cpu
 
 
 class Chooser:
@@ -132,9 +145,8 @@ class Chooser:
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
         self._turns = RoundRobin()
-        # The key is the id() of a tuple of candidates. The value keeps the tuple alive, so that no other object can get
-        # the same id.
-        self._cached_columns: dict[int, _CandidateColumns] = {}
+        # Looking up 64 ranks takes 20 us.
+        self._cached_columns: IdentityCache[_CandidateColumns] = IdentityCache()
 
     def choose(
         self,
@@ -150,34 +162,43 @@ class Chooser:
         fleet: FleetState = _NOTHING_REPORTED,
         supplementary: SupplementaryMatches | None = None,
     ) -> Decision:
-        """Choose one of `ranks`, which must not be empty. Passing the same tuple again saves time, since it is cached.
+        """Choose one of `ranks`, which must not be empty.
+
+        Passing the same tuple again, or a selection from it, saves time, since what follows from it is cached.
 
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks,
         including a partial last one. n_tokens: its length in tokens; if it is left out, all blocks are full. fleet:
         what engines report, and what was booked since. supplementary: its supplementary matches, or None. Raises
         AllWorkersBusy.
         """
-        found = self._columns_of(ranks, loads)
+        base, at = base_of(ranks)
+        found = self._columns_of(base, loads)
+        rows = found.rows if at is None else found.rows[at]
         n = len(ranks)
         if policy.reads_index:
             own_scores, effective = scores.columns(found.candidates, policy.tier_weights)
         else:
-            own_scores, effective = np.zeros(n, np.int64), np.zeros(n)
-        cached, cxl_accessible_scores, moe_scores, preference = effective, None, None, NO_PREFERENCE
+            own_scores, effective = np.zeros(len(base), np.int64), np.zeros(len(base))
+        weighed = None
         if supplementary is not None and policy.reads_index:
             weighed = supplementary.weigh(
                 found.candidates, own_scores, effective, policy.cxl_score_weight, policy.moe_score_weight
             )
-            if weighed is not None:
-                cxl_accessible_scores, moe_scores, cached, effective = weighed[:4]
-                # Own prefill is never below 0, so ranks that hold the whole request cost the same whatever their labels
-                # are: there, labels decide the tie. With weight 0 labels are not part of the choice.
-                if moe_scores is not None and policy.moe_score_weight > 0.0:
-                    preference = moe_scores
+        if at is not None:
+            own_scores, effective = own_scores[at], effective[at]
+        cached, cxl_accessible_scores, moe_scores, preference = effective, None, None, NO_PREFERENCE
+        if weighed is not None:
+            if at is not None:
+                weighed = weighed.of(at)
+            cxl_accessible_scores, moe_scores, cached, effective = weighed[:4]
+            # Own prefill is never below 0, so ranks that hold the whole request cost the same whatever their labels
+            # are: there, labels decide the tie. With weight 0 labels are not part of the choice.
+            if moe_scores is not None and policy.moe_score_weight > 0.0:
+                preference = moe_scores
         columns, first, n_lowest = price(
             ranks,
             loads,
-            found.rows,
+            rows,
             sequence=sequence,
             request_blocks=request_blocks,
             scores=own_scores,
@@ -203,30 +224,45 @@ class Chooser:
                 index = select_random(n, rng)
             # In mode direct the request names its worker, and only that worker's ranks are candidates.
             case RouterMode.LEAST_LOADED | RouterMode.DIRECT:
-                index = select_least_loaded(loads.requests(found.rows), rng)
+                index = select_least_loaded(loads.requests(rows), rng)
             case RouterMode.POWER_OF_TWO:
-                index = select_power_of_two(loads.requests(found.rows), rng)
+                index = select_power_of_two(loads.requests(rows), rng)
             case RouterMode.DEVICE_AWARE_WEIGHTED:
-                on_cpu = [rank.worker_id in fleet.cpu_workers for rank in ranks]
-                index = select_device_aware(loads.requests(found.rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
+                on_cpu = found.on_cpu(fleet.cpu_workers)
+                if at is not None:
+                    on_cpu = on_cpu[at]
+                index = select_device_aware(loads.requests(rows), on_cpu, policy.cuda_to_cpu_ratio, rng)
             case RouterMode.HIT_USAGE_WAITING:
                 rates = hit_rates(own_scores, n_tokens or request_blocks * block_size, block_size)
                 index, preferred = self._by_hit_usage_waiting(columns, rates, fleet)
             case RouterMode.LOAD_DEVIATION:
                 rates = hit_rates(own_scores, n_tokens or request_blocks * block_size, block_size)
-                index, preferred = self._by_load_deviation(columns, rates, loads.requests(found.rows), fleet)
+                index, preferred = self._by_load_deviation(columns, rates, loads.requests(rows), fleet)
             case _:
                 assert_never(policy.mode)
         return Decision(columns, index, preferred)
 
+    def rows_of(self, ranks: Sequence[RankId], loads: ActiveLoads) -> Int64Array:
+        """Return the rows of these candidates' loads, int64[n], as ActiveLoads.rows_of does; cached for a tuple."""
+        base, at = base_of(ranks)
+        rows = self._columns_of(base, loads).rows
+        return rows if at is None else rows[at]
+
+    def includes(self, ranks: Sequence[RankId], rank: RankId, loads: ActiveLoads) -> bool:
+        """Whether a rank is one of these candidates, without comparing it with each of them if they are a tuple."""
+        base, at = base_of(ranks)
+        position = self._columns_of(base, loads).candidates.position.get(rank)
+        if position is None or at is None:
+            return position is not None
+        found = int(at.searchsorted(position))
+        return found < len(at) and at.item(found) == position
+
     def _columns_of(self, ranks: Sequence[RankId], loads: ActiveLoads) -> _CandidateColumns:
-        found = self._cached_columns.get(id(ranks))
+        found = self._cached_columns.get(ranks) if isinstance(ranks, tuple) else None
         if found is None or found.loads is not loads:
             found = _CandidateColumns(Candidates(ranks), loads)
             if isinstance(ranks, tuple):  # the contents of a list may change
-                if len(self._cached_columns) >= _CANDIDATES_CACHED_MAX:
-                    self._cached_columns.clear()
-                self._cached_columns[id(ranks)] = found
+                self._cached_columns.put(ranks, found)
         if found.numbering != loads.numbering:
             found.numbering, found.rows = loads.numbering, loads.rows_of(ranks)
         return found

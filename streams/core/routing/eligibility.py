@@ -1,17 +1,23 @@
 """Which ranks a request may go to.
 
-What lives here: the filters that are applied before ranks are priced, each of them once. What must not: Kafka, HTTP,
-and busy thresholds (busy).
+What lives here: the filters that are applied before ranks are priced, each of them once, and a part of a fleet as
+positions. What must not: Kafka, HTTP, and busy thresholds (busy).
+
+Filters that most requests share (model, role, taints) are applied to every worker, and their result is kept as long as
+the fleet is the same. A request's own ids then only remove positions from it, so that a request that excludes one
+worker of a thousand does not examine the others.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple, overload
 
-from streams.core.ids import DpRank, RankId, WorkerId
+import numpy as np
+
+from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.workers import Role, Worker, WorkerState
 
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -31,6 +37,10 @@ class WorkerFilter(NamedTuple):
     phase: Role | None = None
     required_taints: frozenset[str] = frozenset()
     block_size: int | None = None
+
+    def shared(self) -> WorkerFilter:
+        """The part that most requests have in common: without the ids of workers and ranks."""
+        return self._replace(worker_id=None, dp_rank=None, allowed=None, excluded=frozenset())
 
 
 class FilterReason(enum.StrEnum):
@@ -57,6 +67,96 @@ def names_another_rank(rank: RankId, worker_filter: WorkerFilter) -> bool:
         or (worker_filter.allowed is not None and worker_id not in worker_filter.allowed)
         or worker_filter.dp_rank not in (None, rank.dp_rank)
     )
+
+
+class RankSelection(Sequence[RankId]):
+    """Some of a tuple of ranks, in its order, so that what is cached for the tuple serves them as well.
+
+    base: the tuple, which is the same object for all requests with the same shared filters. at: int64[n], the positions
+    in it, ascending.
+    """
+
+    __slots__ = ("at", "base")
+
+    def __init__(self, base: tuple[RankId, ...], at: Int64Array) -> None:
+        self.base = base
+        self.at = at
+
+    @overload
+    def __getitem__(self, index: int) -> RankId: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RankId, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> RankId | tuple[RankId, ...]:
+        if isinstance(index, slice):
+            return tuple(self.base[position] for position in self.at[index].tolist())
+        return self.base[self.at.item(index)]
+
+    def __iter__(self) -> Iterator[RankId]:
+        return map(self.base.__getitem__, self.at.tolist())
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankSelection | tuple | list) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to tuples, whose hash takes a pass over all ranks
+
+    def __repr__(self) -> str:
+        return f"RankSelection({tuple(self)!r})"
+
+
+def base_of(ranks: Sequence[RankId]) -> tuple[Sequence[RankId], Int64Array | None]:
+    """Return the ranks for which columns are cached, and the positions of `ranks` in them; None for all of them."""
+    return (ranks.base, ranks.at) if isinstance(ranks, RankSelection) else (ranks, None)
+
+
+class EligibleRanks:
+    """The ranks that pass the shared filters, in order of worker and rank, and where each worker's ranks are."""
+
+    __slots__ = ("_numbers", "_spans", "ranks")
+
+    def __init__(self, ranks: Iterable[RankId]) -> None:
+        self.ranks = tuple(ranks)
+        self._numbers: Int64Array | None = None
+        self._spans: dict[WorkerId, tuple[int, int]] = {}
+        for position, rank in enumerate(self.ranks):
+            first = self._spans.get(rank.worker_id, (position, position))[0]
+            self._spans[rank.worker_id] = (first, position + 1)
+
+    def narrowed(self, worker_filter: WorkerFilter) -> Sequence[RankId]:
+        """Return the ranks that pass a filter's ids as well; `ranks` itself if all of them do."""
+        allowed, excluded, worker_id = worker_filter.allowed, worker_filter.excluded, worker_filter.worker_id
+        if worker_id is None and allowed is None and not excluded and worker_filter.dp_rank is None:
+            return self.ranks
+        if worker_id is None and allowed is None:
+            passes = np.ones(len(self.ranks), dtype=np.bool_)
+        else:
+            passes = np.zeros(len(self.ranks), dtype=np.bool_)
+            named = allowed if worker_id is None else frozenset({worker_id})
+            assert named is not None
+            for first, last in self._spans_of(named if allowed is None else named & allowed):
+                passes[first:last] = True
+        for first, last in self._spans_of(excluded):
+            passes[first:last] = False
+        if worker_filter.dp_rank is not None:
+            passes &= self._dp_ranks() == worker_filter.dp_rank
+        at = np.flatnonzero(passes)
+        return self.ranks if len(at) == len(self.ranks) else RankSelection(self.ranks, at)
+
+    def _spans_of(self, worker_ids: Set[WorkerId]) -> Iterator[tuple[int, int]]:
+        """First and last position of each of these workers that has ranks here; examines the smaller set."""
+        spans = self._spans
+        if len(worker_ids) <= len(spans):
+            return (spans[worker_id] for worker_id in worker_ids if worker_id in spans)
+        return (span for worker_id, span in spans.items() if worker_id in worker_ids)
+
+    def _dp_ranks(self) -> Int64Array:
+        if self._numbers is None:
+            self._numbers = np.array([rank.dp_rank for rank in self.ranks], dtype=np.int64)
+        return self._numbers
 
 
 def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | None:

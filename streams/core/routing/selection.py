@@ -7,7 +7,6 @@ but its own turn counter or its generator.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -49,13 +48,9 @@ def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
     scale = (max(costs) - low) * temperature if temperature else 0.0
     if not scale > 0.0:  # also if the product of two small numbers is 0, or 0 times infinity is NaN
         return _any_of_the_lowest(costs, low, rng)
-    weights = [math.exp((low - cost) / scale) for cost in costs]
-    point = rng.random() * math.fsum(weights)
-    for index, weight in enumerate(weights):
-        point -= weight
-        if point < 0.0:
-            return index
-    return len(weights) - 1
+    with np.errstate(over="ignore"):  # a quotient that is too large is infinite, and its weight is 0
+        ends = np.exp((low - np.asarray(costs)) / scale).cumsum()
+    return min(int(ends.searchsorted(rng.random() * ends[-1], side="right")), len(costs) - 1)
 
 
 def select_lowest(
@@ -98,22 +93,26 @@ def select_power_of_two(in_flight: Sequence[int], rng: Rng) -> int:
     return second if in_flight[second] < in_flight[first] else first
 
 
-def select_device_aware(in_flight: Sequence[int], on_cpu: Sequence[bool], cuda_to_cpu_ratio: float, rng: Rng) -> int:
+def select_device_aware(
+    in_flight: Sequence[int], on_cpu: Sequence[bool] | npt.NDArray[np.bool_], cuda_to_cpu_ratio: float, rng: Rng
+) -> int:
     """Choose between CPUs and other devices by normalised load, then the least loaded candidate of that group.
 
     The normalised load of a group is its requests in flight / (candidates * throughput weight). The weight is 1 for
     CPUs and cuda_to_cpu_ratio for other devices. If both loads are equal, the other devices win, since they are faster.
     If there is only one group, its least loaded candidate is chosen. Source: NVIDIA Dynamo's mode of this name.
     """
-    cpus = [index for index, cpu in enumerate(on_cpu) if cpu]
-    others = [index for index, cpu in enumerate(on_cpu) if not cpu]
-    group = others or cpus
-    if cpus and others:
+    loads, cpu = np.asarray(in_flight, dtype=np.int64), np.asarray(on_cpu, dtype=np.bool_)
+    n_cpus = int(cpu.sum())
+    n_others = len(cpu) - n_cpus
+    choose_cpus = n_others == 0
+    if n_cpus and n_others:
         # Both loads are multiplied by both denominators, which is exact for whole ratios; quotients might be rounded.
-        load_cpus = sum(in_flight[index] for index in cpus) * len(others) * cuda_to_cpu_ratio
-        load_others = sum(in_flight[index] for index in others) * len(cpus)
-        group = cpus if load_cpus < load_others else others
-    return group[select_least_loaded([in_flight[index] for index in group], rng)]
+        load_cpus = int(loads[cpu].sum()) * n_others * cuda_to_cpu_ratio
+        load_others = int(loads[~cpu].sum()) * n_cpus
+        choose_cpus = load_cpus < load_others
+    group = np.flatnonzero(cpu == choose_cpus)
+    return int(group[select_least_loaded(loads[group].tolist(), rng)])
 
 
 class RoundRobin:

@@ -1,0 +1,297 @@
+// The live page: reads GET /live every two seconds and draws it. It keeps no numbers of its own, so a reload shows the
+// same minutes again.
+"use strict";
+
+const MODES = ["exact", "approximate", "degraded", "fallback"];
+const TOKEN = "kvstreams-token";
+const EVERY_MS = 2000;
+const LAG_SHOWN_AS_BEHIND_S = 5;
+const SVG = "http://www.w3.org/2000/svg";
+
+const at = (id) => document.getElementById(id);
+
+// -- numbers ----------------------------------------------------------------------------------------------------------
+
+const NONE = "–";
+
+function short(value, digits = 0) {
+  if (value === null || value === undefined) return NONE;
+  if (value >= 1e6) return (value / 1e6).toFixed(1) + " M";
+  if (value >= 1e4) return (value / 1e3).toFixed(1) + " k";
+  return value.toFixed(value < 100 ? digits : 0);
+}
+
+const percent = (value) => (value === null || value === undefined ? NONE : Math.round(100 * value) + " %");
+const seconds = (value) => (value === null || value === undefined ? NONE : value.toFixed(value < 10 ? 1 : 0) + " s");
+const last = (values) => (values.length ? values[values.length - 1] : null);
+const lastKnown = (values) => last(values.filter((value) => value !== null));
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+// The mean of the last ten seconds: a single sample of a quiet router jumps between 0 and its only request.
+function recent(values) {
+  const known = values.slice(-5).filter((value) => value !== null);
+  return known.length ? sum(known) / known.length : null;
+}
+
+// -- drawing ----------------------------------------------------------------------------------------------------------
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+function shape(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+// Time runs from right to left, five minutes wide, so that a router that has just started fills its charts slowly.
+const WIDTH = 300;
+const HEIGHT = 100;
+const x = (age) => (WIDTH - age).toFixed(1);
+
+function canvas(label) {
+  return shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label });
+}
+
+function stretches(ages, values) {
+  const found = [[]];
+  values.forEach((value, i) => {
+    if (value === null) found.push([]);
+    else found[found.length - 1].push([ages[i], value]);
+  });
+  return found.filter((points) => points.length > 1);
+}
+
+function drawLines(holder, label, ages, series, top) {
+  const greatest = top ?? Math.max(1e-9, ...series.flat().filter((value) => value !== null)) * 1.08;
+  const y = (value) => (HEIGHT - (Math.min(value, greatest) / greatest) * HEIGHT).toFixed(1);
+  const drawing = canvas(label);
+  series.forEach((values, number) => {
+    for (const points of stretches(ages, values)) {
+      const path = points.map(([age, value]) => `${x(age)},${y(value)}`).join(" ");
+      if (number === 0) {
+        const [first, end] = [x(points[0][0]), x(points[points.length - 1][0])];
+        drawing.append(shape("polygon", { class: "area", points: `${first},${HEIGHT} ${path} ${end},${HEIGHT}` }));
+      }
+      drawing.append(shape("polyline", { class: number ? "line second" : "line", points: path }));
+    }
+  });
+  holder.replaceChildren(drawing);
+}
+
+function drawModes(holder, label, ages, modes) {
+  const drawing = canvas(label);
+  const totals = ages.map((_, i) => sum(MODES.map((mode) => modes[mode][i])));
+  const greatest = Math.max(1e-9, ...totals) * 1.05;
+  const below = ages.map(() => 0);
+  for (const mode of MODES) {
+    if (!modes[mode].some((rate) => rate > 0)) continue;
+    const point = (i) => `${x(ages[i])},${(HEIGHT - (below[i] / greatest) * HEIGHT).toFixed(1)}`;
+    const floor = ages.map((_, i) => point(i)).reverse();
+    ages.forEach((_, i) => (below[i] += modes[mode][i]));
+    drawing.append(shape("polygon", { class: mode, points: [...ages.map((_, i) => point(i)), ...floor].join(" ") }));
+  }
+  holder.replaceChildren(drawing);
+}
+
+// -- tiles ------------------------------------------------------------------------------------------------------------
+
+const TILES = [
+  {
+    id: "decisions",
+    title: "Decisions per second",
+    value: (s) => short(recent(s.decisions_per_s), 1),
+    series: (s) => [s.decisions_per_s],
+  },
+  { id: "hits", title: "Hit share of prompts", value: (s) => percent(recent(s.hit_rate)), series: (s) => [s.hit_rate], top: 1 },
+  {
+    id: "latency",
+    title: "Latency",
+    value: (s) => short(lastKnown(s.latency_ms_p50), 2),
+    small: (s) => `ms p50, ${short(lastKnown(s.latency_ms_p99), 2)} ms p99`,
+    series: (s) => [s.latency_ms_p50, s.latency_ms_p99],
+  },
+  { id: "lag", title: "View lag, slowest partition", value: (s) => seconds(last(s.lag_s)), series: (s) => [s.lag_s] },
+  {
+    id: "requests",
+    title: "Requests in flight",
+    value: (s) => short(last(s.requests)),
+    small: (s) => `${short(last(s.decode_blocks))} blocks`,
+    series: (s) => [s.requests],
+  },
+  {
+    id: "balance",
+    title: "Imbalance of blocks in use",
+    value: (s) => short(last(s.imbalance), 2),
+    small: () => "0 is even",
+    series: (s) => [s.imbalance],
+  },
+  { id: "queue", title: "Waiting in the queue", value: (s) => short(last(s.queue)), series: (s) => [s.queue] },
+  {
+    id: "gaps",
+    title: "Gaps in event streams",
+    value: (s) => short(sum(s.gaps.filter((n) => n > 0))),
+    small: () => "in 5 minutes",
+    series: (s) => [s.gaps],
+  },
+];
+
+function drawTiles(samples) {
+  const holder = at("tiles");
+  for (const tile of TILES) {
+    let card = at(`tile-${tile.id}`);
+    if (!card) {
+      card = element(
+        "article",
+        { class: "tile", id: `tile-${tile.id}` },
+        element("h3", {}, tile.title),
+        element("p", { class: "value" }),
+        element("div", { class: "chart" }),
+      );
+      holder.append(card);
+    }
+    const value = tile.value(samples);
+    const small = tile.small ? tile.small(samples) : "";
+    card.querySelector(".value").replaceChildren(value, " ", element("small", {}, small));
+    const label = `${tile.title} over the last 5 minutes; now ${value} ${small}`.trim();
+    drawLines(card.querySelector(".chart"), label, samples.age_s, tile.series(samples), tile.top);
+  }
+}
+
+// -- the rest of the page ---------------------------------------------------------------------------------------------
+
+function drawLegend(samples) {
+  const totals = MODES.map((mode) => sum(samples.modes[mode]));
+  const all = sum(totals);
+  const shares = MODES.map((mode, i) => [mode, all ? percent(totals[i] / all) : NONE]);
+  at("modes-legend").replaceChildren(
+    ...shares.map(([mode, share]) => element("li", { class: mode }, `${mode} `, element("strong", {}, share))),
+  );
+  return shares.map(([mode, share]) => `${mode} ${share}`).join(", ");
+}
+
+function bar(text, share) {
+  const made = element("span", { class: "bar" }, text);
+  made.style.setProperty("--share", `${(100 * Math.min(Math.max(share ?? 0, 0), 1)).toFixed(0)}%`);
+  return made;
+}
+
+function workerRow(worker, most) {
+  const state = element("span", { class: `state ${worker.state}` }, worker.state.replaceAll("_", " "));
+  if (worker.reason) state.append(" ", element("small", {}, worker.reason.replaceAll("_", " ")));
+  const number = (...content) => element("td", { class: "number" }, ...content);
+  const name = worker.ranks > 1 ? `${worker.worker_id} (${worker.ranks} ranks)` : worker.worker_id;
+  return element(
+    "tr",
+    {},
+    element("th", { scope: "row" }, name),
+    element("td", {}, worker.model),
+    element("td", {}, state),
+    number(short(worker.requests)),
+    number(bar(short(worker.prefill_tokens), worker.prefill_tokens / Math.max(most.prefill_tokens, 1))),
+    number(bar(short(worker.decode_blocks), worker.decode_blocks / Math.max(most.decode_blocks, 1))),
+    number(bar(percent(worker.cache_usage), worker.cache_usage)),
+    number(bar(percent(worker.hit_rate), worker.hit_rate)),
+  );
+}
+
+// Workers arrive in order of their load. Rows in order of their ids stay where they are while someone reads them.
+function drawWorkers(workers, leftOut) {
+  const most = {
+    prefill_tokens: Math.max(0, ...workers.map((worker) => worker.prefill_tokens)),
+    decode_blocks: Math.max(0, ...workers.map((worker) => worker.decode_blocks)),
+  };
+  const inOrder = [...workers].sort((a, b) => a.worker_id.localeCompare(b.worker_id, "en", { numeric: true }));
+  at("workers").replaceChildren(...inOrder.map((worker) => workerRow(worker, most)));
+  at("workers-empty").hidden = workers.length > 0;
+  at("workers-more").hidden = !leftOut;
+  at("workers-more").textContent = `${leftOut} more workers have fewer requests in flight and are not shown.`;
+}
+
+function drawPartitions(partitions) {
+  at("partitions").replaceChildren(
+    ...partitions.map(({ partition, lag_s, lag_records }) => {
+      const behind = lag_s === null || lag_s > LAG_SHOWN_AS_BEHIND_S || lag_records > 0;
+      const records = lag_records === null ? "unknown" : `${short(lag_records)} records`;
+      return element("li", behind ? { class: "behind" } : {}, `partition ${partition}`, element("strong", {}, seconds(lag_s)), records);
+    }),
+  );
+}
+
+function setStatus(state, text, notice = "") {
+  const status = at("status");
+  if (status.textContent !== text) status.textContent = text; // a screen reader announces changes only
+  status.dataset.state = state;
+  at("notice").hidden = !notice;
+  at("notice").textContent = notice;
+  document.body.classList.toggle("stale", state === "failed");
+}
+
+function draw(live) {
+  const { router, samples } = live;
+  const parts = [`mode ${router.router_mode}`, `${short(router.index_blocks)} blocks indexed`];
+  if (router.dead_letters) parts.push(`${short(router.dead_letters)} dead letters since its start`);
+  parts.push(`id ${router.id.slice(0, 8)}`);
+  at("about").textContent = parts.join(" · ");
+  if (router.not_ready_because) setStatus("waiting", "Not ready", router.not_ready_because);
+  else if (!router.bookings_in_sync)
+    setStatus("waiting", "Degraded", "Kafka is away: this router does not see the bookings of other routers.");
+  else setStatus("ready", "Ready");
+  drawTiles(samples);
+  drawModes(at("modes-chart"), `Shares of modes over the last 5 minutes: ${drawLegend(samples)}`, samples.age_s, samples.modes);
+  drawWorkers(live.workers, live.workers_left_out);
+  drawPartitions(live.partitions);
+}
+
+// -- reading ----------------------------------------------------------------------------------------------------------
+
+async function refresh() {
+  const token = sessionStorage.getItem(TOKEN);
+  let answer;
+  try {
+    answer = await fetch("live", {
+      cache: "no-store",
+      headers: token ? { Authorization: `Bearer ${token}` } : {},
+      signal: AbortSignal.timeout(5 * EVERY_MS),
+    });
+  } catch {
+    setStatus("failed", "No answer", "The router does not answer. The numbers below are the last ones that it sent.");
+    return;
+  }
+  const refused = answer.status === 401 || answer.status === 403;
+  at("token-form").hidden = !refused;
+  if (refused) {
+    setStatus("waiting", "Token required", token ? "The router refused this token." : "");
+    return;
+  }
+  if (!answer.ok) {
+    const error = await answer.json().catch(() => null);
+    setStatus("failed", `Error ${answer.status}`, error?.error?.message ?? error?.reason ?? "");
+    return;
+  }
+  draw(await answer.json());
+}
+
+at("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(TOKEN, at("token").value.trim());
+  at("token").value = "";
+  void refresh();
+});
+
+async function keepReading() {
+  for (;;) {
+    if (!document.hidden) await refresh();
+    await new Promise((done) => setTimeout(done, EVERY_MS));
+  }
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) void refresh();
+});
+
+void keepReading();
