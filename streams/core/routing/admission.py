@@ -35,7 +35,6 @@ _CANDIDATES_MAX = 64
 #: Returns those of some ranks that are not over a busy threshold.
 IdleRanks = Callable[[Sequence[RankId], ActiveLoads], Sequence[RankId]]
 
-SCALE = 1.0
 #: In place of a time, for ranks that are above the threshold.
 _CLOSED = float("inf")
 
@@ -137,7 +136,6 @@ class Gate:
         chosen = decision.chosen
         if chosen.rank in self._charges or chosen.rank not in self._open_ranks(ranks, loads):
             tokens = max(1, prefill_tokens(n_tokens, chosen.cached_blocks, block_size))
-            tokens *= max(1, int(len(self._router_ids) * SCALE))
             self._charges[chosen.rank] = self._charges.get(chosen.rank, 0) + tokens
             self._close(chosen.rank)
             return None
