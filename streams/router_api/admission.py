@@ -44,8 +44,9 @@ LOOKAHEAD = 64
 #: about the order. Before a request leaves, its overlap is looked up in any case.
 ESTIMATE_MS = 250.0
 
-#: Bookings from which a router knows the other routers.
+#: Bookings from which a router knows the other routers, and the interval at which it looks.
 RECENT_BOOKINGS = 256
+ROUTERS_MS = 1000.0
 
 #: Upper bounds of the time that requests wait, in seconds.
 WAIT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -120,6 +121,7 @@ class Admission:
         self._pumping: asyncio.Task[None] | None = None
         self._checked_ms = 0.0
         self._router_ids: list[str] = []
+        self._router_ids_ms = -ROUTERS_MS
         self.outcomes: Counter[Outcome] = Counter()
         self.waited_s = Distribution(*WAIT_BOUNDS)
 
@@ -160,7 +162,10 @@ class Admission:
         if self._queue:
             gate = _SHUT
         else:
-            gate.begin(_monotonic_ms(), _wall_ms(), ())
+            now_ms = _monotonic_ms()
+            if now_ms - self._router_ids_ms >= ROUTERS_MS:
+                self._find_routers(now_ms)
+            gate.begin(now_ms, _wall_ms(), self._router_ids)
         try:
             return self._router.try_admit(prepared, gate)
         except AllWorkersBusy:
@@ -316,8 +321,12 @@ class Admission:
             )
         for number in [number for number, entry in self._entries.items() if entry.is_gone()]:
             self._drop_gone(number)
+        if now_ms - self._router_ids_ms >= ROUTERS_MS:
+            self._find_routers(now_ms)
+
+    def _find_routers(self, now_ms: float) -> None:
         with self._router.loads.locked() as loads:
-            self._router_ids = sorted(loads.recent_routers(RECENT_BOOKINGS))
+            self._router_ids, self._router_ids_ms = sorted(loads.recent_routers(RECENT_BOOKINGS)), now_ms
 
     def _drop_gone(self, number: int) -> None:
         _fail(

@@ -24,7 +24,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
-from streams.core.routing.admission import Gate
+from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import RankTerms, prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
@@ -393,8 +393,9 @@ class Router:
             return idle_ranks(ranks, self._busy, self.view.workers, loads, self.view.fleet().metrics)
 
         backlog_ms, us_per_token = self.settings.router_queue_backlog_ms, self.settings.prefill_us_per_token
-        tokens_max = backlog_ms * 1000.0 / us_per_token if backlog_ms and us_per_token else None
-        return Gate(lambda: self.loads.router_id, tokens_max, idle if self._busy else None)
+        tokens_max = backlog_ms * 1000.0 / us_per_token if backlog_ms else None
+        propagation_tokens = int(PROPAGATION_MS * 1000.0 / us_per_token)
+        return Gate(lambda: self.loads.router_id, tokens_max, idle if self._busy else None, propagation_tokens)
 
     def refresh(self, prepared: PreparedRequest) -> PreparedRequest:
         """Filter and match a prepared request again, since ranks and the index may have changed."""

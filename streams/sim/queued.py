@@ -17,10 +17,10 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
-from streams.core.routing.admission import Gate
+from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.cost import prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, RoutePolicy, booking_of
-from streams.core.routing.queue import QueueLimits, QueuePolicy, RequestQueue, Waiting
+from streams.core.routing.queue import QUEUE_BACKLOG_MS, QueueLimits, QueuePolicy, RequestQueue, Waiting
 from streams.core.routing.selection import Rng
 from streams.sim.engine_config import EngineConfig
 from streams.sim.engine_messages import ModelRequest, PromptHashes, hash_prompt
@@ -44,7 +44,7 @@ class QueueConfig:
 
     n_routers: int = 1
     policy: QueuePolicy = QueuePolicy.ARRIVAL_PLUS_PREFILL
-    backlog_ms: float | None = 200.0
+    backlog_ms: float | None = QUEUE_BACKLOG_MS
     prefill_us_per_token: float = 100.0
     delay_ms_mean: float = 10.9
 
@@ -170,7 +170,8 @@ class _Router:
         limits = QueueLimits(1 << 30, 1 << 60, 1 << 30)
         self.waiting = RequestQueue(config.policy, limits, config.prefill_us_per_token)
         tokens_max = None if config.backlog_ms is None else config.backlog_ms * 1000 / config.prefill_us_per_token
-        self._gate = Gate(lambda: router_id, tokens_max)
+        propagation_tokens = int(PROPAGATION_MS * 1000 / config.prefill_us_per_token)
+        self._gate = Gate(lambda: router_id, tokens_max, propagation_tokens=propagation_tokens)
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count()
         self._pumped_ms = float("-inf")
@@ -194,7 +195,7 @@ class _Router:
         """Route a request at once if it may go, or let it wait."""
         now_ms = self._simulation.now_ms
         if not self.waiting:
-            self._gate.begin(now_ms, now_ms, ())
+            self._gate.begin(now_ms, now_ms, self._routers())
             if self._try(request):
                 return
         number = next(self._numbers)
@@ -215,7 +216,7 @@ class _Router:
         if at_ms != self._pump_at_ms:  # an earlier one took its place
             return
         self._pump_at_ms, self._pumped_ms = float("inf"), at_ms
-        self._gate.begin(at_ms, at_ms, sorted(self.loads.recent_routers(_RECENT_BOOKINGS)))
+        self._gate.begin(at_ms, at_ms, self._routers())
         ranks = self._simulation.fleet.ranks
         for number in list(itertools.islice(self.waiting.in_order(), LOOKAHEAD)):
             if not self._gate.may_go(ranks, self.loads):
@@ -230,6 +231,9 @@ class _Router:
             self._pump_at(at_ms + CHECK_MS)
         else:
             self._gate.end()
+
+    def _routers(self) -> list[str]:
+        return sorted(self.loads.recent_routers(_RECENT_BOOKINGS))
 
     def _try(self, request: _Request) -> bool:
         """Send a request if its rank is open."""

@@ -24,10 +24,20 @@ LIMIT = 1000
 class Fleet:
     """Loads, a chooser and the gate of one router."""
 
-    def __init__(self, limit: float | None = LIMIT, router_id: str = ROUTERS[0], busy: Sequence[RankId] = ()) -> None:
+    def __init__(
+        self,
+        limit: float | None = LIMIT,
+        router_id: str = ROUTERS[0],
+        busy: Sequence[RankId] = (),
+        propagation_tokens: int = 0,
+    ) -> None:
         self.loads = ActiveLoads(1 << 40)
         self.busy = list(busy)
-        self.gate = Gate(lambda: router_id, limit, lambda ranks, _: [each for each in ranks if each not in self.busy])
+
+        def idle(ranks: Sequence[RankId], _: ActiveLoads) -> Sequence[RankId]:
+            return [each for each in ranks if each not in self.busy]
+
+        self.gate = Gate(lambda: router_id, limit, idle, propagation_tokens)
         self._chooser = Chooser(random.Random(1))
         self._counter = 0
 
@@ -148,6 +158,22 @@ def test_routers_take_turns() -> None:
     assert len(at_once) == 1
     assert [each for each in ROUTERS if opened_after(each, PROPAGATION_MS - 1)] == at_once
     assert [each for each in ROUTERS if opened_after(each, PROPAGATION_MS)] == ROUTERS
+
+
+def test_routers_prefer_the_ranks_for_which_they_are_the_first() -> None:
+    """Of ranks with the same load a router takes one for which it is the first, unless another one costs less."""
+    first = {rank: next(each for each in ROUTERS if is_first(each, ROUTERS, rank.worker_id, 0)) for rank in RANKS}
+    assert len(set(first.values())) > 1
+    for router_id in set(first.values()):
+        own = {rank for rank in RANKS if first[rank] == router_id}
+        other = next(rank for rank in RANKS if rank not in own)
+        fleet = Fleet(router_id=router_id, propagation_tokens=320)
+        for rank in RANKS:
+            fleet.book(rank, 400)
+        fleet.gate.begin(0.0, 0.0, ROUTERS)
+        assert fleet.decide(1600, {other: 50}) == other
+        assert fleet.decide() in own
+        assert fleet.loads.load(other).prefill_tokens == 2000  # without any charge
 
 
 def test_a_router_alone_waits_for_nobody() -> None:

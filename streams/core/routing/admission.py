@@ -6,13 +6,15 @@ router's turn it is. What must not: the order of requests (queue), clocks (time 
 
 Several routers see that a rank has room again before they hear of each other's bookings. Without turns each of them
 would send its first request there. So one router sends at once, and the others only after the propagation delay, when
-they know what it sent. Which one is the first follows from a rendezvous hash of router, worker and period, which all
-routers compute alike without exchanging anything.
+they know what it sent. For the same reason a router charges the ranks for which it is not the first with what an engine
+computes in that time, so that of ranks with about the same cost each router prefers others. Which router is the first
+follows from a rendezvous hash of router, worker and period, which all routers compute alike without exchanging
+anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import xxhash
@@ -35,6 +37,11 @@ _CANDIDATES_MAX = 64
 #: Returns those of some ranks that are not over a busy threshold.
 IdleRanks = Callable[[Sequence[RankId], ActiveLoads], Sequence[RankId]]
 
+#: Ranks whose state is remembered until nothing waits. Beyond this limit all is forgotten.
+_RANKS_MAX = 65_536
+
+_NO_CHARGES: Mapping[RankId, int] = {}
+
 #: In place of a time, for ranks that are above the threshold.
 _CLOSED = float("inf")
 
@@ -53,10 +60,11 @@ class _Candidates:
     """Candidates and what is known of them in the current pump.
 
     ranks: the tuple is kept, so that no other one gets its id(). rows: of their loads, valid for `loads` and its
-    `numbering`. open: those that this router may send to. pump: the pump that found this out.
+    `numbering`. open: those that this router may send to. pump: the pump that found this out. others: charges of the
+    ranks for which another router is the first, in the period and with the routers of others_as_of.
     """
 
-    __slots__ = ("loads", "numbering", "open", "pump", "ranks", "rows")
+    __slots__ = ("loads", "numbering", "open", "others", "others_as_of", "pump", "ranks", "rows")
 
     def __init__(self, ranks: Sequence[RankId]) -> None:
         self.ranks = ranks
@@ -65,6 +73,8 @@ class _Candidates:
         self.rows: Int64Array = np.empty(0, dtype=np.int64)
         self.open: set[RankId] = set()
         self.pump = -1
+        self.others: Mapping[RankId, int] = _NO_CHARGES
+        self.others_as_of: tuple[int, tuple[str, ...]] = (-1, ())
 
 
 class Gate:
@@ -75,20 +85,25 @@ class Gate:
     """
 
     def __init__(
-        self, router_id: Callable[[], str], backlog_tokens_max: float | None, idle: IdleRanks | None = None
+        self,
+        router_id: Callable[[], str],
+        backlog_tokens_max: float | None,
+        idle: IdleRanks | None = None,
+        propagation_tokens: int = 0,
     ) -> None:
         """router_id: it changes when a router reads its topics again. backlog_tokens_max: a rank with more uncached
         tokens booked is closed; None sets no limit. idle: returns the ranks that are not over a busy threshold; None if
-        there are no such thresholds.
+        there are no such thresholds. propagation_tokens: what an engine computes in the propagation delay.
         """
         self._router_id = router_id
         self._backlog_tokens_max = np.inf if backlog_tokens_max is None else backlog_tokens_max
         self._idle = idle
+        self._propagation_tokens = propagation_tokens
         self._candidates: dict[int, _Candidates] = {}
         self._charges: dict[RankId, int] = {}
         # When a rank was first seen below the threshold after it had been above it; _CLOSED while it is above.
         self._opened_ms: dict[RankId, float] = {}
-        self._router_ids: Sequence[str] = ()
+        self._router_ids: tuple[str, ...] = ()
         self._now_ms = self._wall_ms = 0.0
         self._pump = 0
 
@@ -99,7 +114,9 @@ class Gate:
         clock that is off only changes whose turn it is. router_ids: routers that booked lately.
         """
         self._charges.clear()
-        self._router_ids = router_ids
+        if len(self._opened_ms) > _RANKS_MAX:
+            self._opened_ms.clear()
+        self._router_ids = tuple(router_ids)
         self._now_ms, self._wall_ms = now_ms, wall_ms
         self._pump += 1
 
@@ -128,10 +145,7 @@ class Gate:
         that must wait is charged to its rank until the pump ends, so that those behind it choose another rank where
         that is better, and do not go before it.
         """
-        if self._charges:
-            with loads.charged(self._charges):
-                decision = choose()
-        else:
+        with loads.charged(self._others_ranks(ranks)), loads.charged(self._charges):
             decision = choose()
         chosen = decision.chosen
         if chosen.rank in self._charges or chosen.rank not in self._open_ranks(ranks, loads):
@@ -147,17 +161,40 @@ class Gate:
         if not is_idle or loads.load(rank).prefill_tokens > self._backlog_tokens_max:
             self._close(rank)
 
+    def _others_ranks(self, ranks: Sequence[RankId]) -> Mapping[RankId, int]:
+        """What to charge to the ranks for which another router is the first: it may have sent there just now."""
+        if len(self._router_ids) < 2 or not self._propagation_tokens:
+            return _NO_CHARGES
+        found = self._candidates_of(ranks)
+        period = self._period()
+        if found.others_as_of != (period, self._router_ids):
+            found.others_as_of = (period, self._router_ids)
+            router_id, routers = self._router_id(), self._router_ids
+            found.others = {
+                rank: self._propagation_tokens
+                for rank in ranks
+                if not is_first(router_id, routers, rank.worker_id, period)
+            }
+        return found.others
+
+    def _period(self) -> int:
+        return int(self._wall_ms // PERIOD_MS)
+
+    def _candidates_of(self, ranks: Sequence[RankId]) -> _Candidates:
+        found = self._candidates.get(id(ranks))
+        if found is None:
+            if len(self._candidates) >= _CANDIDATES_MAX:
+                self._candidates.clear()
+            found = self._candidates[id(ranks)] = _Candidates(ranks)
+        return found
+
     def _close(self, rank: RankId) -> None:
         for each in self._candidates.values():
             each.open.discard(rank)
 
     def _open_ranks(self, ranks: Sequence[RankId], loads: ActiveLoads) -> set[RankId]:
         """Return those of these ranks that are open to this router in this pump."""
-        found = self._candidates.get(id(ranks))
-        if found is None:
-            if len(self._candidates) >= _CANDIDATES_MAX:
-                self._candidates.clear()
-            found = self._candidates[id(ranks)] = _Candidates(ranks)
+        found = self._candidates_of(ranks)
         if found.pump == self._pump:
             return found.open
         found.pump = self._pump
@@ -165,7 +202,7 @@ class Gate:
             found.loads, found.numbering, found.rows = loads, loads.numbering, loads.rows_of(ranks)
         found.open = set()
         idle = None if self._idle is None else set(self._idle(ranks, loads))
-        period, router_id = int(self._wall_ms // PERIOD_MS), self._router_id()
+        period, router_id = self._period(), self._router_id()
         for rank, tokens in zip(ranks, loads.table[0].take(found.rows).tolist(), strict=True):
             if tokens > self._backlog_tokens_max or (idle is not None and rank not in idle):
                 self._opened_ms[rank] = _CLOSED
