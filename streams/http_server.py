@@ -49,11 +49,7 @@ class HttpServer:
         try:
             self._sockets = _listen(host, port)
         except OSError as exc:
-            flag = port_setting.replace("_", "-")
-            raise SettingsError(
-                f"host and {port_setting}: cannot listen on {host}:{port}: {exc.strerror or exc}",
-                remedy=f"Set --host and --{flag}, or stop the process that listens there",
-            ) from exc
+            raise _cannot_listen(host, port, port_setting, exc) from exc
         self._runners: list[web.AppRunner] = []
         self._sites: list[web.SockSite] = []
 
@@ -80,6 +76,18 @@ class HttpServer:
         for site in before:
             await site.stop()
 
+    async def listen_also(self, host: str, port: int) -> None:
+        """Listen on another address, which other processes listen on as well. Raises SettingsError."""
+        try:
+            more = _listen(host, port, shared=True)
+        except OSError as exc:
+            raise _cannot_listen(host, port, "port", exc) from exc
+        self._sockets += more
+        sites = [web.SockSite(self._runners[-1], each.dup(), backlog=BACKLOG) for each in more]
+        for site in sites:
+            await site.start()
+        self._sites += sites
+
     async def close(self) -> None:
         """Stop listening and finish running requests."""
         for each in self._sockets:
@@ -88,8 +96,15 @@ class HttpServer:
             await runner.cleanup()
 
 
-def _listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on every address of a host, as aiohttp does; raises OSError."""
+def _cannot_listen(host: str, port: int, port_setting: str, exc: OSError) -> SettingsError:
+    return SettingsError(
+        f"host and {port_setting}: cannot listen on {host}:{port}: {exc.strerror or exc}",
+        remedy=f"Set --host and --{port_setting.replace('_', '-')}, or stop the process that listens there",
+    )
+
+
+def _listen(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """Listen on every address of a host, as aiohttp does. shared: other processes may do so too. Raises OSError."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
@@ -97,6 +112,8 @@ def _listen(host: str, port: int) -> list[socket.socket]:
             each = socket.socket(family, kind, protocol)
             sockets.append(each)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             each.bind(address)

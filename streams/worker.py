@@ -33,7 +33,7 @@ from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.draining import drain
 from streams.router_api.router import Router
-from streams.router_api.server import api_runner, tick_forever
+from streams.router_api.server import api_runner, make_router, tick_forever
 from streams.schema_compatibility import check_schemas
 from streams.settings import Settings, load, unknown_variables
 from streams.tables.cxl_reducer import partition_plan
@@ -81,7 +81,7 @@ class WorkerProcess:
         await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
         agent_metrics = agent_registry(self.indexer)
         if settings.router:
-            self._router = Router(settings)
+            self._router = make_router(settings)
         if self._server is None:
             return
         if self._router is not None:

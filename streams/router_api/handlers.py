@@ -12,6 +12,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,17 +33,20 @@ from streams.errors import (
     api_error,
 )
 from streams.metrics import MetricsRegistry, metrics_response
+from streams.router_api import fast_lane
 from streams.router_api.admission import Admission, may_wait
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
 from streams.router_api.calls import CALLS, HTML
-from streams.router_api.connections import ApiRunner, Connections
+from streams.router_api.connections import Connections
+from streams.router_api.fast_lane import FastLane
 from streams.router_api.inspections import Inspections, written
 from streams.router_api.large_bodies import LargeBody
 from streams.router_api.live import Live
 from streams.router_api.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.metrics import RouterMetrics
-from streams.router_api.openapi import document_json, page_html
+from streams.router_api.openapi import PAGE_HEADERS, document_json, page_html
 from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.runner import ApiRunner
 from streams.router_api.token_bodies import parse_large, parse_with_tokens
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
@@ -92,16 +96,20 @@ class Handlers:
     Calls that wait for Kafka run on a thread, so that an unreachable broker delays them but no answer to /route.
     """
 
-    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
-        """more_metrics: further registries of this process, served after the router's own."""
+    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = (), process: str = "") -> None:
+        """more_metrics: further registries of this process, served after the router's own.
+
+        process: as of RouterMetrics.
+        """
         self._router = router
         self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
         self._connections = Connections(router.settings.connections_max)
         self._inspections = Inspections()
         self._admission = Admission(router)
-        self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission)
+        self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission, process)
         self._more_metrics = more_metrics
+        self.lane = FastLane(router, self._metrics, RETRY_AFTER_S)
         self._live = Live(router, self._metrics, lambda: len(self._admission))
         self._sampling: asyncio.Task[None] | None = None
 
@@ -125,7 +133,15 @@ class Handlers:
 
     def runner(self, app: web.Application) -> ApiRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
-        return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s)
+        # A middleware sees every request, so that none may take the fast lane.
+        usable = list(app.middlewares) == [error_shape] and fast_lane.is_supported()
+        return ApiRunner(
+            app,
+            self._connections,
+            self._metrics.errors,
+            self._router.settings.drain_timeout_s,
+            self.lane if usable else None,
+        )
 
     async def _start(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
         self._sampling = asyncio.create_task(self._live.run())
@@ -314,7 +330,8 @@ class Handlers:
             while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
                 if not await written(request, response, page):
                     return response
-        await response.write_eof()
+        with suppress(ConnectionResetError):  # the client left, which is no fault of the router
+            await response.write_eof()
         return response
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -367,7 +384,7 @@ class Handlers:
 
     async def docs(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the page that shows the OpenAPI document."""
-        return web.Response(body=page_html(), content_type=HTML, charset="utf-8")
+        return web.Response(body=page_html(), content_type=HTML, charset="utf-8", headers=PAGE_HEADERS)
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return what the live page shows."""
@@ -398,7 +415,7 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     """
     connections = request.app.get(_CONNECTIONS)
     if connections is not None:
-        connections.note_request(request)
+        connections.note_request(request.protocol)
     router = request.app.get(_ROUTER)
     try:
         response = await handler(request)

@@ -218,6 +218,11 @@ _OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
 #: own names.
 NO_PARAMETERS = ("token_ids", "block_hashes", "router_config_override")
 
+#: The query parameters of requests with packed tokens, in order.
+_ROUTE_PARAMETERS = dict.fromkeys(
+    name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in NO_PARAMETERS
+)
+
 #: Fields that are lists, separated by commas as query parameters.
 LIST_PARAMETERS = ("allowed_worker_ids", "excluded_worker_ids", "required_taints", "tier_weights")
 
@@ -263,12 +268,11 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     values: dict[str, Any] = dict(query)
     if len(values) < len(query):
         raise InvalidRequest("a query parameter is repeated; separate the items of a list by commas")
-    known = [name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in NO_PARAMETERS]
-    unknown = [name for name in values if name not in known]
-    if unknown:
+    if not values.keys() <= _ROUTE_PARAMETERS.keys():
+        unknown = next(name for name in values if name not in _ROUTE_PARAMETERS)
         raise InvalidRequest(
-            f"unknown query parameter {_shortened(unknown[0])!r}; the known ones are {', '.join(known)}. The body "
-            "contains the tokens"
+            f"unknown query parameter {_shortened(unknown)!r}; the known ones are {', '.join(_ROUTE_PARAMETERS)}. The "
+            "body contains the tokens"
         )
     for name in LIST_PARAMETERS:
         if name in values:
@@ -276,9 +280,8 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
             values[name] = parts if name == "tier_weights" else [part for part in parts if part]
     if "moe_query" in values:
         values["moe_query"] = decode_body(_moe_query_decoder, values["moe_query"].encode())
-    override = {name: values.pop(name) for name in _OVERRIDES if name in values}
-    if override:
-        values["router_config_override"] = override
+    if not values.keys().isdisjoint(_OVERRIDES):
+        values["router_config_override"] = {name: values.pop(name) for name in _OVERRIDES if name in values}
     try:
         return msgspec.convert(values, RouteRequest, strict=False)
     except msgspec.ValidationError as exc:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -39,10 +39,15 @@ class LocalRouter:
 
 
 @contextmanager
-def local_router(settings: Settings, n_workers: int = 2) -> Iterator[LocalRouter]:
-    """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends."""
+def local_router(
+    settings: Settings, n_workers: int = 2, make: Callable[[Settings], Router] = Router
+) -> Iterator[LocalRouter]:
+    """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends.
+
+    make: another kind of router.
+    """
     own = replace(settings, port=free_port(), kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False)
-    router = Router(own)
+    router = make(own)
     router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
     for number in range(1, n_workers + 1):
         register(router, number)
