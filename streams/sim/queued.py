@@ -170,7 +170,8 @@ class _Router:
         limits = QueueLimits(1 << 30, 1 << 60, 1 << 30)
         self.waiting = RequestQueue(config.policy, limits, config.prefill_us_per_token)
         tokens_max = None if config.backlog_ms is None else config.backlog_ms * 1000 / config.prefill_us_per_token
-        propagation_tokens = int(PROPAGATION_MS * 1000 / config.prefill_us_per_token)
+        # Without a queue requests pass no gate in the live router.
+        propagation_tokens = int(PROPAGATION_MS * 1000 / config.prefill_us_per_token) if tokens_max is not None else 0
         self._gate = Gate(lambda: router_id, tokens_max, propagation_tokens=propagation_tokens)
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count()
