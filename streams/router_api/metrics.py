@@ -274,14 +274,18 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         Label("model", values_max=MODELS_MAX),
     ),
     gauge(
-        "kvstreams_queue_requests",
+        "kvstreams_flow_control_queue_size",
         "Requests that wait for a rank, by priority",
         lambda now: now.admission.lengths(),
         Label("priority", values_max=PRIORITIES_MAX),
     ),
-    gauge("kvstreams_queue_bytes", "Memory that they use, in bytes, as an estimate", lambda now: now.admission.n_bytes),
+    gauge(
+        "kvstreams_flow_control_queue_bytes",
+        "Memory that they use, in bytes, as an estimate",
+        lambda now: now.admission.n_bytes,
+    ),
     histogram(
-        "kvstreams_queue_wait_seconds",
+        "kvstreams_flow_control_request_queue_duration_seconds",
         "Time that requests waited, of those that got a rank after it",
         read=lambda now: now.admission.waited_s,
     ),

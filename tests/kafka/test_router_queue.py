@@ -14,7 +14,7 @@ BACKLOG_TOKENS = 1000
 
 
 def waiting(api: Api) -> float:
-    return sum(number for name, number in metrics(api).items() if name.startswith("kvstreams_queue_requests/"))
+    return sum(number for name, number in metrics(api).items() if name.startswith("kvstreams_flow_control_queue_size/"))
 
 
 def long_prompt(seed: int) -> list[int]:

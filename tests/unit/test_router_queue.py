@@ -83,7 +83,11 @@ class Served:
         wait_for(lambda: self.waiting() == n_waiting, PATIENCE_S, f"{n_waiting} requests to wait")
 
     def waiting(self) -> float:
-        return sum(number for name, number in metrics(self.api).items() if name.startswith("kvstreams_queue_requests/"))
+        return sum(
+            number
+            for name, number in metrics(self.api).items()
+            if name.startswith("kvstreams_flow_control_queue_size/")
+        )
 
     def asks(self, n_tokens: int = LONG, **fields: Any) -> Asking:
         """Let a request wait, and return once it does."""
@@ -132,7 +136,7 @@ def served(shared: LocalRouter) -> Iterator[Served]:
     yield served
     served.wait(0)
     wait_for(lambda: not shared.router.loads._listeners, PATIENCE_S, "the queue to end")
-    assert metrics(served.api)["kvstreams_queue_bytes"] == 0
+    assert metrics(served.api)["kvstreams_flow_control_queue_bytes"] == 0
     served.free_all()
 
 
@@ -174,8 +178,10 @@ def test_requests_that_book_nothing_do_not_wait(served: Served) -> None:
 def test_greater_priorities_go_first(served: Served) -> None:
     """Among waiting requests the greatest priority goes first, and equal ones in the order of the policy."""
     asking = [served.asks(priority=priority) for priority in (0, -1, 5, 0)]
-    lengths = {name: n for name, n in metrics(served.api).items() if name.startswith("kvstreams_queue_requests/")}
-    assert lengths == {f"kvstreams_queue_requests/{priority}": n for priority, n in ((-1, 1), (0, 2), (5, 1))}
+    lengths = {
+        name: n for name, n in metrics(served.api).items() if name.startswith("kvstreams_flow_control_queue_size/")
+    }
+    assert lengths == {f"kvstreams_flow_control_queue_size/{priority}": n for priority, n in ((-1, 1), (0, 2), (5, 1))}
     assert served.order(asking) == [2, 0, 3, 1]
 
 
