@@ -171,7 +171,8 @@ class RouterFleet:
     def __init__(self, n_ranks: int, n_tokens: int, **changes: object) -> None:
         self.rng = np.random.default_rng(SEED)
         self.n_tokens = n_tokens
-        given = {"router_replica_sync": False, "kafka": "127.0.0.1:1", "log_level": "error", **changes}
+        tolerant = {"behind_after_ms": 60_000, "stale_after_ms": 60_000}  # of a busy machine
+        given = {"router_replica_sync": False, "kafka": "127.0.0.1:1", **tolerant, **changes}
         self.router = Router(Settings(block_size=BLOCK_SIZE, **given))  # type: ignore[arg-type]
         self.router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
         self.shared = self.rng.integers(0, 128_000, n_tokens // 4, dtype=np.uint32)

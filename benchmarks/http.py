@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -341,28 +341,29 @@ def servers_of(
     ).start()
     servers += [Server(FLOOR, f"http://127.0.0.1:{port}", floor.pid, form) for form in (JSON, OCTETS)]
     wait_for(lambda: _answers(servers[-1].url), 30.0, "the floor to listen")
-    process = None
-    if dynamo is not None:
-        url = f"http://127.0.0.1:{free_port()}"
-        with (logs / "dynamo.log").open("wb") as log:
-            command = [dynamo, "-m", "dynamo.select_service", "--port", url.rpartition(":")[2]]
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "DYN_LOG": "error"})
-        wait_for(lambda: _answers(url), 60.0, "Dynamo to listen")
-        for each in engines.engines:
-            body = {
-                "worker_id": each.worker_id, "model_name": MODEL, "endpoint": each.url, "block_size": BLOCK_SIZE,
-                "kv_events_endpoint": each.events, "replay_endpoint": each.replay, "total_kv_blocks": 1_000_000,
-                "max_num_batched_tokens": 8192,
-            }  # fmt: skip
-            ask(url, "POST", "/workers", _json(body))
-        servers.append(Server(DYNAMO, url, process.pid, JSON))
-    try:
+    with ExitStack() as stack:
+        if dynamo is not None:
+            servers.append(_start_dynamo(dynamo, engines, logs / "dynamo.log", stack))
         time.sleep(1.5)  # subscriptions reach the sockets
         yield servers
-    finally:
-        if process is not None:
-            process.terminate()
-            process.wait()
+
+
+def _start_dynamo(python: str, engines: WireEngines, log_path: Path, stack: ExitStack) -> Server:
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [python, "-m", "dynamo.select_service", "--port", url.rpartition(":")[2]]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "DYN_LOG": "error"})
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    wait_for(lambda: _answers(url), 60.0, "Dynamo to listen")
+    for each in engines.engines:
+        body = {
+            "worker_id": each.worker_id, "model_name": MODEL, "endpoint": each.url, "block_size": BLOCK_SIZE,
+            "kv_events_endpoint": each.events, "replay_endpoint": each.replay, "total_kv_blocks": 1_000_000,
+            "max_num_batched_tokens": 8192,
+        }  # fmt: skip
+        ask(url, "POST", "/workers", _json(body))
+    return Server(DYNAMO, url, process.pid, JSON)
 
 
 def _await_blocks(servers: Sequence[Server], workload: Workload) -> None:

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -190,10 +191,11 @@ def _serve_http() -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = models if self.path.endswith("/v1/models") else started
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(BrokenPipeError, ConnectionResetError):  # the bridge has closed the connection
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Log nothing."""

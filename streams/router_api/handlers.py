@@ -338,13 +338,13 @@ class Handlers:
     async def state_blocks(self, request: web.Request) -> web.StreamResponse:
         """Return every fact in the index, 21 bytes each (FACT), in order."""
         response = web.StreamResponse(headers={"Content-Type": OCTET_STREAM})
-        async with self._inspections.begun() as on_thread:
-            await response.prepare(request)
-            pages = self._router.view.fact_pages()
-            while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
-                if not await written(request, response, page):
-                    return response
         with suppress(ConnectionResetError):  # the client left, which is no fault of the router
+            async with self._inspections.begun() as on_thread:
+                await response.prepare(request)
+                pages = self._router.view.fact_pages()
+                while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
+                    if not await written(request, response, page):
+                        return response
             await response.write_eof()
         return response
 

@@ -178,7 +178,8 @@ class Router:
         self._topic_ids: dict[str, str] = {}  # of the topics that this router reads; a deleted one keeps its id
         self._folded_topics = tuple(feed.topic.name for feed in feeds.values())
         with_ends = (*self._sources, self._topics.cxl_changelog) if settings.reads_index else ()
-        self._watch = TopicWatch(settings, self._topics.all(), with_ends, self._note_reading)
+        closely = (self._topics.index_changelog,) if settings.reads_index else ()
+        self._watch = TopicWatch(settings, self._topics.all(), with_ends, self._note_reading, closely)
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
