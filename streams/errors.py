@@ -137,6 +137,18 @@ class AllWorkersBusy(NoEligibleWorker):
     code = "all_workers_busy"
 
 
+class QueueFull(AllWorkersBusy):
+    """As many requests wait as may. `detail` contains `retry_after_s`, which becomes the header Retry-After."""
+
+    code = "queue_full"
+
+
+class QueueTimeout(AllWorkersBusy):
+    """No rank became free for a waiting request before its deadline. `detail` contains `retry_after_s`."""
+
+    code = "queue_timeout"
+
+
 class NotReady(KvStreamsError):
     """The process cannot answer yet: topics are missing or not fully read, or too few workers are registered."""
 
@@ -282,6 +294,8 @@ API_ERRORS: tuple[type[KvStreamsError], ...] = (
     Overloaded,
     NoEligibleWorker,
     AllWorkersBusy,
+    QueueFull,
+    QueueTimeout,
     NotReady,
 )
 

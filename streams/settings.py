@@ -24,6 +24,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
+from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QUEUE_BACKLOG_MS, QueuePolicy
 from streams.core.routing.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
 from streams.faults import FAULT_ENV
@@ -205,6 +206,29 @@ class Settings:
     )
     active_prefill_tokens_threshold: int = _setting(
         0, "a rank with more tokens still to prefill is busy and gets no requests; 0 disables this", low=0
+    )
+    router_queue_policy: QueuePolicy = _setting(
+        QueuePolicy.ARRIVAL_PLUS_PREFILL, f"order of waiting requests: {', '.join(QueuePolicy)}"
+    )
+    router_queue_backlog_ms: float = _setting(
+        QUEUE_BACKLOG_MS,
+        "requests with queue=on wait while the best rank would prefill for longer than this before it starts theirs; "
+        "0 makes them wait for busy thresholds only",
+        low=0.0,
+        high=86_400_000.0,
+    )
+    prefill_us_per_token: float = _setting(
+        PREFILL_US_PER_TOKEN, "time in which an engine computes one prompt token, in us", low=0.001, high=1e6
+    )
+    router_queue_timeout_s: float = _setting(
+        30.0, "longest time that a request waits; its queue_timeout_ms may shorten it", low=0.001, high=3600.0
+    )
+    router_queue_requests_max: int = _setting(1024, "most requests that wait in one router", low=1)
+    router_queue_tenant_requests_max: int = _setting(
+        1024, "most requests of one tenant (header X-Tenant) that wait", low=1
+    )
+    router_queue_bytes_max: int = _setting(
+        64 * 1024 * 1024, "most bytes of memory that waiting requests may use, by an estimate", low=65_536
     )
     router_min_initial_workers: int = _setting(
         0, "a starting router is not ready until this many workers are registered", low=0, high=1_000_000

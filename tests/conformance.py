@@ -33,6 +33,7 @@ from streams.core.index.interface import Candidates, OverlapScores, PrefixIndex
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.routing.cost import TIER_WEIGHTS, TermColumns, price_terms
 from streams.core.routing.eligibility import WorkerFilter
+from streams.core.routing.queue import QueueLimits, QueuePolicy, RequestQueue, Waiting, wspt_key
 from streams.core.routing.selection import select_by_cost
 from streams.core.workers import Worker
 from streams.errors import UnknownParent
@@ -45,11 +46,6 @@ from tests.unit.test_table_properties import Record, commit, compacted, folded, 
 
 #: Our own cases, next to this file.
 OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
-
-#: Kinds that need something that kvstreams does not have, and what that is.
-NO_SUBJECT = {
-    "queue": "this project has no queue of waiting requests yet",
-}
 
 #: Names that engines and routers use for the tiers.
 TIERS = {
@@ -551,11 +547,50 @@ def _cost(query: Mapping[str, Any], worker: Mapping[str, Any]) -> float:
     return TermColumns([_rank(0)], np.array([int(overlap)]), effective, terms).row(0).cost
 
 
+def run_queue(data: Mapping[str, Any]) -> None:
+    """Order waiting requests. Raises Differs.
+
+    query: a list of requests, whose wspt keys are `expect`; or `waiting`, a list of requests, with `policy` and
+    `prefill_us_per_token`, and `expect` is their `order`, as positions in the list. A request has `isl` and
+    `best_cached_tokens`, and optionally `arrival_ms`, `priority`, `priority_jump` and `tenant`.
+    """
+    query, expect = data["query"], data["expect"]
+    if isinstance(query, list):
+        _compare("number of expectations", len(expect), len(query))
+        keys = [wspt_key(each["isl"], each["best_cached_tokens"], each.get("priority_jump", 0.0)) for each in query]
+        for number, (key, expected) in enumerate(zip(keys, expect, strict=True)):
+            if not math.isclose(key, expected):
+                raise Differs(f"key of request {number}: found {key}, expected {expected}")
+        order = sorted(range(len(keys)), key=lambda number: (-keys[number], number))
+        _compare("order of the queue", _order_of(query, QueuePolicy.WSPT), order)
+        return
+    found = _order_of(query["waiting"], QueuePolicy(query["policy"]), query.get("prefill_us_per_token", 0.0))
+    for name, value in expect.items():
+        if name != "order":
+            raise Differs(f"this runner knows no expectation {name!r}")
+        _compare("order of the queue", found, value)
+
+
+def _order_of(
+    waiting: Sequence[Mapping[str, Any]], policy: QueuePolicy, prefill_us_per_token: float = 0.0
+) -> list[int]:
+    """Let requests wait; return their positions in the order of the queue."""
+    n = len(waiting)
+    queue = RequestQueue(policy, QueueLimits(n, n, n), prefill_us_per_token)
+    for number, each in enumerate(waiting):
+        uncached = each["isl"] - each["best_cached_tokens"]
+        by_name = {name: each[name] for name in ("priority", "priority_jump", "tenant") if name in each}
+        queue.add(Waiting(number, each.get("arrival_ms", 0.0), math.inf, uncached, 1, **by_name))
+        queue.check()
+    return list(queue.in_order())
+
+
 KINDS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "indexer": run_indexer,
     "hash": run_hash,
     "cost": run_cost,
     "moe": run_moe,
+    "queue": run_queue,
 }
 
 
@@ -601,7 +636,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             n_passed += 1
     for kind, n in sorted(skipped.items()):
-        print(f"SKIPPED {n} of kind {kind}: {NO_SUBJECT.get(kind, 'this runner does not know it')}")
+        print(f"SKIPPED {n} of kind {kind}: this runner does not know it")
     print(f"{n_passed} passed, {n_failed} failed, {skipped.total()} skipped")
     if not n_passed + n_failed:
         print("nothing ran: no case is of a kind that this runner knows", file=sys.stderr)

@@ -21,7 +21,8 @@ class RouteAnswer:
     cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice. trust: the least
     trust that any eligible rank deserves. chosen_trust: that of the chosen rank alone. moe_filter_applied: whether only
     ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
-    candidates: every candidate's terms, if the request asks for them.
+    candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
+    if it did not.
     """
 
     request_id: str
@@ -34,3 +35,4 @@ class RouteAnswer:
     chosen_trust: Trust
     moe_filter_applied: bool | None = None
     candidates: tuple[RankTerms, ...] | None = None
+    queued_ms: float | None = None

@@ -60,6 +60,7 @@ class RouteAnswerBody(TypedDict):
     degraded_because: NotRequired[DegradedReason]
     chosen_degraded_because: NotRequired[DegradedReason]
     moe_filter_applied: NotRequired[bool]
+    queued_ms: NotRequired[float]
     candidates: NotRequired[list[Candidate]]
 
 

@@ -184,7 +184,7 @@ class FastLane:
 
 def _may_wait(request: RouteRequest) -> bool:
     """Whether a request asks to wait for a rank, which the fast lane does not."""
-    return getattr(request, "queue", "off") != "off"
+    return request.queue != "off"
 
 
 def _query_of(message: RawRequestMessage) -> Mapping[str, str]:

@@ -35,6 +35,7 @@ from streams.errors import (
 from streams.http_server import error_headers
 from streams.metrics import MetricsRegistry, metrics_response
 from streams.router_api import fast_lane
+from streams.router_api.admission import Admission, may_wait
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
 from streams.router_api.calls import CALLS, HTML
 from streams.router_api.connections import Connections
@@ -108,11 +109,12 @@ class Handlers:
         self._bodies = Bodies(router.settings)
         self._connections = Connections(router.settings.connections_max, uses_tls=bool(router.settings.tls_certificate))
         self._inspections = Inspections()
-        self._metrics = RouterMetrics(router, self._connections, self._bodies, process)
+        self._admission = Admission(router)
+        self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission, process)
         self._more_metrics = more_metrics
         self.lane = FastLane(router, self._metrics, RETRY_AFTER_S)
         self._rights: dict[Any, Right | None] = {getattr(self, call.handler): call.right for call in CALLS}
-        self._live = Live(router, self._metrics)
+        self._live = Live(router, self._metrics, lambda: len(self._admission))
         self._sampling: asyncio.Task[None] | None = None
 
     def routes(self) -> list[web.RouteDef]:
@@ -165,15 +167,22 @@ class Handlers:
         packed_query = _packed_query(request)
         async with self._bodies.of(request) as body:
             if packed_query is not None:
-                found: Any = answer_json(router.route(packed_query, _tokens(body)))
+                prepared = router.prepare(packed_query, _tokens(body))
             elif is_list(body):
                 found = await self._route_list(body)
+                self._metrics.route_seconds.observe(time.perf_counter() - started)
+                return _json(found)
             elif len(body) <= LARGE_BODY_BYTES:
-                found = answer_json(router.route(*parse_with_tokens(parse_route, body, self._tokens_max)))
+                prepared = router.prepare(*parse_with_tokens(parse_route, body, self._tokens_max))
             else:
-                found = answer_json(router.try_book(await self._bodies.on_thread(self._prepare_large, body)))
-        self._metrics.route_seconds.observe(time.perf_counter() - started)
-        return _json(found)
+                prepared = await self._bodies.on_thread(self._prepare_large, body)
+        if may_wait(prepared):
+            del body  # a waiting request keeps only what it needs
+            answer = await self._admission.route(prepared, _tenant(request), lambda: request.transport is None)
+        else:
+            answer = router.try_book(prepared)
+        self._metrics.route_seconds.observe(time.perf_counter() - started - (answer.queued_ms or 0.0) / 1000.0)
+        return _json(answer_json(answer))
 
     async def _route_list(self, body: bytes) -> list[dict[str, Any]]:
         """Answer each request of a list, in order. A request that is refused does not affect the others."""
@@ -183,10 +192,12 @@ class Handlers:
         for item in items:
             try:
                 if len(item) <= LARGE_BODY_BYTES:
-                    found = self._router.route(*parse_with_tokens(parse_route, item, self._tokens_max))
+                    prepared = self._router.prepare(*parse_with_tokens(parse_route, item, self._tokens_max))
                 else:
-                    found = self._router.try_book(await self._bodies.on_thread(self._prepare_large, item))
-                answers.append(answer_json(found))
+                    prepared = await self._bodies.on_thread(self._prepare_large, item)
+                if may_wait(prepared):
+                    raise InvalidRequest("queue is on, but a request of a list cannot wait", remedy="Send it by itself")
+                answers.append(answer_json(self._router.try_book(prepared)))
             except KvStreamsError as exc:
                 answers.append(self._refused_item(exc))
             await asyncio.sleep(0)  # other requests are answered between any two of the list
@@ -468,7 +479,7 @@ def _refusal(
     errors = request.app.get(_ERRORS)
     if errors is not None:
         errors[code] += 1
-    retry = {"Retry-After": RETRY_AFTER_S} if status == 503 else {}
+    retry = {"Retry-After": str((detail or {}).get("retry_after_s", RETRY_AFTER_S))} if status == 503 else {}
     return _json(error_json(code, message, detail), status=status, headers={**(headers or {}), **retry})
 
 
@@ -508,6 +519,14 @@ def _request_id(request: web.Request) -> str:
     if not request_id or len(request_id) > NAME_CHARS_MAX:
         raise InvalidRequest(f"a request id has 1 to {NAME_CHARS_MAX} characters")
     return request_id
+
+
+def _tenant(request: web.Request) -> str:
+    """The tenant in whose name a request waits."""
+    tenant = request.headers.get("X-Tenant", "")
+    if len(tenant) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"X-Tenant has more than {NAME_CHARS_MAX} characters")
+    return tenant
 
 
 def _pool_id(request: web.Request) -> str:

@@ -28,6 +28,7 @@ from streams.metrics import (
     lag_records,
     lag_seconds,
 )
+from streams.router_api.admission import Admission, Outcome
 from streams.router_api.bodies import Bodies
 from streams.router_api.connections import REFUSAL_REASONS, Connections
 from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
@@ -47,6 +48,9 @@ LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.
 
 #: Label value of a decision's reason if its answer is not degraded.
 NO_REASON = "none"
+
+#: Priorities with a time series of their own.
+PRIORITIES_MAX = 32
 
 #: Reasons for which a rank by itself makes answers degraded.
 RANK_DEGRADED_REASONS = (
@@ -73,6 +77,7 @@ class RouterSnapshot:
     """What the declarations read. n_labelled_records and n_labels_over_capacity are read from the view together."""
 
     router: Router
+    admission: Admission
     route_seconds: Distribution
     load: FleetLoad
     lags: Mapping[int, Lag]
@@ -268,6 +273,30 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         lambda now: now.router.prompt_matches.unmatched(),
         Label("model", values_max=MODELS_MAX),
     ),
+    gauge(
+        "kvstreams_flow_control_queue_size",
+        "Requests that wait for a rank, by priority",
+        lambda now: now.admission.lengths(),
+        Label("priority", values_max=PRIORITIES_MAX),
+    ),
+    gauge(
+        "kvstreams_flow_control_queue_bytes",
+        "Memory that they use, in bytes, as an estimate",
+        lambda now: now.admission.n_bytes,
+    ),
+    histogram(
+        "kvstreams_flow_control_request_queue_duration_seconds",
+        "Time that requests waited, of those that got a rank after it",
+        read=lambda now: now.admission.waited_s,
+    ),
+    counter(
+        "kvstreams_queue_outcomes_total",
+        "Requests with `queue` on, by what became of them: `at_once` and `routed` got a rank without waiting and after "
+        "it; `full`, `bytes` and `tenant` were refused by a limit of the queue; `timeout` missed their deadline; "
+        "`cancelled` were given up by their clients; `refused` got another error",
+        lambda now: {outcome: now.admission.outcomes[outcome] for outcome in Outcome},
+        Label("outcome", tuple(Outcome)),
+    ),
     counter(
         "kvstreams_errors_total",
         "Calls answered with an error, by its code",
@@ -418,9 +447,12 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
 class RouterMetrics:
     """The metrics of one router. Owner of the errors' counts; all methods run on the loop that serves the API."""
 
-    def __init__(self, router: Router, connections: Connections, bodies: Bodies, process: str = "") -> None:
+    def __init__(
+        self, router: Router, connections: Connections, bodies: Bodies, admission: Admission, process: str = ""
+    ) -> None:
         """process: value of the label `process` of every metric; "" for no such label."""
         self._router = router
+        self._admission = admission
         self._connections = connections
         self._bodies = bodies
         self._scrapes = _FailedScrapes()
@@ -438,6 +470,7 @@ class RouterMetrics:
         n_labelled, n_labels_over_capacity = view.labelled()
         return RouterSnapshot(
             router=self._router,
+            admission=self._admission,
             route_seconds=self.route_seconds,
             load=load,
             lags=view.lags(),

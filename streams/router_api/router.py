@@ -24,6 +24,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import Int64Array, RankId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
+from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import RankTerms, prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
@@ -90,6 +91,18 @@ class PreparedRequest(NamedTuple):
     block_size: int
     reads_index: bool
     moe_query: MoeQuery | None
+    ranks: Sequence[RankId]
+    refusal: KvStreamsError | None
+    scores: OverlapScores
+    predicted: Set[RankId]
+    supplementary: SupplementaryMatches | None
+    moe_filter_applied: bool | None
+    filters: WorkerFilter
+
+
+class _CandidateMatches(NamedTuple):
+    """The fields of a PreparedRequest that change while it waits; they have the same names there."""
+
     ranks: Sequence[RankId]
     refusal: KvStreamsError | None
     scores: OverlapScores
@@ -305,11 +318,18 @@ class Router:
         Raises NoEligibleWorker, AllWorkersBusy; then an existing booking stays. After AllWorkersBusy it can be called
         again with the same preparation.
         """
+        answer = self.try_admit(prepared, None)
+        assert answer is not None  # only a gate lets a request wait
+        return answer
+
+    def try_admit(self, prepared: PreparedRequest, gate: Gate | None) -> RouteAnswer | None:
+        """The same as `try_book`, but None if the gate does not let the request go to the rank that is best for it."""
         request = prepared.request
         # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
         # decision. In the other order they would count for nothing.
         reported = self.view.reports_received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
         fleet = self.view.fleet() if prepared.policy.reads_fleet else _NOTHING_REPORTED
+        decision: Decision | None = None
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
             phase = _booked_phase(request.phase)
@@ -318,13 +338,22 @@ class Router:
             if moves:
                 existing = None
             if existing is None:
-                decision = self._choose(prepared, loads, fleet, reported)
+                decision = (
+                    self._choose(prepared, loads, fleet, reported)
+                    if gate is None
+                    else self._choose_through(gate, prepared, loads, fleet, reported)
+                )
+                if decision is None:
+                    return None
                 if moves:
                     self.loads.end(prepared.request_id, phase)
                 if request.update_states:
                     self._book(prepared, decision)
+                    if gate is not None:
+                        gate.booked(decision.chosen.rank, loads)
         if existing is not None:
             return self._existing_answer(prepared, existing[1])
+        assert decision is not None
         chosen = decision.chosen
         trust = chosen_trust = FALLBACK
         if decision.preferred and prepared.reads_index:
@@ -359,6 +388,37 @@ class Router:
             prepared.moe_filter_applied,
             decision.candidates if request.explain else None,
         )
+
+    def new_gate(self) -> Gate:
+        """What decides whether a waiting request may go to a rank, with this router's thresholds."""
+
+        def idle(ranks: Sequence[RankId], loads: ActiveLoads) -> Sequence[RankId]:
+            return idle_ranks(ranks, self._busy, self.view.workers, loads, self.view.fleet().metrics)
+
+        backlog_ms, us_per_token = self.settings.router_queue_backlog_ms, self.settings.prefill_us_per_token
+        tokens_max = backlog_ms * 1000.0 / us_per_token if backlog_ms else None
+        propagation_tokens = int(PROPAGATION_MS * 1000.0 / us_per_token)
+        return Gate(lambda: self.loads.router_id, tokens_max, idle if self._busy else None, propagation_tokens)
+
+    def refresh(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Filter and match a prepared request again, since ranks and the index may have changed."""
+        candidates = self._candidates(
+            prepared.filters,
+            prepared.blocks,
+            prepared.policy,
+            prepared.moe_query,
+            prepared.reads_index,
+            strict=prepared.moe_filter_applied is not None,
+        )
+        return prepared._replace(**candidates._asdict())
+
+    def uncached_tokens(self, prepared: PreparedRequest) -> int:
+        """How many tokens the rank that holds the most of a prepared request would have to compute."""
+        best = 0.0
+        if prepared.reads_index and prepared.ranks:
+            effective = prepared.scores.columns(Candidates(prepared.ranks), prepared.policy.tier_weights)[1]
+            best = float(effective.max())
+        return prefill_tokens(prepared.blocks.n_tokens, best, prepared.block_size)
 
     def potential(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Return the load that each eligible rank would have with this request."""
@@ -443,22 +503,9 @@ class Router:
             tokens_max=self.settings.request_tokens_max,
         )
         filters = filters._replace(model=model, block_size=block_size)
-        ranks: Sequence[RankId] = ()
-        refusal: KvStreamsError | None = None
-        scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
-        moe_filter_applied = False if strict else None
-        try:
-            ranks = self._eligible(filters, policy.mode)
-            if reads_index:
-                scores, predicted = self.view.overlap(blocks.local)
-                if self.view.has_supplementary:
-                    selector = None if query is None else query.selector()
-                    pooled = policy.cxl_score_weight > 0.0
-                    supplementary = self.view.supplementary(blocks.chain, model, selector, pooled=pooled)
-            if strict and reads_index:
-                ranks, moe_filter_applied = self._matching(ranks, filters, scores, supplementary)
-        except (NoEligibleWorker, InvalidRequest) as exc:
-            ranks, refusal = (), exc
+        ranks, refusal, scores, predicted, supplementary, moe_filter_applied = self._candidates(
+            filters, blocks, policy, query, reads_index, strict=strict
+        )
         return PreparedRequest(
             request,
             request.request_id or uuid.uuid4().hex,
@@ -475,7 +522,37 @@ class Router:
             predicted,
             supplementary,
             moe_filter_applied,
+            filters,
         )
+
+    def _candidates(
+        self,
+        filters: WorkerFilter,
+        blocks: Blocks,
+        policy: RoutePolicy,
+        query: MoeQuery | None,
+        reads_index: bool,
+        *,
+        strict: bool,
+    ) -> _CandidateMatches:
+        """List the ranks that a request may go to, and match it against the index."""
+        ranks: Sequence[RankId] = ()
+        refusal: KvStreamsError | None = None
+        scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
+        moe_filter_applied = False if strict else None
+        try:
+            ranks = self._eligible(filters, policy.mode)
+            if reads_index:
+                scores, predicted = self.view.overlap(blocks.local)
+                if self.view.has_supplementary:
+                    selector = None if query is None else query.selector()
+                    pooled = policy.cxl_score_weight > 0.0
+                    supplementary = self.view.supplementary(blocks.chain, filters.model, selector, pooled=pooled)
+            if strict and reads_index:
+                ranks, moe_filter_applied = self._matching(ranks, filters, scores, supplementary)
+        except (NoEligibleWorker, InvalidRequest) as exc:
+            ranks, refusal = (), exc
+        return _CandidateMatches(ranks, refusal, scores, predicted, supplementary, moe_filter_applied)
 
     def _eligible(self, filters: WorkerFilter, mode: RouterMode) -> Sequence[RankId]:
         if mode is RouterMode.DIRECT and filters.worker_id is None:
@@ -569,6 +646,25 @@ class Router:
             n_tokens=prepared.blocks.n_tokens,
             fleet=fleet,
             supplementary=prepared.supplementary,
+        )
+
+    def _choose_through(
+        self,
+        gate: Gate,
+        prepared: PreparedRequest,
+        loads: ActiveLoads,
+        fleet: FleetState,
+        reported: Mapping[RankId, int] | None,
+    ) -> Decision | None:
+        """The same as `_choose`, but None if the gate does not let the request go now."""
+        if prepared.refusal is None and not gate.may_go(prepared.ranks, loads):
+            return None
+        return gate.decide(
+            prepared.ranks,
+            loads,
+            lambda: self._choose(prepared, loads, fleet, reported),
+            prepared.blocks.n_tokens,
+            prepared.block_size,
         )
 
     def _with_unreported(

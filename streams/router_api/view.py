@@ -169,6 +169,8 @@ class View:
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
+        #: Grows with each change of what `overlap` and `eligible` return, and of nothing else that requests wait for.
+        self.changes = 0
         # What trust depends on has a lock of its own, which is held for a few microseconds: every answer takes it, and
         # a fold holds the other one for 200 us. A thread that needs both takes this one last.
         self._trust_lock = threading.Lock()
@@ -179,6 +181,7 @@ class View:
         self._reset()
 
     def _reset(self) -> None:
+        self.changes += 1
         settings = self._settings
         self.index: RunFold = self._make_fold()
         #: The registered workers, each with the state that follows from its cordon.
@@ -233,6 +236,7 @@ class View:
             run_id = parse_run_key(key)
             run = None if value is None else decode_run(key, value)
             with self._lock:
+                self.changes += 1
                 try:
                     self.index.fold([run_id], [run])
                 except IndexFull:
@@ -248,6 +252,7 @@ class View:
             rank = parse_progress_key(key)
             progress = None if value is None else decode_progress(key, value)
             with self._lock:
+                self.changes += 1
                 self._fold_progress(rank, progress)
         elif key.startswith(PARTITION_PREFIX):
             if value is not None:
@@ -289,6 +294,7 @@ class View:
             end = min(begin + _LOCKED_RECORDS, last)
             with self._lock:
                 assert self._batches is not None  # columns exist only if the index folds batches
+                self.changes += 1
                 for record in self._batches[0].fold_records(columns, begin, end):
                     self._note_over_capacity(columns.place_of(record)[0])
             self._fold_labels_of(columns, begin, end, records)
@@ -511,6 +517,7 @@ class View:
 
     def _forget_eligible(self) -> None:
         """Drop the cached ranks, since the registry or a rank's state has changed. Called under the lock."""
+        self.changes += 1
         self._eligible.clear()
         self._eligible_tables.clear()
 
@@ -554,6 +561,7 @@ class View:
         """Predict that the rank will hold the blocks of a request that was sent to it. local: uint64[n_blocks]."""
         if self._predictions is not None and local.size:
             with self._lock:
+                self.changes += 1
                 self._predictions.predict(rank, local, self._now_ms() / 1000)
 
     @property

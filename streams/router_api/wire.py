@@ -56,6 +56,9 @@ _MESSAGE_CHARS_MAX = 1000
 #: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
 
+#: The greatest priority; its negative is the least one.
+PRIORITY_MAX = COUNT_MAX
+
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 #: A u64 as a JSON number or a decimal string, since numbers in JavaScript are exact only up to 2^53. The limits appear
 #: only in the OpenAPI document; `u64` and `pack_tokens` check them, which takes less time for long lists than msgspec.
@@ -116,7 +119,10 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: _Salt | None = None
     namespace: _Salt | None = None
     session_id: _Name | None = None
-    priority: int = 0
+    priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
+    priority_jump: _Weight = 0.0
+    queue: Literal["on", "off"] = "off"
+    queue_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
     required_taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | None = None
     phase: Role | None = None
     router_config_override: ConfigOverride | None = None
@@ -508,6 +514,8 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         fields["chosen_degraded_because"] = chosen_trust.reason
     if answer.moe_filter_applied is not None:
         fields["moe_filter_applied"] = answer.moe_filter_applied
+    if answer.queued_ms is not None:
+        fields["queued_ms"] = answer.queued_ms
     if answer.candidates is not None:
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
     return fields

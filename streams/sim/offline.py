@@ -7,7 +7,7 @@ and I/O. The result is a pure function of trace, engines, pool, policy and rando
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import assert_never
@@ -20,7 +20,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.index.plain_index import PlainPrefixIndex
-from streams.core.loads.bookings import ActiveLoads, BookingId
+from streams.core.loads.bookings import ActiveLoads, BookingId, BookingPhase
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.selection import Rng
 from streams.core.routing.supplementary import SupplementaryMatches
@@ -47,7 +47,7 @@ from streams.sim.pool import EnginePoolBlocks, PoolConfig, PoolEvent, SharedPool
 from streams.sim.trace import TraceRequest, tokens_for
 
 #: Bookings of a simulation do not expire.
-_NEVER_MS = 1 << 60
+NEVER_MS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,12 @@ def simulate(
     """
     if pool is not None and pool.block_size != config.block_size:
         raise SettingsError(f"the pool has blocks of {pool.block_size} tokens, the engines of {config.block_size}")
-    fleet = _Fleet(n_engines, config, pool)
+    loads = ActiveLoads(NEVER_MS)
+
+    def note(request_id: str, phase: BookingPhase, at_ms: float) -> None:  # noqa: ARG001 - the only loads know at once
+        apply_phase(loads, booking_id_of(request_id), phase)
+
+    fleet = Fleet(n_engines, config, pool, note)
     chooser = Chooser(rng)
     for number, request in enumerate(requests):
         fleet.advance(request.timestamp_ms)
@@ -97,7 +102,7 @@ def simulate(
             policy,
             fleet.ranks,
             scores,
-            fleet.loads,
+            loads,
             sequence=sequence,
             request_blocks=request_blocks,
             block_size=config.block_size,
@@ -112,7 +117,7 @@ def simulate(
             request_blocks=request_blocks,
             block_size=config.block_size,
         )
-        fleet.loads.add(_booking_id(str(number)), booking, 0)
+        loads.add(booking_id_of(str(number)), booking, 0)
         fleet.submit(
             decision.chosen.rank,
             request.timestamp_ms,
@@ -122,15 +127,22 @@ def simulate(
     return [fleet.outcomes[str(number)] for number in range(len(requests))]
 
 
-class _Fleet:
-    """Engines, with an index, loads and pooled blocks that follow every event at once."""
+class Fleet:
+    """Engines, with an index and pooled blocks that follow every event at once."""
 
-    def __init__(self, n_engines: int, config: EngineConfig, pool: PoolConfig | None) -> None:
+    def __init__(
+        self,
+        n_engines: int,
+        config: EngineConfig,
+        pool: PoolConfig | None,
+        on_phase: Callable[[str, BookingPhase, float], None],
+    ) -> None:
+        """on_phase: called with a request's id, its new phase and the time."""
         self.ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, n_engines + 1))
         self._engines = {rank: EngineModel(config) for rank in self.ranks}
         self._due: dict[RankId, float] = {}  # time of the next event, of engines that have one
         self.index = PlainPrefixIndex()
-        self.loads = ActiveLoads(_NEVER_MS)
+        self._on_phase = on_phase
         self.outcomes: dict[str, Outcome] = {}
         # One engine hash may have several physical copies; the rank holds the block until the last one is evicted.
         self._copies: dict[RankId, Counter[int]] = {rank: Counter() for rank in self.ranks}
@@ -143,6 +155,10 @@ class _Fleet:
         self._engines[rank].submit(at_ms, request)
         self._reschedule(rank)
         self.advance(at_ms)
+
+    def next_event_ms(self) -> float:
+        """When the next event of an engine is due; infinity if none is."""
+        return min(self._due.values(), default=float("inf"))
 
     def advance(self, to_ms: float) -> None:
         """Advance all engines to this time, in the order of their events, because they share the pool's time."""
@@ -196,9 +212,9 @@ class _Fleet:
                 self._copies[rank].clear()
                 self.index.clear(rank)
             case FirstToken():
-                self.loads.prefill_complete(_booking_id(output.request_id), 0)
+                self._on_phase(output.request_id, BookingPhase.PREFILL, output.at_ms)
             case Finished():
-                self.loads.free(_booking_id(output.request_id), 0)
+                self._on_phase(output.request_id, BookingPhase.FREE, output.at_ms)
                 self.outcomes[output.request_id] = Outcome(
                     int(output.request_id),
                     rank.worker_id,
@@ -210,7 +226,7 @@ class _Fleet:
                     output.pooled_tokens,
                 )
             case Rejected():
-                self.loads.free(_booking_id(output.request_id), 0)
+                self._on_phase(output.request_id, BookingPhase.FREE, output.at_ms)
                 number = int(output.request_id)
                 self.outcomes[output.request_id] = Outcome(number, rank.worker_id, 0, 0, 0, None, None)
             case _:
@@ -268,5 +284,14 @@ def _owner(rank: RankId) -> str:
     return str(rank.worker_id)
 
 
-def _booking_id(request_id: str) -> BookingId:
-    return BookingId(request_id, "offline", 0)
+def booking_id_of(request_id: str, router_id: str = "offline") -> BookingId:
+    """The booking of a request of a trace."""
+    return BookingId(request_id, router_id, 0)
+
+
+def apply_phase(loads: ActiveLoads, booking_id: BookingId, phase: BookingPhase) -> None:
+    """Apply prefill-complete or free."""
+    if phase is BookingPhase.PREFILL:
+        loads.prefill_complete(booking_id, 0)
+    else:
+        loads.free(booking_id, 0)

@@ -68,6 +68,11 @@ def labelled(query: dict[str, Any], expect: dict[str, Any]) -> dict[str, Any]:
     return {"name": "m", "kind": "moe", "ops": [], "query": asked, "expect": [expect]}
 
 
+def queued(query: Any, expect: Any) -> dict[str, Any]:
+    return {"name": "q", "kind": "queue", "query": query, "expect": expect}
+
+
+WAITING = {"isl": 16, "best_cached_tokens": 12}
 TWELVE = list(range(1, 13))
 COSTS = {"1": 3, "2": 1}
 
@@ -108,6 +113,11 @@ COSTS = {"1": 3, "2": 1}
         (labelled({"layer_id": 2}, {"stays": [[1, 0]]}), "ranks that stay"),
         (labelled({"layer_id": 2}, {"winner": 1}), "no expectation 'winner'"),
         (labelled({"layer": 2}, {"scores": [[1, 1]]}), "ValidationError"),
+        (queued([WAITING], [0.5]), "key of request 0: found 0.25, expected 0.5"),
+        (queued([WAITING], []), "number of expectations"),
+        (queued({"policy": "wspt", "waiting": [WAITING, WAITING]}, {"order": [1, 0]}), "order of the queue: found [0"),
+        (queued({"policy": "wspt", "waiting": []}, {"first": 0}), "no expectation 'first'"),
+        (queued({"policy": "lifo", "waiting": []}, {"order": []}), "ValueError"),
         ({**labelled({}, {}), "expect": []}, "number of expectations: found 0, expected 1"),
     ],
 )
@@ -162,8 +172,8 @@ def test_the_runner_prints_failures_skipped_kinds_and_totals(
     """The runner prints one line for each failure, for each skipped kind and for the totals; a failure exits with 1."""
     wrong = indexer("wrong", stored(1), asked(1, expect=[]))
     right = indexer("right", stored(1), asked(1, expect=[[1, 0, 1]]))
-    queued = {"name": "q", "kind": "queue"}
-    one = written(tmp_path / "one.jsonl", right, "", wrong, queued, {"name": "m", "kind": "memory"}, queued)
+    timed = {"name": "t", "kind": "timing"}
+    one = written(tmp_path / "one.jsonl", right, "", wrong, timed, {"name": "m", "kind": "memory"}, timed)
     two = written(tmp_path / "two.jsonl", priced({"costs": COSTS}), {"name": "n", "kind": "new"})
     assert main([one, two]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -171,7 +181,7 @@ def test_the_runner_prints_failures_skipped_kinds_and_totals(
     assert [line.split(":")[0] for line in lines[1:]] == [
         "SKIPPED 1 of kind memory",
         "SKIPPED 1 of kind new",
-        "SKIPPED 2 of kind queue",
+        "SKIPPED 2 of kind timing",
         "2 passed, 1 failed, 4 skipped",
     ]
     assert main([two]) == 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from streams.router_api import live
+from streams.router_api.admission import Admission
 from streams.router_api.bodies import Bodies
 from streams.router_api.connections import Connections
 from streams.router_api.decision_counts import WINDOW_STEP_S
@@ -104,7 +105,7 @@ def test_the_last_minutes_are_kept_and_nothing_older(served: LocalRouter) -> Non
 
 
 def metrics_of(served: LocalRouter) -> RouterMetrics:
-    return RouterMetrics(served.router, Connections(1), Bodies(served.router.settings))
+    return RouterMetrics(served.router, Connections(1), Bodies(served.router.settings), Admission(served.router))
 
 
 def test_the_answer_has_the_fleet_and_what_was_decided(served: LocalRouter, monkeypatch: pytest.MonkeyPatch) -> None:

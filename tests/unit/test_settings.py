@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from streams.core.routing.queue import QueuePolicy
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
 from streams.settings import (
@@ -48,6 +49,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_min_initial_workers": (0, 1_000_000),
     "router_session_affinity_ttl_s": (0.0, 31_536_000.0),
     "router_event_threads": (1, 64),
+    "router_queue_backlog_ms": (0.0, 86_400_000.0),
+    "prefill_us_per_token": (0.001, 1e6),
+    "router_queue_timeout_s": (0.001, 3600.0),
+    "router_queue_requests_max": (1, NUMBER_MAX),
+    "router_queue_tenant_requests_max": (1, NUMBER_MAX),
+    "router_queue_bytes_max": (65_536, NUMBER_MAX),
     "cxl_score_weight": (0.0, WEIGHT_MAX),
     "moe_score_weight": (0.0, WEIGHT_MAX),
     "booking_ttl_s": (1.0, 30 * 86_400.0),
@@ -347,6 +354,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "kafka_security": st.sampled_from(KafkaSecurity),
     "kafka_sasl_mechanism": st.sampled_from(SaslMechanism),
     "router_mode": st.sampled_from(RouterMode),
+    "router_queue_policy": st.sampled_from(QueuePolicy),
     "tier_weights": st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 4),
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
 }

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -387,6 +389,26 @@ class ActiveLoads:
         It is the state itself: callers must not write to it, and the next booking may replace it.
         """
         return self._loads
+
+    @contextmanager
+    def charged(self, tokens: Mapping[RankId, int]) -> Iterator[None]:
+        """Add prefill tokens to the loads of these ranks until the block ends, which must not change any load.
+
+        A rank that has never had a booking is not charged.
+        """
+        rows = [(row, n_tokens) for rank, n_tokens in tokens.items() if (row := self._rows.get(rank)) is not None]
+        start = _PREFILL * self._n_rows
+        for row, n_tokens in rows:
+            self._cells[start + row] += n_tokens
+        try:
+            yield
+        finally:
+            for row, n_tokens in rows:
+                self._cells[start + row] -= n_tokens
+
+    def recent_routers(self, n_bookings: int) -> set[str]:
+        """The routers that made the n_bookings most recently changed bookings, ended ones included."""
+        return {booking_id.router_id for booking_id in itertools.islice(reversed(self._states), n_bookings)}
 
     def shared_blocks(self, sequence: bytes) -> Int64Array:
         """How many leading blocks of a request each rank has in use, by row: int64[n_rows]. Read-only."""

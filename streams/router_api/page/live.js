@@ -112,7 +112,7 @@ const TILES = [
     id: "latency",
     title: "Latency",
     value: (s) => short(lastKnown(s.latency_ms_p50), 2),
-    small: (s) => `ms p50, ${short(lastKnown(s.latency_ms_p99), 2)} ms p99`,
+    small: (s) => `ms p50, ${short(lastKnown(s.latency_ms_p99), 2)} p99`,
     series: (s) => [s.latency_ms_p50, s.latency_ms_p99],
   },
   { id: "lag", title: "View lag, slowest partition", value: (s) => seconds(last(s.lag_s)), series: (s) => [s.lag_s] },

@@ -1,0 +1,223 @@
+"""Which ranks a waiting request may go to now (docs/queue.md).
+
+What lives here: the threshold of a rank's backlog, what requests that wait for a rank are charged to it, and which
+router's turn it is. What must not: the order of requests (queue), clocks (time is an argument), and busy thresholds
+(busy). The state belongs to one router.
+
+Several routers see that a rank has room again before they hear of each other's bookings. Without turns each of them
+would send its first request there. So one router sends at once, and the others only after the propagation delay, when
+they know what it sent. For the same reason a router charges the ranks for which it is not the first with what an engine
+computes in that time, so that of ranks with about the same cost each router prefers others. Which router is the first
+follows from a rendezvous hash of router, worker and period, which all routers compute alike without exchanging
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import xxhash
+
+from streams.core.ids import Int64Array, RankId, WorkerId
+from streams.core.loads.bookings import ActiveLoads
+from streams.core.routing.cost import prefill_tokens
+from streams.core.routing.decision import Decision
+
+#: How long a booking takes until the other routers have it. p99 of the measurements in docs/queue.md.
+PROPAGATION_MS = 50.0
+
+#: How long the same router is the first for a worker, so that each of them is the first for a fair share of time.
+PERIOD_MS = 1000.0
+
+#: Tuples of candidates whose rows are kept. There is one for each combination of model and filters, and new ones after
+#: each change of the registry. Beyond this limit all are dropped.
+_CANDIDATES_MAX = 64
+
+#: Returns those of some ranks that are not over a busy threshold.
+IdleRanks = Callable[[Sequence[RankId], ActiveLoads], Sequence[RankId]]
+
+#: Ranks whose state is remembered until nothing waits. Beyond this limit all is forgotten.
+_RANKS_MAX = 65_536
+
+_NO_CHARGES: Mapping[RankId, int] = {}
+
+#: In place of a time, for ranks that are above the threshold.
+_CLOSED = float("inf")
+
+
+def is_first(router_id: str, router_ids: Iterable[str], worker_id: WorkerId, period: int) -> bool:
+    """Whether none of the routers is before this one in the order of a worker. period: number of the period."""
+    own = _rendezvous(router_id, worker_id, period)
+    return all(_rendezvous(each, worker_id, period) <= own for each in router_ids)
+
+
+def _rendezvous(router_id: str, worker_id: WorkerId, period: int) -> tuple[int, str]:
+    return xxhash.xxh3_64_intdigest(f"{router_id}/{worker_id}/{period}".encode()), router_id
+
+
+class _Candidates:
+    """Candidates and what is known of them in the current pump.
+
+    ranks: the tuple is kept, so that no other one gets its id(). rows: of their loads, valid for `loads` and its
+    `numbering`. open: those that this router may send to. pump: the pump that found this out. others: charges of the
+    ranks for which another router is the first, in the period and with the routers of others_as_of.
+    """
+
+    __slots__ = ("loads", "numbering", "open", "others", "others_as_of", "pump", "ranks", "rows")
+
+    def __init__(self, ranks: Sequence[RankId]) -> None:
+        self.ranks = ranks
+        self.loads: ActiveLoads | None = None
+        self.numbering = -1
+        self.rows: Int64Array = np.empty(0, dtype=np.int64)
+        self.open: set[RankId] = set()
+        self.pump = -1
+        self.others: Mapping[RankId, int] = _NO_CHARGES
+        self.others_as_of: tuple[int, tuple[str, ...]] = (-1, ())
+
+
+class Gate:
+    """Decides whether a waiting request may go to the rank that was chosen for it.
+
+    Use: `begin` once for each pump, then for each request in the queue's order `may_go`, and `decide` where that is
+    true; `end` when nothing waits any more.
+    """
+
+    def __init__(
+        self,
+        router_id: Callable[[], str],
+        backlog_tokens_max: float | None,
+        idle: IdleRanks | None = None,
+        propagation_tokens: int = 0,
+    ) -> None:
+        """router_id: it changes when a router reads its topics again. backlog_tokens_max: a rank with more uncached
+        tokens booked is closed; None sets no limit. idle: returns the ranks that are not over a busy threshold; None if
+        there are no such thresholds. propagation_tokens: what an engine computes in the propagation delay.
+        """
+        self._router_id = router_id
+        self._backlog_tokens_max = np.inf if backlog_tokens_max is None else backlog_tokens_max
+        self._idle = idle
+        self._propagation_tokens = propagation_tokens
+        self._candidates: dict[int, _Candidates] = {}
+        self._charges: dict[RankId, int] = {}
+        # When a rank was first seen below the threshold after it had been above it; _CLOSED while it is above.
+        self._opened_ms: dict[RankId, float] = {}
+        self._router_ids: tuple[str, ...] = ()
+        self._now_ms = self._wall_ms = 0.0
+        self._pump = 0
+
+    def begin(self, now_ms: float, wall_ms: float, router_ids: Sequence[str]) -> None:
+        """Begin a pump: nothing waits for any rank yet.
+
+        now_ms: this router's monotonic clock. wall_ms: the time of day, from which routers derive the same period. A
+        clock that is off only changes whose turn it is. router_ids: routers that booked lately.
+        """
+        self._charges.clear()
+        if len(self._opened_ms) > _RANKS_MAX:
+            self._opened_ms.clear()
+        self._router_ids = tuple(router_ids)
+        self._now_ms, self._wall_ms = now_ms, wall_ms
+        self._pump += 1
+
+    def end(self) -> None:
+        """Forget which ranks are closed: the next request that waits finds that out anew."""
+        self._candidates.clear()
+        self._opened_ms.clear()
+
+    def may_go(self, ranks: Sequence[RankId], loads: ActiveLoads) -> bool:
+        """Whether any of these ranks is open to this router in this pump and no earlier request waits for it."""
+        if self._backlog_tokens_max < 0:
+            return False
+        return bool(self._open_ranks(ranks, loads))
+
+    def decide(
+        self,
+        ranks: Sequence[RankId],
+        loads: ActiveLoads,
+        choose: Callable[[], Decision],
+        n_tokens: int,
+        block_size: int,
+    ) -> Decision | None:
+        """Choose a rank; None if the request must wait for it.
+
+        choose: makes the decision among `ranks` from `loads`, which include what earlier requests wait for. A request
+        that must wait is charged to its rank until the pump ends, so that those behind it choose another rank where
+        that is better, and do not go before it.
+        """
+        with loads.charged(self._others_ranks(ranks)), loads.charged(self._charges):
+            decision = choose()
+        chosen = decision.chosen
+        if chosen.rank in self._charges or chosen.rank not in self._open_ranks(ranks, loads):
+            tokens = max(1, prefill_tokens(n_tokens, chosen.cached_blocks, block_size))
+            self._charges[chosen.rank] = self._charges.get(chosen.rank, 0) + tokens
+            self._close(chosen.rank)
+            return None
+        return decision
+
+    def booked(self, rank: RankId, loads: ActiveLoads) -> None:
+        """Note that a request went to a rank in this pump."""
+        is_idle = self._idle is None or bool(self._idle((rank,), loads))
+        if not is_idle or loads.load(rank).prefill_tokens > self._backlog_tokens_max:
+            self._close(rank)
+
+    def _others_ranks(self, ranks: Sequence[RankId]) -> Mapping[RankId, int]:
+        """What to charge to the ranks for which another router is the first: it may have sent there just now."""
+        if len(self._router_ids) < 2 or not self._propagation_tokens:
+            return _NO_CHARGES
+        found = self._candidates_of(ranks)
+        period = self._period()
+        if found.others_as_of != (period, self._router_ids):
+            found.others_as_of = (period, self._router_ids)
+            router_id, routers = self._router_id(), self._router_ids
+            found.others = {
+                rank: self._propagation_tokens
+                for rank in ranks
+                if not is_first(router_id, routers, rank.worker_id, period)
+            }
+        return found.others
+
+    def _period(self) -> int:
+        return int(self._wall_ms // PERIOD_MS)
+
+    def _candidates_of(self, ranks: Sequence[RankId]) -> _Candidates:
+        found = self._candidates.get(id(ranks))
+        if found is None:
+            if len(self._candidates) >= _CANDIDATES_MAX:
+                self._candidates.clear()
+            found = self._candidates[id(ranks)] = _Candidates(ranks)
+        return found
+
+    def _close(self, rank: RankId) -> None:
+        for each in self._candidates.values():
+            each.open.discard(rank)
+
+    def _open_ranks(self, ranks: Sequence[RankId], loads: ActiveLoads) -> set[RankId]:
+        """Return those of these ranks that are open to this router in this pump."""
+        found = self._candidates_of(ranks)
+        if found.pump == self._pump:
+            return found.open
+        found.pump = self._pump
+        if found.loads is not loads or found.numbering != loads.numbering:
+            found.loads, found.numbering, found.rows = loads, loads.numbering, loads.rows_of(ranks)
+        found.open = set()
+        idle = None if self._idle is None else set(self._idle(ranks, loads))
+        period, router_id = self._period(), self._router_id()
+        for rank, tokens in zip(ranks, loads.table[0].take(found.rows).tolist(), strict=True):
+            if tokens > self._backlog_tokens_max or (idle is not None and rank not in idle):
+                self._opened_ms[rank] = _CLOSED
+            elif rank not in self._charges and self._is_our_turn(rank, router_id, period):
+                found.open.add(rank)
+        return found.open
+
+    def _is_our_turn(self, rank: RankId, router_id: str, period: int) -> bool:
+        opened_ms = self._opened_ms.get(rank)
+        if opened_ms is None:  # it has been open since before anything waited, or for long enough
+            return True
+        if opened_ms == _CLOSED:
+            opened_ms = self._opened_ms[rank] = self._now_ms
+        waited_ms = self._now_ms - opened_ms
+        if waited_ms >= PROPAGATION_MS:
+            del self._opened_ms[rank]
+            return True
+        return is_first(router_id, self._router_ids, rank.worker_id, period)

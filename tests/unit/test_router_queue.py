@@ -1,0 +1,350 @@
+"""Requests with queue=on on a real server: they wait for a rank, in order, within limits, until their deadlines.
+
+The router reads no topics. Bookings, reports and registrations come over HTTP, or are folded by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from streams.core.hashing import local_hashes
+from streams.kafka import worker_key
+from streams.settings import Settings
+from streams.waiting import wait_for
+from tests.helpers.api import JSON, OCTETS, PATIENCE_S, Answer, Api, metrics, packed
+from tests.helpers.local_router import LocalRouter, hold, local_router, rank, register
+
+#: A rank with more than this many tokens still to prefill is closed.
+BACKLOG_TOKENS = 1000
+SETTINGS = Settings(
+    router_queue_backlog_ms=BACKLOG_TOKENS * 0.1,
+    prefill_us_per_token=100.0,
+    router_queue_requests_max=6,
+    router_queue_tenant_requests_max=4,
+)
+
+#: Fills a rank.
+LONG = 2000
+
+_names = (f"request-{number}" for number in itertools.count())
+
+
+def prompt(n_tokens: int, seed: int = 0) -> list[int]:
+    """A prompt; prompts with different seeds share no block."""
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 1 << 17, n_tokens).tolist()
+    return tokens
+
+
+class Asking:
+    """A request that waits on a thread of its own."""
+
+    def __init__(self, api: Api, n_tokens: int = LONG, tenant: str = "", **fields: Any) -> None:
+        self.name = next(_names)
+        self.answer: Answer | None = None
+        body = {"request_id": self.name, "model": "m", "queue": "on", "token_ids": prompt(n_tokens), **fields}
+        self._thread = threading.Thread(target=self._ask, args=(api, body, {"X-Tenant": tenant} if tenant else {}))
+        self._thread.start()
+
+    def _ask(self, api: Api, body: dict[str, Any], headers: dict[str, str]) -> None:
+        with suppress(OSError, HTTPException):  # the server ended; `ended` then fails
+            self.answer = api.call("POST", "/route", body, headers=headers)
+
+    def ended(self) -> Answer:
+        self._thread.join(PATIENCE_S)
+        assert self.answer is not None
+        return self.answer
+
+
+class Served:
+    """A router with one worker of model `m`, which is full."""
+
+    def __init__(self, served: LocalRouter) -> None:
+        self.api, self.router = served.api, served.router
+        self.full = self.fill()
+
+    def fill(self) -> str:
+        name = next(_names)
+        self.api.route(request_id=name, model="m", token_ids=prompt(LONG, seed=1))
+        return name
+
+    def wait(self, n_waiting: int) -> None:
+        wait_for(lambda: self.waiting() == n_waiting, PATIENCE_S, f"{n_waiting} requests to wait")
+
+    def waiting(self) -> float:
+        return sum(
+            number
+            for name, number in metrics(self.api).items()
+            if name.startswith("kvstreams_flow_control_queue_size/")
+        )
+
+    def asks(self, n_tokens: int = LONG, **fields: Any) -> Asking:
+        """Let a request wait, and return once it does."""
+        before = self.waiting()
+        asking = Asking(self.api, n_tokens, **fields)
+        self.wait(int(before) + 1)
+        return asking
+
+    def outcome(self, name: str) -> float:
+        return metrics(self.api)[f"kvstreams_queue_outcomes_total/{name}"]
+
+    def free(self, name: str) -> None:
+        assert self.api.call("DELETE", f"/loads/{name}").status == 200
+
+    def free_all(self) -> None:
+        with self.router.loads.locked() as loads:
+            names = {booking_id.request_id for booking_id in loads._states}
+        for name in names:
+            self.free(name)
+
+    def order(self, asking: list[Asking]) -> list[int]:
+        """Free each request that runs, one after the other; return in which order the waiting ones got the rank."""
+        order: list[int] = []
+        running = self.full
+        while len(order) < len(asking):
+            self.free(running)
+            left = [number for number in range(len(asking)) if number not in order]
+            wait_for(lambda left=left: any(asking[number].answer for number in left), PATIENCE_S, "the next request")  # type: ignore[misc]
+            [number] = [number for number in left if asking[number].answer]
+            order.append(number)
+            running = asking[number].name
+        self.full = running
+        return order
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LocalRouter]:
+    with local_router(SETTINGS, n_workers=1) as served:
+        yield served
+
+
+@pytest.fixture
+def served(shared: LocalRouter) -> Iterator[Served]:
+    """Give a router whose only worker is full; afterwards nothing waits, listens or is booked."""
+    served = Served(shared)
+    yield served
+    served.wait(0)
+    wait_for(lambda: not shared.router.loads._listeners, PATIENCE_S, "the queue to end")
+    assert metrics(served.api)["kvstreams_flow_control_queue_bytes"] == 0
+    served.free_all()
+
+
+def test_a_request_waits_until_a_prefill_is_complete(served: Served) -> None:
+    """A request goes to its rank once the backlog there is below the threshold, and learns how long it waited."""
+    asking = served.asks()
+    time.sleep(0.1)
+    assert asking.answer is None
+    served.api.call("POST", f"/loads/{served.full}/prefill-complete").given()
+    answer = asking.ended().given()
+    assert answer["worker_id"] == 1
+    assert 100.0 <= answer["queued_ms"] < PATIENCE_S * 1000
+    assert served.api.loads([1])[1, 0][2] == 2  # requests
+
+
+def test_a_request_that_finds_room_does_not_wait(served: Served) -> None:
+    """With queue=on a request is answered at once if its rank is open, and the answer has no waiting time."""
+    served.free(served.full)
+    before = served.outcome("at_once")
+    assert "queued_ms" not in Asking(served.api).ended().given()
+    assert served.outcome("at_once") == before + 1
+
+
+def test_without_queue_nothing_changes(served: Served) -> None:
+    """A request without queue goes to the rank whatever its backlog is, even while others wait."""
+    asking = served.asks()
+    assert served.api.route(model="m", token_ids=prompt(32))["worker_id"] == 1
+    assert "queued_ms" not in Asking(served.api, queue="off").ended().given()
+    assert asking.answer is None
+    served.free_all()
+    asking.ended().given()
+
+
+def test_requests_that_book_nothing_do_not_wait(served: Served) -> None:
+    """A request with update_states false is answered at once."""
+    assert Asking(served.api, update_states=False).ended().given()["worker_id"] == 1
+
+
+def test_greater_priorities_go_first(served: Served) -> None:
+    """Among waiting requests the greatest priority goes first, and equal ones in the order of the policy."""
+    asking = [served.asks(priority=priority) for priority in (0, -1, 5, 0)]
+    lengths = {
+        name: n for name, n in metrics(served.api).items() if name.startswith("kvstreams_flow_control_queue_size/")
+    }
+    assert lengths == {f"kvstreams_flow_control_queue_size/{priority}": n for priority, n in ((-1, 1), (0, 2), (5, 1))}
+    assert served.order(asking) == [2, 0, 3, 1]
+
+
+def test_shorter_prompts_pass_longer_ones(served: Served) -> None:
+    """By default a prompt with less to compute goes first if it came soon after a longer one."""
+    asking = [served.asks(60_000), served.asks(1500), served.asks(1400, priority_jump=60.0)]
+    assert served.order(asking) == [2, 1, 0]
+
+
+def test_tenants_share(served: Served) -> None:
+    """A tenant that waits with one request does not wait for all requests of another one."""
+    asking = [served.asks(tenant=tenant) for tenant in ("a", "a", "a", "b")]
+    assert served.order(asking) == [0, 3, 1, 2]
+
+
+def test_a_late_request_is_refused(served: Served) -> None:
+    """A request that gets no rank within its queue_timeout_ms gets 503 with a time to try again, and books nothing."""
+    started = time.monotonic()
+    answer = Asking(served.api, queue_timeout_ms=200).ended()
+    assert 0.2 <= time.monotonic() - started < PATIENCE_S
+    answer.refused(503, "queue_timeout")
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert served.api.loads([1])[1, 0][2] == 1
+
+
+def test_limits_of_requests_and_of_a_tenant(served: Served) -> None:
+    """Beyond the limit of a tenant, and of all requests, a request is refused with a time to try again."""
+    asking = [served.asks(32, tenant="a") for _ in range(4)]
+    refused = Asking(served.api, 32, tenant="a").ended()
+    assert "router_queue_tenant_requests_max" in refused.refused(503, "queue_full")
+    asking += [served.asks(32, tenant="b") for _ in range(2)]
+    refused = Asking(served.api, 32, tenant="c").ended()
+    assert "router_queue_requests_max" in refused.refused(503, "queue_full")
+    assert int(refused.headers["retry-after"]) == refused.json["error"]["detail"]["retry_after_s"] >= 1
+    served.free(served.full)
+    assert all(each.ended().status == 200 for each in asking)  # the rank has room for six short ones
+
+
+def test_the_limit_of_bytes() -> None:
+    """Waiting requests take only as much memory as router_queue_bytes_max says."""
+    with local_router(replace(SETTINGS, router_queue_bytes_max=65_536), n_workers=1) as router:
+        served = Served(router)
+        waiting = served.asks(32)
+        refused = Asking(served.api, 48_000).ended()
+        assert "router_queue_bytes_max" in refused.refused(503, "queue_full")
+        served.free(served.full)
+        waiting.ended().given()
+
+
+def test_a_client_that_disconnects_leaves_the_queue(served: Served) -> None:
+    """A waiting request whose connection is closed books nothing, and the next one gets the rank."""
+    before = served.outcome("cancelled")
+    address = urlsplit(served.api.url)
+    body = f'{{"model": "m", "queue": "on", "priority": 9, "token_ids": {prompt(LONG)}}}'.encode()
+    head = f"POST /route HTTP/1.1\r\nHost: h\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with closing(socket.create_connection((address.hostname, address.port or 80), PATIENCE_S)) as connection:
+        connection.sendall(head + body)
+        served.wait(1)
+        asking = served.asks()
+    wait_for(lambda: served.outcome("cancelled") == before + 1, PATIENCE_S, "the request to leave")
+    served.wait(1)
+    served.free(served.full)
+    assert asking.ended().given()["worker_id"] == 1
+    assert served.api.loads([1])[1, 0][2] == 1
+
+
+def test_overlap_is_looked_up_again(served: Served) -> None:
+    """The answer has the overlap of the moment at which the request left the queue."""
+    asking = served.asks(1600, token_ids=prompt(1600, seed=7))
+    hold(served.router, rank(1), local_hashes(prompt(1600, seed=7)[:800], 16))
+    served.free(served.full)
+    assert asking.ended().given()["overlap_blocks"] == 50
+
+
+def test_a_repeated_id_does_not_wait(served: Served) -> None:
+    """A retry of a request that is booked already gets its rank at once, although others wait."""
+    asking = served.asks()
+    again = served.api.route(request_id=served.full, model="m", token_ids=prompt(LONG, seed=1), queue="on")
+    assert (again["worker_id"], again["cost"]) == (1, None)
+    served.free(served.full)
+    asking.ended().given()
+
+
+def test_a_retry_of_a_waiting_request_gets_the_same_rank(served: Served) -> None:
+    """Two requests with one id that wait at the same time are booked once."""
+    first = served.asks()
+    second = Asking(served.api, request_id=first.name)
+    served.wait(2)
+    served.free(served.full)
+    wait_for(lambda: first.answer is not None, PATIENCE_S, "the first one")
+    served.free(first.name)
+    assert first.ended().given()["worker_id"] == second.ended().given()["worker_id"] == 1
+
+
+def test_a_new_worker_ends_the_wait(served: Served) -> None:
+    """A worker that is registered while requests wait gets them, although no load fell."""
+    asking = served.asks()
+    register(served.router, 2)
+    try:
+        assert asking.ended().given()["worker_id"] == 2
+    finally:
+        served.router.view.fold_worker(worker_key(rank(2).worker_id), None)
+
+
+def test_a_request_whose_workers_left_is_refused(served: Served) -> None:
+    """If no rank passes its filters any more, a waiting request gets the same error as a new one."""
+    register(served.router, 2)
+    served.api.route(model="m", worker_id=2, token_ids=prompt(LONG, seed=2))
+    asking = served.asks(worker_id=2)
+    served.router.view.fold_worker(worker_key(rank(2).worker_id), None)
+    asking.ended().refused(503, "no_eligible_worker")
+
+
+def test_a_request_that_nothing_can_serve_does_not_wait(served: Served) -> None:
+    """An error that waiting cannot end is returned at once."""
+    Asking(served.api, worker_id=77).ended().refused(503, "no_eligible_worker")
+    Asking(served.api, model="unknown").ended().refused(404, "unknown_model")
+
+
+def test_packed_tokens_may_wait(served: Served) -> None:
+    """Tokens as octet-stream have queue and its fields as query parameters."""
+    path = "/route?model=m&queue=on&priority=1&priority_jump=0.5&queue_timeout_ms=100"
+    served.api.call("POST", path, packed(prompt(LONG)), OCTETS).refused(503, "queue_timeout")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"queue": "yes"}, {"priority_jump": -1}, {"queue_timeout_ms": 0}, {"priority": 1 << 31}]
+)
+def test_wrong_values_are_refused(served: Served, fields: dict[str, Any]) -> None:
+    """A value out of range is a 400."""
+    Asking(served.api, **fields).ended().refused(400, "invalid_request")
+
+
+def test_a_tenant_has_a_limited_name(served: Served) -> None:
+    """A header of more than 512 characters is a 400."""
+    Asking(served.api, tenant="t" * 513).ended().refused(400, "invalid_request")
+
+
+def test_requests_of_a_list_do_not_wait(served: Served) -> None:
+    """A request with queue=on in a list is refused by itself."""
+    items = [{"model": "m", "token_ids": prompt(32), "queue": queue} for queue in ("on", "off")]
+    first, second = served.api.call("POST", "/route", items).given()
+    assert first["error"]["code"] == "invalid_request"
+    assert second["worker_id"] == 1
+
+
+def test_requests_wait_while_every_rank_is_busy() -> None:
+    """With a busy threshold and queue=on a request waits where it is refused without."""
+    settings = replace(SETTINGS, router_queue_backlog_ms=0.0, active_prefill_tokens_threshold=BACKLOG_TOKENS)
+    with local_router(settings, n_workers=2) as router:
+        served = Served(router)
+        other = served.fill()
+        served.api.call("POST", "/route", {"model": "m", "token_ids": prompt(32)}).refused(503, "all_workers_busy")
+        asking = served.asks()
+        served.free(other)
+        asking.ended().given()
+
+
+def test_a_server_that_ends_answers_what_waits() -> None:
+    """When the server ends, a waiting request does not hang: its connection ends, with or without an answer."""
+    with local_router(replace(SETTINGS, drain_timeout_s=0.2), n_workers=1) as router:
+        served = Served(router)
+        asking = served.asks()
+    asking._thread.join(PATIENCE_S)
+    assert not asking._thread.is_alive()
+    assert asking.answer is None or asking.answer.status == 503
