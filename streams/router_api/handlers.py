@@ -219,6 +219,20 @@ class Handlers:
     def _potential_of_large(self, body: bytes) -> dict[str, Any]:
         return self._router.potential(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
 
+    async def matches(self, request: web.Request) -> web.Response:
+        """Return how many of the request's blocks each worker and rank holds, reaches and has labels for."""
+        router = self._router
+        packed_query = _packed_query(request)
+        async with self._bodies.of(request) as body:
+            if packed_query is not None:
+                return _json(router.matches(packed_query, _tokens(body)))
+            if len(body) <= LARGE_BODY_BYTES:
+                return _json(router.matches(*parse_with_tokens(parse_route, body, self._tokens_max)))
+            return _json(await self._bodies.on_thread(self._matches_of_large, body))
+
+    def _matches_of_large(self, body: bytes) -> dict[str, Any]:
+        return self._router.matches(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
+
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
         """Return every rank's active load."""
         return _json(self._router.rank_loads())

@@ -7,7 +7,7 @@ decisions (router), and aiohttp (handlers).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, Worke
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
+from streams.core.routing.selection import RouterMode
 from streams.core.workers import DP_SIZE_MAX, Role, Worker
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
@@ -98,6 +99,7 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parts of the router's policy that one request overrides."""
 
+    router_mode: RouterMode | None = None
     overlap_score_weight: _Weight | None = None
     router_temperature: _Weight | None = None
     track_active_blocks: bool | None = None
@@ -108,7 +110,7 @@ class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /route and of POST /loads/potential."""
+    """Body of POST /route, POST /loads/potential and POST /matches."""
 
     request_id: _Name | None = None
     model: _Name | None = None
@@ -203,6 +205,7 @@ class Blocks:
 
 #: Fields of router_config_override that change the policy.
 POLICY_OVERRIDES = (
+    "router_mode",
     "overlap_score_weight",
     "router_temperature",
     "track_active_blocks",
@@ -238,7 +241,7 @@ _pool_decoder = msgspec.json.Decoder(PoolBody)
 
 
 def parse_route(body: bytes) -> RouteRequest:
-    """Parse the body of POST /route or POST /loads/potential; raises InvalidRequest."""
+    """Parse the body of POST /route, POST /loads/potential or POST /matches; raises InvalidRequest."""
     return decode_body(_route_decoder, body)
 
 
@@ -443,6 +446,26 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "decode_blocks": terms.decode_blocks,
         "cost": terms.cost,
     }
+
+
+#: What POST /matches counts of each rank, in the order of `matches_json`.
+_MATCHED = ("scores", "cxl_accessible_scores", "moe_scores")
+
+
+def matches_json(request_blocks: int, matched: Mapping[RankId, Sequence[int]], trust: Trust) -> dict[str, Any]:
+    """The answer to POST /matches. matched: own, CXL-accessible and MoE-matching blocks of each rank that has any.
+
+    A worker's counts are the greatest of its ranks, each for itself.
+    """
+    ranks, by_worker = [], dict[WorkerId, list[int]]()
+    for rank, counts in sorted(matched.items()):
+        ranks.append({"worker_id": rank.worker_id, "dp_rank": rank.dp_rank, **dict(zip(_MATCHED, counts, strict=True))})
+        known = by_worker.setdefault(rank.worker_id, [0] * len(_MATCHED))
+        by_worker[rank.worker_id] = [max(pair) for pair in zip(known, counts, strict=True)]
+    workers = [
+        {"worker_id": worker_id, **dict(zip(_MATCHED, counts, strict=True))} for worker_id, counts in by_worker.items()
+    ]
+    return {"request_blocks": request_blocks, "workers": workers, "ranks": ranks, **trust_json(trust)}
 
 
 def worker_filter(request: RouteRequest) -> WorkerFilter:

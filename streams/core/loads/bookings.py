@@ -478,7 +478,9 @@ class ActiveLoads:
             if len(self._states) >= BOOKINGS_MAX:
                 self._end_oldest()
             state = _State(booking_id)
-            self._known_by_request[booking_id.request_id] += 1
+            # Not `+= 1`, which takes three times as long for a key that a Counter does not have.
+            request_id = booking_id.request_id
+            self._known_by_request[request_id] = self._known_by_request.get(request_id, 0) + 1
             self._n_bytes += _known_bytes(booking_id)
         if at_ms is not None:
             expires_ms = at_ms + self._ttl_ms
