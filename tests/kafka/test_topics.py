@@ -117,7 +117,7 @@ def test_a_watch_reads_some_topics_each_time_and_notices_changes_of_all(scope: S
     kafka = producer(scope)
     watch.start()
     try:
-        wait_for(lambda: readings and readings[-1].ids == ids, PATIENCE_S, "the ids of all topics")
+        wait_for(lambda: bool(readings) and readings[-1].ids == ids, PATIENCE_S, "the ids of all topics")
         kafka.produce(specs.kv_events.name, b"x", partition=0)
         kafka.flush()
         wait_for(lambda: readings[-1].ends.get((specs.kv_events.name, 0)) == 1, PATIENCE_S, "the end of a source")
