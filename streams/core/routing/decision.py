@@ -215,7 +215,7 @@ class Chooser:
         preferred = True
         match policy.mode:
             case RouterMode.KV if policy.temperature:
-                index = select_by_cost(columns.cost.tolist(), policy.temperature, rng)
+                index = select_by_cost(columns.cost, policy.temperature, rng)
             case RouterMode.KV:
                 index = select_lowest(columns.cost, first, n_lowest, rng, preference)
             case RouterMode.ROUND_ROBIN:

@@ -38,19 +38,20 @@ class Rng(Protocol):
         """Return the next float."""
 
 
-def select_by_cost(costs: Sequence[float], temperature: float, rng: Rng) -> int:
+def select_by_cost(costs: Sequence[float] | npt.NDArray[np.float64], temperature: float, rng: Rng) -> int:
     """Choose an index of `costs`, which must not be empty; lower costs win.
 
     Temperature 0 takes the minimum and breaks exact ties at random. A temperature above 0 samples the softmax of
     -cost / ((max - min) * temperature), which is uniform if all costs are equal. Source: docs/architecture.md, Cost.
     """
-    low = min(costs)
-    scale = (max(costs) - low) * temperature if temperature else 0.0
+    columns = np.asarray(costs, dtype=np.float64)
+    low = float(columns.min())
+    scale = (float(columns.max()) - low) * temperature if temperature else 0.0
     if not scale > 0.0:  # also if the product of two small numbers is 0, or 0 times infinity is NaN
-        return _any_of_the_lowest(costs, low, rng)
+        return _any_of_the_lowest(columns.tolist(), low, rng)
     with np.errstate(over="ignore"):  # a quotient that is too large is infinite, and its weight is 0
-        ends = np.exp((low - np.asarray(costs)) / scale).cumsum()
-    return min(int(ends.searchsorted(rng.random() * ends[-1], side="right")), len(costs) - 1)
+        ends = np.exp((low - columns) / scale).cumsum()
+    return min(int(ends.searchsorted(rng.random() * ends[-1], side="right")), len(columns) - 1)
 
 
 def select_lowest(
