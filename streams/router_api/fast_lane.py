@@ -302,4 +302,8 @@ class FastProtocol(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget what is incomplete."""
         self._let_go()
+        task = self._task_handler
+        is_woken = self._waiter is not None and self._waiter.done()
         super().connection_lost(exc)
+        if is_woken and task is not None:
+            task.cancel()  # it was woken for a request, and would fail for what aiohttp has just taken away

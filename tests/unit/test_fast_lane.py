@@ -204,13 +204,15 @@ def test_requests_in_one_packet_are_answered_in_order(client: Client, fast: Coun
     assert fast["answered"] > before + 900
 
 
-def test_a_body_may_arrive_in_pieces(client: Client, fast: Counter[str]) -> None:
+def test_a_body_may_arrive_in_pieces(client: Client, fast: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a body that arrives soon is waited for, and a later one is read by aiohttp."""
     whole = request("POST", "/route", ROUTE)
+    monkeypatch.setattr(fast_lane, "HOLD_S", PATIENCE_S)
     for at in (whole.index(b"\r\n\r\n") + 4, len(whole) - 3, 10):
         assert client.ask(whole[:at], whole[at:])[0] == 200
         assert client.ask(FREE)[0] == 200
     assert fast["answered"] == 6
+    monkeypatch.setattr(fast_lane, "HOLD_S", HOLD_S)
     client.send(whole[:-3])
     time.sleep(3 * HOLD_S)
     assert client.ask(whole[-3:])[0] == 200
