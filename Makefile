@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance bench bench-stream clean
+.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance bench bench-stream bench-http clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -64,6 +64,11 @@ bench-stream: warm
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.failover
+
+# Decisions and bookings over HTTP, next to Dynamo's selection service if .venv-dynamo has it (benchmarks/http.py says how to
+# install it there): about ten minutes on a machine that runs nothing else. BENCH="--quick" runs a smoke test.
+bench-http: warm
+	$(BIN)/python -m benchmarks.http $(BENCH)
 
 clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down

@@ -1,8 +1,9 @@
 """`python -m benchmarks.decision`: the time of one routing decision inside the process, and of each of its parts.
 
 What lives here: a fleet of ranks that hold prompts and run requests, and the steps of Router.route between the parsed
-request and the answer: hash, match, cost and selection, booking. What must not: HTTP and Kafka. The time for encoding a
-booking's record is listed separately. Exits with 1 if the chosen rank is not the one with the lowest cost.
+request and the answer: hash, match, cost and selection, booking; and whole answers of a Router, from the parsed request
+to JSON, for a small and for a large fleet. What must not: HTTP and Kafka. The time for encoding a booking's record is
+listed separately. Exits with 1 if the chosen rank is not the one with the lowest cost.
 """
 
 from __future__ import annotations
@@ -11,27 +12,55 @@ import gc
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
+import orjson
 from rich.console import Console
 
 from benchmarks.ours import clock
 from benchmarks.report import OURS, Bar, Report, Samples
 from streams import __version__
-from streams.codec import encode_load
+from streams.codec import encode_load, encode_metrics, encode_pulse, encode_worker, pulse_key
+from streams.core.bridge_pulses import BridgePulse
+from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import pack_hashes, request_hashes
-from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
+from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.run_tree import RunTreeIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
+from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.core.workers import BridgeLease, Worker
+from streams.kafka import worker_key
+from streams.router_api.router import Router
+from streams.router_api.trust import AnswerMode
+from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
+from streams.settings import Settings
+from streams.tables.applied_until import SourceOffset
+from streams.tables.records import (
+    PartitionRecord,
+    SourceProgress,
+    encode_partition,
+    encode_progress,
+    encode_run,
+    partition_key,
+    progress_key,
+    run_key,
+)
 
 SEED = 7
 BLOCK_SIZE = 16
 #: The bar, for 64 ranks and 2,048 tokens.
 P50_US_MAX = 28.0
+
+#: The bar for a large fleet: a whole answer takes at most this many times as long as in the small one.
+LARGE_RATIO_MAX = 3.0
 
 #: Running requests of each rank, and prompts that each rank holds, including those of the running requests.
 N_ACTIVE = 16
@@ -136,26 +165,183 @@ def measure(samples: Samples, case: str, fleet: Fleet, n_decisions: int, repeats
                 samples.add(case, "all p99", "us", OURS, statistics.quantiles(ns, n=100)[98] / 1000)
 
 
+class RouterFleet:
+    """A Router without Kafka whose ranks hold prompts, are exact and report metrics; records are folded directly."""
+
+    def __init__(self, n_ranks: int, n_tokens: int, **changes: object) -> None:
+        self.rng = np.random.default_rng(SEED)
+        self.n_tokens = n_tokens
+        tolerant = {"behind_after_ms": 60_000, "stale_after_ms": 60_000}  # of a busy machine
+        given = {"router_replica_sync": False, "kafka": "127.0.0.1:1", **tolerant, **changes}
+        self.router = Router(Settings(block_size=BLOCK_SIZE, **given))  # type: ignore[arg-type]
+        self.router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
+        self.shared = self.rng.integers(0, 128_000, n_tokens // 4, dtype=np.uint32)
+        self.prompts: list[bytes] = []
+        self.worker_ids = list(range(1, n_ranks + 1))
+        for worker_id in self.worker_ids:
+            self._register(worker_id)
+            records = []
+            for number in range(N_HELD // 8):
+                self.prompts.append(self.prompt())
+                records += self._held(worker_id, self.prompts[-1], number)
+            assert not self.router.view.fold_index_batch(records)
+        self.prove()
+
+    def prompt(self) -> bytes:
+        """A new prompt, as packed tokens; all of them begin with the same quarter."""
+        own = self.rng.integers(0, 128_000, self.n_tokens - len(self.shared), dtype=np.uint32)
+        return np.concatenate([self.shared, own]).astype("<u4").tobytes()
+
+    def prove(self) -> None:
+        """Fold what keeps answers exact: the bridge and every owner are running, and everything is applied."""
+        view, now_ms = self.router.view, time.monotonic_ns() // 1_000_000
+        view.fold_report(pulse_key(_BRIDGE), encode_pulse(BridgePulse(_BRIDGE, 1)))
+        for partition in range(self.router.settings.partitions):
+            record = PartitionRecord(partition, 0, "bench", (SourceProgress("events", "a", 0, 0, 1, 0),))
+            view.fold_index(partition_key(partition), encode_partition(record))
+            view.note_ends(partition, now_ms, {"events": SourceOffset("a", 1)})
+
+    def renew(self, worker_id: int) -> None:
+        """Fold the records that a fleet at work writes all the time: a lease, progress and metrics of one worker."""
+        rank = RankId(WorkerId(worker_id), DpRank(0))
+        self._register(worker_id)
+        self.router.view.fold_index(progress_key(rank), encode_progress(_progress(rank)))
+        report = MetricsReport(rank, WorkerMetrics(kv_total_blocks=100_000, kv_active_blocks=worker_id), 60_000, 0, 0)
+        self.router.view.fold_report(worker_key(rank.worker_id), encode_metrics(report))
+
+    def _register(self, worker_id: int) -> None:
+        lease = BridgeLease(_BRIDGE, 1, 6000, 1)
+        worker = Worker(WorkerId(worker_id), f"http://engine-{worker_id}:8000", "m", BLOCK_SIZE, lease=lease)
+        self.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+
+    def _held(self, worker_id: int, prompt: bytes, number: int) -> list[tuple[bytes, bytes | None]]:
+        rank = RankId(WorkerId(worker_id), DpRank(0))
+        local, names = request_hashes(prompt, BLOCK_SIZE)
+        records: list[tuple[bytes, bytes | None]] = []
+        hashes, blocks = names.tolist(), local.tolist()
+        for start in range(0, len(hashes), RUN_BLOCKS_MAX):
+            stop = min(start + RUN_BLOCKS_MAX, len(hashes))
+            run = Run(
+                key=RunKey(rank, Tier.DEVICE, SequenceHash(hashes[start])),
+                epoch=_EPOCH,
+                start=start,
+                parent=SequenceHash(hashes[start - 1]) if start else None,
+                local=blocks[start:stop],
+                engine=hashes[start:stop],
+                sequence=hashes[start:stop],
+                present=(1 << (stop - start)) - 1,
+            )
+            records.append((run_key(run.key), encode_run(run)))
+        records.append((progress_key(rank), encode_progress(_progress(rank, number))))
+        return records
+
+
+_EPOCH = Epoch(Incarnation(1), 0)
+_BRIDGE = "bench"
+
+
+def _progress(rank: RankId, sequence: int = N_HELD) -> Progress:
+    return Progress(rank, _EPOCH, sequence, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A kind of request: fields of its body, settings of the router, and whether records arrive in between."""
+
+    name: str
+    fields: Callable[[RouterFleet, int], dict[str, Any]]
+    settings: dict[str, object]
+    renewals: bool = False
+
+
+def _nothing(fleet: RouterFleet, number: int) -> dict[str, Any]:  # noqa: ARG001
+    return {}
+
+
+def _without_one(fleet: RouterFleet, number: int) -> dict[str, Any]:
+    return {"excluded_worker_ids": [fleet.worker_ids[number % len(fleet.worker_ids)], 10**6 + number]}
+
+
+ASKED = (
+    Asked("answer", _nothing, {}),
+    Asked("answer, records arrive", _nothing, {}, renewals=True),
+    Asked("answer, a worker excluded", _without_one, {}),
+    Asked(
+        "answer, busy thresholds",
+        _nothing,
+        {"active_prefill_tokens_threshold": 10_000_000, "active_decode_blocks_threshold": 0.9},
+        renewals=True,
+    ),
+    Asked("answer, temperature", lambda *_: {"router_config_override": ConfigOverride(router_temperature=0.5)}, {}),
+)
+
+
+def measure_answers(samples: Samples, n_ranks: int, n_tokens: int, n_decisions: int, repeats: int) -> None:
+    """Measure whole answers: route, book, assess trust, write JSON. Each booking is freed between the measurements."""
+    for asked in ASKED:
+        fleet = RouterFleet(n_ranks, n_tokens, **asked.settings)
+        prompts = [
+            fleet.prompts[int(fleet.rng.integers(len(fleet.prompts)))] if number % 2 else fleet.prompt()
+            for number in range(n_decisions)
+        ]
+        for repeat in range(repeats + 1):
+            gc.collect()
+            taken: list[int] = []
+            for number, prompt in enumerate(prompts):
+                if number % 50 == 0:
+                    fleet.prove()
+                request = RouteRequest(request_id=str(number), **asked.fields(fleet, number))
+                if asked.renewals:
+                    fleet.renew(fleet.worker_ids[number % n_ranks])
+                begun = clock()
+                answer = fleet.router.route(request, prompt)
+                orjson.dumps(answer_json(answer))
+                taken.append(clock() - begun)
+                if answer.trust.mode is not AnswerMode.EXACT:
+                    raise SystemExit(f"an answer of an exact fleet is {answer.trust}")
+                fleet.router.report_phase(str(number), BookingPhase.FREE)
+            if repeat:
+                case = f"whole answers, {n_ranks} ranks"
+                samples.add(case, f"{asked.name} p50", "us", OURS, statistics.median(taken) / 1000)
+                p99 = statistics.quantiles(taken, n=100)[98]
+                samples.add(case, f"{asked.name} p99", "us", OURS, p99 / 1000)
+        fleet.router._kafka.close()  # otherwise it keeps trying to connect
+
+
 @click.command(help=__doc__)
 @click.option("--ranks", default=64, show_default=True)
 @click.option("--tokens", default=2048, show_default=True)
 @click.option("--decisions", default=1000, show_default=True, help="of one repetition")
 @click.option("--repeats", default=7, show_default=True)
+@click.option("--large", default=1000, show_default=True, help="ranks of the large fleet")
+@click.option("--answers/--no-answers", default=True, show_default=True, help="measure whole answers as well")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), default=None)
-def main(ranks: int, tokens: int, decisions: int, repeats: int, json_file: Path | None) -> None:
+def main(
+    ranks: int, tokens: int, decisions: int, repeats: int, large: int, answers: bool, json_file: Path | None
+) -> None:
     samples = Samples()
-    for name, shared in (("shared system prompt", True), ("nothing shared", False)):
-        fleet = Fleet(ranks, tokens, shared=shared)
-        measure(samples, f"{ranks} ranks, {tokens} tokens, {name}", fleet, decisions, repeats)
+    for n_ranks in (ranks, large):
+        for name, shared in (("shared system prompt", True), ("nothing shared", False)):
+            fleet = Fleet(n_ranks, tokens, shared=shared)
+            measure(samples, f"{n_ranks} ranks, {tokens} tokens, {name}", fleet, decisions, repeats)
+        if answers:
+            measure_answers(samples, n_ranks, tokens, decisions, repeats)
     rows = samples.rows()
-    totals = {row.case: row.value for row in rows if row.metric == "all p50"}
+    totals = {row.case: row.value for row in rows if row.metric == "all p50" and row.case.startswith(f"{ranks} ")}
     wanted = (ranks, tokens) == (64, 2048)
     bar = Bar(
         f"a decision takes {P50_US_MAX:g} us at most at p50",
         max(totals.values()) <= P50_US_MAX if wanted else None,
         ", ".join(f"{value:.1f}" for value in totals.values()) + " us",
     )
-    report = Report("decision", {"kvstreams": __version__}, rows, [bar])
+    bars = [bar]
+    for asked in ASKED if answers else ():
+        of = {row.case: row.value for row in rows if row.metric == f"{asked.name} p50"}
+        small_us, large_us = (of[f"whole answers, {n_ranks} ranks"] for n_ranks in (ranks, large))
+        name = f"{asked.name}: {large} ranks take at most {LARGE_RATIO_MAX:g} times as long as {ranks}"
+        figures = f"{large_us / small_us:.2f}: {large_us:.1f} and {small_us:.1f} us"
+        bars.append(Bar(name, large_us <= LARGE_RATIO_MAX * small_us, figures))
+    report = Report("decision", {"kvstreams": __version__}, rows, bars)
     report.print(Console(width=None if sys.stdout.isatty() else 140))
     if json_file is not None:
         report.write(json_file)

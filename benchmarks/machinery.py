@@ -29,6 +29,7 @@ class Machinery:
     stack: Stack
     settings: Settings
     data: Path
+    broker_pid: int
 
     def topic_bytes(self, topic: str) -> int:
         """Bytes of a topic's segments on the broker's disk, including markers."""
@@ -56,7 +57,7 @@ def machinery(partitions: int = 8, directory: Path | None = None, **changes: obj
             )
             ensure_topics(settings, topics(settings).all())
             with Children() as children:
-                yield Machinery(Stack(settings, root, children), settings, root / "kafka" / "data")
+                yield Machinery(Stack(settings, root, children), settings, root / "kafka" / "data", state.pid)
         finally:
             broker.kill()
 

@@ -205,13 +205,14 @@ class Passed:
 class Fleet:
     """Registered engines, with a worker and a router."""
 
-    def __init__(self, parts: Machinery, n_engines: int, seed: int) -> None:
+    def __init__(self, parts: Machinery, n_engines: int, seed: int, *, router_in_worker: bool = False) -> None:
+        """router_in_worker: the Faust worker's own process serves the router, and there is no other one."""
         self._parts = parts
         self.engines = [Engine(n + 1, LIVE_RUNS // n_engines, seed + n) for n in range(n_engines)]
         self.topics = topics(parts.settings)
         self.kafka: Producer = producer(parts.settings, **{"linger.ms": 2, "queue.buffering.max.messages": 1_000_000})
-        self.worker = parts.stack.worker(router=False)
-        self.router = parts.stack.router("router")
+        self.worker = parts.stack.worker(router=router_in_worker)
+        self.router = self.worker if router_in_worker else parts.stack.router("router")
         for engine in self.engines:
             worker = Worker(engine.rank.worker_id, "http://engine", MODEL, BLOCK_SIZE)
             self.kafka.produce(self.topics.workers.name, encode_worker(worker), engine.key)

@@ -13,6 +13,7 @@ The map of the package. docs/architecture.md describes every file.
     cxl/              blocks in CXL memory: states, records, views
     engines/          dialects, ledger, publisher, and the bridge that reads engines' events
     router_api/       the router: its view of the tables, bookings, HTTP
+    client/           the Python client: over HTTP, or with a router in the same process
     indexer_agent     the Faust agent, which feeds partitions of the tables from a stream
     delivery          how Faust delivers records
     faust_internals   the private parts of Faust, mode and aiokafka that are used, as data

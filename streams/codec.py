@@ -91,7 +91,8 @@ class RecordCodec:
         self._schema = fastavro.parse_schema(self.source)
         # fastavro returns the fingerprint as hex, in the byte order of the frame (little-endian).
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(self._schema), "CRC-64-AVRO"))
-        self._header = _SINGLE_OBJECT + self.fingerprint
+        #: The first bytes of a record of the current schema.
+        self.header = _SINGLE_OBJECT + self.fingerprint
         #: By fingerprint, what records may have been written with.
         self._writers: dict[bytes, Any] = {self.fingerprint: self._schema}
         folder = schemas_dir()
@@ -105,7 +106,7 @@ class RecordCodec:
     def encode(self, datum: Mapping[str, Any]) -> bytes:
         """Frame and encode; raises KvStreamsError for a value that does not fit the schema."""
         out = io.BytesIO()
-        out.write(self._header)
+        out.write(self.header)
         try:
             fastavro.schemaless_writer(out, self._schema, datum)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:

@@ -152,6 +152,30 @@ class BlockSizeContradicted(NotReady):
     """This process's settings have another block size for a model than its scope; `detail` contains both."""
 
 
+class RouterUnavailable(KvStreamsError):
+    """No router answered a client: connections were refused, broke, or took too long."""
+
+    code = "router_unavailable"
+    http_status = 503
+
+
+class EngineFailed(KvStreamsError):
+    """An engine did not answer, or broke off its answer. `detail` contains `worker_id` and `output_tokens`.
+
+    A client raises it after it has tried other engines, or if the caller already has a part of the answer.
+    """
+
+    code = "engine_failed"
+    http_status = 502
+
+
+class EngineRefused(KvStreamsError):
+    """An engine refused a request as invalid, so that another engine would refuse it too. `detail` has `status`."""
+
+    code = "engine_refused"
+    http_status = 400
+
+
 class InvalidEvent(InvalidRequest):
     """An engine event contains impossible values: hashes of a wrong type or number, or an id out of range."""
 

@@ -69,11 +69,7 @@ class HttpServer:
             self._access.check_address(host, (str(info[4][0]) for info in infos))
             self._sockets = _listen(infos)
         except OSError as exc:
-            flag = port_setting.replace("_", "-")
-            raise SettingsError(
-                f"host and {port_setting}: cannot listen on {host}:{port}: {exc.strerror or exc}",
-                remedy=f"Set --host and --{flag}, or stop the process that listens there",
-            ) from exc
+            raise _cannot_listen(host, port, port_setting, exc) from exc
         self._runners: list[web.AppRunner] = []
         self._listening: list[asyncio.Server] = []
         self._checking: asyncio.Task[None] | None = None
@@ -133,6 +129,14 @@ class HttpServer:
             except Exception:  # nothing may end the checks: the next certificate would never be used
                 log.exception("the files of tokens and certificates cannot be checked")
 
+    async def listen_also(self, host: str, port: int) -> None:
+        """Listen on another address, which other processes listen on as well. Raises SettingsError."""
+        try:
+            self._sockets += _listen(_addresses(host, port), shared=True)
+        except OSError as exc:
+            raise _cannot_listen(host, port, "port", exc) from exc
+        await self._listen()
+
     async def close(self) -> None:
         """Stop listening and finish running requests."""
         if self._checking is not None:
@@ -145,20 +149,29 @@ class HttpServer:
             await runner.cleanup()
 
 
+def _cannot_listen(host: str, port: int, port_setting: str, exc: OSError) -> SettingsError:
+    return SettingsError(
+        f"host and {port_setting}: cannot listen on {host}:{port}: {exc.strerror or exc}",
+        remedy=f"Set --host and --{port_setting.replace('_', '-')}, or stop the process that listens there",
+    )
+
+
 def _addresses(host: str, port: int) -> list[_AddressInfo]:
     """Every address of a host, as aiohttp finds them; raises OSError."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys(infos))
 
 
-def _listen(infos: Sequence[_AddressInfo]) -> list[socket.socket]:
-    """Listen on every address; raises OSError."""
+def _listen(infos: Sequence[_AddressInfo], *, shared: bool = False) -> list[socket.socket]:
+    """Listen on every address. shared: other processes may do so too. Raises OSError."""
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in infos:
             each = socket.socket(family, kind, protocol)
             sockets.append(each)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             each.bind(address)

@@ -202,14 +202,27 @@ def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
     consumer.assign(list(where))
 
 
-def consume(consumer: Consumer, n_messages: int, timeout_s: float) -> list[Message]:
+def fetched_in_intervals(interval_s: float) -> dict[str, Any]:
+    """Configuration of a reader that fetches once in this time, and not once for each record that is appended.
+
+    A fetch that waits for more bytes than will come ends after its longest wait. With the default of one byte, the
+    broker ends and begins a fetch for each batch of each partition.
+    """
+    return {"fetch.min.bytes": 1024 * 1024, "fetch.wait.max.ms": max(1, round(interval_s * 1000))}
+
+
+def consume(consumer: Consumer, n_messages: int, timeout_s: float, collect_s: float = 0.0) -> list[Message]:
     """At most n_messages messages that have arrived; waits only while there is none.
 
     The client's own `consume` waits its whole timeout unless n_messages arrive, which would delay every record of a
-    quiet topic.
+    quiet topic. collect_s: after the first message, wait for others for this long.
     """
     first = consumer.poll(timeout_s)
-    return [] if first is None else [first, *consumer.consume(n_messages - 1, 0)]
+    if first is None:
+        return []
+    if collect_s:
+        time.sleep(collect_s)
+    return [first, *consumer.consume(n_messages - 1, 0)]
 
 
 def worker_key(worker_id: int) -> bytes:

@@ -27,6 +27,9 @@ from streams.tables.applied_until import Lag
 
 S = TypeVar("S")
 
+#: The label that tells the processes of one port apart.
+PROCESS = "process"
+
 #: Label value of everything that a label's declaration does not allow.
 OTHER = "other"
 
@@ -136,12 +139,17 @@ def histogram(name: str, text: str, *buckets: float, read: Callable[[S], Distrib
 class MetricsRegistry(Generic[S]):
     """What one process serves: its declarations, with numbers read from a snapshot that each scrape takes once."""
 
-    def __init__(self, metrics: Sequence[Metric[S]], snapshot: Callable[[], S]) -> None:
-        """snapshot: called on the thread that serves; what it returns must not change while the metrics are read."""
+    def __init__(self, metrics: Sequence[Metric[S]], snapshot: Callable[[], S], process: str = "") -> None:
+        """snapshot: called on the thread that serves; what it returns must not change while the metrics are read.
+
+        process: the value of the label `process`, which every metric then has. Several processes that share a port need
+        it: a scrape of that port reads the page of any of them.
+        """
         names = [metric.name for metric in metrics]
         assert len(set(names)) == len(names), "a metric is declared twice"
         self._metrics = metrics
         self._snapshot = snapshot
+        self._constant = [f'{PROCESS}="{_escaped_value(process)}"'] if process else []
         self._histograms = {metric.name: Distribution(*metric.buckets) for metric in metrics if metric.buckets}
 
     def histogram(self, name: str) -> Distribution:
@@ -160,32 +168,37 @@ class MetricsRegistry(Generic[S]):
             lines.append(f"# HELP {metric.name} {_escaped(metric.help)}")
             lines.append(f"# TYPE {metric.name} {metric.kind}")
             if isinstance(reading, Distribution):
-                lines += _distribution_lines(metric.name, reading)
+                lines += _distribution_lines(metric.name, reading, self._constant)
             else:
-                lines += _lines(metric, reading)
+                lines += _lines(metric, reading, self._constant)
         return "\n".join([*lines, ""]).encode()
 
 
-def _lines(metric: Metric[Any], reading: float | Mapping[Any, float]) -> Iterator[str]:
-    """The samples of a metric that is no histogram."""
+def _lines(metric: Metric[Any], reading: float | Mapping[Any, float], constant: Sequence[str]) -> Iterator[str]:
+    """The samples of a metric that is no histogram. constant: labels that every sample has, as text."""
     assert metric.kind is not MetricKind.HISTOGRAM, f"{metric.name} needs a Distribution"
     if not isinstance(reading, Mapping):
-        yield f"{metric.name} {float(reading)}"
+        yield f"{metric.name}{_braced(constant)} {float(reading)}"
         return
     start = f"{metric.name}{{"
     names = [label.name for label in metric.labels]
     for values, number in _samples(metric, reading).items():
         pairs = [f'{name}="{_escaped_value(value)}"' for name, value in zip(names, values, strict=True)]
-        yield f"{start}{','.join(pairs)}}} {float(number)}"
+        yield f"{start}{','.join([*pairs, *constant])}}} {float(number)}"
 
 
-def _distribution_lines(name: str, reading: Distribution) -> Iterator[str]:
+def _distribution_lines(name: str, reading: Distribution, constant: Sequence[str]) -> Iterator[str]:
     """The samples of a histogram."""
     count = 0.0
     for bound, count in reading.cumulative():
-        yield f'{name}_bucket{{le="{bound}"}} {float(count)}'
-    yield f"{name}_count {float(count)}"
-    yield f"{name}_sum {float(reading.total)}"
+        bucket = [f'le="{bound}"', *constant]
+        yield f"{name}_bucket{_braced(bucket)} {float(count)}"
+    yield f"{name}_count{_braced(constant)} {float(count)}"
+    yield f"{name}_sum{_braced(constant)} {float(reading.total)}"
+
+
+def _braced(pairs: Sequence[str]) -> str:
+    return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
 def _escaped(text: str) -> str:

@@ -134,6 +134,15 @@ class Settings:
     router: bool = _setting(True, "serve the HTTP API in the Faust worker's process")
     host: str = _setting("127.0.0.1", "address that the HTTP API listens on; 0.0.0.0 for all interfaces")
     port: int = _setting(8000, "port of the HTTP API", low=0, high=65535)
+    processes: int = _setting(
+        1, "processes of `kvstreams router` that share its port; each has its own copy of the index", low=1, high=64
+    )
+    process_port: int = _setting(
+        0,
+        "own port of the first of several processes, and the next port for each further one; 0 is port + 1",
+        low=0,
+        high=65535,
+    )
     metrics_port: int = _setting(
         0,
         "port of /healthz, /ready and /metrics in a bridge, and in a Faust worker with router off; "
@@ -288,6 +297,10 @@ class Settings:
         "empty the scope's index, loads and events at start; refused while another process of the scope is running",
     )
     router_reset_force: bool = _setting(False, "reset even if another process of the scope is running")
+    tracing: bool = _setting(
+        False,
+        "send an OpenTelemetry trace of every decision by OTLP; needs kvstreams[otel]; OTEL_* variables configure it",
+    )
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "write logs as JSON, one object per line")
 

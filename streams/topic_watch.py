@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 READINGS_PER_TOLERATED_LAG = 4
 READ_EVERY_MS = (50, 250)
 
+#: Time between two looks at the topics that are not watched closely. Each answer describes every partition of every
+#: topic that was asked for, and making objects of that takes much of a reading's processor time.
+OTHERS_EVERY_S = 1.0
+
 #: A broker answers within milliseconds. One that is slower than this counts as not reached.
 READ_TIMEOUT_S = 2.0
 
@@ -43,8 +47,9 @@ _FUTURE_SLACK_S = 1.0
 class TopicReading:
     """What the broker answered. asked_ms: monotonic, before it was asked. ids: topic id of each topic that exists.
 
-    missing: topics that do not exist. ends: by topic and partition, the offset after everything in the log, markers and
-    open transactions included; what could not be read is missing.
+    missing: topics that do not exist. What both say about topics that are not watched closely may be OTHERS_EVERY_S
+    old. ends: by topic and partition, the offset after everything in the log, markers and open transactions included;
+    what could not be read is missing.
     """
 
     asked_ms: int
@@ -74,13 +79,19 @@ class TopicWatch:
         topics: Sequence[TopicSpec],
         with_ends: Sequence[TopicSpec],
         on_reading: Callable[[TopicReading], None],
+        closely: Sequence[TopicSpec] = (),
     ) -> None:
-        """topics: those that are watched. with_ends: those of them whose ends are read."""
+        """topics: those that are watched. with_ends: those of them whose ends are read.
+
+        closely: further ones of which each reading has the id, as it has of those with ends.
+        """
         self._settings = settings
         self._names = [spec.name for spec in topics]
+        self._closely = [spec.name for spec in (*with_ends, *closely)]
+        self._known: tuple[dict[str, str], frozenset[str]] = ({}, frozenset())  # ids, and what is missing
         self._partitions = [(spec.name, partition) for spec in with_ends for partition in range(spec.partitions)]
         self._on_reading = on_reading
-        self._every_s = read_every_ms(settings.behind_after_ms) / 1000
+        self._every_s = read_every_ms(settings.behind_after_ms) / 1000 if self._closely else OTHERS_EVERY_S
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="topics", daemon=True)
 
@@ -98,16 +109,20 @@ class TopicWatch:
         client = admin(self._settings)
         # Only topics that existed a moment ago are asked for their ends: the call for a missing one takes its timeout.
         existing: frozenset[str] = frozenset()
+        others_due_s = 0.0
         while not self._stopping.is_set():
             began = time.monotonic()
+            with_others = began >= others_due_s
             try:
-                reading = self._read(client, existing)
+                reading = self._read(client, existing, with_others=with_others)
             except (KafkaException, TimeoutError) as exc:
                 log.debug("topics cannot be read: %s", exc or "no answer in time")
             except Exception:  # nothing may end the readings: answers would stay degraded
                 log.exception("topics cannot be read")
             else:
                 first, existing = not existing, frozenset(reading.ids)
+                if with_others:
+                    others_due_s = began + OTHERS_EVERY_S
                 try:
                     self._on_reading(reading)
                 except Exception:  # as above
@@ -116,8 +131,11 @@ class TopicWatch:
                     continue  # the first reading only finds out which topics exist
             self._stopping.wait(max(began + self._every_s - time.monotonic(), 0.0))
 
-    def _read(self, client: AdminClient, existing: frozenset[str]) -> TopicReading:
-        """Read the ends, then the ids, so that the end of a recreated topic never comes with the old topic's id."""
+    def _read(self, client: AdminClient, existing: frozenset[str], *, with_others: bool) -> TopicReading:
+        """Read the ends, then the ids, so that the end of a recreated topic never comes with the old topic's id.
+
+        with_others: whether the topics that are not watched closely are looked at as well.
+        """
         asked_ms = time.monotonic_ns() // 1_000_000
         ends: dict[tuple[str, int], int] = {}
         latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
@@ -131,14 +149,20 @@ class TopicWatch:
                     ends[where.topic, where.partition] = future.result(READ_TIMEOUT_S + _FUTURE_SLACK_S).offset
                 except (KafkaException, TimeoutError) as exc:
                     log.debug("the end of %s [%d] cannot be read: %s", where.topic, where.partition, exc)
-        ids: dict[str, str] = {}
-        missing: list[str] = []
-        described = client.describe_topics(TopicCollection(self._names), request_timeout=READ_TIMEOUT_S)
+        self._known = ids, missing = self._described(client, self._names if with_others else self._closely)
+        return TopicReading(asked_ms, ids, tuple(name for name in self._names if name in missing), ends)
+
+    def _described(self, client: AdminClient, names: Sequence[str]) -> tuple[dict[str, str], frozenset[str]]:
+        """Ask for the ids of these topics; return those of all topics, and which are missing, as far as is known."""
+        asked = frozenset(names)
+        ids = {name: topic_id for name, topic_id in self._known[0].items() if name not in asked}
+        missing = set(self._known[1] - asked)
+        described = client.describe_topics(TopicCollection(list(names)), request_timeout=READ_TIMEOUT_S)
         for name, future in described.items():
             try:
                 ids[name] = str(future.result(READ_TIMEOUT_S + _FUTURE_SLACK_S).topic_id)
             except KafkaException as exc:
                 if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
                     raise
-                missing.append(name)
-        return TopicReading(asked_ms, ids, tuple(missing), ends)
+                missing.add(name)
+        return ids, frozenset(missing)

@@ -33,7 +33,7 @@ from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.draining import drain
 from streams.router_api.router import Router
-from streams.router_api.server import api_runner, tick_forever
+from streams.router_api.server import api_runner, make_router, tick_forever
 from streams.schema_compatibility import check_schemas
 from streams.security.access import Access
 from streams.security.faust_credentials import faust_credentials
@@ -83,11 +83,11 @@ class WorkerProcess:
         await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
         agent_metrics = agent_registry(self.indexer)
         if settings.router:
-            self._router = Router(settings)
+            self._router = make_router(settings)
         if self._server is None:
             return
         if self._router is not None:
-            await self._server.serve(api_runner(self._router, [agent_metrics], access))
+            await self._server.serve(api_runner(self._router, [agent_metrics], access=access))
         else:
             await self._server.serve(monitoring_app(self._not_ready, [agent_metrics], access))
             log.info("/healthz, /ready and /metrics on %s", self._server.url)

@@ -28,16 +28,32 @@ def worker(resolved: Resolved) -> None:
 
 @click.command(cls=GroupedCommand)
 @with_settings
-def router(resolved: Resolved) -> None:
-    """Run a router alone. Run as many as you need, behind any load balancer."""
-    from streams.router_api.server import serve
+@click.option("--process-number", type=int, hidden=True, help="which of several processes this one is")
+@click.option("--process-joins", type=click.Choice(["at-once", "when-ready"]), default="at-once", hidden=True)
+def router(resolved: Resolved, process_number: int | None, process_joins: str) -> None:
+    """Run a router alone. Run as many as you need, behind any load balancer.
+
+    With --processes, several of them share one port of this machine.
+    """
+    from streams.router_api.process_group import ProcessGroup, ProcessPlace, end_with_parent
     from streams.schema_compatibility import check_schemas
 
-    log.configure(resolved.settings)
-    check_schemas()
-    if resolved.settings.router_reset_states:
-        empty_scope(resolved.settings, resolved.settings.router_reset_force, may_be_new=True)
-    _run(serve(resolved.settings))
+    settings = resolved.settings
+    log.configure(settings)
+    place = None
+    if process_number is None:
+        check_schemas()
+        if settings.router_reset_states:
+            empty_scope(settings, settings.router_reset_force, may_be_new=True)
+        if settings.processes > 1:
+            _run(ProcessGroup(settings).run())
+            return
+    else:
+        end_with_parent()
+        place = ProcessPlace(process_number, process_joins == "at-once")
+    from streams.router_api.server import serve  # not in the parent of several processes, which needs 150 MB less
+
+    _run(serve(settings, place))
 
 
 @click.command(cls=GroupedCommand)

@@ -63,6 +63,36 @@ class RouteAnswerBody(TypedDict):
     candidates: NotRequired[list[Candidate]]
 
 
+class WorkerMatches(TypedDict):
+    """Matched blocks of one worker: for each count, that of its best rank."""
+
+    worker_id: int
+    scores: int
+    cxl_accessible_scores: int
+    moe_scores: int
+
+
+class RankMatches(TypedDict):
+    """Matched blocks of one rank: its own leading blocks, those that it reaches in CXL pools after them, and those of
+    its own whose labels match."""
+
+    worker_id: int
+    dp_rank: int
+    scores: int
+    cxl_accessible_scores: int
+    moe_scores: int
+
+
+class MatchesAnswer(TypedDict):
+    """The matched blocks of every worker and rank that has any."""
+
+    request_blocks: int
+    workers: list[WorkerMatches]
+    ranks: list[RankMatches]
+    mode: AnswerMode
+    degraded_because: NotRequired[DegradedReason]
+
+
 class EngineMetrics(TypedDict):
     """The metrics that an engine reports for one rank; a total of 0 is unknown."""
 

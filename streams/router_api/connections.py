@@ -1,7 +1,7 @@
 """The connections of the HTTP API: how many there may be, and how long one may stay without a request.
 
-What lives here: those limits, and the runner that applies them to both servers, `kvstreams router` and the Faust
-worker. What must not: requests (handlers) and their bodies (bodies).
+What lives here: those limits. What must not: requests (handlers), their bodies (bodies), and the server to which the
+limits apply (runner).
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class Connections:
     def __len__(self) -> int:
         return 0 if self._server is None else len(self._server.connections)
 
-    def accepting_for(self, server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-        """The protocol of each new connection: the server's, or one that refuses it."""
+    def accepting_for(
+        self, server: web.Server, new_protocol: Callable[[], web.RequestHandler]
+    ) -> Callable[[], asyncio.BaseProtocol]:
+        """The protocol of each new connection of a server: what new_protocol returns, or one that refuses it."""
         self._server = server
 
         def accept() -> asyncio.BaseProtocol:
@@ -70,7 +72,7 @@ class Connections:
             if n_open >= self.connections_max:
                 self.refused[TOO_MANY] += 1
                 return _Refusal(self._refusals, self.connections_max)
-            protocol = server()
+            protocol = new_protocol()
             # The loop accepts many connections in one step, and adds them to the server's list in the next one.
             self._n_accepting += 1
             loop.call_soon(self._made)
@@ -82,9 +84,9 @@ class Connections:
     def _made(self) -> None:
         self._n_accepting -= 1
 
-    def note_request(self, request: web.Request) -> None:
-        """A connection has a request; called for every one of them."""
-        timer = self._without_request.pop(request.protocol, None)
+    def note_request(self, protocol: web.RequestHandler) -> None:
+        """A connection has a request; called for the first one, or for every one of them."""
+        timer = self._without_request.pop(protocol, None)
         if timer is not None:
             timer.cancel()
 
@@ -125,27 +127,6 @@ class _Refusal(asyncio.Protocol):
         self._refusals.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-
-
-class ApiRunner(web.AppRunner):
-    """Runs the API's application within the limits of Connections. Bodies are decompressed by Bodies."""
-
-    def __init__(self, app: web.Application, connections: Connections, shutdown_timeout_s: float) -> None:
-        """shutdown_timeout_s: limits the time that a stop takes. Requests that last for half of it are cut off."""
-        super().__init__(
-            app,
-            access_log=None,
-            auto_decompress=False,
-            lingering_time=LINGERING_S,
-            shutdown_timeout=shutdown_timeout_s / 2,  # aiohttp waits twice: for answers, and after cutting requests off
-        )
-        self._connections = connections
-
-    @property
-    def server(self) -> Callable[[], asyncio.BaseProtocol] | None:  # type: ignore[override]  # sites only call it
-        """The factory of protocols that a site gives to the event loop."""
-        server = super().server
-        return None if server is None else self._connections.accepting_for(server)
 
 
 def refusal(error: Overloaded) -> bytes:

@@ -12,6 +12,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,16 +34,19 @@ from streams.errors import (
 )
 from streams.http_server import error_headers
 from streams.metrics import MetricsRegistry, metrics_response
+from streams.router_api import fast_lane
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
 from streams.router_api.calls import CALLS, HTML
-from streams.router_api.connections import ApiRunner, Connections
+from streams.router_api.connections import Connections
+from streams.router_api.fast_lane import FastLane
 from streams.router_api.inspections import Inspections, written
 from streams.router_api.large_bodies import LargeBody
 from streams.router_api.live import Live
 from streams.router_api.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.metrics import RouterMetrics
-from streams.router_api.openapi import document_json, page_html
+from streams.router_api.openapi import PAGE_HEADERS, document_json, page_html
 from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.runner import ApiRunner
 from streams.router_api.token_bodies import parse_large, parse_with_tokens
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
@@ -94,16 +98,20 @@ class Handlers:
     Calls that wait for Kafka run on a thread, so that an unreachable broker delays them but no answer to /route.
     """
 
-    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = ()) -> None:
-        """more_metrics: further registries of this process, served after the router's own."""
+    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = (), process: str = "") -> None:
+        """more_metrics: further registries of this process, served after the router's own.
+
+        process: as of RouterMetrics.
+        """
         self._router = router
         self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
         self._connections = Connections(router.settings.connections_max, uses_tls=bool(router.settings.tls_certificate))
         self._inspections = Inspections()
-        self._metrics = RouterMetrics(router, self._connections, self._bodies)
+        self._metrics = RouterMetrics(router, self._connections, self._bodies, process)
         self._more_metrics = more_metrics
         self._rights: dict[Any, Right | None] = {getattr(self, call.handler): call.right for call in CALLS}
+        self.lane = FastLane(router, self._metrics, RETRY_AFTER_S)
         self._live = Live(router, self._metrics)
         self._sampling: asyncio.Task[None] | None = None
 
@@ -131,7 +139,15 @@ class Handlers:
 
     def runner(self, app: web.Application) -> ApiRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
-        return ApiRunner(app, self._connections, self._router.settings.drain_timeout_s)
+        # A middleware sees every request, so that none may take the fast lane.
+        usable = list(app.middlewares) == [error_shape] and fast_lane.is_supported()
+        return ApiRunner(
+            app,
+            self._connections,
+            self._metrics.errors,
+            self._router.settings.drain_timeout_s,
+            self.lane if usable else None,
+        )
 
     async def _start(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
         self._sampling = asyncio.create_task(self._live.run())
@@ -199,6 +215,20 @@ class Handlers:
 
     def _potential_of_large(self, body: bytes) -> dict[str, Any]:
         return self._router.potential(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
+
+    async def matches(self, request: web.Request) -> web.Response:
+        """Return how many of the request's blocks each worker and rank holds, reaches and has labels for."""
+        router = self._router
+        packed_query = _packed_query(request)
+        async with self._bodies.of(request) as body:
+            if packed_query is not None:
+                return _json(router.matches(packed_query, _tokens(body)))
+            if len(body) <= LARGE_BODY_BYTES:
+                return _json(router.matches(*parse_with_tokens(parse_route, body, self._tokens_max)))
+            return _json(await self._bodies.on_thread(self._matches_of_large, body))
+
+    def _matches_of_large(self, body: bytes) -> dict[str, Any]:
+        return self._router.matches(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
         """Return every rank's active load."""
@@ -305,13 +335,14 @@ class Handlers:
     async def state_blocks(self, request: web.Request) -> web.StreamResponse:
         """Return every fact in the index, 21 bytes each (FACT), in order."""
         response = web.StreamResponse(headers={"Content-Type": OCTET_STREAM})
-        async with self._inspections.begun() as on_thread:
-            await response.prepare(request)
-            pages = self._router.view.fact_pages()
-            while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
-                if not await written(request, response, page):
-                    return response
-        await response.write_eof()
+        with suppress(ConnectionResetError):  # the client left, which is no fault of the router
+            async with self._inspections.begun() as on_thread:
+                await response.prepare(request)
+                pages = self._router.view.fact_pages()
+                while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
+                    if not await written(request, response, page):
+                        return response
+            await response.write_eof()
         return response
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -364,7 +395,7 @@ class Handlers:
 
     async def docs(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the page that shows the OpenAPI document."""
-        return web.Response(body=page_html(), content_type=HTML, charset="utf-8")
+        return web.Response(body=page_html(), content_type=HTML, charset="utf-8", headers=PAGE_HEADERS)
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return what the live page shows."""
@@ -395,7 +426,7 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     """
     connections = request.app.get(_CONNECTIONS)
     if connections is not None:
-        connections.note_request(request)
+        connections.note_request(request.protocol)
     router = request.app.get(_ROUTER)
     try:
         response = await handler(request)

@@ -16,19 +16,19 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from streams.codec import decode_load, encode_load, load_key
 from streams.core.ids import RankId
-from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase, with_output
+from streams.core.loads.bookings import BOOKINGS_MAX, ActiveLoads, Booking, BookingId, BookingPhase, with_output
 from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
-from streams.errors import BookingConflict
-from streams.kafka import Record, partition_of_key
+from streams.errors import BadRecord, BookingConflict
+from streams.kafka import Record
+from streams.load_records import LoadDecoder, encoded_load, load_key, request_partition
 from streams.router_api.outbox import Outbox
 from streams.settings import Settings
 from streams.topics import TopicSpec
@@ -48,11 +48,40 @@ _PROBED = 0
 #: Key of a tick. Its value is a tombstone, so that compaction removes it, and no booking has this key.
 TICK_KEY = b"tick"
 
+#: Records of other routers are read in intervals, since waking up for each of them takes more time than folding it. The
+#: sum of this, of `SEND_INTERVAL_S` and of Kafka's own time is when other routers know a booking.
+READ_INTERVAL_S = 0.010
+
+#: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 2 to 5 us.
+_FOLDED_TOGETHER_MAX = 64
+
+#: Own records that are kept until they are read back, so that they need not be decoded. Beyond this limit the oldest
+#: one is dropped; it is then decoded like any other.
+_OWN_RECORDS_MAX = 20_000
+
+#: About how long a record is, without its hashes.
+_RECORD_BYTES = 150
+
 #: The size of each of a booking's packed sequence hashes.
 _BYTES_PER_HASH = 8
 
 #: What a buffered call reports: a phase, or generated tokens.
 _Call = BookingPhase | Literal["output"]
+
+
+class _Content(NamedTuple):
+    """What a record of router-loads says."""
+
+    booking_id: BookingId
+    phase: BookingPhase
+    booking: Booking | None
+
+
+class _Unsent(NamedTuple):
+    """A record that is not encoded yet."""
+
+    content: _Content
+    written_at_ms: int
 
 
 class _BufferedCall(NamedTuple):
@@ -76,7 +105,11 @@ class LoadsSync:
         self._shared = settings.router_replica_sync
         self._reads_metrics = settings.router_mode in POLICY_MODES
         self._lock = threading.RLock()
-        self._outbox = Outbox(kafka, topic.name, now_ms, lambda: self._lock)
+        self._outbox: Outbox[_Unsent] = Outbox(kafka, topic.name, now_ms, lambda: self._lock, self._encode)
+        self._decoder = LoadDecoder()
+        self._decoding = threading.Lock()
+        # Records of this router that were sent and not read back yet, by key: values, and what they say.
+        self._own: OrderedDict[bytes, tuple[bytes, _Content]] = OrderedDict()
         self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
         # When each partition's last record was read, or the last tick of this router was acknowledged.
         self._heard_ms = [now_ms()] * topic.partitions
@@ -97,7 +130,18 @@ class LoadsSync:
         # ones, and ended ones.
         self._unlogged: OrderedDict[BookingId, int] = OrderedDict()
         self._ended_unlogged: OrderedDict[BookingId, int] = OrderedDict()
+        self._sent: set[BookingId] = set()  # those of the active ones that may be in the log
         self.router_id = uuid.uuid4().hex
+
+    def start(self) -> None:
+        """Begin to send records by a thread of its own; without this, `poll` sends them."""
+        if self._shared:
+            self._outbox.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop that thread, and wait as `flush` does."""
+        self._outbox.stop()
+        self.flush(timeout_s)
 
     def listen(self, on_load_fell: Callable[[], None]) -> Callable[[], None]:
         """Call `on_load_fell` after each change that lowers the load of any rank; return a function that ends this.
@@ -246,19 +290,49 @@ class LoadsSync:
 
     def fold(self, record: Record) -> None:
         """Fold one record of router-loads. A record that raises BadRecord still advances its partition's time."""
-        clock, at_ms = record.partition, record.timestamp_ms
-        try:
-            decoded = None if record.value is None else decode_load(record.value)
+        message = (record.key, record.value, record.timestamp_ms, record.partition)
+        for _, exc in self._fold_all([message]):
+            raise exc
+
+    def fold_messages(self, messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG002
+        """Fold messages without errors; return those that cannot be used, each with its position."""
+        return self._fold_all(
+            [(each.key() or b"", each.value(), each.timestamp()[1], each.partition() or 0) for each in messages]
+        )
+
+    def _fold_all(self, records: Sequence[tuple[bytes, bytes | None, int, int]]) -> list[tuple[int, BadRecord]]:
+        """records: keys, values, append times and partitions."""
+        bad = []
+        for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
+            together = records[start : start + _FOLDED_TOGETHER_MAX]
+            contents: list[_Content | None] = []
+            with self._decoding:
+                for position, (key, value, _, _) in enumerate(together, start):
+                    try:
+                        contents.append(None if value is None else self._content(key, value))
+                    except BadRecord as exc:
+                        contents.append(None)
+                        bad.append((position, exc))
             with self._lock:
-                if decoded is not None:
-                    self._fold(*decoded, at_ms, clock)
-        finally:
-            with self._lock:
-                self._heard_ms[clock] = self._now_ms()
-                self._stream_ms[clock] = max(self._stream_ms[clock], at_ms)
-                self._loads.expire(self._stream_ms[clock], clock)
+                now_ms = self._now_ms()
+                for content, (_, _, at_ms, clock) in zip(contents, together, strict=True):
+                    if content is not None:
+                        self._fold(content, at_ms, clock)
+                    self._heard_ms[clock] = now_ms
+                    if at_ms > self._stream_ms[clock]:
+                        self._stream_ms[clock] = at_ms
+                    self._loads.expire(self._stream_ms[clock], clock)
                 if self._listeners:
                     self._announce_falls()
+        return bad
+
+    def _content(self, key: bytes, value: bytes) -> _Content:
+        """What a record says; raises BadRecord. One that this router wrote itself is recognised and not decoded."""
+        own = self._own.get(key)
+        if own is not None and own[0] == value:
+            self._own.pop(key, None)  # not `del`: sending may have dropped it in between
+            return own[1]
+        return _Content(*self._decoder.decode(value))
 
     def reset(self) -> None:
         """Drop all bookings, so that the topic can be folded again from its beginning.
@@ -278,16 +352,17 @@ class LoadsSync:
         """Wait until Kafka has acknowledged everything that was published, or until timeout_s has passed."""
         until_s = time.monotonic() + timeout_s
         while True:
-            with self._lock:
-                self._outbox.pump()
+            self._outbox.pump()
             left = self._kafka.flush(min(0.1, timeout_s))
             if (not left and not len(self._outbox)) or time.monotonic() >= until_s:
                 return
 
     def poll(self) -> None:
-        """Serve delivery reports, send waiting records, expire bookings, and write ticks to quiet partitions."""
-        with self._lock:
+        """Expire bookings, and write ticks to quiet partitions. Unless a thread does this, send waiting records."""
+        if not self._outbox.started:
             self._outbox.pump()
+        self._kafka.poll(0)  # ticks are acknowledged here; the thread that sends records may be asleep
+        with self._lock:
             self._expire()
             if self._listeners:
                 self._announce_falls()
@@ -296,14 +371,14 @@ class LoadsSync:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _fold(
-        self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None, at_ms: int, clock: int
-    ) -> None:
+    def _fold(self, content: _Content, at_ms: int, clock: int) -> None:
+        booking_id, phase, booking = content
         if phase is not BookingPhase.ADD:
             self._apply(booking_id, phase, at_ms, clock)
             return
         assert booking is not None
-        self._unlogged.pop(booking_id, None)
+        if self._unlogged.pop(booking_id, None) is not None:
+            self._sent.discard(booking_id)
         self._ended_unlogged.pop(booking_id, None)
         if self._loads.logged(booking_id, booking, at_ms, clock):
             return
@@ -346,10 +421,15 @@ class LoadsSync:
         self._apply(booking_id, phase, self._local_time())
         since_ms = self._unlogged.get(booking_id)
         if phase is BookingPhase.FREE and since_ms is not None:
+            was_sent = booking_id in self._sent
+            self._sent.discard(booking_id)
             del self._unlogged[booking_id]
             self._ended_unlogged[booking_id] = since_ms
-            if self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
-                # The booking began and ended while Kafka was unreachable, so no other router needs it.
+            if len(self._ended_unlogged) > BOOKINGS_MAX:
+                self._loads.forget(self._ended_unlogged.popitem(last=False)[0])
+            # An update of a booking may wait while the booking itself was sent and not read back yet.
+            if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
+                # The booking ended before it was sent, as short ones do while Kafka is away. No other router needs it.
                 self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
                 return
         self._publish(booking_id, phase, None)
@@ -405,8 +485,24 @@ class LoadsSync:
 
     def _publish(self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None) -> None:
         if self._shared:
-            key, value = encode_load(booking_id, phase, booking, time.time_ns() // 1_000_000)
-            self._outbox.put(key, value, partition_of_key(booking_id.request_id.encode(), self._topic.partitions))
+            self._outbox.put(
+                load_key(booking_id, phase),
+                _Unsent(_Content(booking_id, phase, booking), time.time_ns() // 1_000_000),
+                request_partition(booking_id.request_id, self._topic.partitions),
+                _RECORD_BYTES if booking is None else _RECORD_BYTES + len(booking.sequence),
+            )
+
+    def _encode(self, records: Sequence[tuple[bytes, _Unsent]]) -> list[bytes]:
+        """Encode records that are about to be sent, and remember them until they are read back."""
+        values = [encoded_load(*content, written_at_ms) for _, (content, written_at_ms) in records]
+        with self._lock:
+            for (key, (content, _)), value in zip(records, values, strict=True):
+                self._own[key] = (value, content)
+                if content.booking_id in self._unlogged:
+                    self._sent.add(content.booking_id)
+            while len(self._own) > _OWN_RECORDS_MAX:
+                self._own.popitem(last=False)
+        return values
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -421,6 +517,7 @@ class LoadsSync:
                 if unlogged[booking_id] + self._ttl_ms > now_ms:
                     break
                 del unlogged[booking_id]
+                self._sent.discard(booking_id)
                 self._loads.forget(booking_id)
                 for phase in BookingPhase:
                     self._outbox.discard(load_key(booking_id, phase))

@@ -418,14 +418,15 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
 class RouterMetrics:
     """The metrics of one router. Owner of the errors' counts; all methods run on the loop that serves the API."""
 
-    def __init__(self, router: Router, connections: Connections, bodies: Bodies) -> None:
+    def __init__(self, router: Router, connections: Connections, bodies: Bodies, process: str = "") -> None:
+        """process: value of the label `process` of every metric; "" for no such label."""
         self._router = router
         self._connections = connections
         self._bodies = bodies
         self._scrapes = _FailedScrapes()
         self.errors: Counter[str] = Counter()
         self.route_seconds = Distribution(*LATENCY_BOUNDS)
-        self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot)
+        self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot, process)
 
     def _snapshot(self) -> RouterSnapshot:
         view = self._router.view

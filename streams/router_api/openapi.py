@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import orjson
 
-from streams import __version__
 from streams.core.ids import U64_MASK
 from streams.cxl.events import POOL_NAME_CHARS_MAX
 from streams.router_api.answers import ErrorAnswer
@@ -30,7 +29,18 @@ from streams.router_api.wire import (
     RouteRequest,
 )
 
+#: Of the paths, which have no version in them.
+API_VERSION = "1"
+
 _REF = "#/components/schemas/{name}"
+
+#: The page has its script and style within it, and loads nothing from other hosts.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 #: The parameters of paths.
 _PATH_PARAMETERS: dict[str, dict[str, Any]] = {
@@ -54,7 +64,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "kvstreams router",
-            "version": __version__,
+            "version": API_VERSION,
             "description": "A KV-cache-aware router for LLM engines. docs/http.md explains each call.",
         },
         "tags": [{"name": tag} for tag in Tag],

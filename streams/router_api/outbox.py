@@ -1,22 +1,31 @@
 """Records on their way to a compacted topic: waiting, in flight, or lost.
 
-What lives here: a queue that fills while Kafka is unreachable, with at most one waiting record per key. What must not:
-the meaning of the records. A router decides without waiting for Kafka. So the queue is bounded; beyond its limits the
-oldest record is dropped and counted. It is not thread-safe by itself: its owner holds its lock around every call, and
-delivery reports take the same lock.
+What lives here: a queue with at most one waiting record per key, and the thread that hands it to the client in batches.
+What must not: the meaning of the records. A router decides without waiting for Kafka, and a request only adds to the
+queue: encoding a record and handing it to the client cost several times as much, and a wake-up of the client's threads
+for each record costs even more. So records are collected for a short interval and sent together.
+
+The queue also fills while Kafka is unreachable. So it is bounded; beyond its limits the oldest record is dropped and
+counted. Its owner holds its lock around `put`, `withdraw`, `discard` and `oldest_ms`, and must not hold it around
+`pump`, which takes the lock itself when it needs it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, Message, Producer
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Waiting records, and their bytes. If 1,000 requests per second end while Kafka is unreachable, the queue fills within
 #: minutes. Requests that both begin and end in that time leave no record.
@@ -26,21 +35,32 @@ WAITING_BYTES_MAX = 256 * 1024 * 1024
 #: Records handed to the client at a time. They can no longer be dropped, or replaced by a newer record of their key.
 IN_FLIGHT_RECORDS_MAX = 10_000
 
+#: Records are collected for this long and then sent together. It is part of the time after which other routers know a
+#: booking, which must stay below 50 ms; longer intervals save little (benchmarks/http.py).
+SEND_INTERVAL_S = 0.010
+
+#: How often reports are fetched while records are in flight and no others are put.
+_REPORTS_INTERVAL_S = 0.05
+
+#: Records encoded and handed to the client in one step, between which other threads get their turn.
+_SENT_TOGETHER_MAX = 256
+
 #: Errors that a retry of the same record would only repeat.
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """One record. since_ms: when a record of its key began to wait."""
+class _Sent(Generic[_T]):
+    """One record. since_ms: when a record of its key began to wait. n_bytes: about how long its value is."""
 
     key: bytes
-    value: bytes
+    content: _T
     partition: int
+    n_bytes: int
     since_ms: int
 
 
-class Outbox:
+class Outbox(Generic[_T]):
     """The records of one topic that Kafka has not acknowledged yet."""
 
     def __init__(
@@ -49,90 +69,168 @@ class Outbox:
         topic: str,
         now_ms: Callable[[], int],
         locked: Callable[[], AbstractContextManager[object]],
+        encode: Callable[[Sequence[tuple[bytes, _T]]], list[bytes]],
     ) -> None:
-        """now_ms: a monotonic clock. locked: takes the owner's lock for delivery reports, which any thread may call."""
+        """now_ms: a monotonic clock. locked: takes the owner's lock. encode: the values of records, given as keys and
+        contents; called without the lock, just before they are sent."""
         self._kafka = kafka
         self._topic = topic
         self._now_ms = now_ms
         self._locked = locked
-        self._waiting: OrderedDict[bytes, _Sent] = OrderedDict()
+        self._encode = encode
+        self._waiting: OrderedDict[bytes, _Sent[_T]] = OrderedDict()
         self._waiting_bytes = 0
-        self._in_flight: OrderedDict[int, _Sent] = OrderedDict()  # by number, in the order in which they were sent
-        self._n_in_flight: Counter[bytes] = Counter()  # by key
+        self._in_flight: OrderedDict[int, _Sent[_T]] = OrderedDict()  # by number, in the order in which they were sent
+        self._numbers: dict[bytes, list[int]] = {}  # of the records in flight, by key, the oldest first
         self._number = 0
         self.lost = 0
+        self._pumping = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
 
     def __len__(self) -> int:
         """Number of records that Kafka has not acknowledged."""
         return len(self._waiting) + len(self._in_flight)
 
-    def put(self, key: bytes, value: bytes, partition: int) -> None:
-        """Send a record as soon as possible. It replaces a waiting record of its key."""
-        now_ms = self._now_ms()
-        if not self._waiting and len(self._in_flight) < IN_FLIGHT_RECORDS_MAX:
-            self._send(_Sent(key, value, partition, now_ms))
-        else:
-            older = self._take(key)
-            self._wait(_Sent(key, value, partition, older.since_ms if older else now_ms))
-            self._drop_beyond_limits()
-        self._kafka.poll(0)
+    def start(self) -> None:
+        """Send what is put from now on, SEND_INTERVAL_S later. Without this, `pump` must be called for that."""
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread. Records that still wait are sent by `pump`."""
+        if self._thread is not None:
+            self._stopping = True
+            self._wake.set()
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def started(self) -> bool:
+        """Whether a thread sends the records."""
+        return self._thread is not None
+
+    def put(self, key: bytes, content: _T, partition: int, n_bytes: int) -> None:
+        """Send a record soon. It replaces a waiting record of its key. n_bytes: about how long its value is."""
+        older = self._take(key)
+        self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
+        self._drop_beyond_limits()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def withdraw(self, key: bytes) -> bool:
         """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""
-        return not self._n_in_flight[key] and self._take(key) is not None
+        return key not in self._numbers and self._take(key) is not None
 
     def discard(self, key: bytes) -> None:
         """Remove a record that is no longer needed, if it is still waiting."""
         self._take(key)
 
-    def pump(self) -> None:
-        """Serve delivery reports, and hand waiting records to the client up to its limits."""
-        self._kafka.poll(0)
-        while self._waiting and len(self._in_flight) < IN_FLIGHT_RECORDS_MAX:
-            sent = self._waiting.popitem(last=False)[1]
-            self._waiting_bytes -= len(sent.value)
-            if not self._send(sent):
-                break
+    def pump(self, *, wait: bool = True) -> None:
+        """Serve delivery reports, and hand waiting records to the client up to its limits.
+
+        wait: if another thread is doing this, wait for it and go on; otherwise return at once.
+        """
+        if not self._pumping.acquire(blocking=wait):
+            return
+        try:
+            self._kafka.poll(0)
+            more = True
+            while more:
+                with self._locked():
+                    batch = self._next_batch()
+                more = bool(batch) and self._send(batch)
+            self._kafka.poll(0)
+        finally:
+            self._pumping.release()
 
     def oldest_ms(self) -> int:
         """For how long the oldest record has been unacknowledged; 0 if there is none."""
         ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
         return self._now_ms() - min(ages) if ages else 0
 
-    def _send(self, sent: _Sent) -> bool:
-        """Hand a record to the client; return False if the client's queue is full, so that the record waits."""
-        self._number += 1
-        number = self._number
+    def _run(self) -> None:
+        while not self._stopping:
+            # Reports of records in flight come a few milliseconds after they were sent, or when Kafka is back.
+            self._wake.wait(_REPORTS_INTERVAL_S if self._in_flight or self._waiting else None)
+            if self._wake.is_set() and not self._stopping:
+                time.sleep(SEND_INTERVAL_S)
+            self._wake.clear()
+            try:
+                self.pump()
+            except Exception:  # the thread must outlive a mistake with one batch, or nothing would ever be sent again
+                log.exception("records for %s were not sent", self._topic)
 
-        def on_delivery(error: KafkaError | None, _: Message) -> None:
-            with self._locked():
-                self._on_delivery(number, error)
+    def _next_batch(self) -> list[_Sent[_T]]:
+        """Move waiting records to those in flight, as many as may be sent now."""
+        n = min(len(self._waiting), _SENT_TOGETHER_MAX, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
+        batch = []
+        for _ in range(n):
+            sent = self._waiting.popitem(last=False)[1]
+            self._waiting_bytes -= sent.n_bytes
+            self._number += 1
+            self._in_flight[self._number] = sent
+            self._numbers.setdefault(sent.key, []).append(self._number)
+            batch.append(sent)
+        return batch
 
+    def _send(self, batch: Sequence[_Sent[_T]]) -> bool:
+        """Hand records in flight to the client. Return False if its queue is full, so that the rest waits again."""
         try:
-            self._kafka.produce(
-                self._topic, key=sent.key, value=sent.value, partition=sent.partition, on_delivery=on_delivery
-            )
-        except BufferError:
-            self._wait(sent, first=True)
-            return False
-        except KafkaException as exc:
-            self._lose(exc.args[0])
+            values = self._encode([(sent.key, sent.content) for sent in batch])
+            messages: list[dict[str, Any]] = [
+                {"key": sent.key, "value": value, "partition": sent.partition}
+                for sent, value in zip(batch, values, strict=True)
+            ]
+            accepted = self._kafka.produce_batch(self._topic, messages, on_delivery=self._on_delivery)
+        except Exception:  # otherwise they would count as in flight for ever
+            log.exception("%d records for %s cannot be sent, and are dropped", len(batch), self._topic)
+            with self._locked():
+                for sent in batch:
+                    self._landed(sent.key, -1)
+                self.lost += len(batch)
             return True
-        self._in_flight[number] = sent
-        self._n_in_flight[sent.key] += 1
-        return True
+        if accepted == len(batch):
+            return True
+        full = False
+        with self._locked():
+            # In reverse, since each one that has to wait again goes to the front of the queue.
+            for message in reversed(messages):
+                error = message.get("_error")
+                if error is None:
+                    continue
+                sent = self._landed(message["key"], -1)
+                if error.code() == KafkaError._QUEUE_FULL:
+                    full = True
+                    self._wait_again(sent)
+                else:
+                    self._lose(error)
+        return not full
 
-    def _on_delivery(self, number: int, error: KafkaError | None) -> None:
-        sent = self._in_flight.pop(number)
-        self._n_in_flight[sent.key] -= 1
-        newer = bool(self._n_in_flight[sent.key])
-        if not newer:
-            del self._n_in_flight[sent.key]
-        if error is None:
-            return
-        if error.code() in _FINAL:
-            self._lose(error)
-        elif not newer and sent.key not in self._waiting:  # otherwise a newer record of its key is on the way
+    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
+        key = message.key()
+        assert key is not None  # every record has one
+        with self._locked():
+            sent = self._landed(key, 0)  # the client reports the records of a partition in order
+            if error is None:
+                return
+            if error.code() in _FINAL:
+                self._lose(error)
+            elif key not in self._numbers:  # otherwise a newer record of its key is on the way
+                self._wait_again(sent)
+
+    def _landed(self, key: bytes, which: int) -> _Sent[_T]:
+        """Remove a record of a key from those in flight. which: 0 for the oldest one, -1 for the newest one."""
+        numbers = self._numbers[key]
+        sent = self._in_flight.pop(numbers.pop(which))
+        if not numbers:
+            del self._numbers[key]
+        return sent
+
+    def _wait_again(self, sent: _Sent[_T]) -> None:
+        """Put a record that was not sent at the front of the queue, unless a newer one of its key waits."""
+        if sent.key not in self._waiting:
             self._wait(sent, first=True)
             self._drop_beyond_limits()
 
@@ -140,19 +238,19 @@ class Outbox:
         self.lost += 1
         log.warning("%s does not accept a record, which is dropped: %s", self._topic, error.str())
 
-    def _wait(self, sent: _Sent, *, first: bool = False) -> None:
+    def _wait(self, sent: _Sent[_T], *, first: bool = False) -> None:
         self._waiting[sent.key] = sent
         if first:
             self._waiting.move_to_end(sent.key, last=False)
-        self._waiting_bytes += len(sent.value)
+        self._waiting_bytes += sent.n_bytes
 
-    def _take(self, key: bytes) -> _Sent | None:
+    def _take(self, key: bytes) -> _Sent[_T] | None:
         sent = self._waiting.pop(key, None)
         if sent is not None:
-            self._waiting_bytes -= len(sent.value)
+            self._waiting_bytes -= sent.n_bytes
         return sent
 
     def _drop_beyond_limits(self) -> None:
         while len(self._waiting) > WAITING_RECORDS_MAX or self._waiting_bytes > WAITING_BYTES_MAX:
-            self._waiting_bytes -= len(self._waiting.popitem(last=False)[1].value)
+            self._waiting_bytes -= self._waiting.popitem(last=False)[1].n_bytes
             self.lost += 1

@@ -21,7 +21,7 @@ from confluent_kafka import Producer
 
 from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
-from streams.core.ids import RankId
+from streams.core.ids import Int64Array, RankId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.busy import BusyThresholds, idle_ranks
@@ -37,7 +37,7 @@ from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_counts import DecisionCounts
-from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
@@ -51,6 +51,7 @@ from streams.router_api.wire import (
     RouteRequest,
     blocks_of,
     booking_json,
+    matches_json,
     rank_of,
     trust_json,
     worker_filter,
@@ -148,7 +149,7 @@ class Router:
         self.dead_letters = DeadLetterCounts(settings)
         feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
-            feeds["loads"] = Feed(self._topics.router_loads, one_by_one(self.loads.fold))
+            feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S)
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
@@ -164,12 +165,14 @@ class Router:
         self._topic_ids: dict[str, str] = {}  # of the topics that this router reads; a deleted one keeps its id
         self._folded_topics = tuple(feed.topic.name for feed in feeds.values())
         with_ends = (*self._sources, self._topics.cxl_changelog) if settings.reads_index else ()
-        self._watch = TopicWatch(settings, self._topics.all(), with_ends, self._note_reading)
+        closely = (self._topics.index_changelog,) if settings.reads_index else ()
+        self._watch = TopicWatch(settings, self._topics.all(), with_ends, self._note_reading, closely)
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to read topics."""
+        self.loads.start()
         self.feeds.start()
         self._watch.start()
 
@@ -180,7 +183,7 @@ class Router:
         """
         self._watch.stop()
         self.feeds.stop()
-        self.loads.flush(timeout_s)
+        self.loads.stop(timeout_s)
         return self.loads.unacknowledged
 
     def tick(self) -> None:
@@ -390,6 +393,32 @@ class Router:
             trust = self._trust(ranks, prepared.predicted, pooled=policy.cxl_score_weight > 0.0, labelled=False)
         return {"loads": rows, **trust_json(trust)}
 
+    def matches(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
+        """Return how many of a request's blocks each eligible rank holds, reaches in a pool, and has labels for.
+
+        These are counts of blocks without weights, of every rank that has any. Nothing is chosen or booked.
+        """
+        override = request.router_config_override
+        query = None if override is None else override.moe_query
+        # Pooled blocks are counted whatever their weight is, and no mode requires a worker here.
+        policy = replace(self.policy, mode=RouterMode.KV, cxl_score_weight=1.0)
+        prepared = self._prepare(request, packed, policy, query, True, strict=False)
+        if prepared.refusal is not None:
+            raise prepared.refusal
+        ranks = prepared.ranks
+        candidates = Candidates(ranks)
+        scores, effective = prepared.scores.columns(candidates, policy.tier_weights)
+        columns: list[Int64Array | None] = [scores, None, None]
+        if prepared.supplementary is not None:
+            weighed = prepared.supplementary.weigh(candidates, scores, effective, 1.0, 0.0)
+            if weighed is not None:
+                columns = [scores, weighed.cxl_accessible_scores, weighed.moe_scores]
+        counts = [[0] * len(ranks) if column is None else column.tolist() for column in columns]
+        matched = {rank: terms for rank, *terms in zip(ranks, *counts, strict=True) if any(terms)}
+        labelled = query is not None and query.counts(1.0)
+        trust = self._trust(ranks, prepared.predicted, pooled=True, labelled=labelled)
+        return matches_json(prepared.blocks.request_blocks, matched, trust)
+
     def _prepare(
         self,
         request: RouteRequest,
@@ -419,7 +448,7 @@ class Router:
         scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
         moe_filter_applied = False if strict else None
         try:
-            ranks = self._eligible(filters)
+            ranks = self._eligible(filters, policy.mode)
             if reads_index:
                 scores, predicted = self.view.overlap(blocks.local)
                 if self.view.has_supplementary:
@@ -448,8 +477,8 @@ class Router:
             moe_filter_applied,
         )
 
-    def _eligible(self, filters: WorkerFilter) -> Sequence[RankId]:
-        if self.policy.mode is RouterMode.DIRECT and filters.worker_id is None:
+    def _eligible(self, filters: WorkerFilter, mode: RouterMode) -> Sequence[RankId]:
+        if mode is RouterMode.DIRECT and filters.worker_id is None:
             raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
         ranks = self.view.eligible(filters)
         if not ranks:

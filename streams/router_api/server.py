@@ -12,13 +12,14 @@ from typing import Any
 
 from aiohttp import web
 
-from streams.errors import KvStreamsError, TopicMismatch
+from streams.errors import KvStreamsError, NotReady, SettingsError, TopicMismatch
 from streams.http_server import HttpServer, Startup, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads
 from streams.kafka import TOPICS_POLL_S, missing_topics
 from streams.metrics import MetricsRegistry
 from streams.router_api.draining import drain
 from streams.router_api.handlers import Handlers, error_shape
+from streams.router_api.process_group import ProcessPlace
 from streams.router_api.router import Router
 from streams.security.access import Access
 from streams.settings import Settings
@@ -42,17 +43,46 @@ async def tick_forever(router: Router) -> None:
 
 
 def api_runner(
-    router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = (), access: Access | None = None
+    router: Router,
+    more_metrics: Sequence[MetricsRegistry[Any]] = (),
+    process: str = "",
+    access: Access | None = None,
 ) -> web.AppRunner:
-    """The HTTP API of a router, with its limits. more_metrics: further registries of this process."""
-    handlers = Handlers(router, more_metrics)
-    app = web.Application(middlewares=[error_shape, *(access or Access()).middlewares(handlers.right_of)])
+    """The HTTP API of a router, with its limits.
+
+    more_metrics: further registries of this process. process: the value of the label `process`; "" for no such label.
+    """
+    handlers = Handlers(router, more_metrics, process)
+    checks = (access or Access()).middlewares(handlers.right_of)
+    app = web.Application(middlewares=[error_shape, *checks, *_tracing(router)])
     handlers.add_to(app)
     return handlers.runner(app)
 
 
-async def serve(settings: Settings) -> None:
-    """Serve until cancelled.
+def make_router(settings: Settings) -> Router:
+    """Make a router, with traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
+    if not settings.tracing:
+        return Router(settings)
+    try:
+        from streams.router_api.tracing import TracedRouter
+    except ImportError as exc:
+        raise SettingsError(
+            f"tracing is on, but {exc.name} is not installed", remedy="`pip install 'kvstreams[otel]'` installs it"
+        ) from exc
+    return TracedRouter(settings)
+
+
+def _tracing(router: Router) -> list[Any]:
+    """The middleware of a router with traces. One without imports nothing for them."""
+    if not router.settings.tracing:
+        return []
+    from streams.router_api.tracing import TracedRouter, middleware_of
+
+    return [middleware_of(router)] if isinstance(router, TracedRouter) else []
+
+
+async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
+    """Serve until cancelled. place: which of several processes this one is; None if it is the only one.
 
     Raises KvStreamsError if Kafka cannot be reached, the port is not available, or the scope has another block size for
     a model than the settings.
@@ -61,24 +91,32 @@ async def serve(settings: Settings) -> None:
     While topics are missing, the server answers that it is not ready, and why.
     """
     startup, access = Startup(), Access(settings)
-    server = HttpServer(settings.host, settings.port, access=access)
+    if place is None:
+        server = HttpServer(settings.host, settings.port, access=access)
+    else:
+        server = HttpServer(settings.host, place.own_port(settings), "process_port", access)
     router: Router | None = None
     ticking: asyncio.Task[None] | None = None
     try:
         await server.serve(starting_app(startup))
+        if place is not None and place.joins_at_once:
+            await server.listen_also(settings.host, settings.port)
         startup.note("connecting to Kafka")
         missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
         await warm_while_serving(ROUTER, startup.note)
         prefer_request_threads()
-        router = Router(settings)
+        router = make_router(settings)
         router.topics_missing = tuple(missing)
-        await server.serve(api_runner(router, access=access))
+        await server.serve(api_runner(router, process="" if place is None else str(place.number), access=access))
         log.info("routing on %s", server.url)
         await _until_topics_are_there(router)
         exempt_from_collection()
         router.start()
         ticking = asyncio.create_task(tick_forever(router))
         await _check_block_sizes(router)
+        if place is not None and not place.joins_at_once:
+            await _until_ready(router)
+            await server.listen_also(settings.host, settings.port)
         await asyncio.Event().wait()
     finally:
         if router is None:
@@ -113,3 +151,14 @@ async def _check_block_sizes(router: Router) -> None:
     while "workers" in router.feeds.pending():
         await asyncio.sleep(REGISTRY_POLL_S)
     router.view.check_block_sizes()
+
+
+async def _until_ready(router: Router) -> None:
+    """Wait until the router is ready."""
+    while True:
+        try:
+            router.check_ready()
+        except NotReady:
+            await asyncio.sleep(REGISTRY_POLL_S)
+        else:
+            return

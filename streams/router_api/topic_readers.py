@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
-from streams.kafka import Record, as_record, assign, consume, reader
+from streams.kafka import Record, as_record, assign, consume, fetched_in_intervals, reader
 from streams.settings import Settings
 from streams.topics import TopicSpec
 
@@ -33,12 +33,25 @@ Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 
 
 @dataclass(frozen=True, slots=True)
+class _Share:
+    """What one thread reads: topics and partitions, and its interval."""
+
+    partitions: list[tuple[str, int]]
+    interval_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
-    """One topic and its fold, which any of the threads may call. from_end: skip messages that are already there."""
+    """One topic and its fold, which any of the threads may call.
+
+    from_end: skip messages that are already there. interval_s: once the topic's end was reached, read what has come at
+    most once in this time, by a thread for all topics with this interval; None: read each message as soon as it comes.
+    """
 
     topic: TopicSpec
     fold: Fold
     from_end: bool = False
+    interval_s: float | None = None
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -65,7 +78,8 @@ class Feeds:
     """Reads whole topics. `pending` shows which partitions have not been read to their ends since the start.
 
     Partitions are divided among `router_event_threads` threads, each with its own consumer, so that one decodes while
-    another one folds. Each fold has its own lock. Records of one partition come in order, from one thread.
+    another one folds. Topics with an interval have one more thread for each interval. Each fold has its own lock.
+    Records of one partition come in order, from one thread.
     """
 
     def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
@@ -73,6 +87,7 @@ class Feeds:
         self._settings = settings
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
         self._specs = [feed.topic for feed in feeds.values()]
+        self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values() if feed.interval_s is not None}
         self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
         self._on_restart = on_restart
         self._pending = self._all_partitions()
@@ -112,13 +127,16 @@ class Feeds:
     def _all_partitions(self) -> set[tuple[str, int]]:
         return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
 
-    def _shares(self) -> list[list[tuple[str, int]]]:
+    def _shares(self) -> list[_Share]:
         """Partitions of each thread. The threads' numbers of partitions of one topic differ by at most one."""
         n_threads = self._settings.router_event_threads
-        shares: list[list[tuple[str, int]]] = [[] for _ in range(n_threads)]
+        shares = [_Share([]) for _ in range(n_threads)]
+        in_intervals = {interval_s: _Share([], interval_s) for interval_s in self._intervals.values()}
         for topic, partition in sorted(self._pending):
-            shares[partition % n_threads].append((topic, partition))
-        return [share for share in shares if share]
+            interval_s = self._intervals.get(topic)
+            share = shares[partition % n_threads] if interval_s is None else in_intervals[interval_s]
+            share.partitions.append((topic, partition))
+        return [share for share in (*shares, *in_intervals.values()) if share.partitions]
 
     def _run(self) -> None:
         """Run the threads until `stop`. If one of them ends by itself, all of them start again."""
@@ -139,12 +157,13 @@ class Feeds:
                 self._read_to = {}
                 self._on_restart()
 
-    def _read_share(self, share: list[tuple[str, int]]) -> None:
+    def _read_share(self, share: _Share) -> None:
         try:
-            consumer = reader(self._settings)
+            in_intervals = {} if share.interval_s is None else fetched_in_intervals(share.interval_s)
+            consumer = reader(self._settings, **in_intervals)
             try:
-                assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share])
-                self._read(consumer)
+                assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions])
+                self._read(consumer, share)
             finally:
                 consumer.close()
         except Exception:
@@ -155,11 +174,14 @@ class Feeds:
     def _start_of(self, topic: str) -> int:
         return OFFSET_END if topic in self._from_end else OFFSET_BEGINNING
 
-    def _read(self, consumer: Consumer) -> None:
+    def _read(self, consumer: Consumer, share: _Share) -> None:
         """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
+        collect_s = 0.0  # while the topics are read up to their ends
         while not self._stopping.is_set() and not self._over.is_set():
             batches: dict[tuple[str | None, bool], list[Message]] = {}
-            for message in consume(consumer, _CONSUME_RECORDS, _POLL_S):
+            if share.interval_s is not None and not collect_s and self._pending.isdisjoint(share.partitions):
+                collect_s = share.interval_s
+            for message in consume(consumer, _CONSUME_RECORDS, _POLL_S, collect_s):
                 error = message.error()
                 if error is None:
                     topic = message.topic()

@@ -12,7 +12,7 @@ compare the two.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -425,6 +425,29 @@ class TrustTracker:
         if approximate or (predicted and columns.first_of(predicted, at) != _NOWHERE):
             return APPROXIMATE
         return _TRUSTED[AnswerMode.EXACT]
+
+    def count(
+        self, ranks: tuple[RankId, ...], now_ms: int, unfed: Set[WorkerId]
+    ) -> tuple[int, Counter[DegradedReason]]:
+        """Assess each of these ranks by itself: how many are approximate, and how many degraded, by reason."""
+        columns = self._columns_of(ranks)
+        self._refresh(columns, unfed)
+        left = columns.own < _FIRST_REASON  # ranks without a reason
+        counts: Counter[DegradedReason] = Counter()
+        for number, n in zip(*np.unique(columns.own[~left], return_counts=True), strict=True):
+            counts[_OWN_REASONS[number - _FIRST_REASON]] = int(n)
+        for rank in self._incomplete:
+            position = columns.position.get(rank)
+            if position is not None and left[position] and self._lacks_records(rank):
+                counts[DegradedReason.OVER_CAPACITY] += 1
+                left[position] = False
+        for partition in columns.distinct:
+            reason = self._degraded_by_owner(partition, now_ms)
+            if reason is not None:
+                here = left & (columns.partitions == partition)
+                counts[reason] += int(here.sum())
+                left &= ~here
+        return int((columns.own[left] == _IS_APPROXIMATE).sum()), +counts
 
     def _first_lacking(self, columns: _RankColumns, at: Int64Array | None) -> int:
         """First position of a rank of which the index lacks records; _NOWHERE if there is none."""

@@ -7,7 +7,7 @@ decisions (router), and aiohttp (handlers).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, Worke
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
+from streams.core.routing.selection import RouterMode
 from streams.core.workers import DP_SIZE_MAX, Role, Worker
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
@@ -95,6 +96,7 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parts of the router's policy that one request overrides."""
 
+    router_mode: RouterMode | None = None
     overlap_score_weight: _Weight | None = None
     router_temperature: _Weight | None = None
     track_active_blocks: bool | None = None
@@ -105,7 +107,7 @@ class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /route and of POST /loads/potential."""
+    """Body of POST /route, POST /loads/potential and POST /matches."""
 
     request_id: _Name | None = None
     model: _Name | None = None
@@ -197,6 +199,7 @@ class Blocks:
 
 #: Fields of router_config_override that change the policy.
 POLICY_OVERRIDES = (
+    "router_mode",
     "overlap_score_weight",
     "router_temperature",
     "track_active_blocks",
@@ -211,6 +214,11 @@ _OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
 #: Fields of a request that cannot be given as query parameters: the body contains the tokens, and overrides have their
 #: own names.
 NO_PARAMETERS = ("token_ids", "block_hashes", "router_config_override")
+
+#: The query parameters of requests with packed tokens, in order.
+_ROUTE_PARAMETERS = dict.fromkeys(
+    name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in NO_PARAMETERS
+)
 
 #: Fields that are lists, separated by commas as query parameters.
 LIST_PARAMETERS = ("allowed_worker_ids", "excluded_worker_ids", "required_taints", "tier_weights")
@@ -227,7 +235,7 @@ _pool_decoder = msgspec.json.Decoder(PoolBody)
 
 
 def parse_route(body: bytes) -> RouteRequest:
-    """Parse the body of POST /route or POST /loads/potential; raises InvalidRequest."""
+    """Parse the body of POST /route, POST /loads/potential or POST /matches; raises InvalidRequest."""
     return decode_body(_route_decoder, body)
 
 
@@ -257,12 +265,11 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     values: dict[str, Any] = dict(query)
     if len(values) < len(query):
         raise InvalidRequest("a query parameter is repeated; separate the items of a list by commas")
-    known = [name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in NO_PARAMETERS]
-    unknown = [name for name in values if name not in known]
-    if unknown:
+    if not values.keys() <= _ROUTE_PARAMETERS.keys():
+        unknown = next(name for name in values if name not in _ROUTE_PARAMETERS)
         raise InvalidRequest(
-            f"unknown query parameter {_shortened(unknown[0])!r}; the known ones are {', '.join(known)}. The body "
-            "contains the tokens"
+            f"unknown query parameter {_shortened(unknown)!r}; the known ones are {', '.join(_ROUTE_PARAMETERS)}. The "
+            "body contains the tokens"
         )
     for name in LIST_PARAMETERS:
         if name in values:
@@ -270,9 +277,8 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
             values[name] = parts if name == "tier_weights" else [part for part in parts if part]
     if "moe_query" in values:
         values["moe_query"] = decode_body(_moe_query_decoder, values["moe_query"].encode())
-    override = {name: values.pop(name) for name in _OVERRIDES if name in values}
-    if override:
-        values["router_config_override"] = override
+    if not values.keys().isdisjoint(_OVERRIDES):
+        values["router_config_override"] = {name: values.pop(name) for name in _OVERRIDES if name in values}
     try:
         return msgspec.convert(values, RouteRequest, strict=False)
     except msgspec.ValidationError as exc:
@@ -434,6 +440,26 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "decode_blocks": terms.decode_blocks,
         "cost": terms.cost,
     }
+
+
+#: What POST /matches counts of each rank, in the order of `matches_json`.
+_MATCHED = ("scores", "cxl_accessible_scores", "moe_scores")
+
+
+def matches_json(request_blocks: int, matched: Mapping[RankId, Sequence[int]], trust: Trust) -> dict[str, Any]:
+    """The answer to POST /matches. matched: own, CXL-accessible and MoE-matching blocks of each rank that has any.
+
+    A worker's counts are the greatest of its ranks, each for itself.
+    """
+    ranks, by_worker = [], dict[WorkerId, list[int]]()
+    for rank, counts in sorted(matched.items()):
+        ranks.append({"worker_id": rank.worker_id, "dp_rank": rank.dp_rank, **dict(zip(_MATCHED, counts, strict=True))})
+        known = by_worker.setdefault(rank.worker_id, [0] * len(_MATCHED))
+        by_worker[rank.worker_id] = [max(pair) for pair in zip(known, counts, strict=True)]
+    workers = [
+        {"worker_id": worker_id, **dict(zip(_MATCHED, counts, strict=True))} for worker_id, counts in by_worker.items()
+    ]
+    return {"request_blocks": request_blocks, "workers": workers, "ranks": ranks, **trust_json(trust)}
 
 
 def worker_filter(request: RouteRequest) -> WorkerFilter:

@@ -81,6 +81,12 @@ def parse_completion(body: dict[str, Any], served: ServedModels) -> CompletionCa
             f"This model's maximum context length is {limit} tokens. However, you requested {n_prompt + n_output} "
             f"tokens ({n_prompt} in the prompt, {n_output} in the completion)."
         )
+    min_tokens = _whole_number(body, "min_tokens", 0, least=0)
+    if min_tokens > n_output:
+        raise InvalidRequest(f"min_tokens must be less than or equal to max_tokens={n_output}, got {min_tokens}.")
+    # An answer never ends early, as if ignore_eos were set, so it only has to be valid.
+    if not isinstance(body.get("ignore_eos", False), bool | None):
+        raise InvalidRequest(f"ignore_eos is {body['ignore_eos']!r}, not a boolean")
     for name, only in (("n", 1), ("echo", False)):
         if body.get(name, only) not in (only, None):
             raise InvalidRequest(f"the simulated engine supports only {name} = {only}")
@@ -183,5 +189,7 @@ def _whole_number(body: dict[str, Any], name: str, default: int | None, least: i
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        raise InvalidRequest(f"{name} is {value!r}, not a whole number" + (f" of at least {least}" if least else ""))
+        raise InvalidRequest(
+            f"{name} is {value!r}, not a whole number" + (f" of at least {least}" if least is not None else "")
+        )
     return value

@@ -444,6 +444,8 @@ class SimServer:
         await response.prepare(http)
         request, with_token_ids = call.request, asked.with_token_ids
         n_sent = 0
+        # As in vLLM, the first chunk repeats the prompt, so that it may be megabytes long.
+        once: dict[str, Any] = {"prompt_token_ids": unpack_tokens(asked.tokens)} if with_token_ids else {}
         try:
             await call.first.wait()
             while not call.done.done():
@@ -451,8 +453,8 @@ class SimServer:
                 n_out = min(self.model.n_decoded(request.request_id, self._clock.now_ms()), request.n_output_tokens - 1)
                 if n_out > n_sent:
                     choice = openai.choice(request, n_sent, n_out, None, with_token_ids=with_token_ids)
-                    await response.write(openai.stream_event({**frame, "choices": [choice]}))
-                    n_sent = n_out
+                    await response.write(openai.stream_event({**frame, "choices": [{**choice, **once}]}))
+                    n_sent, once = n_out, {}
                 await asyncio.wait([call.done], timeout=STREAM_CHUNK_WALL_S)
             finished = call.done.result()
         except KvStreamsError as exc:
@@ -461,7 +463,7 @@ class SimServer:
         else:
             choice = openai.choice(request, n_sent, finished.n_output_tokens, "length", with_token_ids=with_token_ids)
             figures = {"kvstreams": self._figures(finished)}
-            await response.write(openai.stream_event({**frame, "choices": [choice], **figures}))
+            await response.write(openai.stream_event({**frame, "choices": [{**choice, **once}], **figures}))
             if asked.with_usage:
                 usage = {"choices": [], "usage": openai.usage(finished)}
                 await response.write(openai.stream_event({**frame, **usage, **figures}))

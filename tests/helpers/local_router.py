@@ -43,9 +43,13 @@ class LocalRouter:
 def local_router(
     settings: Settings,
     n_workers: int = 2,
+    make: Callable[[Settings], Router] = Router,
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> Iterator[LocalRouter]:
-    """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends."""
+    """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends.
+
+    make: another kind of router. new_loop: the event loop that serves it.
+    """
 
     def run() -> None:
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -53,7 +57,7 @@ def local_router(
 
     own = replace(settings, port=free_port(), kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False)
     access = Access(own)
-    router = Router(own)
+    router = make(own)
     router.feeds.pending = dict  # type: ignore[method-assign]  # nothing is left to be read
     for number in range(1, n_workers + 1):
         register(router, number)

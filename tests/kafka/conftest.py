@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from streams.router_api import handlers
+from streams.router_api import fast_lane, handlers
 from tests.helpers.api import BLOCK_SIZE, BODY_BYTES_MAX, LIVE, TOKENS_MAX, Agents, Fleet, served
 from tests.helpers.scopes import ScopeFactory, kafka, new_scope, scope, stack
 
@@ -32,11 +32,14 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
             faults.append(self.format(record))
 
     collector = Faults(logging.ERROR)
-    logging.getLogger(handlers.__name__).addHandler(collector)
+    loggers = [logging.getLogger(module.__name__) for module in (handlers, fast_lane)]
+    for logger in loggers:
+        logger.addHandler(collector)
     agents = Agents(scope, fresh=[LIVE])
     with served(scope) as main, served(scope) as peer, agents.keeping_fresh():
         yield Fleet(scope, main, peer, agents, iter(range(1, 1_000_000)))
-    logging.getLogger(handlers.__name__).removeHandler(collector)
+    for logger in loggers:
+        logger.removeHandler(collector)
     assert not faults
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from examples import generate, least_prefill
 from examples.gateway import application
 from streams.local.stack import Stack, get_json, wait_workers
 from streams.settings import as_environ
@@ -51,6 +55,26 @@ def test_the_gateway_sends_a_repeated_prompt_to_the_engine_that_holds_it_and_fre
         VISIBLE_TIMEOUT_S,
         "the end of all bookings",
     )
+
+
+def test_the_examples_of_the_client_generate_and_choose_by_potential_load(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One generates with an override; the other sends an equal prompt to the worker that has computed it."""
+    worker = stack.worker()
+    stack.bridge(stack.engines(2, SMALL, "m", TIME_SCALE))
+    wait_workers(worker.url, 2)
+    asyncio.run(generate.main(worker.url, "m"))
+    first, *chunks = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"worker [12] holds 0 blocks of the prompt", first)
+    assert sum(len(json.loads(chunk)) for chunk in chunks) == 20
+    wait_for(lambda: get_json(f"{worker.url}/state")["blocks"] >= 6, VISIBLE_TIMEOUT_S, "the prompt's blocks")
+    asyncio.run(least_prefill.main(worker.url))
+    # The prompt has 100 tokens, of which 96 are full blocks.
+    (holder,) = re.findall(r"worker ([12])", first)
+    rows = re.findall(r"worker ([12]): (\d+) to compute, 8 generated", capsys.readouterr().out)
+    assert rows[:2] == [(holder, "4")] * 2
+    assert rows[2][1] == "200"
 
 
 def test_the_publisher_example_reports_a_block_that_a_router_then_knows(stack: Stack) -> None:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from streams.agent_metrics import AGENT_METRICS
 from streams.core.ids import Epoch, Incarnation
@@ -26,6 +27,7 @@ from streams.tables.records import encode_progress, progress_key
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, metrics, rank_of, served
+from tests.helpers.promql import Selection, selections
 
 
 def of(api: Api, name: str) -> dict[str, float]:
@@ -193,6 +195,31 @@ def test_every_process_serves_its_own_metrics(stack: Stack) -> None:
         READY_TIMEOUT_S,
         "an agent to count",
     )
+    # What the dashboard shows is on these pages, once there was a decision, an error and a dead letter.
+    api = Api(worker.url)
+    api.route(token_ids=TOKENS, request_id="r")
+    api.call("POST", "/route", b"x").refused(400, "invalid_request")
+    kafka = producer(settings)
+    kafka.produce(topics(settings).dead_letters.name, key=b"1", value=b"x", partition=0)
+    assert kafka.flush(PATIENCE_S) == 0
+
+    def not_served() -> list[Selection]:
+        served = {
+            (sample.name, frozenset(sample.labels))
+            for url in (worker.url, second, bridge)
+            for family in text_string_to_metric_families(page(url))
+            for sample in family.samples
+        }
+        return [
+            each
+            for each in selections()
+            if not any(name == each.metric and each.labels - {"instance"} <= labels for name, labels in served)
+        ]
+
+    try:
+        wait_for(lambda: not not_served(), READY_TIMEOUT_S, "every metric of the dashboard")
+    finally:
+        assert not_served() == []
 
 
 def test_a_bridge_whose_metrics_port_is_taken_ends_with_the_remedy(scope: Settings) -> None:

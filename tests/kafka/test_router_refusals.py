@@ -37,7 +37,7 @@ def test_without_workers_requests_are_503(scope: Settings) -> None:
     """With an empty registry, every request is 503 with Retry-After; while one model is served, it may be left out."""
     with served(scope) as api:
         for asked in ({"token_ids": TOKENS}, {"token_ids": TOKENS, "model": "m"}):
-            for path in ("/route", "/loads/potential"):
+            for path in ("/route", "/loads/potential", "/matches"):
                 message = api.call("POST", path, asked).refused(503, "no_eligible_worker")
                 assert "PUT /workers" in message
         assert api.get("/loads") == {"loads": [], "in_sync": True}
@@ -52,7 +52,7 @@ def test_without_workers_requests_are_503(scope: Settings) -> None:
 
 def test_an_unknown_model_is_404(fleet: Fleet, model: str) -> None:
     """A model that no worker serves is 404, and the answer lists the models that are served."""
-    for path in ("/route", "/loads/potential"):
+    for path in ("/route", "/loads/potential", "/matches"):
         answer = fleet.main.call("POST", path, {"model": "nobody's", "token_ids": TOKENS})
         answer.refused(404, "unknown_model")
         assert model in answer.json["error"]["detail"]["models"]
@@ -149,6 +149,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
                 {"router_temperature": WEIGHT_MAX * 1.001},
                 {"router_temperature": True},
                 {"track_active_blocks": 1},
+                {"router_mode": "fastest"},
                 {"tier_weights": [1, 1, 1]},
                 {"tier_weights": [1, 1, 1, -1]},
                 {"tier_weights": 1},
@@ -171,7 +172,7 @@ def shown(value: object) -> str:
     return text if len(text) < 60 else f"{text[:50]}…{len(text)}"
 
 
-@pytest.mark.parametrize("path", ["/route", "/loads/potential"])
+@pytest.mark.parametrize("path", ["/route", "/loads/potential", "/matches"])
 @pytest.mark.parametrize("fields", WRONG_FIELDS, ids=shown)
 def test_a_wrong_field_is_400(path: str, fields: dict[str, Any], fleet: Fleet, model: str) -> None:
     """A field of a wrong type or out of range is 400, and the message names it."""
@@ -510,7 +511,7 @@ def assert_answered(answer: Answer, body: bytes, allowed: Sequence[int]) -> None
         answer.refused(answer.status, answer.json["error"]["code"])
 
 
-@pytest.mark.parametrize("path", ["/route", "/loads/potential"])
+@pytest.mark.parametrize("path", ["/route", "/loads/potential", "/matches"])
 def test_no_body_is_a_fault_of_the_router(path: str, fuzzed: Api) -> None:
     """Whatever JSON or bytes a routing call receives, the router chooses a rank or explains what is wrong."""
     statuses = set()

@@ -13,7 +13,11 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 from streams.errors import KvStreamsError, TopicMismatch
 from streams.kafka import FirstOffset, admin, check_topic, describe_topics, ensure_topics, first_offset, producer
 from streams.settings import Settings
+from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
+from streams.waiting import wait_for
+
+PATIENCE_S = 20.0
 
 
 def test_topics_are_created_as_specified(scope: Settings) -> None:
@@ -101,3 +105,29 @@ def test_the_first_record_at_or_after_an_offset(scope: Settings) -> None:
     client = admin(scope)
     client.delete_records([beyond])[beyond].result(30)
     assert first_offset(scope, spec.name, 0, 0) == FirstOffset(low=1, first=1)
+
+
+def test_a_watch_reads_some_topics_each_time_and_notices_changes_of_all(scope: Settings) -> None:
+    """Ends and ids of the sources are in every reading; that another topic was deleted or recreated shows soon."""
+    specs = topics(scope)
+    ids = {name: state.topic_id for name, state in ensure_topics(scope, specs.all()).items()}
+    readings: list[TopicReading] = []
+    watch = TopicWatch(scope, specs.all(), (specs.kv_events,), readings.append, (specs.index_changelog,))
+    client, last = admin(scope), specs.router_loads.name
+    kafka = producer(scope)
+    watch.start()
+    try:
+        wait_for(lambda: readings and readings[-1].ids == ids, PATIENCE_S, "the ids of all topics")
+        kafka.produce(specs.kv_events.name, b"x", partition=0)
+        kafka.flush()
+        wait_for(lambda: readings[-1].ends.get((specs.kv_events.name, 0)) == 1, PATIENCE_S, "the end of a source")
+        assert {name for name, _ in readings[-1].ends} == {specs.kv_events.name}
+        client.delete_topics([last])[last].result(PATIENCE_S)
+        wait_for(lambda: readings[-1].missing == (last,), PATIENCE_S, "a topic to be missing")
+        wait_for(lambda: readings[-1].ids.keys() == ids.keys() - {last}, PATIENCE_S, "its id to be unknown")
+        changed = ensure_topics(scope, specs.all())[last].topic_id
+        wait_for(lambda: readings[-1].ids.get(last) == changed != ids[last], PATIENCE_S, "the id of a recreated topic")
+        assert readings[-1].missing == ()
+    finally:
+        watch.stop()
+        kafka.close()

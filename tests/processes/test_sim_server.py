@@ -178,6 +178,7 @@ def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
         choices = [chunk["choices"][0] for chunk in (*chunks, last)]
         assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
         assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
+        assert [choice.get("prompt_token_ids") for choice in choices] == [PROMPT] + [None] * (len(choices) - 1)
 
     # 20 model ms per wall ms: an answer of 1.2 model seconds is sent in several chunks.
     live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
@@ -230,6 +231,13 @@ def test_an_explicit_arrival_in_the_past_is_served_as_of_its_time() -> None:
         ({"prompt": ["a", "b"]}, 400, "prompt"),
         ({"prompt": [1, -2]}, 400, "token 1"),
         ({"prompt": [1], "max_tokens": 0}, 400, "max_tokens"),
+        (
+            {"prompt": [1], "max_tokens": 2, "min_tokens": 3},
+            400,
+            "min_tokens must be less than or equal to max_tokens=2",
+        ),
+        ({"prompt": [1], "min_tokens": -1}, 400, "min_tokens"),
+        ({"prompt": [1], "ignore_eos": "yes"}, 400, "ignore_eos"),
         ({"prompt": [1], "n": 2}, 400, "n = 1"),
         ({"prompt": [1], "kvstreams_arrival_ms": -1}, 400, "kvstreams_arrival_ms"),
         ({"prompt": [1] * 1000, "max_tokens": 100}, 400, "maximum context length is 1024"),

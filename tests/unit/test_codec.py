@@ -11,9 +11,11 @@ from typing import Any
 
 import avro.io
 import avro.schema
+import fastavro
 import numpy as np
 import pytest
 from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibilityType
+from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,6 +104,7 @@ from streams.cxl.records import (
     pool_key,
 )
 from streams.errors import BadRecord, KvStreamsError
+from streams.load_records import LoadDecoder, encoded_load
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PartitionRecord,
@@ -502,6 +505,72 @@ def test_loads_come_back_as_they_were(booking_id: BookingId, phase: BookingPhase
     assert key.decode().endswith(f"\x1f{booking_id.counter}\x1f{phase.value}")
     datum = witnessed("router-loads", raw)
     assert (datum["request_id"], datum["phase"], datum["written_at_ms"]) == (booking_id.request_id, phase.value, at_ms)
+
+
+@given(
+    st.lists(
+        st.tuples(booking_ids, st.sampled_from(BookingPhase), bookings, longs | st.integers(1 << 40, 1 << 41)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(BookingPhase)), max_size=6),
+)
+@settings(deadline=None, print_blob=True)
+def test_loads_have_the_bytes_of_fastavro_and_are_read_as_it_reads_them(
+    records: list[tuple[BookingId, BookingPhase, Booking, int]], more: list[tuple[int, BookingPhase]]
+) -> None:
+    """The fast encoder writes fastavro's bytes, and the fast decoder reads every order of records as fastavro does."""
+    decoder = LoadDecoder()
+    again = [(*records[n % len(records)][:1], phase, *records[n % len(records)][2:]) for n, phase in more]
+    for booking_id, phase, booking, at_ms in [*records, *again]:
+        carried = booking if phase is BookingPhase.ADD else None
+        raw = encoded_load(booking_id, phase, carried, at_ms)
+        assert raw == encode_load(booking_id, phase, carried, at_ms)[1]
+        assert decoder.decode(raw) == decode_load(raw)
+
+
+@given(
+    st.binary(max_size=12),
+    st.integers(0, 200),
+    st.sampled_from(BookingPhase),
+    st.booleans(),
+)
+@settings(deadline=None, print_blob=True, max_examples=300)
+def test_damaged_loads_are_refused_as_fastavro_refuses_them(
+    junk: bytes, at: int, phase: BookingPhase, cut: bool
+) -> None:
+    """A damaged record is refused for the same reason, or read as the same values, also after a good one of its
+    booking."""
+    decoder = LoadDecoder()
+    decoder.decode(encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1 << 40)[1])
+    raw = encode_load(BOOKING_ID, phase, BOOKING if phase is BookingPhase.ADD else None, 1 << 40)[1]
+    damaged = raw[:at] + junk + (b"" if cut else raw[at + len(junk) :])
+
+    def outcome(decode: Callable[[bytes], Any]) -> Any:
+        try:
+            return decode(damaged)
+        except BadRecord as exc:
+            return exc.reason
+
+    assert outcome(decoder.decode) == outcome(decode_load)
+
+
+def test_a_booking_written_by_the_last_release_is_read() -> None:
+    """Records of a schema without phases are read by the fast decoder as well."""
+    schema = fastavro.parse_schema(json.loads((schemas_dir() / "released" / "router-loads.avsc").read_text()))
+    found = {
+        "worker_id": 7, "dp_rank": 1, "model": "m", "prefill_tokens": 3, "request_blocks": 1, "overlap_blocks": 0,
+        "sequence_hashes": bytes(8), "expected_output_tokens": None, "output_blocks": 2,
+    }  # fmt: skip
+    datum = {
+        "request_id": "r", "router_id": "o", "counter": 1, "phase": "add", "written_at_ms": 5, "booking": found,
+    }  # fmt: skip
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, schema, datum)
+    written_with = bytes.fromhex(fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO"))
+    rank = RankId(WorkerId(7), DpRank(1))
+    expected = (BookingId("r", "o", 1), BookingPhase.ADD, Booking(rank, "m", 3, bytes(8), 0, 1, None, 2))
+    assert LoadDecoder().decode(b"\xc3\x01" + written_with + out.getvalue()) == expected
 
 
 @settings(max_examples=60, deadline=None)

@@ -136,7 +136,11 @@ def test_every_dotted_name_on_the_index_page_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/index.md", "docs/http.md", "docs/architecture.md", "docs/sim.md", "docs/cxl.md"]
+    "page",
+    [
+        *("README.md", "docs/index.md", "docs/http.md", "docs/architecture.md", "docs/sim.md", "docs/cxl.md"),
+        *("docs/client.md", "docs/from-dynamo.md"),
+    ],
 )
 def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
     """Each `kvstreams X` is a command, and each link within the project leads to a file."""

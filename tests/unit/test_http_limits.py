@@ -225,6 +225,7 @@ def test_a_large_body_is_answered_like_a_small_one(fields: Callable[[], dict[str
         n_blocks = 4
     assert large["request_blocks"] == n_blocks
     potential = api.call("POST", "/loads/potential", raw).given()
+    assert api.call("POST", "/matches", raw).given()["request_blocks"] == n_blocks
     assert {row["potential_decode_blocks"] for row in potential["loads"]} == {n_blocks}
     booked = api.call("POST", "/loads/large", json.dumps({**_content(body), "worker_id": 1}).encode()).given()
     assert booked["request_blocks"] == n_blocks

@@ -351,17 +351,50 @@ def ended(n: int, n_blocks: int, *, late_add: bool = False) -> ActiveLoads:
 
 
 @pytest.mark.parametrize("late_add", [False, True])
-def test_an_ended_booking_keeps_its_id_and_not_its_hashes(late_add: bool) -> None:
-    """Until it expires, an ended booking takes no more memory than estimated, however long its prompt was."""
+def test_an_ended_booking_keeps_neither_its_id_nor_its_hashes(late_add: bool) -> None:
+    """Until it expires, an ended booking takes no more memory than estimated, however long its prompt and its id."""
     n = 2000
     taken = traced_bytes(lambda: ended(n, 512, late_add=late_add))
     assert taken / n < loads_module.ENDED_BOOKING_BYTES * 1.2
     loads = ended(n, 8, late_add=late_add)
     loads.check()
     assert len(loads) == n
-    assert loads.n_bytes == n * (loads_module.ENDED_BOOKING_BYTES + len(f"request-{0:032}"))
+    assert loads.n_bytes == n * loads_module.ENDED_BOOKING_BYTES
     assert loads.expire(TTL_MS) == n
     assert loads.n_bytes == 0
+
+
+def test_the_end_of_a_booking_that_the_log_has_not_given_a_time_is_kept_until_it_has() -> None:
+    """A free without a time ends the booking at once; the log's time then decides until when its end is known."""
+    loads = ActiveLoads(TTL_MS)
+    loads.add(request("r"), booking(), None)
+    loads.free(request("r"), None)
+    loads.check()
+    assert (len(loads), loads.expiring()) == (1, [])
+    loads.add(request("r"), booking(), 300, clock=5)
+    loads.check()
+    assert (loads.live("r"), len(loads), loads.expiring()) == (None, 1, [5])
+    loads.free(request("r"), 400, clock=5)
+    loads.prefill_complete(request("r"), 350, clock=5)
+    assert loads.expire(1399, clock=5) == 0
+    assert (loads.expire(1400, clock=5), len(loads), loads.expiring()) == (1, 0, [])
+    loads.add(request("s"), booking(), None)
+    loads.free(request("s"), 500)
+    loads.forget(request("s"))
+    assert (len(loads), loads.knows("s")) == (0, False)
+    loads.check()
+
+
+def test_bookings_of_one_clock_expire_in_their_order_though_their_records_come_in_another() -> None:
+    """A starting router reads several partitions at once, and each of its bookings still ends in its own time."""
+    loads = ActiveLoads(TTL_MS)
+    for number, at_ms in enumerate((500, 100, 300, 900, 200)):
+        loads.add(request(f"r{number}"), booking(), at_ms)
+    loads.add(request("r1"), booking(), 950)
+    for now_ms, left in ((1199, 5), (1200, 4), (1300, 3), (1500, 2), (1900, 1), (1949, 1), (1950, 0)):
+        loads.expire(now_ms)
+        loads.check()
+        assert (len(loads), loads.load(A).requests) == (left, left)
 
 
 def test_an_active_booking_takes_no_more_memory_than_estimated() -> None:
@@ -405,5 +438,5 @@ def test_beyond_the_limit_of_memory_the_oldest_bookings_are_dropped_and_counted(
 
 def test_the_limit_of_memory_suffices_for_a_large_fleet() -> None:
     """A thousand ranks with 256 running requests of 4,000 tokens each stay below the limit."""
-    request_bytes = loads_module.ENDED_BOOKING_BYTES + loads_module.ACTIVE_BOOKING_BYTES + 36 + 2 * 8 * (4000 // 16)
+    request_bytes = loads_module.KNOWN_BOOKING_BYTES + loads_module.ACTIVE_BOOKING_BYTES + 36 + 2 * 8 * (4000 // 16)
     assert 1000 * 256 * request_bytes <= loads_module.BOOKINGS_BYTES_MAX

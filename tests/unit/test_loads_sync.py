@@ -17,9 +17,10 @@ from confluent_kafka import KafkaError, KafkaException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams.codec import decode_load, load_key
 from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
-from streams.core.loads.bookings import Booking, BookingPhase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
 from streams.local.ports import free_port
@@ -66,6 +67,16 @@ class Log:
         return loads_of(self.written)
 
 
+@dataclass(frozen=True)
+class Delivered:
+    """What a delivery report says about its record."""
+
+    of: bytes
+
+    def key(self) -> bytes:
+        return self.of
+
+
 class Client:
     """A producer that writes to the log. Records are acknowledged when it is polled, unless Kafka is away."""
 
@@ -83,6 +94,16 @@ class Client:
             raise KafkaException(self.refusing)
         self._queue.append((partition, key, value, on_delivery))
 
+    def produce_batch(self, topic: str, messages: list[dict[str, Any]], on_delivery: Any) -> int:
+        assert topic == TOPIC.name
+        if self.refusing is not None:
+            full = isinstance(self.refusing, BufferError)
+            for message in messages:
+                message["_error"] = KafkaError(KafkaError._QUEUE_FULL) if full else self.refusing
+            return 0
+        self._queue += [(each["partition"], each["key"], each["value"], on_delivery) for each in messages]
+        return len(messages)
+
     def poll(self, timeout_s: float) -> int:  # noqa: ARG002 - as the client has it
         if self._log.away and self.failing is None:
             return 0
@@ -90,14 +111,14 @@ class Client:
         for partition, key, value, on_delivery in queue:
             if self.failing is None:
                 self._log.append(partition, key, value)
-            on_delivery(self.failing, None)
+            on_delivery(self.failing, Delivered(key))
         return len(queue)
 
     def time_out(self, n: int) -> None:
         """The client gives up its oldest n records; later ones may still arrive."""
         gone, self._queue = self._queue[:n], self._queue[n:]
-        for *_, on_delivery in gone:
-            on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), None)
+        for _, key, _, on_delivery in gone:
+            on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), Delivered(key))
 
     def flush(self, timeout_s: float) -> int:
         self.poll(timeout_s)
@@ -456,6 +477,7 @@ def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
     assert second.sync.report_output("s", 16) is False
     first.sync.book("r", booking(1))
     first.sync.book("s", booking(2))
+    first.sync.poll()  # otherwise the booking would end before it is sent
     first.sync.report_phase("s", BookingPhase.FREE)
     assert world.same() == {rank_of(1): (0, 1 + 3, 1)}
     assert second.sync.unknown_calls == 0
@@ -555,9 +577,11 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     world.log.away = True
     for number in range(10):
         first.sync.book(f"short-{number}", booking(99))
+        first.sync.poll()
         if number >= 3:  # earlier ones are in flight, and their free is a record of its own
             first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
         first.sync.book(str(number), booking(number))
+        first.sync.poll()
     assert first.sync.unacknowledged == 3 + 4
     assert first.sync.unpublished > 0
     world.settle()
@@ -569,6 +593,7 @@ def test_the_queue_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.Monk
     for number in range(10):
         first.sync.report_phase(str(number), BookingPhase.FREE)
         first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
+        first.sync.poll()
     world.same()
     assert first.sync.in_sync
 
@@ -591,6 +616,7 @@ def test_a_newer_word_replaces_one_that_waits(monkeypatch: pytest.MonkeyPatch) -
     first = world.replicas[0]
     for prefill in (64, 48, 32):  # the first of them is in flight
         first.sync.book("r", booking(1, prefill=prefill))
+        first.sync.poll()
     assert first.sync.unacknowledged == 2
     first.client.failing = KafkaError(KafkaError._MSG_TIMED_OUT)
     first.client.poll(0)
@@ -607,6 +633,8 @@ def test_a_word_that_timed_out_is_not_sent_behind_a_newer_one() -> None:
     first = world.replicas[0]
     for prefill in (64, 32):
         first.sync.book("r", booking(1, prefill=prefill))
+        first.sync.poll()
+    assert first.sync.unacknowledged == 2
     first.client.time_out(1)
     assert first.sync.unacknowledged == 1
     assert world.same() == {rank_of(1): (32, 1, 1)}
@@ -620,6 +648,7 @@ def test_a_booking_that_is_partly_in_flight_is_freed_for_all(monkeypatch: pytest
     first = world.replicas[0]
     for prefill in (64, 32):
         first.sync.book("r", booking(1, prefill=prefill))
+        first.sync.poll()
     first.sync.report_phase("r", BookingPhase.FREE)
     assert world.same() == {}
 
@@ -630,6 +659,7 @@ def test_a_record_that_timed_out_is_sent_again() -> None:
     world.log.away = True
     first = world.replicas[0]
     first.sync.book("r", booking(1))
+    first.sync.poll()
     first.client.failing = KafkaError(KafkaError._MSG_TIMED_OUT)
     first.client.poll(0)
     first.client.failing = None
@@ -648,6 +678,7 @@ def test_a_record_that_no_topic_takes_is_counted_and_not_tried_again(when: str) 
     else:
         first.client.failing = too_large
     first.sync.book("r", booking(1))
+    first.sync.poll()
     first.client.refusing = first.client.failing = None
     assert (first.sync.unacknowledged, first.sync.unpublished) == (0, 1)
     world.settle()
@@ -659,6 +690,51 @@ def test_a_record_that_no_topic_takes_is_counted_and_not_tried_again(when: str) 
     assert (first.loads, first.sync.in_sync) == ({}, True)
 
 
+def test_an_add_and_its_free_cancel_out_before_they_are_sent() -> None:
+    """A booking that ends before its record was sent leaves none, and one that was sent leaves an add and a free."""
+    world = World()
+    first = world.replicas[0]
+    for request_id in ("short", "long"):
+        first.sync.book(request_id, booking(1))
+        if request_id == "long":
+            first.sync.poll()
+        first.sync.report_phase(request_id, BookingPhase.PREFILL)
+        first.sync.report_phase(request_id, BookingPhase.FREE)
+    first.sync.poll()
+    assert [decode_load(record.value)[:2] for record in world.log.written] == [
+        (BookingId("long", first.sync.router_id, 2), phase) for phase in BookingPhase
+    ]
+    assert world.same() == {}
+
+
+def test_own_records_are_not_decoded_when_they_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router recognises its own records by their bytes, and decodes what other routers write about its bookings."""
+    world = World()
+    first, second, _ = world.replicas
+    decoded: list[bytes] = []
+    decode = first.sync._decoder.decode
+
+    def noted(raw: bytes) -> Any:
+        decoded.append(raw)
+        return decode(raw)
+
+    monkeypatch.setattr(first.sync._decoder, "decode", noted)
+    for request_id in ("r", "s"):
+        first.sync.book(request_id, booking(1))
+        first.sync.poll()
+        first.sync.report_output(request_id, 17)  # a second record of the same key, while the first is on its way
+    first.sync.report_phase("s", BookingPhase.FREE)
+    assert world.same() == {rank_of(1): (16, 3, 1)}
+    second.sync.report_phase("r", BookingPhase.FREE)
+    world.settle()
+    adds = [record.value or b"" for record in world.log.written if record.key.endswith(b"add")]
+    others = [record.value or b"" for record in world.log.written if record.key.endswith(b"free")][-1:]
+    superseded = {load_key(decode_load(value)[0], BookingPhase.ADD): value for value in reversed(adds)}
+    assert len(adds) == 4
+    assert sorted(decoded) == sorted([*superseded.values(), *others])
+    assert world.same() == {}
+
+
 def test_a_full_client_is_asked_again() -> None:
     """Records that the client's full queue refuses wait in the outbox."""
     world = World()
@@ -666,6 +742,7 @@ def test_a_full_client_is_asked_again() -> None:
     first.client.refusing = BufferError()
     for number in range(3):
         first.sync.book(str(number), booking(number))
+        first.sync.poll()
     assert (first.sync.unacknowledged, len(world.log.written)) == (3, 0)
     first.client.refusing = None
     assert world.same() == {rank_of(number): (16, 1, 1) for number in range(3)}
@@ -725,12 +802,26 @@ def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() ->
     assert (len(alone), log.written) == (0, [])
 
 
+def test_a_started_router_sends_without_being_asked() -> None:
+    """After `start` a thread sends what is booked, and `stop` sends the rest."""
+    world = World()
+    first = world.replicas[0]
+    first.sync.start()
+    first.sync.book("r", booking(1))
+    wait_for(lambda: bool(world.log.written), PATIENCE_S, "the booking to be sent")
+    wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "it to be acknowledged")
+    first.sync.book("s", booking(2))
+    first.sync.stop(PATIENCE_S)
+    assert len(world.log.written) == 2
+    assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
+
+
 @contextmanager
-def nobody() -> Iterator[LoadsSync]:
+def nobody(**limits: int) -> Iterator[LoadsSync]:
     """Loads whose real client finds no broker."""
     knobs = Settings(kafka=f"127.0.0.1:{free_port()}", partitions=2)
     clock = [0]
-    client = producer(knobs, **{"message.timeout.ms": 200, "log_level": 0})
+    client = producer(knobs, **{"message.timeout.ms": 200, "log_level": 0, **limits})
     yield LoadsSync(knobs, TOPIC, client, lambda: clock[0])
     client.purge()
 
@@ -751,3 +842,14 @@ def test_a_real_client_that_gives_up_gives_the_record_back() -> None:
 
         wait_for(tried, PATIENCE_S, "the client to give up twice")
         assert (sync.unacknowledged, sync.unpublished) == (1, 0)
+
+
+def test_a_real_client_whose_queue_is_full_gets_the_rest_later() -> None:
+    """Records for which the real client has no room wait, in order; one that is too large is dropped and counted."""
+    with nobody(**{"queue.buffering.max.messages": 2, "message.max.bytes": 2000, "message.timeout.ms": 60_000}) as sync:
+        sync.book("large", booking(9, list(range(1000))))
+        for number in range(4):
+            sync.book(str(number), booking(number))
+        sync.poll()
+        assert (sync.unacknowledged, sync.unpublished, len(sync._outbox._in_flight)) == (4, 1, 2)
+        assert [key.split(b"\x1f")[0] for key in sync._outbox._waiting] == [b"2", b"3"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,8 +35,10 @@ from streams.core.workers import BridgeLease, Role, Worker, WorkerState, differs
 from streams.kafka import partition_of
 from streams.router_api import trust as trust_module
 from streams.router_api.trust import SETTLE_MS, AnswerMode, DegradedReason, PooledRows, Trust, TrustTracker
+from streams.settings import Settings
 from streams.tables.applied_until import AppliedUntil, SourceOffset
 from streams.tables.records import PartitionRecord, SourceProgress
+from tests.helpers.local_router import local_router
 
 N_PARTITIONS = 3
 STALE_MS, BEHIND_MS = 3000, 1000
@@ -194,6 +198,12 @@ class Both:
                 for owner in range(N_PARTITIONS):
                     self.partition(owner)
 
+    def compare_counts(self) -> None:
+        """Compare how many ranks have each reason by themselves."""
+        found = [self.plain.of_rank(each, NO_RANKS, self.now_ms, self.unfed, NO_RANKS) for each in RANKS]
+        reasons = Counter(each for each in found if isinstance(each, DegradedReason))
+        assert self.tracker.count(RANKS, self.now_ms, self.unfed) == (found.count(AnswerMode.APPROXIMATE), reasons)
+
     def compare(self, ranks: Sequence[RankId]) -> None:
         found = self.tracker.assess(
             ranks, self.predicted, self.now_ms, unfed=self.unfed, ranks_missing_labels=self.missing
@@ -213,6 +223,7 @@ def test_trust_over_many_ranks_is_that_of_each_rank(seed: int) -> None:
         both.change(rng)
         both.compare(RANKS)
         both.compare(fewer)
+        both.compare_counts()
         both.compare(list(RANKS))
         at = np.flatnonzero(np.array([rng.random() < 0.4 for _ in RANKS]))
         both.compare(RankSelection(RANKS, at))
@@ -423,6 +434,33 @@ def test_a_choice_among_a_selection_is_that_among_its_ranks(seed: int, mode: Rou
         assert one.rows_of(selected, loads).tolist() == loads.rows_of(selected).tolist()
         for each in RANKS:
             assert one.includes(selected, each, loads) == (each in tuple(selected))
+
+
+# --- over HTTP ----------------------------------------------------------------------------------------------------
+
+
+def test_a_large_fleet_is_filtered_as_a_small_one() -> None:
+    """With 300 workers, each filter of a request leaves the ranks that it names, whatever was asked before."""
+    with local_router(Settings(active_prefill_tokens_threshold=100), 300) as served:
+        every = set(range(1, 301))
+
+        def candidates(**asked: Any) -> set[int]:
+            body = {"token_ids": list(range(64)), "explain": True, "update_states": False, **asked}
+            return {each["worker_id"] for each in served.api.call("POST", "/route", body).given()["candidates"]}
+
+        assert candidates() == every
+        assert candidates(excluded_worker_ids=[7, "300", 999]) == every - {7, 300}
+        assert candidates(allowed_worker_ids=[5, 6, 7], excluded_worker_ids=[6]) == {5, 7}
+        assert candidates(worker_id=9, dp_rank=0) == {9}
+        served.api.call("POST", "/route", {"dp_rank": 1, "token_ids": [1]}).refused(503, "no_eligible_worker")
+        for number in (3, 4):
+            served.api.call("POST", f"/loads/r{number}", {"worker_id": number, "token_ids": list(range(101))}).given()
+        assert candidates() == every - {3, 4}
+        assert candidates(excluded_worker_ids=[1, 3]) == every - {1, 3, 4}
+        served.api.call("POST", "/route", {"worker_id": 3, "token_ids": [1]}).refused(503, "all_workers_busy")
+        served.api.call("DELETE", "/loads/r3").given()
+        served.router.view.fold_worker(b"300", None)
+        assert candidates() == every - {4, 300}
 
 
 def test_values_are_kept_by_identity_up_to_a_limit() -> None:

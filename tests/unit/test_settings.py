@@ -56,6 +56,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "bodies_bytes_max": (65_536, NUMBER_MAX),
     "body_timeout_s": (0.1, 3600.0),
     "connections_max": (1, NUMBER_MAX),
+    "processes": (1, 64),
+    "process_port": (0, 65535),
     "drain_notice_s": (0.0, 3600.0),
     "drain_timeout_s": (0.1, 3600.0),
     "stale_after_ms": (100, NUMBER_MAX),

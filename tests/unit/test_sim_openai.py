@@ -65,6 +65,12 @@ def test_prompt_and_answer_must_fit_the_context(n_prompt: int, n_output: int, fi
         parse_completion(body, SERVED)
 
 
+@pytest.mark.parametrize("limits", [{"ignore_eos": True}, {"ignore_eos": None}, {"min_tokens": 16}, {"min_tokens": 0}])
+def test_stop_conditions_of_vllm_leave_the_length_as_it_is(limits: dict[str, Any]) -> None:
+    """An answer always has max_tokens tokens, so it is never shorter than min_tokens."""
+    assert parse_completion({"prompt": [1], "max_tokens": 16, **limits}, SERVED).n_output_tokens == 16
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7"])
 def test_a_body_that_is_not_an_object_is_refused(raw: bytes) -> None:
     """Invalid JSON and other JSON values are refused."""

@@ -21,7 +21,7 @@ def test_a_reading_that_fails_does_not_end_the_readings(failure: Exception, monk
     settings = Settings(kafka="127.0.0.1:1", behind_after_ms=10)
     n_failed, read = 0, threading.Event()
 
-    def reading(*_: Any) -> TopicReading:
+    def reading(*_: Any, **__: Any) -> TopicReading:
         nonlocal n_failed
         if n_failed < 3:
             n_failed += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 
 from streams.core.ids import Int64Array, RankId
 from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
+from streams.core.loads.ended_bookings import EndedBookings
 from streams.errors import IndexCorrupt
 
 #: The numbers that the table of loads has for each rank, and its number of rows at first.
@@ -28,17 +29,20 @@ _ROWS_FIRST = 64
 #: prompt rarely changes. Beyond this limit the cache is cleared.
 _SHARED_CACHED_MAX = 256
 
-#: Bookings kept at once. Beyond this limit the oldest one is dropped and counted, so that the router does not run out
-#: of memory. A fleet of 1,000 ranks with 256 running requests each stays below it.
+#: Bookings kept at once, without those that have ended (ended_bookings.ENDED_MAX). Beyond this limit the oldest one is
+#: dropped and counted, so that the router does not run out of memory. A fleet of 1,000 ranks with 256 running requests
+#: each stays below it.
 BOOKINGS_MAX = 1_000_000
 
 #: Bytes of memory that they may take, by the estimates below. The same fleet, with prompts of 4,000 tokens, takes
 #: 1.4 GB; a million bookings of a million tokens each would take a terabyte.
 BOOKINGS_BYTES_MAX = 2 * 1024**3
 
-#: Bytes that a booking takes in this module, measured over 200,000 of them: one that has ended, without its request id,
-#: and what an active one takes in addition, without its hashes. They are stored twice: in the booking and in the tree.
-ENDED_BOOKING_BYTES = 540
+#: Bytes that a booking takes, measured over 200,000 of them: one that has ended; one that has not, or that the log has
+#: not given a time yet, without its request id; and what an active one takes in addition, without its hashes. They are
+#: stored twice: in the booking and in the tree.
+ENDED_BOOKING_BYTES = 64
+KNOWN_BOOKING_BYTES = 540
 ACTIVE_BOOKING_BYTES = 700
 _HASHES_STORED = 2
 
@@ -148,8 +152,8 @@ class _State:
         return self.booking is not None
 
 
-def _ended_bytes(booking_id: BookingId) -> int:
-    return ENDED_BOOKING_BYTES + len(booking_id.request_id)
+def _known_bytes(booking_id: BookingId) -> int:
+    return KNOWN_BOOKING_BYTES + len(booking_id.request_id)
 
 
 def _active_bytes(booking: Booking) -> int:
@@ -163,15 +167,20 @@ class ActiveLoads:
     newest record, and clocks of different partitions are unrelated. A booking belongs to one of them. `at_ms` is a time
     of that clock, or None if the log does not have the record yet: a booking without a time does not expire by itself.
 
-    n_bytes: about how much memory the bookings take. dropped: bookings that were dropped because of a limit.
+    dropped: bookings that were dropped because of a limit.
     n_falls: counts changes that lowered some rank's load; LoadsSync announces them.
     """
 
     def __init__(self, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms
-        self._states: dict[BookingId, _State] = {}  # in order of their last records
-        # A heap per clock with an entry for each state that has a time, never later than the state expires. The order
-        # of the states is not that of expiry, since a starting router reads one partition's last hour after another's.
+        # Bookings that have not ended, or whose end has no time yet, in order of their last records.
+        self._states: dict[BookingId, _State] = {}
+        self._ended = EndedBookings()
+        # For each clock, when to look at each of these that has a time: never later than it expires. The records of one
+        # partition come in the order of their times, so nearly all of them are in order, and one that ends leaves
+        # nothing behind. Those that are not in order are in a heap.
+        self._due: dict[int, OrderedDict[BookingId, int]] = {}
+        self._last_due_ms: dict[int, int] = {}
         self._expiries: dict[int, list[tuple[int, BookingId]]] = {}
         self._n_expiries = 0
         self._live_by_request: dict[str, list[BookingId]] = {}
@@ -183,7 +192,7 @@ class ActiveLoads:
         self._set_table(np.zeros((4, _ROWS_FIRST), dtype=np.int64))
         self._numbering = 0  # changes when a row may belong to another rank
         self._prefixes = ActivePrefixes()
-        self.n_bytes = 0
+        self._n_bytes = 0  # of the states
         self.expired = 0
         self.dropped = 0
         self.n_falls = 0
@@ -193,8 +202,11 @@ class ActiveLoads:
 
         at_ms: append time of the record. If a booking has two adds, the later time decides when it expires.
         """
+        if self._has_ended(booking_id, at_ms):
+            return
         state = self._state(booking_id, at_ms, clock)
         if state.freed:
+            self._keep_end(state)
             return
         if state.booking is not None:
             if _lowers_load(state.booking, booking):
@@ -214,6 +226,8 @@ class ActiveLoads:
 
     def prefill_complete(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
         """The rank has computed the prompt: its prefill tokens are no longer charged."""
+        if self._has_ended(booking_id, at_ms):
+            return
         state = self._state(booking_id, at_ms, clock)
         if state.live and not state.prefilled:
             assert state.booking is not None
@@ -221,12 +235,16 @@ class ActiveLoads:
             state.counted_prefill = 0
             self.n_falls += 1
         state.prefilled = True
+        if state.freed:
+            self._keep_end(state)
 
     def free(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
         """The request has ended, in whatever way.
 
-        Its id is kept until it expires, so that a late add changes nothing; what was booked is not.
+        It is known to have ended until it expires, so that a late add changes nothing; what was booked is not kept.
         """
+        if self._has_ended(booking_id, at_ms):
+            return
         state = self._state(booking_id, at_ms, clock)
         if state.live:
             self._uncount(state)
@@ -234,6 +252,7 @@ class ActiveLoads:
             self.n_falls += 1
             state.booking = None
         state.freed = True
+        self._keep_end(state)
 
     def logged(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
         """Note that the log has this add. Returns False and changes nothing if the booking is not exactly this one.
@@ -251,35 +270,48 @@ class ActiveLoads:
         state = self._states.get(booking_id)
         if state is not None:
             self._end(booking_id, state)
+        else:
+            self._ended.forget(booking_id.request_id, booking_id)
 
     def expire(self, now_ms: int, clock: int = 0) -> int:
         """End every booking of this clock whose last record is older than the TTL; return their number.
 
-        Examines only bookings whose entry in the heap is due. The entry of a renewed booking is then moved to its later
-        time.
+        Examines only bookings that are due. One that was renewed is looked at again at its later time.
         """
+        ended = self._ended.expire(now_ms, clock)
+        due = self._due.get(clock)
+        while due:
+            booking_id = next(iter(due))
+            if due[booking_id] > now_ms:
+                break
+            ended += self._expire_one(booking_id, now_ms, clock)
         expiries = self._expiries.get(clock)
-        if not expiries or expiries[0][0] > now_ms:
-            return 0
-        ended = 0
         while expiries and expiries[0][0] <= now_ms:
             booking_id = heapq.heappop(expiries)[1]
             self._n_expiries -= 1
-            state = self._states.get(booking_id)
-            if state is None or state.expires_ms is None:
-                continue  # dropped, and perhaps booked again since
-            if state.expires_ms > now_ms:
-                heapq.heappush(expiries, (state.expires_ms, booking_id))
-                self._n_expiries += 1
-                continue
-            self._end(booking_id, state)
-            ended += 1
+            if due is None or booking_id not in due:  # else it was dropped and booked again
+                ended += self._expire_one(booking_id, now_ms, clock)
         self.expired += ended
         return ended
 
+    def _expire_one(self, booking_id: BookingId, now_ms: int, clock: int) -> int:
+        """End a booking that is due, or look at it again later; return how many ended."""
+        due = self._due.get(clock)
+        if due:
+            due.pop(booking_id, None)
+        state = self._states.get(booking_id)
+        if state is None or state.expires_ms is None or state.clock != clock:
+            return 0  # dropped, and perhaps booked again since
+        if state.expires_ms > now_ms:
+            self._schedule(state, state.expires_ms)
+            return 0
+        self._end(booking_id, state)
+        return 1
+
     def expiring(self) -> list[int]:
         """Clocks that still have bookings to expire."""
-        return [clock for clock, expiries in self._expiries.items() if expiries]
+        clocks = {clock for of in (self._due, self._expiries) for clock, bookings in of.items() if bookings}
+        return sorted(clocks.union(self._ended.clocks()))
 
     def live(self, request_id: str, phase: str | None = None) -> tuple[BookingId, Booking] | None:
         """The earliest active booking of a request id and this phase; None is a phase of its own."""
@@ -309,6 +341,8 @@ class ActiveLoads:
 
     def knows(self, request_id: str, phase: str | None = None) -> bool:
         """Whether a booking of this request id is kept, active or ended. phase: None stands for every phase."""
+        if self._ended.knows(request_id, phase):
+            return True
         if phase is None:
             return request_id in self._known_by_request
         return (request_id, phase) in self._known_by_phase
@@ -383,14 +417,38 @@ class ActiveLoads:
             raise IndexCorrupt("distinct blocks are miscounted")
         if any(state.freed and state.live for state in self._states.values()):
             raise IndexCorrupt("a booking has ended and is still active")
-        n_bytes = sum(map(_ended_bytes, self._states))
+        n_bytes = sum(map(_known_bytes, self._states))
         n_bytes += sum(_active_bytes(state.booking) for state in self._states.values() if state.booking is not None)
-        if n_bytes != self.n_bytes:
-            raise IndexCorrupt("the bytes of bookings are miscounted", counted=self.n_bytes, found=n_bytes)
+        if n_bytes != self._n_bytes:
+            raise IndexCorrupt("the bytes of bookings are miscounted", counted=self._n_bytes, found=n_bytes)
+        for problem in self._ended.check():
+            raise IndexCorrupt(problem)
+        for booking_id, state in self._states.items():
+            if state.freed and state.expires_ms is not None:
+                raise IndexCorrupt("a booking that has ended is kept as an object", booking=booking_id)
+        if any(booking_id not in self._states for due in self._due.values() for booking_id in due):
+            raise IndexCorrupt("a booking that has ended is due")
 
     def __len__(self) -> int:
         """Number of bookings kept, including ended ones that have not expired."""
-        return len(self._states)
+        return len(self._states) + len(self._ended)
+
+    @property
+    def n_bytes(self) -> int:
+        """About how much memory the bookings take."""
+        return self._n_bytes + ENDED_BOOKING_BYTES * len(self._ended)
+
+    def _has_ended(self, booking_id: BookingId, at_ms: int | None) -> bool:
+        """Whether a booking has ended. If so, a record of it at this time renews how long that is known."""
+        expires_ms = None if at_ms is None else at_ms + self._ttl_ms
+        return self._ended.renew(booking_id.request_id, booking_id, expires_ms)
+
+    def _keep_end(self, state: _State) -> None:
+        """Keep in the compact form that a booking has ended, once the log has given it a time."""
+        if state.expires_ms is not None:
+            booking_id, phase = state.booking_id, state.phase
+            self._end(booking_id, state)
+            self.dropped += self._ended.add(booking_id.request_id, booking_id, phase, state.expires_ms, state.clock)
 
     def _state(self, booking_id: BookingId, at_ms: int | None, clock: int) -> _State:
         state = self._states.pop(booking_id, None)
@@ -398,13 +456,15 @@ class ActiveLoads:
             if len(self._states) >= BOOKINGS_MAX:
                 self._end_oldest()
             state = _State(booking_id)
-            self._known_by_request[booking_id.request_id] += 1
-            self.n_bytes += _ended_bytes(booking_id)
+            # Not `+= 1`, which takes three times as long for a key that a Counter does not have.
+            request_id = booking_id.request_id
+            self._known_by_request[request_id] = self._known_by_request.get(request_id, 0) + 1
+            self._n_bytes += _known_bytes(booking_id)
         if at_ms is not None:
             expires_ms = at_ms + self._ttl_ms
             if state.expires_ms is None:
                 state.clock, state.expires_ms = clock, expires_ms
-                self._push_expiry(clock, state.booking_id, expires_ms)
+                self._schedule(state, expires_ms)
             elif expires_ms > state.expires_ms:
                 state.expires_ms = expires_ms
         self._states[state.booking_id] = state
@@ -420,16 +480,22 @@ class ActiveLoads:
         self._end(oldest, self._states[oldest])
         self.dropped += 1
 
-    def _push_expiry(self, clock: int, booking_id: BookingId, expires_ms: int) -> None:
+    def _schedule(self, state: _State, at_ms: int) -> None:
+        """Look at a booking at this time. There is nothing to be looked at before for it."""
+        clock, booking_id = state.clock, state.booking_id
+        if at_ms >= self._last_due_ms.get(clock, 0):
+            self._last_due_ms[clock] = at_ms
+            self._due.setdefault(clock, OrderedDict())[booking_id] = at_ms
+            return
         if self._n_expiries >= 2 * BOOKINGS_MAX:  # most of them belong to bookings that were dropped
             self._expiries.clear()
-            for known, state in self._states.items():
-                if state.expires_ms is not None:
-                    self._expiries.setdefault(state.clock, []).append((state.expires_ms, known))
+            for known, each in self._states.items():
+                if each.expires_ms is not None and known not in self._due.get(each.clock, {}):
+                    self._expiries.setdefault(each.clock, []).append((each.expires_ms, known))
             for expiries in self._expiries.values():
                 heapq.heapify(expiries)
             self._n_expiries = sum(map(len, self._expiries.values()))
-        heapq.heappush(self._expiries.setdefault(clock, []), (expires_ms, booking_id))
+        heapq.heappush(self._expiries.setdefault(clock, []), (at_ms, booking_id))
         self._n_expiries += 1
 
     def _count(self, state: _State) -> None:
@@ -438,7 +504,7 @@ class ActiveLoads:
         row = self._rows.get(booking.rank) or self._new_row(booking.rank)
         state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
         state.node, n_fresh = self._prefixes.add(row, booking.sequence)
-        self.n_bytes += _active_bytes(booking)
+        self._n_bytes += _active_bytes(booking)
         cells, n_rows = self._cells, self._n_rows
         cells[_PREFILL * n_rows + row] += state.counted_prefill
         cells[_DECODE * n_rows + row] += n_fresh + booking.output_blocks
@@ -451,7 +517,7 @@ class ActiveLoads:
         row = self._rows[booking.rank]
         n_ended = self._prefixes.remove(row, state.node)
         state.node = None
-        self.n_bytes -= _active_bytes(booking)
+        self._n_bytes -= _active_bytes(booking)
         cells, n_rows = self._cells, self._n_rows
         cells[_PREFILL * n_rows + row] -= state.counted_prefill
         cells[_DECODE * n_rows + row] -= n_ended + booking.output_blocks
@@ -500,8 +566,11 @@ class ActiveLoads:
             self._forget_live(booking_id)
             self.n_falls += 1
         del self._states[booking_id]
+        due = self._due.get(state.clock)
+        if due:
+            due.pop(booking_id, None)
         self._forget_phase(state)
-        self.n_bytes -= _ended_bytes(booking_id)
+        self._n_bytes -= _known_bytes(booking_id)
         if self._known_by_request[booking_id.request_id] == 1:
             del self._known_by_request[booking_id.request_id]
         else:

@@ -1,0 +1,278 @@
+"""`KvRouterClient`: the client over HTTP, with one or several routers.
+
+What lives here: the choice of a router for each call, what counts as a refusal that another router may not repeat, and
+errors of the API as the exceptions that they were. What must not: pauses between rounds (base), and bookings
+(generation).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl as tls
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from streams.client.base import (
+    REPORT_TIMEOUT_S,
+    RETRY_PAUSE_S_MAX,
+    RETRY_PAUSE_S_MIN,
+    RETRY_TIMEOUT_S,
+    Attempt,
+    Call,
+    KvRouter,
+    Refused,
+)
+from streams.client.engine import EngineOptions
+from streams.client.payloads import query_of, unpack_tokens
+from streams.client.reports import BookingKey, Report
+from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, RouterUnavailable
+
+#: Time for one call, connection included. A decision takes about a millisecond; a router that drains or waits for a
+#: processor may take longer.
+CALL_TIMEOUT_S = 5.0
+
+#: Time for a connection. A router whose host vanished must not hold each request for as long as a slow answer may take.
+CONNECT_TIMEOUT_S = 1.0
+
+#: Open connections to all routers. Calls beyond that wait for one.
+CONNECTIONS_MAX = 128
+
+#: A router that failed is tried after all others for this long.
+ROUTER_PENALTY_S = 1.0
+
+#: Router addresses of one client.
+URLS_MAX = 256
+
+#: Statuses of a load balancer or proxy that has no router to ask, or asks to wait.
+_UNAVAILABLE = (429, 502, 504)
+
+#: Codes of refusals that every router of the fleet would repeat at this moment.
+_OF_THE_FLEET = ("no_eligible_worker", "all_workers_busy")
+
+#: Pause after a refusal without Retry-After.
+_RETRY_AFTER_S = 0.1
+
+_ERRORS = {kind.code: kind for kind in API_ERRORS}
+
+#: The code of a refusal that came after the caller's own deadline.
+_DEADLINE = "queue_timeout"
+
+#: The longest time that routers let a request wait in their queue; their setting queue_timeout_s is 30 s by default.
+QUEUE_WAIT_S_MAX = 3600.0
+
+JSON, OCTET_STREAM = "application/json", "application/octet-stream"
+AUTHORIZATION, TENANT_HEADER = "Authorization", "X-Tenant"
+
+
+class KvRouterClient(KvRouter):
+    """Routes requests through routers elsewhere, over HTTP, and generates with their engines.
+
+    A call goes to one router, and to the next one if that refuses or breaks its connection. Only requests with the same
+    request id are repeated, which routers answer with the same choice.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        token: str | Callable[[], str] | None = None,
+        ssl: tls.SSLContext | None = None,
+        engine: EngineOptions | None = None,
+        retry_timeout_s: float = RETRY_TIMEOUT_S,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        """urls: addresses of routers, such as http://127.0.0.1:8000. token: sent as a bearer token; a function is
+        called for each request, so that it may read a file that changes. ssl: for https, in place of the system's
+        authorities. Raises InvalidRequest for an address that is not a URL.
+        """
+        super().__init__(engine, retry_timeout_s)
+        given_urls = [urls] if isinstance(urls, str) else list(urls)
+        if not 0 < len(given_urls) <= URLS_MAX:
+            raise InvalidRequest(f"{len(given_urls)} router addresses; give 1 to {URLS_MAX}")
+        self.urls = tuple(_checked(url) for url in given_urls)
+        self._token = token
+        self._ssl = ssl
+        self._call_timeout_s = call_timeout_s
+        self._connections_max = connections_max
+        self._routers: aiohttp.ClientSession | None = None
+        self._turn = 0
+        self._penalised_until_s = [float("-inf")] * len(self.urls)
+
+    async def start(self) -> Self:
+        """Open sessions on the running loop; nothing is connected yet."""
+        if self._routers is None:
+            self._routers = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections_max, ssl=self._ssl or True)
+            )
+        await super().start()
+        return self
+
+    async def close(self) -> None:
+        """End what is still running, send the last reports, and close all connections."""
+        await super().close()
+        if self._routers is not None:
+            await self._routers.close()
+            self._routers = None
+
+    async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
+        fields = dict(fields)
+        tenant = fields.pop("tenant", None)
+        headers = {} if tenant is None else {TENANT_HEADER: tenant}
+        wait_s = 0.0
+        if fields.get("queue") == "on":
+            wait_s = fields["queue_timeout_ms"] / 1000.0 if "queue_timeout_ms" in fields else QUEUE_WAIT_S_MAX
+        # Packed tokens save most of the time that a router needs to parse a long prompt.
+        query = query_of(fields)
+        if query is not None:
+            headers["Content-Type"] = OCTET_STREAM
+            return await self._round("POST", call, attempt, query, packed, headers, wait_s)
+        headers["Content-Type"] = JSON
+        body = orjson.dumps({**fields, "token_ids": unpack_tokens(packed)})
+        return await self._round("POST", call, attempt, None, body, headers, wait_s)
+
+    async def _send_report(self, key: BookingKey, report: Report) -> None:
+        if report.free:
+            await self._repeated("DELETE", key, "", report.router)
+            return
+        if report.prefill_complete:
+            await self._repeated("POST", key, "/prefill-complete", report.router)
+        if report.output_tokens:
+            body = orjson.dumps({"output_tokens": report.output_tokens})
+            await self._repeated("POST", key, "/output", report.router, body)
+
+    async def _repeated(
+        self, method: str, key: BookingKey, call: str, router: int | None, body: bytes | None = None
+    ) -> None:
+        """Make a call on a booking until a router accepts it, for at most REPORT_TIMEOUT_S."""
+        attempt = Attempt()
+        attempt.router = router
+        path = f"/loads/{quote(key.request_id, safe='')}{call}"
+        query = None if key.phase is None else {"phase": key.phase}
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + REPORT_TIMEOUT_S
+        while True:
+            try:
+                await self._round(method, path, attempt, query, body, {} if body is None else {"Content-Type": JSON})
+                return
+            except Refused as exc:
+                if loop.time() >= until_s:
+                    raise exc.error from exc
+                pause_s = min(max(exc.retry_after_s, RETRY_PAUSE_S_MIN), RETRY_PAUSE_S_MAX)
+            await asyncio.sleep(pause_s)
+
+    async def _round(
+        self,
+        method: str,
+        path: str,
+        attempt: Attempt,
+        query: dict[str, str] | None,
+        body: bytes | None,
+        headers: dict[str, str],
+        wait_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Make a call at one router after the other, until one answers. wait_s: how long a request may wait there.
+
+        Raises Refused if all are unavailable, or if one says that the fleet is; the error of any other refusal.
+        """
+        http = self._routers
+        if http is None:
+            raise RouterUnavailable("the client is not open", remedy="Use `async with`, or call start() first")
+        timeout = aiohttp.ClientTimeout(total=self._call_timeout_s + wait_s, sock_connect=CONNECT_TIMEOUT_S)
+        if self._token is not None:
+            headers[AUTHORIZATION] = f"Bearer {self._token if isinstance(self._token, str) else self._token()}"
+        last: KvStreamsError | None = None
+        retry_after_s = 0.0
+        for router in self._in_order(attempt.router):
+            url = URL(f"{self.urls[router]}{path}", encoded=True)
+            try:
+                async with http.request(
+                    method, url, params=query, data=body, headers=headers, timeout=timeout
+                ) as response:
+                    raw = await response.read()
+            except aiohttp.ClientConnectorError as exc:
+                self._penalise(router)
+                last = _unavailable(self.urls[router], exc)
+                continue
+            except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+                attempt.may_be_booked = True  # the router may have booked, and its answer was lost
+                self._penalise(router)
+                last = _unavailable(self.urls[router], exc)
+                continue
+            except asyncio.CancelledError:
+                attempt.may_be_booked = True
+                raise
+            if response.status in (200, 202):
+                try:
+                    answer: dict[str, Any] = orjson.loads(raw)
+                except orjson.JSONDecodeError as exc:
+                    raise RouterUnavailable(f"{url.origin()} answers, and is not a router") from exc
+                attempt.router = router
+                return answer
+            error = _error_of(response.status, raw)
+            if (response.status != 503 and response.status not in _UNAVAILABLE) or error.code == _DEADLINE:
+                raise error
+            pause_s = _retry_after_s(response.headers.get("Retry-After"))
+            if error.code in _OF_THE_FLEET:
+                raise Refused(error, pause_s)
+            self._penalise(router)
+            last, retry_after_s = error, max(retry_after_s, pause_s)
+        assert last is not None  # there is at least one router
+        raise Refused(last, retry_after_s)
+
+    def _in_order(self, first: int | None) -> list[int]:
+        """Return the routers in the order in which a call tries them: by turns, and those that failed recently last."""
+        n = len(self.urls)
+        if first is None:
+            self._turn = (self._turn + 1) % n
+            first = self._turn
+        order = [(first + at) % n for at in range(n)]
+        now_s = asyncio.get_running_loop().time()
+        return sorted(order, key=lambda router: self._penalised_until_s[router] > now_s)  # sorting is stable
+
+    def _penalise(self, router: int) -> None:
+        self._penalised_until_s[router] = asyncio.get_running_loop().time() + ROUTER_PENALTY_S
+
+
+def _checked(url: str) -> str:
+    """Return an address without a final slash; raises InvalidRequest."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as exc:
+        raise InvalidRequest(f"the router address {url!r} is not a URL: {exc}") from exc
+    if not usable or parts.query or parts.fragment:
+        raise InvalidRequest(f"the router address is {url!r}; it must be http://HOST:PORT or https://HOST:PORT")
+    return url.rstrip("/")
+
+
+def _unavailable(url: str, exc: Exception) -> RouterUnavailable:
+    return RouterUnavailable(f"the router at {url} does not answer: {str(exc) or type(exc).__name__}", url=url)
+
+
+def _error_of(status: int, raw: bytes) -> KvStreamsError:
+    """Return the error of an answer as the exception that the router raised."""
+    try:
+        shown = orjson.loads(raw)["error"]
+        code, message, detail = str(shown["code"]), str(shown["message"]), dict(shown["detail"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # a load balancer's own page
+        return RouterUnavailable(f"a router's address answered {status}", status=status)
+    # A code that this client does not know: the router is newer.
+    unknown = InvalidRequest if 400 <= status < 500 else RouterUnavailable if status == 503 else KvStreamsError
+    kind = _ERRORS.get(code, unknown)
+    error = kind(message)
+    error.detail = {**detail, "status": status, "code": code}
+    return error
+
+
+def _retry_after_s(header: str | None) -> float:
+    """Read Retry-After. Its other form, a date, is not used by routers."""
+    try:
+        return max(0.0, float(header)) if header is not None else _RETRY_AFTER_S
+    except ValueError:
+        return _RETRY_AFTER_S

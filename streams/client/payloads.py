@@ -1,0 +1,156 @@
+"""Requests as a client sends them: to a router, and to an engine (pure).
+
+What lives here: packing tokens, the fields of a route request as query parameters, and the body of a completion. What
+must not: sending them (http, engine). Fields of a request are not checked here, but by the router, so that its message
+names what it knows.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import orjson
+
+from streams.errors import InvalidRequest
+
+#: Characters of a query with which tokens are sent packed. A server accepts lines of about 8 KiB; a longer query, such
+#: as one with hundreds of worker ids, becomes a JSON body.
+QUERY_CHARS_MAX = 4096
+
+#: What `stop_conditions` may contain; each is a field of a completion under the same name.
+STOP_CONDITIONS = ("max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids")
+
+#: What `sampling_options` may contain; each is a field of a completion under the same name.
+SAMPLING_OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "logit_bias",
+)
+
+#: Fields of a completion that the client sets itself.
+_OWN_FIELDS = ("prompt", "stream", "return_token_ids", "n", "model")
+
+
+class RequestOptions(TypedDict, total=False):
+    """Fields of a route request that every routing method accepts as keyword arguments; docs/http.md describes them.
+
+    They are passed on as they are, so a router that is newer than this client may accept more. tenant: the header
+    X-Tenant, in whose name a request with `queue` waits.
+    """
+
+    lora_name: str | None
+    namespace: str | None
+    session_id: str | None
+    tenant: str | None
+    priority: int
+    priority_jump: float
+    queue: Literal["on", "off"]
+    queue_timeout_ms: int | None
+    required_taints: Sequence[str] | None
+    phase: str | None
+    dp_rank: int | None
+    allowed_worker_ids: Sequence[int] | None
+    excluded_worker_ids: Sequence[int] | None
+    expected_output_tokens: int | None
+
+
+class RouteOptions(RequestOptions, total=False):
+    """RequestOptions, and the model, which may be left out while only one is served."""
+
+    model: str | None
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Pack token ids as u32 little-endian; raises InvalidRequest. Arrays of numpy are accepted as well."""
+    if isinstance(token_ids, str | bytes | bytearray | memoryview):
+        raise InvalidRequest(f"token_ids is of type {type(token_ids).__name__}, not a sequence of whole numbers")
+    try:
+        packed = array("I", token_ids)
+    except (TypeError, OverflowError, ValueError) as exc:
+        raise InvalidRequest(f"token_ids is not a sequence of whole numbers from 0 to 2^32 - 1: {exc}") from exc
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return packed tokens as integers."""
+    tokens = array("I", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tolist()
+
+
+def query_of(fields: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return a route request's fields as query parameters, or None if they need a JSON body.
+
+    Lists become items separated by commas, and overrides get names of their own. An empty list of worker ids excludes
+    or allows none, which an empty parameter means too.
+    """
+    query: dict[str, str] = {}
+    for name, value in fields.items():
+        if name == "router_config_override":
+            query.update({key: _parameter(each) for key, each in value.items() if each is not None})
+        else:
+            query[name] = _parameter(value)
+    return query if sum(len(name) + len(value) + 2 for name, value in query.items()) <= QUERY_CHARS_MAX else None
+
+
+def _parameter(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return orjson.dumps(value).decode()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value; a router uses its defaults for all others."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def completion_body(
+    prompt: Sequence[int],
+    model: str | None,
+    stop_conditions: Mapping[str, Any] | None,
+    sampling_options: Mapping[str, Any] | None,
+    extra_args: Mapping[str, Any] | None,
+) -> bytes:
+    """Return the body of POST /v1/completions, which streams token ids. Raises InvalidRequest for unknown names.
+
+    extra_args: further fields of the completion, for what only some engines have.
+    """
+    body: dict[str, Any] = {}
+    for name, values, known in (
+        ("stop_conditions", stop_conditions, STOP_CONDITIONS),
+        ("sampling_options", sampling_options, SAMPLING_OPTIONS),
+    ):
+        for key, value in (values or {}).items():
+            if key not in known:
+                raise InvalidRequest(
+                    f"{name} has no field {key!r}; the known ones are {', '.join(known)}",
+                    remedy="Pass fields that only some engines have as extra_args",
+                )
+            if value is not None:
+                body[key] = value
+    for key, value in (extra_args or {}).items():
+        if key in _OWN_FIELDS:
+            raise InvalidRequest(f"extra_args contains {key!r}, which the client sets itself")
+        body[key] = value
+    if model is not None:
+        body["model"] = model
+    try:
+        return orjson.dumps({**body, "prompt": prompt, "stream": True, "return_token_ids": True})
+    except TypeError as exc:
+        raise InvalidRequest(f"a field of the completion is not JSON: {exc}") from exc

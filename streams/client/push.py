@@ -1,0 +1,169 @@
+"""`KvPushRouter`: the client with a router in its own process, without HTTP between them.
+
+What lives here: starting and stopping the router, and calling it directly. What must not: the router itself
+(router_api), which is the same as behind the HTTP API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, Self
+
+import msgspec
+
+from streams.client.base import REPORT_TIMEOUT_S, RETRY_TIMEOUT_S, Attempt, Call, KvRouter, Refused
+from streams.client.engine import EngineOptions
+from streams.client.reports import BookingKey, Report
+from streams.core.loads.bookings import BookingPhase
+from streams.errors import NoEligibleWorker, NotReady
+from streams.interpreter import prefer_request_threads
+from streams.kafka import missing_topics
+from streams.router_api.router import Router
+from streams.router_api.server import tick_forever
+from streams.router_api.wire import RouteRequest, answer_json, invalid_body
+from streams.settings import Settings
+from streams.topics import topics
+from streams.warming import ROUTER, warm_while_serving
+
+#: How long starting waits until the router has read its topics. Reading 5 million blocks takes seven seconds.
+READY_TIMEOUT_S = 120.0
+
+#: Interval at which a starting router is checked.
+_READY_POLL_S = 0.02
+
+#: Tokens of a prompt from which on it is hashed on a thread, so that the caller's loop goes on: a millisecond.
+HASHED_ON_THREAD_TOKENS = 65_536
+
+#: Pause before a refused call is repeated; HTTP clients are asked to wait for as long.
+RETRY_AFTER_S = 1.0
+
+
+class KvPushRouter(KvRouter):
+    """Routes requests with a router in this process, and generates with the fleet's engines.
+
+    The router is a replica like any other: it reads the topics, shares bookings with all routers, and needs Kafka. Its
+    process must be allowed half a core at times, and about as much memory as `kvstreams router`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine: EngineOptions | None = None,
+        retry_timeout_s: float = RETRY_TIMEOUT_S,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
+        """settings: those of the scope, as `streams.settings.load().settings` reads them. ready_timeout_s: how long
+        `start` waits until the topics are read.
+        """
+        super().__init__(engine, retry_timeout_s)
+        self.settings = settings
+        self._ready_timeout_s = ready_timeout_s
+        self._router: Router | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self) -> Self:
+        """Compile kernels if they are not compiled yet, start the router, and wait until it has read its topics.
+
+        Raises NotReady if topics are missing or take too long, BlockSizeContradicted, KafkaUnreachable. It makes busy
+        threads of this process take turns more often, as every process with a router does.
+        """
+        if self._router is not None:
+            return self
+        missing = await asyncio.to_thread(missing_topics, self.settings, topics(self.settings).all())
+        await warm_while_serving(ROUTER, lambda _: None)
+        prefer_request_threads()
+        router = Router(self.settings)
+        router.topics_missing = tuple(missing)
+        if missing:
+            raise router.missing()
+        self._router = router
+        router.start()
+        self._ticking = asyncio.create_task(tick_forever(router), name="kvstreams-router-ticks")
+        await self._until_ready(router)
+        router.view.check_block_sizes()
+        await super().start()
+        return self
+
+    async def close(self) -> None:
+        """End what is still running, and stop the router once Kafka has its records."""
+        await super().close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+            self._ticking = None
+        if self._router is not None:
+            router, self._router = self._router, None
+            await asyncio.to_thread(router.stop, self.settings.drain_timeout_s)
+
+    async def _until_ready(self, router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._ready_timeout_s
+        while True:
+            try:
+                router.check_ready()
+                return
+            except NotReady:
+                if loop.time() >= until_s:
+                    raise
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:  # noqa: ARG002 - nothing is lost on the way
+        router = self._running()
+        try:
+            request = msgspec.convert(fields, RouteRequest)
+        except msgspec.ValidationError as exc:
+            raise invalid_body(exc, RouteRequest) from exc
+        long = len(packed) // 4 >= HASHED_ON_THREAD_TOKENS
+        try:
+            if call == "/route":
+                prepared = (
+                    await asyncio.to_thread(router.prepare, request, packed)
+                    if long
+                    else router.prepare(request, packed)
+                )
+                return answer_json(router.try_book(prepared))
+            answer = router.potential if call == "/loads/potential" else router.matches
+            return await asyncio.to_thread(answer, request, packed) if long else answer(request, packed)
+        except (NoEligibleWorker, NotReady) as exc:
+            raise Refused(exc, RETRY_AFTER_S) from exc
+
+    def report(self, key: BookingKey, report: Report) -> None:
+        """Report at once; in the background only if the router is not ready."""
+        if self._router is not None and not len(self._reports):
+            try:
+                _apply(self._router, key, report)
+                return
+            except NotReady:
+                pass
+        super().report(key, report)
+
+    async def _send_report(self, key: BookingKey, report: Report) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + REPORT_TIMEOUT_S
+        while True:
+            try:
+                _apply(self._running(), key, report)
+                return
+            except NotReady:
+                if loop.time() >= until_s:
+                    raise
+            await asyncio.sleep(RETRY_AFTER_S)
+
+    def _running(self) -> Router:
+        if self._router is None:
+            raise NotReady("the router is not running", remedy="Use `async with`, or call start() first")
+        return self._router
+
+
+def _apply(router: Router, key: BookingKey, report: Report) -> None:
+    """Apply a report to the router's loads; Kafka gets it in the background."""
+    if report.free:
+        router.report_phase(key.request_id, BookingPhase.FREE, key.phase)
+        return
+    if report.prefill_complete:
+        router.report_phase(key.request_id, BookingPhase.PREFILL, key.phase)
+    if report.output_tokens:
+        router.report_output(key.request_id, report.output_tokens, key.phase)

@@ -1,0 +1,161 @@
+"""OpenTelemetry traces of decisions, with the extra `otel`. A router without the setting `tracing` never imports this.
+
+What lives here: the span of a call, the span of a decision with its attributes, and where spans are sent. What must
+not: anything that a router without traces needs.
+
+The trace context comes from the request's `traceparent`, or from the application around a router in its own process. It
+is not written to Kafka: a booking would grow by a tenth, and the records of a trace are those of its spans already. A
+client calls the chosen engine itself and passes its own context on.
+
+No span has prompt text, token ids or hashes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+from aiohttp import web
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from streams.errors import KvStreamsError, api_error
+from streams.router_api.answer import RouteAnswer
+from streams.router_api.registry import PUBLISH_TIMEOUT_S
+from streams.router_api.router import PreparedRequest, Router
+from streams.settings import Settings
+
+log = logging.getLogger(__name__)
+
+#: The service's name unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another one.
+SERVICE_NAME = "kvstreams-router"
+
+#: How long a router that stops waits until the collector has the last spans.
+LAST_SPANS_S = 2.0
+
+#: The call whose decisions are traced. Spans of scrapes and of polled pages would outnumber those of requests.
+_TRACED_PATH = "/route"
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def exporting_provider() -> TracerProvider:
+    """Make a provider that sends spans by OTLP over HTTP, in batches and from its own thread.
+
+    Variables of OpenTelemetry configure it, such as OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_TRACES_SAMPLER. Spans that the
+    collector does not take in time are dropped beyond 2,048 (OTEL_BSP_MAX_QUEUE_SIZE).
+    """
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    ours = {"service.version": version("kvstreams"), **({} if named else {"service.name": SERVICE_NAME})}
+    provider = TracerProvider(resource=Resource.create(ours), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+class TracedRouter(Router):
+    """A router with a span for each decision. Owner of the provider, which `stop` shuts down."""
+
+    def __init__(self, settings: Settings, provider: TracerProvider | None = None) -> None:
+        super().__init__(settings)
+        self._provider = exporting_provider() if provider is None else provider
+        self.tracer = self._provider.get_tracer("kvstreams", version("kvstreams"))
+
+    def try_book(self, prepared: PreparedRequest) -> RouteAnswer:
+        """Choose and book as any router does, within a span."""
+        with self.tracer.start_as_current_span(
+            f"route {prepared.model}".rstrip(), record_exception=False, set_status_on_exception=False
+        ) as span:
+            if span.is_recording():
+                span.set_attributes(_asked(prepared))
+            try:
+                answer = super().try_book(prepared)
+            except KvStreamsError as exc:
+                _note_error(span, exc)
+                raise
+            if span.is_recording():
+                span.set_attributes(_answered(prepared, answer))
+            return answer
+
+    def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
+        """Stop as any router does, and send the last spans."""
+        n_left = super().stop(timeout_s)
+        # On a thread, since the exporter tries for 8 s to reach a collector that is away.
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(LAST_SPANS_S)
+        if sending.is_alive():
+            log.warning("the last spans were not sent: the collector did not take them within %g s", LAST_SPANS_S)
+        return n_left
+
+
+def middleware_of(router: TracedRouter) -> Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]:
+    """Make the middleware that gives calls of `/route` a span, with the context of the request's `traceparent`."""
+    propagator = TraceContextTextMapPropagator()
+
+    @web.middleware
+    async def traced(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.path != _TRACED_PATH:
+            return await handler(request)
+        with router.tracer.start_as_current_span(
+            f"{request.method} {_TRACED_PATH}",
+            context=propagator.extract(request.headers),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": request.method, "http.route": _TRACED_PATH},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                response = await handler(request)
+            except KvStreamsError as exc:
+                _note_error(span, exc)
+                span.set_attribute("http.response.status_code", api_error(exc).http_status)
+                raise
+            span.set_attribute("http.response.status_code", response.status)
+            return response
+
+    return traced
+
+
+def _asked(prepared: PreparedRequest) -> dict[str, Any]:
+    return {
+        "gen_ai.operation.name": "route",
+        "gen_ai.request.model": prepared.model,
+        "gen_ai.usage.input_tokens": prepared.blocks.n_tokens,
+        "kvstreams.request_id": prepared.request_id,
+        "kvstreams.router_mode": prepared.policy.mode.value,
+        "kvstreams.request_blocks": prepared.blocks.request_blocks,
+        "kvstreams.candidates": len(prepared.ranks),
+    }
+
+
+def _answered(prepared: PreparedRequest, answer: RouteAnswer) -> dict[str, Any]:
+    cached_tokens = min(answer.overlap_blocks * prepared.block_size, prepared.blocks.n_tokens)
+    found: dict[str, Any] = {
+        "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+        "kvstreams.worker_id": str(answer.rank.worker_id),  # attributes are signed, and ids are not
+        "kvstreams.dp_rank": answer.rank.dp_rank,
+        "kvstreams.overlap_blocks": answer.overlap_blocks,
+        "kvstreams.mode": answer.trust.mode.value,
+        "kvstreams.chosen_mode": answer.chosen_trust.mode.value,
+        "kvstreams.repeated": answer.cost is None,
+    }
+    if answer.cost is not None:
+        found["kvstreams.cost"] = answer.cost
+    if answer.trust.reason is not None:
+        found["kvstreams.degraded_because"] = answer.trust.reason.value
+    return found
+
+
+def _note_error(span: Span, exc: KvStreamsError) -> None:
+    """Mark a span as refused, by the error's code: its message may quote what a client sent."""
+    code = api_error(exc).code
+    span.set_attribute("error.type", code)
+    span.set_status(Status(StatusCode.ERROR, code))

@@ -1,0 +1,120 @@
+"""The live page in a real browser: what it shows, how it follows the router, its colours, and its accessibility."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from streams.settings import Settings
+from tests.helpers.browser import browser
+from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
+
+#: The page asks every two seconds; on a busy machine an answer may take a while.
+PATIENCE_MS = 20_000.0
+
+BLOCKS = random_blocks(np.random.default_rng(3), 8)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[LocalRouter]:
+    with local_router(Settings(), n_workers=3) as router:
+        hold(router.router, rank(2), BLOCKS)
+        yield router
+
+
+@contextmanager
+def opened(chromium: Browser, url: str, scheme: str = "light") -> Iterator[Page]:
+    """The page in a tab of its own. At the end: it had no error and asked no other host."""
+    problems: list[str] = []
+    asked: set[str] = set()
+    context = chromium.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 900})  # type: ignore[arg-type]
+    try:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda each: problems.append(each.text) if "Content Security Policy" in each.text else None)
+        page.on("request", lambda request: asked.add(request.url))
+        page.goto(url)
+        yield page
+        assert problems == []
+        assert {each for each in asked if not each.startswith((f"{url}/", "data:"))} == set()
+    finally:
+        context.close()
+
+
+def text_of(page: Page, selector: str) -> str:
+    return page.locator(selector).inner_text()
+
+
+def test_the_page_shows_the_fleet_and_follows_it(chromium: Browser, served: LocalRouter) -> None:
+    """Workers, loads, hit share and modes appear without a reload, after requests were routed."""
+    with opened(chromium, served.api.url) as page:
+        status = page.locator("#status")
+        expect(status).to_have_text("Ready", timeout=PATIENCE_MS)
+        rows = page.locator("#workers tr")
+        expect(rows).to_have_count(3)
+        expect(rows.nth(1).locator("th")).to_have_text("2")
+        expect(rows.nth(1).locator("td").nth(2)).to_have_text("0")
+        for number in range(5):
+            body = {"request_id": f"page-{number}", "block_hashes": list(map(str, BLOCKS.tolist())), "worker_id": 2}
+            served.api.call("POST", "/route", body).given()
+        expect(rows.nth(1).locator("td").nth(2)).to_have_text("5", timeout=PATIENCE_MS)
+        expect(rows.nth(1).locator("td").nth(4)).to_have_text("8")
+        expect(rows.nth(1).locator("td").nth(6)).to_have_text("100 %")
+        expect(rows.nth(1).locator("td").nth(1)).to_have_text("degraded owner silent")
+        expect(page.locator("#tile-requests .value")).to_have_text("5 8 blocks", timeout=PATIENCE_MS)
+        expect(page.locator("#tile-hits .value")).to_have_text("100 %", timeout=PATIENCE_MS)
+        expect(page.locator("#modes-legend .degraded")).to_have_text("degraded 100 %")
+        expect(page.locator("#tile-latency .value")).to_have_text(re.compile(r"^[\d.]+ ms p50, [\d.]+ ms p99$"))
+        assert page.locator("#tiles svg polyline").count() >= 4
+        assert page.locator("#modes-chart svg polygon.degraded").count() == 1
+        expect(page.locator("#partitions li")).to_have_count(Settings().partitions)
+        assert page.locator("#notice").is_hidden() and page.locator("#token-form").is_hidden()
+
+
+def test_light_and_dark_follow_the_system_and_are_accessible(chromium: Browser, served: LocalRouter) -> None:
+    """Both schemes have enough contrast, names for every chart, and no other fault that axe-core finds."""
+    grounds = {}
+    for scheme in ("light", "dark"):
+        with opened(chromium, served.api.url, scheme) as page:
+            expect(page.locator("#workers tr")).to_have_count(3, timeout=PATIENCE_MS)
+            grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            found = Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+            for drawing in page.locator("svg").all():
+                assert drawing.get_attribute("aria-label")
+    light, dark = (sum(map(int, re.findall(r"\d+", grounds[scheme])[:3])) for scheme in ("light", "dark"))
+    assert dark < 3 * 64 < 3 * 192 < light
+
+
+def test_a_narrow_window_scrolls_only_the_table(chromium: Browser, served: LocalRouter) -> None:
+    """On a phone the page itself does not scroll sideways."""
+    with opened(chromium, served.api.url) as page:
+        page.set_viewport_size({"width": 360, "height": 800})
+        expect(page.locator("#workers tr")).to_have_count(3, timeout=PATIENCE_MS)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_page_says_when_its_router_is_not_ready_or_gone(chromium: Browser) -> None:
+    """The last numbers stay, marked as old, until the router answers again."""
+    with ExitStack() as router_runs:
+        served = router_runs.enter_context(local_router(Settings(router_min_initial_workers=2), n_workers=1))
+        with opened(chromium, served.api.url) as page:
+            expect(page.locator("#status")).to_have_text("Not ready", timeout=PATIENCE_MS)
+            expect(page.locator("#notice")).to_contain_text("1 more workers must be registered first")
+            router_runs.close()
+            expect(page.locator("#status")).to_have_text("No answer", timeout=PATIENCE_MS)
+            expect(page.locator("body")).to_have_class("stale")
+            expect(page.locator("#workers tr")).to_have_count(1)

@@ -1,0 +1,251 @@
+"""Both forms of the client on a real fleet: engines, a bridge, and routers that share bookings through Kafka."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streams.client import KvPushRouter, KvRouter, KvRouterClient
+from streams.errors import InvalidRequest, NotReady, UnknownModel
+from streams.local.processes import Children
+from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.settings import Settings
+from streams.waiting import wait_for
+from tests.helpers.pages import blocks
+from tests.helpers.scopes import ScopeFactory
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+from tests.kafka.test_bridge import SMALL
+
+MODEL = "m"
+BLOCK_SIZE = SMALL.block_size
+N_BLOCKS = 8
+PROMPT = list(range(N_BLOCKS * BLOCK_SIZE))
+STOP = {"max_tokens": 4, "ignore_eos": True}
+
+#: Model seconds per second of the engines.
+TIME_SCALE = 100.0
+
+#: The rolling restart in its short form: requests per second, and the pause between requests and the restarts.
+RATE = 40.0
+SETTLE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    """Give a worker with a router, and two engines behind it. One prompt is in the cache and in the index."""
+    folder = tmp_path_factory.mktemp("client")
+    with Children() as children:
+        stack = Stack(new_scope(folder), folder, children)
+        worker = stack.worker()
+        stack.bridge(stack.engines(2, SMALL, MODEL, TIME_SCALE))
+        wait_workers(worker.url, 2)
+
+        async def fill() -> None:
+            async with KvRouterClient(worker.url) as client:
+                async for _ in await client.generate(PROMPT, stop_conditions=STOP):
+                    pass
+
+        asyncio.run(fill())
+        wait_for(
+            lambda: get_json(f"{worker.url}/state")["blocks"] >= N_BLOCKS, VISIBLE_TIMEOUT_S, "the prompt's blocks"
+        )
+        yield worker
+
+
+Form = Callable[[RouterProcess], KvRouter]
+
+
+def over_http(worker: RouterProcess) -> KvRouter:
+    return KvRouterClient([worker.url])
+
+
+def in_process(worker: RouterProcess) -> KvRouter:
+    return KvPushRouter(worker.settings)
+
+
+def active(url: str) -> int:
+    return sum(row["active_requests"] for row in get_json(f"{url}/loads")["loads"])
+
+
+@asynccontextmanager
+async def client_of(form: Form, worker: RouterProcess) -> AsyncIterator[KvRouter]:
+    async with asyncio.timeout(READY_TIMEOUT_S + VISIBLE_TIMEOUT_S), form(worker) as client:
+        yield client
+
+
+async def until_active(url: str, n: int) -> None:
+    async with asyncio.timeout(VISIBLE_TIMEOUT_S):
+        while await asyncio.to_thread(active, url) != n:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("form", [over_http, in_process])
+def test_both_forms_answer_alike(form: Form, fleet: RouterProcess) -> None:
+    """The cached prompt's worker, its matches and the potential loads are the same through either form."""
+
+    async def scenario() -> None:
+        async with client_of(form, fleet) as client:
+            found = await client.find_matches_for_request(PROMPT)
+            ((holder, n_blocks),) = found.scores.items()
+            assert n_blocks == N_BLOCKS == found.request_blocks
+            assert found.by_rank.scores == {(holder, 0): N_BLOCKS}
+            assert await client.best_worker_id(PROMPT, model=MODEL) == (holder, N_BLOCKS)
+            assert await client.best_worker(PROMPT) == (holder, 0, N_BLOCKS)
+            potential = {row["worker_id"]: row for row in await client.get_potential_loads(PROMPT)}
+            assert sorted(potential) == [1, 2]
+            assert potential[holder]["potential_prefill_tokens"] == 0
+            assert potential[3 - holder]["potential_prefill_tokens"] == len(PROMPT)
+            assert (await client.direct(3 - holder).best_worker_id(PROMPT)) == (3 - holder, 0)
+            turns = [(await client.round_robin().best_worker_id(PROMPT))[0] for _ in range(4)]
+            assert sorted(turns) == [1, 1, 2, 2]
+            assert {(await client.random().best_worker_id(PROMPT))[0] for _ in range(40)} == {1, 2}
+            with pytest.raises(UnknownModel):
+                await client.best_worker_id(PROMPT, model="other")
+            with pytest.raises(InvalidRequest, match="no_such"):
+                await client.best_worker_id(PROMPT, {"no_such": 1})
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("form", [over_http, in_process])
+def test_generating_is_booked_on_every_router_and_ends_on_every_router(form: Form, fleet: RouterProcess) -> None:
+    """The example of the issue, and an answer that is left early; the fleet's router sees the bookings of both."""
+
+    async def scenario() -> None:
+        async with client_of(form, fleet) as client:
+            stream = await client.generate(
+                token_ids=PROMPT,
+                model=MODEL,
+                stop_conditions={"max_tokens": 20, "ignore_eos": True},
+                sampling_options={"temperature": 0.7, "top_p": 0.9},
+                router_config_override={"overlap_score_weight": 2.0, "router_temperature": 0.5},
+                worker_id=None,
+            )
+            chunks = [chunk async for chunk in stream]
+            assert sum(len(chunk["token_ids"]) for chunk in chunks) == 20
+            assert chunks[-1]["finish_reason"] == "length"
+            async with await client.generate(PROMPT, stop_conditions={"max_tokens": 800}) as long:
+                await until_active(fleet.url, 1)
+                await anext(long)
+            await until_active(fleet.url, 0)
+            assert client.reports_lost == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_router_in_the_process_shares_bookings_both_ways(fleet: RouterProcess) -> None:
+    """It counts what another router booked, and either form ends what the other one began."""
+
+    async def scenario() -> None:
+        async with client_of(in_process, fleet) as here, client_of(over_http, fleet) as there:
+            first = await there.best_worker([*range(5000, 5064)], request_id="there")
+            second = await here.best_worker([*range(6000, 6064)], request_id="here")
+
+            async def prefill_tokens(client: KvRouter) -> dict[int, int]:
+                rows = await client.get_potential_loads([1])
+                return {row["worker_id"]: row["potential_prefill_tokens"] - 1 for row in rows}
+
+            expected = {1: 0, 2: 0}
+            expected[first[0]] += 64
+            expected[second[0]] += 64
+            async with asyncio.timeout(VISIBLE_TIMEOUT_S):
+                while not (await prefill_tokens(here) == expected == await prefill_tokens(there)):
+                    await asyncio.sleep(0.02)
+            here.free("there")
+            there.free("here")
+            async with asyncio.timeout(VISIBLE_TIMEOUT_S):
+                while not (await prefill_tokens(here) == {1: 0, 2: 0} == await prefill_tokens(there)):
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_in_the_process_needs_its_topics(kafka: Any, new_scope: ScopeFactory, tmp_path: Path) -> None:
+    """A typo in the prefix is an error at once, and creates nothing."""
+
+    async def scenario() -> None:
+        client = KvPushRouter(new_scope(tmp_path))
+        with pytest.raises(NotReady, match="topics"):
+            async with client:
+                pass
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+def test_the_examples_of_the_pages_run_as_they_are(
+    page: str, fleet: RouterProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the addresses of the routers are replaced. Each prints twenty tokens."""
+    (code,) = [code for _, code in blocks(page, "python") if "KvRouterClient" in code]
+    code = re.sub(r"http://[\w:]+", fleet.url, code)
+    main = eval(compile(code, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {})
+    asyncio.run(main)
+    assert sum(len(json.loads(line)) for line in capsys.readouterr().out.splitlines()) == 20
+
+
+async def restart(router: RouterProcess) -> None:
+    """Restart a router as a rollout does: SIGTERM, its end, and a new process on the same port until it is ready."""
+    await asyncio.to_thread(router.child.stop)
+    assert router.child.exit_code == 0
+    router.child.start()
+    await asyncio.to_thread(router.child.wait_ready, lambda: is_ready(router.url), READY_TIMEOUT_S)
+
+
+def test_a_rolling_restart_of_two_routers_loses_no_request(scope: Settings, children: Children, tmp_path: Path) -> None:
+    """While both routers restart one after the other, every request is answered; afterwards only live load is left."""
+    stack = Stack(scope, tmp_path, children)
+    both = [stack.router("first"), stack.router("second")]
+    stack.bridge(stack.engines(2, SMALL, MODEL, TIME_SCALE))
+    for router in both:
+        wait_workers(router.url, 2)
+    rng = random.Random(1)
+
+    async def request(client: KvRouter, number: int) -> int:
+        start = rng.randrange(20) * 1000
+        stream = await client.generate([*range(start, start + 40)], stop_conditions=STOP, request_id=f"r{number}")
+        async with stream:
+            return sum([len(chunk["token_ids"]) async for chunk in stream])
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        async with KvRouterClient([router.url for router in both], retry_timeout_s=VISIBLE_TIMEOUT_S) as client:
+            running: list[asyncio.Task[int]] = []
+
+            async def arrive() -> None:
+                began_s = loop.time()
+                while not over.is_set():
+                    running.append(asyncio.create_task(request(client, len(running))))
+                    await asyncio.sleep(max(0.0, began_s + len(running) / RATE - loop.time()))
+
+            arriving = asyncio.create_task(arrive())
+            for router in both:
+                await asyncio.sleep(SETTLE_S)
+                await restart(router)
+            await asyncio.sleep(SETTLE_S)
+            over.set()
+            await arriving
+            answered = await asyncio.gather(*running)
+            assert set(answered) == {STOP["max_tokens"]}
+            assert len(answered) > 3 * SETTLE_S * RATE / 2
+            kept = [await client.book(PROMPT) for _ in range(3)]
+            for router in both:
+                await until_active(router.url, len(kept))
+                assert get_json(f"{router.url}/loads")["in_sync"]
+            for booking in kept:
+                booking.end()
+            for router in both:
+                await until_active(router.url, 0)
+            assert client.reports_lost == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,129 @@
+"""`kvstreams router --processes 2`: two routers on one port, as real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streams.local.ports import free_port
+from streams.local.processes import Child, Children
+from streams.local.stack import READY_TIMEOUT_S, Stack, is_ready, wait_workers
+from streams.settings import Settings, as_environ
+from streams.sim.engine_config import EngineConfig
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, Api
+from tests.helpers.commands import environment
+
+TOKENS = list(range(64))
+
+
+class Processes:
+    """The parent, and the APIs of the common port and of each process."""
+
+    def __init__(self, settings: Settings, child: Child) -> None:
+        self.settings = settings
+        self.child = child
+        self.common = Api(f"http://{settings.host}:{settings.port}")
+        self.own = [Api(f"http://{settings.host}:{settings.process_port + n}") for n in range(2)]
+
+    def pids(self) -> list[int]:
+        """The last process id of each process, from the log."""
+        found = re.findall(r"process (\d) has pid (\d+)", self.child.log_path.read_text())
+        return [pid for _, pid in sorted({number: int(pid) for number, pid in found}.items())]
+
+
+@pytest.fixture
+def processes(scope: Settings, tmp_path: Path) -> Iterator[Processes]:
+    with Children() as children:
+        settings = replace(scope, port=free_port(), processes=2, process_port=free_port(), drain_timeout_s=3.0)
+        stack = Stack(settings, tmp_path, children)
+        stack.worker(router=False)
+        arguments = ["-m", "streams.cli", "router"]
+        child = children.add(Child("routers", arguments, tmp_path / "routers.log", as_environ(settings))).start()
+        both = Processes(settings, child)
+        for api in both.own:
+            child.wait_ready(lambda api=api: is_ready(api.url), READY_TIMEOUT_S)  # type: ignore[misc]
+        stack.bridge(stack.engines(1, EngineConfig(), "m", 1.0))
+        for api in both.own:
+            wait_workers(api.url, 1)
+        yield both
+
+
+def answering(api: Api) -> str:
+    """Which process answers a new connection."""
+    page = api.call("GET", "/metrics").body.decode()
+    (process,) = set(re.findall(r'process="(\d)"', page))
+    samples = [line for line in page.splitlines() if line and not line.startswith("#")]
+    assert all('process="' in line for line in samples if not line.startswith("process_"))
+    assert isinstance(process, str)
+    return process
+
+
+def later(condition: Callable[[], bool], what: str) -> None:
+    wait_for(condition, PATIENCE_S, what)
+
+
+def n_requests(api: Api) -> int:
+    return sum(row["active_requests"] for row in api.get("/loads")["loads"])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_two_processes_share_a_port_their_bookings_and_their_end(processes: Processes) -> None:
+    """Connections reach both, a killed one is started again while the other answers, and SIGTERM ends both."""
+    assert [answering(api) for api in processes.own] == ["1", "2"]
+    assert {answering(processes.common) for _ in range(64)} == {"1", "2"}
+
+    processes.common.route(request_id="r", token_ids=TOKENS)
+    for api in processes.own:
+        later(lambda api=api: n_requests(api) == 1, "both processes to have the booking")  # type: ignore[misc]
+    assert processes.own[1].call("DELETE", "/loads/r").given()["buffered"] is False
+    later(lambda: n_requests(processes.own[0]) == 0, "the other process to have its end")
+
+    first = processes.pids()
+    os.kill(first[1], signal.SIGKILL)
+    later(lambda: len(processes.pids()) == 2 and processes.pids()[1] != first[1], "the process to be started again")
+    assert {answering(processes.common) for _ in range(32)} == {"1"}  # the new one joins once it is ready
+    later(lambda: is_ready(processes.own[1].url), "the new process to be ready")
+    later(lambda: answering(processes.common) == "2", "the new process to join")
+
+    # A second command does not take half of the connections of the first one.
+    again = subprocess.run(
+        [sys.executable, "-m", "streams.cli", "router"],
+        env=environment(as_environ(processes.settings)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert again.returncode == 1
+    assert "cannot listen on" in again.stderr
+
+    pids = processes.pids()
+    processes.child.signal(signal.SIGTERM)
+    later(lambda: not processes.child.running, "the parent to end")
+    assert processes.child.exit_code == 0
+    assert not any(map(is_running, [first[1], *pids]))
+    assert processes.child.log_path.read_text().count("stopped after") == 2
+
+
+def test_processes_end_with_their_parent(processes: Processes) -> None:
+    """Processes whose parent was killed stop by themselves."""
+    pids = processes.pids()
+    assert all(map(is_running, pids))
+    processes.child.kill()
+    later(lambda: not any(map(is_running, pids)), "the processes to end")

@@ -1,0 +1,785 @@
+"""The client over HTTP with real routers, engines and connections: every path on which a request can end.
+
+The routers have no Kafka: their registry is filled by hand, and bookings stay with each of them. Tests with Kafka are
+in tests/kafka/test_client.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from streams.client import Booking, EngineOptions, Generation, KvRouterClient, generation, http
+from streams.codec import encode_worker
+from streams.core.hashing import local_hashes
+from streams.core.ids import WorkerId
+from streams.core.workers import Worker
+from streams.errors import (
+    EngineFailed,
+    EngineRefused,
+    InvalidRequest,
+    KvStreamsError,
+    NoEligibleWorker,
+    NotReady,
+    RouterUnavailable,
+    UnknownModel,
+)
+from streams.http_server import HttpServer, Startup, starting_app
+from streams.kafka import worker_key
+from streams.local.ports import free_port
+from streams.settings import Settings
+from streams.sim.engine_config import EngineConfig
+from streams.sim.server import SimServer, SimServerConfig, serve
+from tests.helpers.local_router import LocalRouter, hold, local_router, rank
+
+PATIENCE_S = 60.0
+BLOCK_SIZE = 16
+PROMPT = list(range(1000, 1000 + 4 * BLOCK_SIZE))
+#: A prompt that no engine has seen, for tests that count what is not cached.
+COLD = list(range(9000, 9000 + 4 * BLOCK_SIZE))
+
+ENGINE = EngineConfig(block_size=BLOCK_SIZE, n_blocks=16_384)
+
+#: An engine whose tokens are all due at once.
+FAST = SimServerConfig(engine=ENGINE, model="m", time_scale=1000.0)
+
+#: An engine that takes about a second for a hundred tokens.
+SLOW = SimServerConfig(engine=ENGINE, model="m", time_scale=2.0)
+
+
+def register(local: LocalRouter, worker_id: int, url: str) -> None:
+    """Register a worker at the address of an engine."""
+    worker = Worker(WorkerId(worker_id), url, "m", BLOCK_SIZE)
+    local.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+
+
+def loads(local: LocalRouter) -> dict[int, tuple[int, int, int]]:
+    """Active prefill tokens, decode blocks and requests of each worker."""
+    return {
+        row["worker_id"]: (row["active_prefill_tokens"], row["active_decode_blocks"], row["active_requests"])
+        for row in local.router.rank_loads()["loads"]
+    }
+
+
+def active(local: LocalRouter) -> int:
+    """Requests that this router has bookings for."""
+    return sum(n for _, _, n in loads(local).values())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so; the test's own timeout ends the wait."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@contextmanager
+def routers(n: int = 1) -> Iterator[list[LocalRouter]]:
+    """Give n routers, whose workers are still to be registered."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(local_router(Settings(block_size=BLOCK_SIZE), n_workers=0)) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[LocalRouter]:
+    """Give a router that the tests of this module share; each registers its own worker ids and leaves no booking."""
+    with routers() as (local,):
+        yield local
+
+
+@asynccontextmanager
+async def engine_at(local: LocalRouter, worker_id: int, config: SimServerConfig = FAST) -> AsyncIterator[SimServer]:
+    """Run a simulated engine as the engine of this worker."""
+    engine = await serve(config)
+    register(local, worker_id, engine.http_url)
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        remove(local, worker_id)
+
+
+def remove(local: LocalRouter, worker_id: int) -> None:
+    local.router.view.fold_worker(worker_key(WorkerId(worker_id)), None)
+
+
+@asynccontextmanager
+async def broken_engine(
+    local: LocalRouter, worker_id: int, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> AsyncIterator[list[int]]:
+    """Run an engine that answers in its own way; gives a list with the rank of each request that it got."""
+    ranks: list[int] = []
+
+    async def noted(request: web.Request) -> web.StreamResponse:
+        ranks.append(int(request.headers["X-data-parallel-rank"]))
+        return await answer(request)
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.post("/v1/completions", noted)])
+    server = HttpServer("127.0.0.1", 0)
+    await server.serve(web.AppRunner(app, access_log=None, shutdown_timeout=0.1))
+    register(local, worker_id, "http://{}:{}".format(*server.address))
+    try:
+        yield ranks
+    finally:
+        await server.close()
+        remove(local, worker_id)
+
+
+def live(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await scenario()
+
+    asyncio.run(main())
+
+
+# -- generating --------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_the_tokens_of_the_engine_and_is_reported_to_its_end(router: LocalRouter) -> None:
+    """The booking loses its prefill tokens at the first token, grows with the answer, and ends with it."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1, SLOW) as engine, KvRouterClient(router.api.url) as client:
+            options: dict[str, Any] = {
+                "stop_conditions": {"max_tokens": 150, "ignore_eos": True},
+                "sampling_options": {"seed": 5},
+            }
+            answer = await client.generate(token_ids=PROMPT, model=None, **options)
+            assert (answer.booking.worker_id, answer.booking.request_blocks) == (1, 4)
+            assert loads(router)[1][2] == 1
+            tokens: list[int] = []
+            reasons: list[str | None] = []
+            grown = False
+            async for chunk in answer:
+                tokens += chunk["token_ids"]
+                reasons.append(chunk["finish_reason"])
+                if len(tokens) > generation.OUTPUT_REPORT_TOKENS and not grown:
+                    # 4 blocks of the prompt, and at least 64 tokens of the answer.
+                    await until(lambda: loads(router)[1][:2] >= (0, 8) and loads(router)[1][0] == 0)
+                    grown = True
+            assert grown
+            assert answer.output_tokens == len(tokens) == 150
+            assert reasons == [None] * (len(reasons) - 1) + ["length"]
+            again = await client.generate(PROMPT, **options)
+            assert [token async for chunk in again for token in chunk["token_ids"]] == tokens
+            await until(lambda: active(router) == 0)
+            assert engine.model.stats().n_running == 0
+            assert client.reports_lost == 0
+
+    live(scenario)
+
+
+def test_an_override_of_a_request_reaches_the_router(router: LocalRouter) -> None:
+    """With weight 0 the index is not read; the example of the issue is accepted as it is written."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1), KvRouterClient([router.api.url]) as client:
+            answer = await client.generate(
+                token_ids=PROMPT,
+                model="m",
+                stop_conditions={"max_tokens": 20, "ignore_eos": True},
+                sampling_options={"temperature": 0.7, "top_p": 0.9},
+                router_config_override={"overlap_score_weight": 2.0, "router_temperature": 0.5},
+                worker_id=None,
+            )
+            assert sum([len(chunk["token_ids"]) async for chunk in answer]) == 20
+            plain = await client.book(PROMPT, {"overlap_score_weight": 0})
+            assert (plain.mode, plain.worker_id) == ("fallback", 1)
+            with pytest.raises(InvalidRequest, match="temperature"):
+                await client.generate(PROMPT, router_config_override={"temperature": 1})
+            plain.end()
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_a_prompt_of_a_hundred_thousand_tokens_is_generated(router: LocalRouter) -> None:
+    """The engine's first event repeats the prompt, and is longer than any line that aiohttp reads by itself."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1), KvRouterClient(router.api.url) as client:
+            prompt = [100_000 + n for n in range(100_000)]
+            answer = await client.generate(prompt, stop_conditions={"max_tokens": 3})
+            assert answer.booking.request_blocks == len(prompt) // BLOCK_SIZE
+            assert [len(chunk["token_ids"]) async for chunk in answer] == [3]
+
+    live(scenario)
+
+
+async def _break_off(answer: Generation) -> None:
+    async with answer:
+        async for _ in answer:
+            break
+
+
+async def _cancel(answer: Generation) -> None:
+    async def read() -> None:
+        async for _ in answer:
+            pass
+
+    reading = asyncio.create_task(read())
+    await until(lambda: answer.output_tokens > 0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def _never_read(answer: Generation) -> None:
+    pass
+
+
+async def _end_early(answer: Generation) -> None:
+    await answer.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(answer)
+
+
+@pytest.mark.parametrize("leave", [_break_off, _cancel, _never_read, _end_early])
+def test_an_answer_that_is_left_ends_its_booking(
+    router: LocalRouter, leave: Callable[[Generation], Awaitable[None]]
+) -> None:
+    """Whether the caller breaks off, is cancelled, drops the answer or closes it, while the client stays open."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1, SLOW), KvRouterClient(router.api.url) as client:
+            answers = [await client.generate(PROMPT, stop_conditions={"max_tokens": 10_000})]
+            assert active(router) == 1
+            await leave(answers[0])
+            answers.clear()
+            gc.collect()
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_a_client_that_closes_ends_what_is_still_running(router: LocalRouter) -> None:
+    """Nothing is left behind, although the caller still has the answer and the booking."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1, SLOW):
+            async with KvRouterClient(router.api.url) as client:
+                answer = await client.generate(PROMPT, stop_conditions={"max_tokens": 10_000})
+                booking = await client.book(PROMPT)
+                assert active(router) == 2
+            assert active(router) == 0
+            assert booking.ended and answer.booking.ended
+            with pytest.raises(RouterUnavailable, match="not open"):
+                await client.book(PROMPT)
+
+    live(scenario)
+
+
+def test_a_call_that_is_cancelled_leaves_no_booking(router: LocalRouter) -> None:
+    """At whatever point of routing and connecting the caller is cancelled."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1, SLOW), KvRouterClient(router.api.url) as client:
+            for n in range(40):
+                call = asyncio.create_task(client.generate(PROMPT, stop_conditions={"max_tokens": 1000}))
+                await asyncio.sleep(n * 0.0002)
+                call.cancel()
+                await asyncio.wait([call])
+                del call
+            await until(lambda: len(client._reports) == 0)
+            gc.collect()
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+# -- engines that fail -------------------------------------------------------------------------------------------------
+
+
+async def _hang_up(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+async def _unavailable(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=503, text="loading the model")
+
+
+async def _empty_stream(request: web.Request) -> web.StreamResponse:
+    return web.Response(text="data: [DONE]\n\n", content_type="text/event-stream")
+
+
+async def _no_stream(request: web.Request) -> web.StreamResponse:
+    return web.Response(text="data: 5\n\n", content_type="text/event-stream")
+
+
+async def _error_event(request: web.Request) -> web.StreamResponse:
+    return web.Response(text='data: {"error": {"message": "out of memory", "code": 500}}\n\n')
+
+
+@pytest.mark.parametrize("fail", [_hang_up, _unavailable, _empty_stream, _no_stream, _error_event])
+def test_an_engine_that_fails_before_its_first_token_is_replaced(
+    router: LocalRouter, fail: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> None:
+    """The booking moves, because the second route request excludes the worker that failed."""
+
+    async def scenario() -> None:
+        async with (
+            engine_at(router, 2),
+            broken_engine(router, 1, fail) as asked,
+            KvRouterClient(router.api.url) as client,
+        ):
+            hold(router.router, rank(1), local_hashes(PROMPT, BLOCK_SIZE))
+            answer = await client.generate(PROMPT, stop_conditions={"max_tokens": 4}, request_id="moves")
+            first = answer.booking.worker_id
+            assert sum([len(chunk["token_ids"]) async for chunk in answer]) == 4
+            assert asked == [0]
+            assert (first, answer.booking.worker_id) in ((1, 2), (2, 2))
+            assert answer.booking.request_id == "moves"
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_an_engine_that_cannot_be_reached_is_replaced_and_the_load_moves_with_the_booking(router: LocalRouter) -> None:
+    """While the second engine answers, only its worker has the request."""
+
+    async def scenario() -> None:
+        register(router, 1, f"http://127.0.0.1:{free_port()}")
+        hold(router.router, rank(1), local_hashes(PROMPT, BLOCK_SIZE))
+        async with engine_at(router, 2, SLOW), KvRouterClient(router.api.url) as client:
+            answer = await client.generate(PROMPT, stop_conditions={"max_tokens": 500})
+            assert {worker: n for worker, (_, _, n) in loads(router).items()} == {1: 0, 2: 1}
+            answer.close()
+            await until(lambda: active(router) == 0)
+        remove(router, 1)
+
+    live(scenario)
+
+
+def test_without_another_engine_the_failure_is_raised(router: LocalRouter) -> None:
+    """The error names the worker, and the booking ends. A worker that the caller chose is not replaced either."""
+
+    async def scenario() -> None:
+        async with broken_engine(router, 1, _hang_up) as asked, KvRouterClient(router.api.url) as client:
+            with pytest.raises(EngineFailed, match="worker 1 failed") as caught:
+                await client.generate(PROMPT, request_id="r")
+            assert caught.value.detail == {"worker_id": 1, "request_id": "r", "output_tokens": 0}
+            async with engine_at(router, 2):
+                with pytest.raises(EngineFailed, match="worker 1"):
+                    await client.direct(1).generate(PROMPT)
+            assert asked == [0, 0]
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_an_engine_that_fails_after_its_first_token_is_not_replaced(router: LocalRouter) -> None:
+    """The caller already has a part of the answer, and learns how much and from which worker."""
+
+    async def begin(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"token_ids": [7, 8], "text": "ab", "finish_reason": null}]}\n\n')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async def scenario() -> None:
+        async with (
+            broken_engine(router, 1, begin),
+            engine_at(router, 2),
+            KvRouterClient(router.api.url) as client,
+        ):
+            answer = await client.direct(1).generate(PROMPT)
+            assert (await anext(answer))["token_ids"] == [7, 8]
+            with pytest.raises(EngineFailed) as caught:
+                await anext(answer)
+            assert (caught.value.detail["worker_id"], caught.value.detail["output_tokens"]) == (1, 2)
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"max_tokens": 2, "min_tokens": 3}, "min_tokens must be less"), ({"max_tokens": 10**6}, "maximum context")],
+)
+def test_a_request_that_an_engine_refuses_is_not_sent_to_others(
+    router: LocalRouter, options: dict[str, Any], words: str
+) -> None:
+    """The error has the engine's status and message, and the booking ends."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1), KvRouterClient(router.api.url) as client:
+            with pytest.raises(EngineRefused, match=words) as caught:
+                await client.generate(PROMPT, stop_conditions=options)
+            assert caught.value.detail == {"worker_id": 1, "status": 400}
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_an_engine_without_token_ids_is_refused_with_what_to_do(router: LocalRouter) -> None:
+    """An old engine ignores return_token_ids; its text must not look like an answer without tokens."""
+
+    async def text_only(request: web.Request) -> web.StreamResponse:
+        return web.Response(text='data: {"choices": [{"text": "hello", "finish_reason": null}]}\n\n')
+
+    async def scenario() -> None:
+        async with broken_engine(router, 1, text_only), KvRouterClient(router.api.url) as client:
+            answer = await client.generate(PROMPT)
+            with pytest.raises(EngineRefused, match="return_token_ids"):
+                await anext(answer)
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_an_engine_that_is_silent_for_too_long_has_failed(router: LocalRouter) -> None:
+    """The limit is one of the engine's options."""
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(PATIENCE_S)
+        return web.Response()
+
+    async def scenario() -> None:
+        options = EngineOptions(silence_timeout_s=0.05, attempts_max=1)
+        async with broken_engine(router, 1, hang), KvRouterClient(router.api.url, engine=options) as client:
+            with pytest.raises(EngineFailed):
+                await client.generate(PROMPT)
+
+    live(scenario)
+
+
+# -- several routers ---------------------------------------------------------------------------------------------------
+
+
+def test_calls_go_to_the_routers_by_turns_and_reports_to_the_one_that_booked() -> None:
+    """These routers do not share bookings, so a report to the other one would end nothing."""
+
+    async def scenario() -> None:
+        with routers(2) as both:
+            for local in both:
+                register(local, 1, "http://engine")
+            async with KvRouterClient([local.api.url for local in both]) as client:
+                bookings = [await client.book(PROMPT) for _ in range(6)]
+                assert [active(local) for local in both] == [3, 3]
+                for booking in bookings:
+                    booking.end()
+                await until(lambda: [active(local) for local in both] == [0, 0])
+                assert client._routed_by == {}
+
+    live(scenario)
+
+
+def test_a_router_that_refuses_connections_or_is_not_ready_is_skipped(router: LocalRouter) -> None:
+    """Each of these calls succeeds at the third address, without a pause."""
+
+    async def scenario() -> None:
+        starting = HttpServer("127.0.0.1", 0)
+        await starting.serve(starting_app(Startup()))
+        register(router, 1, "http://engine")
+        urls = [f"http://127.0.0.1:{free_port()}", "http://{}:{}".format(*starting.address), router.api.url]
+        try:
+            async with KvRouterClient(urls, retry_timeout_s=0.0) as client:
+                for _ in range(6):
+                    async with await client.book(PROMPT) as booking:
+                        assert booking.worker_id == 1
+            async with KvRouterClient(urls[:2], retry_timeout_s=0.0) as client:
+                with pytest.raises((NotReady, RouterUnavailable)):
+                    await client.book(PROMPT)
+            async with KvRouterClient(urls[1], retry_timeout_s=0.0) as client:
+                with pytest.raises(NotReady, match="starting"):
+                    await client.best_worker_id(PROMPT)
+        finally:
+            await starting.close()
+        await until(lambda: active(router) == 0)
+        remove(router, 1)
+
+    live(scenario)
+
+
+def test_a_refused_call_is_repeated_until_a_worker_is_there(router: LocalRouter) -> None:
+    """It succeeds as soon as one registers, and is not refused before its time is over."""
+
+    async def scenario() -> None:
+        async with KvRouterClient(router.api.url) as client:
+            call = asyncio.create_task(client.best_worker_id(PROMPT))
+            await asyncio.sleep(0.2)
+            assert not call.done()
+            register(router, 5, "http://engine")
+            assert await call == (5, 0)
+            remove(router, 5)
+        async with KvRouterClient(router.api.url, retry_timeout_s=0.0) as client:
+            with pytest.raises(NoEligibleWorker) as caught:
+                await client.book(PROMPT)
+            assert caught.value.detail["status"] == 503
+
+    live(scenario)
+
+
+class Proxy:
+    """Passes connections on to a router, and breaks those whose answer it is to lose."""
+
+    def __init__(self, url: str) -> None:
+        self._host, self._port = url.removeprefix("http://").split(":")
+        self.loses = False
+        self.lost = 0
+        self.connections = 0
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        up_reader, up_writer = await asyncio.open_connection(self._host, int(self._port))
+
+        async def requests() -> None:
+            while data := await reader.read(1 << 16):
+                up_writer.write(data)
+
+        passing = asyncio.create_task(requests())
+        try:
+            while data := await up_reader.read(1 << 16):
+                if self.loses:
+                    self.lost += 1
+                    break
+                writer.write(data)
+        finally:
+            passing.cancel()
+            up_writer.close()
+            writer.close()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+
+
+def test_a_call_whose_answer_was_lost_is_repeated_and_books_once(router: LocalRouter) -> None:
+    """The second address leads to the same router, which returns the booking of the first call."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        proxy = Proxy(router.api.url)
+        proxy.loses = True
+        async with proxy.serving() as lossy, KvRouterClient([router.api.url, lossy]) as client:
+            for _ in range(4):
+                async with await client.book(PROMPT):
+                    assert active(router) == 1
+                await until(lambda: active(router) == 0)
+            assert proxy.lost >= 1
+        remove(router, 1)
+
+    live(scenario)
+
+
+def test_a_call_that_is_given_up_leaves_no_booking(router: LocalRouter) -> None:
+    """Its answers were lost, so it may be booked; the client frees it as soon as a router can be reached again."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        proxy = Proxy(router.api.url)
+        proxy.loses = True
+        async with proxy.serving() as lossy, KvRouterClient(lossy, retry_timeout_s=0.0) as client:
+            with pytest.raises(RouterUnavailable, match="does not answer"):
+                await client.book(PROMPT)
+            assert active(router) == 1
+            proxy.loses = False
+            await until(lambda: active(router) == 0)
+        remove(router, 1)
+
+    live(scenario)
+
+
+def test_answers_that_are_read_to_their_end_share_a_connection_to_their_engine(router: LocalRouter) -> None:
+    """Opening a connection for each request would cost more than routing it."""
+
+    async def scenario() -> None:
+        async with engine_at(router, 1) as engine, KvRouterClient(router.api.url) as client:
+            proxy = Proxy(engine.http_url)
+            async with proxy.serving() as url:
+                register(router, 1, url)
+                for _ in range(5):
+                    async for _ in await client.generate(PROMPT, stop_conditions={"max_tokens": 2}):
+                        pass
+                assert proxy.connections == 1
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+# -- routing -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_method_returns_what_its_call_returns(router: LocalRouter) -> None:
+    """The best worker, potential loads, matches, and one call in each of three modes, none of which books."""
+
+    async def scenario() -> None:
+        for worker_id in (11, 12, 13):
+            register(router, worker_id, "http://engine")
+        hold(router.router, rank(12), local_hashes(COLD, BLOCK_SIZE))
+        async with KvRouterClient(router.api.url) as client:
+            assert await client.best_worker_id(COLD) == (12, 4)
+            assert await client.best_worker(COLD) == (12, 0, 4)
+            found = await client.find_matches_for_request(COLD)
+            assert (found.scores, found.cxl_accessible_scores, found.moe_scores) == ({12: 4}, {}, {})
+            assert found.by_rank.scores == {(12, 0): 4}
+            potential = await client.get_potential_loads(COLD)
+            assert [(row["worker_id"], row["potential_prefill_tokens"]) for row in potential] == [
+                (11, 64),
+                (12, 0),
+                (13, 64),
+            ]
+            turns = [(await client.round_robin().best_worker_id(COLD))[0] for _ in range(6)]
+            assert sorted(turns) == [11, 11, 12, 12, 13, 13]
+            assert {(await client.random().best_worker_id(COLD))[0] for _ in range(60)} == {11, 12, 13}
+            assert await client.direct(13).best_worker_id(COLD) == (13, 0)
+            assert await client.best_worker_id(COLD, excluded_worker_ids=[12]) in ((11, 0), (13, 0))
+            assert active(router) == 0
+        for worker_id in (11, 12, 13):
+            remove(router, worker_id)
+
+    live(scenario)
+
+
+def test_a_caller_may_book_and_free_by_request_id(router: LocalRouter) -> None:
+    """best_worker with an id books, as in Dynamo; ids may contain any character, and repeating one books once."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        async with KvRouterClient(router.api.url) as client:
+            name = "ä/b?c=%2F{d}"
+            for _ in range(2):
+                assert await client.best_worker(COLD, request_id=name) == (1, 0, 0)
+            assert loads(router)[1] == (64, 4, 1)
+            client.mark_prefill_complete(name)
+            await until(lambda: loads(router)[1][0] == 0)
+            client.free(name)
+            await until(lambda: active(router) == 0)
+        remove(router, 1)
+
+    live(scenario)
+
+
+def test_both_bookings_of_one_request_are_reported_by_their_phase(router: LocalRouter) -> None:
+    """A request may be booked for prefill and for decode; each ends by itself."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        async with KvRouterClient(router.api.url) as client:
+            prefill = await client.book(COLD, request_id="r", phase="prefill")
+            decode = await client.book(COLD, request_id="r", phase="decode")
+            assert active(router) == 2
+            prefill.end()
+            await until(lambda: active(router) == 1)
+            decode.end()
+            await until(lambda: active(router) == 0)
+        remove(router, 1)
+
+    live(scenario)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ({"model": "other"}, UnknownModel, "other"),
+        ({"request_id": ""}, InvalidRequest, "1 to 512 characters"),
+        ({"dp_rank": -1}, InvalidRequest, "dp_rank"),
+        ({"no_such_field": 1}, InvalidRequest, "no_such_field"),
+        ({"router_config_override": {"router_mode": "fastest"}}, InvalidRequest, "router_mode"),
+        ({"router_config_override": {"router_mode": "direct"}}, InvalidRequest, "worker_id is missing"),
+    ],
+)
+def test_a_routers_error_is_raised_as_what_it_is(
+    router: LocalRouter, call: dict[str, Any], error: type[KvStreamsError], words: str
+) -> None:
+    """The class and the message are those of the router, and nothing is repeated."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        async with KvRouterClient(router.api.url) as client:
+            with pytest.raises(error, match=words) as caught:
+                await client.book(COLD, **call)
+            assert type(caught.value) is error
+        remove(router, 1)
+
+    live(scenario)
+
+
+@pytest.mark.parametrize("urls", [[], "router:8000", "ftp://router", "http://", "http://r:99999", "http://r/?q=1"])
+def test_an_address_that_is_no_router_is_refused_at_once(urls: Any) -> None:
+    """The message quotes it."""
+    with pytest.raises(InvalidRequest, match="router address"):
+        KvRouterClient(urls)
+
+
+def test_the_token_is_sent_with_every_call_and_read_for_each(router: LocalRouter) -> None:
+    """A token file may change while the client runs."""
+    seen: list[str] = []
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization", ""))
+        return web.json_response({"loads": [], "mode": "exact"})
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/loads/potential", note)])
+        server = HttpServer("127.0.0.1", 0)
+        await server.serve(app)
+        tokens = iter(["first", "second"])
+        async with KvRouterClient("http://{}:{}".format(*server.address), token=lambda: next(tokens)) as client:
+            for _ in range(2):
+                assert await client.get_potential_loads(COLD) == []
+        await server.close()
+
+    live(scenario)
+    assert seen == ["Bearer first", "Bearer second"]
+
+
+def test_a_router_that_failed_is_tried_last_for_a_while(router: LocalRouter) -> None:
+    """So a host that vanished costs one request a timeout, and not every second one."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        asked = 0
+
+        async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            asked += 1
+            writer.close()
+
+        server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+        dead = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with KvRouterClient([dead, router.api.url]) as client:
+            for _ in range(20):
+                assert await client.best_worker_id(COLD) == (1, 0)
+        assert asked == 1
+        server.close()
+        remove(router, 1)
+
+    assert http.ROUTER_PENALTY_S >= 1.0
+    live(scenario)
+
+
+def test_a_booking_is_ended_once(router: LocalRouter) -> None:
+    """Leaving the block ends it; ending it again, or reporting after its end, does nothing."""
+
+    async def scenario() -> None:
+        register(router, 1, "http://engine")
+        async with KvRouterClient(router.api.url) as client:
+            async with await client.book(COLD) as booking:
+                booking.prefill_complete()
+                booking.prefill_complete()
+                booking.output(70)
+                await until(lambda: loads(router)[1] == (0, 9, 1))
+            assert isinstance(booking, Booking) and booking.ended
+            booking.end()
+            booking.output(100)
+            await until(lambda: active(router) == 0)
+        remove(router, 1)
+
+    live(scenario)

@@ -1,0 +1,102 @@
+"""The Grafana dashboard and the alert rules read metrics that exist.
+
+tests/kafka/test_router_metrics.py compares them with pages of real processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from streams.cli.metrics import declared_metrics
+from streams.metrics import MetricKind
+from tests.helpers.pages import ROOT
+from tests.helpers.promql import alerts, dashboard, selections, selections_of
+
+#: Labels that Prometheus adds to every sample.
+ADDED_LABELS = {"instance", "job"}
+
+
+def test_every_expression_names_metrics_and_labels_that_are_declared() -> None:
+    """Each metric is one of ours, has the labels that the expression or its legend uses, and can have their values."""
+    names: dict[str, dict[str, tuple[str, ...]]] = {}
+    for metric in itertools.chain.from_iterable(declared_metrics().values()):
+        labels = {label.name: label.values for label in metric.labels}
+        names[metric.name] = labels
+        if metric.kind is MetricKind.HISTOGRAM:
+            names |= {f"{metric.name}_bucket": {"le": ()}, f"{metric.name}_sum": {}, f"{metric.name}_count": {}}
+    found = selections()
+    assert len(found) > 50
+    for selection in found:
+        assert selection.metric in names, selection
+        labels = names[selection.metric]
+        assert selection.labels <= labels.keys() | ADDED_LABELS, selection
+        for label, value in selection.values:
+            assert not labels.get(label) or value in labels[label], selection
+
+
+def test_a_counter_is_read_as_a_rate_and_a_gauge_is_not() -> None:
+    """A counter's total since its process started says nothing, and the rate of a gauge neither."""
+    texts = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+    texts += [rule["expr"] for rule in alerts()]
+    for text in texts:
+        ranged = set(re.findall(r"(?:rate|increase)\(\s*(\w+)", text))
+        for name in re.findall(r"\bkvstreams_\w+", text):
+            assert (name in ranged) == name.endswith(("_total", "_bucket")), text
+
+
+def test_panels_do_not_overlap_and_use_the_chosen_data_source() -> None:
+    """Grafana would move overlapping panels; a panel with a data source of its own would show nothing elsewhere."""
+    cells: set[tuple[int, int]] = set()
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        grid = panel["gridPos"]
+        own = set(itertools.product(range(grid["x"], grid["x"] + grid["w"]), range(grid["y"], grid["y"] + grid["h"])))
+        assert not own & cells and grid["x"] + grid["w"] <= 24, panel["title"]
+        cells |= own
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_the_docs_describe_every_alert() -> None:
+    """docs/metrics.md has a row for each rule, in their order, and each rule says what it means."""
+    named = re.findall(r"^\| `(KvStreams\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert [rule["alert"] for rule in alerts()] == named
+    for rule in alerts():
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+@pytest.mark.parametrize(
+    ("alert", "target"),
+    [("KvStreamsHitRateLow", "< 0.3"), ("KvStreamsRoutingSlow", "> 0.005"), ("KvStreamsLoadUneven", "> 0.2")],
+)
+def test_the_alerts_have_the_targets(alert: str, target: str) -> None:
+    """Hit rate over 0.3, latency under 5 ms, imbalance under 0.2."""
+    (rule,) = (rule for rule in alerts() if rule["alert"] == alert)
+    assert target in rule["expr"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_each_alert_fires_when_its_target_is_missed_and_not_otherwise() -> None:
+    """Prometheus' own tool evaluates the rules on series that miss every target, and on series that meet them."""
+    rules = ROOT / "dashboards/alerts_test.yml"
+    done = subprocess.run(["promtool", "test", "rules", rules], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("expression", ["sum(", "rate(kvstreams_x)", "kvstreams_x{a=b}"])
+def test_an_expression_that_is_not_promql_is_found(expression: str) -> None:
+    """The reader of expressions is a parser of PromQL, and refuses what Prometheus would refuse."""
+    with pytest.raises(ValueError, match=r"\w"):
+        list(selections_of("test", expression, set()))
+
+
+def test_a_legend_with_a_label_that_its_aggregation_drops_is_found() -> None:
+    """Such a legend would show the name of the label instead of its value."""
+    with pytest.raises(AssertionError, match="drops"):
+        list(selections_of("test", "sum by (mode) (rate(kvstreams_answers_total[1m]))", {"reason"}))
