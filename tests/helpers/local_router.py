@@ -48,7 +48,7 @@ def local_router(
 ) -> Iterator[LocalRouter]:
     """Serve a router with these workers of model `m`, as `kvstreams router` does, until the block ends.
 
-    make: another kind of router.
+    make: another kind of router. new_loop: the event loop that serves it.
     """
 
     def run() -> None:
