@@ -36,7 +36,7 @@ WAITING_BYTES_MAX = 256 * 1024 * 1024
 IN_FLIGHT_RECORDS_MAX = 10_000
 
 #: Records are collected for this long and then sent together. It is part of the time after which other routers know a
-#: booking, which must stay below 50 ms; longer intervals save little (benchmarks/http.py).
+#: booking, which should stay below 50 ms (benchmarks/http.py measures it).
 SEND_INTERVAL_S = 0.010
 
 #: How often reports are fetched while records are in flight and no others are put.
