@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,3 +119,29 @@ def test_the_page_says_when_its_router_is_not_ready_or_gone(chromium: Browser) -
             expect(page.locator("#status")).to_have_text("No answer", timeout=PATIENCE_MS)
             expect(page.locator("body")).to_have_class("stale")
             expect(page.locator("#workers tr")).to_have_count(1)
+
+
+def test_a_token_that_its_user_enters_is_kept_for_the_tab_and_sent_to_the_router(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    """Without a token the page asks for one and refuses a wrong one; the right one survives a reload, in this tab."""
+    token = "a-token-of-the-page-0123456789"
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(f'[viewer]\ntoken = "{token}"\nrights = ["read"]\n')
+    with local_router(Settings(tokens_file=str(tokens)), n_workers=1) as served:
+        with opened(chromium, served.api.url) as page:
+            expect(page.locator("#status")).to_have_text("Token required", timeout=PATIENCE_MS)
+            expect(page.locator("#workers tr")).to_have_count(0)
+            page.get_by_label("This router requires a token").fill("not-the-token-0123456789")
+            page.get_by_role("button", name="Use this token").click()
+            expect(page.locator("#notice")).to_have_text("The router refused this token.", timeout=PATIENCE_MS)
+            page.get_by_label("This router requires a token").fill(token)
+            page.keyboard.press("Enter")
+            expect(page.locator("#workers tr")).to_have_count(1, timeout=PATIENCE_MS)
+            expect(page.locator("#token-form")).to_be_hidden()
+            page.reload()
+            expect(page.locator("#workers tr")).to_have_count(1, timeout=PATIENCE_MS)
+            assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+            assert token not in page.content()
+        with opened(chromium, served.api.url) as page:
+            expect(page.locator("#status")).to_have_text("Token required", timeout=PATIENCE_MS)
