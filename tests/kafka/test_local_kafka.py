@@ -208,11 +208,11 @@ def test_an_interrupted_start_leaves_no_broker(broker: LocalKafka, monkeypatch: 
     """Ctrl-C while `up` waits kills the broker that `up` has just started."""
     broker.down()
 
-    def interrupted(saved: object) -> bool:
+    def interrupted(_: LocalKafka, saved: object) -> bool:
         assert len(brokers_of(broker.directory)) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kafka, "_answers", interrupted)
+    monkeypatch.setattr(LocalKafka, "_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         broker.up()
     assert brokers_of(broker.directory) == []
