@@ -77,7 +77,11 @@ def script(changes: dict[str, str]) -> str:
     for page in PAGES:
         for line, language, code in blocks_of(page):
             if language == "python" and page == "README.md":
-                parts.append(step(f"{page}:{line}", f"python3 - <<'END_OF_PAGE'\n{code}\nEND_OF_PAGE", n_running))
+                parts.append(
+                    step(
+                        f"{page}:{line}", f"python3 - <<'END_OF_PAGE'\n{pasted(code, changes)}\nEND_OF_PAGE", n_running
+                    )
+                )
             if language == "sh":
                 block = pasted(code, changes)
                 n_running += len(re.findall(r"(?<!&)&[ \t]*(?:#.*)?$", block, re.MULTILINE))
