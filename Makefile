@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance bench bench-stream bench-http clean
+.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance witness bench bench-stream bench-http clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -53,6 +53,11 @@ trust: warm
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)
+
+# The newest wheels of vLLM and SGLang: what changed in their event classes, and whether this project reads them. It
+# downloads some hundred megabytes, and no test needs it.
+witness: $(INSTALLED)
+	$(BIN)/python -m tests.witness
 
 # The index compared with others, which are built if cargo is installed. BENCH="--quick" runs a smoke test.
 bench: warm

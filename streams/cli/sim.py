@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -11,6 +11,9 @@ from streams import log, warming
 from streams.cli.options import GroupedCommand
 from streams.cli.output import print_addresses
 from streams.settings import Settings
+
+if TYPE_CHECKING:
+    from streams.sim.event_publisher import EventDialect
 
 
 @click.command(cls=GroupedCommand)
@@ -36,6 +39,14 @@ from streams.settings import Settings
     show_default=True,
     help="full also reports the cached blocks that a request reuses, as vLLM does for requests that ask for it",
 )
+@click.option(
+    "--event-dialect",
+    type=click.Choice(["array", "map", "map_batch", "sglang_array", "sglang_map", "trtllm"]),
+    default=None,
+    help="form of its events: vLLM's arrays (the default; maps with labels), SGLang's, or TensorRT-LLM's JSON",
+)
+@click.option("--page-size", default=0, help="tokens per page of SGLang and TensorRT-LLM; 0 for whole blocks")
+@click.option("--damage-every", default=0, help="every how many batches of events one is damaged; 0 for none")
 @click.option("--moe-layer", type=int, default=None, help="layer that its blocks are labelled with")
 @click.option("--moe-expert", type=int, default=None, help="expert that its blocks are labelled with")
 @click.option("--moe-group", type=int, default=None, help="expert group that its blocks are labelled with")
@@ -60,6 +71,9 @@ def sim(
     time_scale: float,
     pool: str | None,
     kv_cache_report_mode: Literal["incremental", "full"],
+    event_dialect: EventDialect | None,
+    page_size: int,
+    damage_every: int,
     moe_layer: int | None,
     moe_expert: int | None,
     moe_group: int | None,
@@ -87,7 +101,10 @@ def sim(
         moe=moe,
         kv_cache_report_mode=kv_cache_report_mode,
         journal=journal,
-        event_dialect="array" if moe is None else "map",  # events in array form have no field for labels
+        # Events in array form have no field for labels.
+        event_dialect=event_dialect or ("array" if moe is None else "map"),
+        page_size=page_size,
+        damage_every=damage_every,
     )
     warming.warm(warming.HASHING)
     run(sim_config, lambda server: print_addresses(server.info(), info))

@@ -3,7 +3,8 @@
 A local hash is xxh3_64 of a block's tokens, u32 little-endian, with the seed. The first sequence hash is the first
 local hash; each further one is xxh3_64 of the previous sequence hash and the block's own local hash, u64 little-endian
 each, with seed 1337. The seed of local hashes is 1337 plus xxh3_64 of the LoRA adapter's name (with seed 0) plus
-xxh3_64 of the namespace (with seed 1), modulo 2^64.
+xxh3_64 of the namespace (with seed 1), modulo 2^64. A request's cache salt adds xxh3_64 of it (with seed 2) to the seed
+of the first block only; the chain carries it on to the others.
 
 What lives here: local and sequence hashes, their seeds, and the tokens that stand for images. What must not: which rank
 holds a block. A sequence hash names a whole prefix and is the same on every worker; a local hash names one block's
@@ -48,6 +49,9 @@ TokenArray: TypeAlias = "npt.NDArray[np.uint32]"
 PAD_BASE = 1_000_000
 PAD_MASK = (1 << 30) - 1
 
+#: Characters of a digest of 32 bytes in hexadecimal.
+_HEX_DIGEST_CHARS = 64
+
 _BYTES_PER_TOKEN = 4
 _BYTES_PER_HASH = 8
 _U32_LE = np.dtype("<u4")
@@ -76,6 +80,25 @@ def hash_seed(lora_name: str | None = None, namespace: str | None = None) -> int
     return seed & U64_MASK
 
 
+def salted_seed(seed: int, cache_salt: str | None = None) -> int:
+    """Compute the seed of the first block of a prompt with a cache salt; None and "" both mean none.
+
+    All further blocks have the seed itself. Raises InvalidRequest.
+    """
+    return seed if cache_salt is None else seed + _name_digest("cache_salt", cache_salt, 2) & U64_MASK
+
+
+def content_hash(identifier: str) -> int:
+    """Compute the u64 hash of an image or other content from the identifier that an engine has for it.
+
+    The first 16 digits of a SHA-256 or BLAKE3 digest in hexadecimal, as Dynamo has it; xxh3_64 of any other text.
+    """
+    digits = identifier[:16] if len(identifier) == _HEX_DIGEST_CHARS else ""
+    if digits and all(digit in "0123456789abcdefABCDEF" for digit in identifier):
+        return int(digits, 16)
+    return xxhash.xxh3_64_intdigest(identifier.encode())
+
+
 def _name_digest(what: str, name: str, seed: int) -> int:
     if not isinstance(name, str):
         raise InvalidRequest(f"{what} is a {type(name).__name__}, not text")
@@ -95,25 +118,52 @@ def pack_tokens(tokens: Tokens) -> bytes:
     return tokens if isinstance(tokens, bytes) else words.tobytes()
 
 
-def local_hashes(tokens: Tokens, block_size: int, seed: int = BASE_SEED, *, eagle: bool = False) -> HashArray:
+def local_hashes(
+    tokens: Tokens,
+    block_size: int,
+    seed: int = BASE_SEED,
+    *,
+    eagle: bool = False,
+    first_seed: int | None = None,
+) -> HashArray:
     """Hash each full block of `block_size` tokens; a partial last block is dropped.
 
     eagle: hash windows of block_size + 1 tokens, which begin block_size tokens apart, as EAGLE drafts need them.
+    first_seed: of the first block, if it differs from the others' (see `salted_seed`).
     Returns uint64[n_tokens // block_size]; with eagle, uint64[(n_tokens - 1) // block_size].
     Raises BlockSizeMismatch, InvalidRequest.
     """
-    return _hash(tokens, block_size, seed, eagle, chained=False)[0]
+    local = _hash(tokens, block_size, seed, eagle, chained=False)[0]
+    if first_seed is not None and first_seed != seed:
+        _hash_first(local, tokens, block_size, first_seed, eagle)
+    return local
 
 
 def request_hashes(
-    tokens: Tokens, block_size: int, seed: int = BASE_SEED, *, eagle: bool = False
+    tokens: Tokens,
+    block_size: int,
+    seed: int = BASE_SEED,
+    *,
+    eagle: bool = False,
+    first_seed: int | None = None,
 ) -> tuple[HashArray, HashArray]:
     """Compute the local and sequence hashes of a whole request in one pass over the tokens.
 
     Returns the results of `local_hashes` and of `sequence_hashes` for them: uint64[n_blocks] each.
     Raises BlockSizeMismatch, InvalidRequest.
     """
-    return _hash(tokens, block_size, seed, eagle, chained=True)
+    local, chain = _hash(tokens, block_size, seed, eagle, chained=True)
+    if first_seed is None or first_seed == seed:
+        return local, chain
+    _hash_first(local, tokens, block_size, first_seed, eagle)
+    return local, sequence_hashes(local)
+
+
+def _hash_first(local: HashArray, tokens: Tokens, block_size: int, first_seed: int, eagle: bool) -> None:
+    """Replace the first local hash by one with another seed."""
+    if len(local):
+        first = _token_array(tokens)[: block_size + eagle]
+        local[0] = _hash(first, block_size, first_seed, eagle, chained=False)[0][0]
 
 
 def sequence_hashes(local: HashArray, parent: SequenceHash | None = None) -> HashArray:

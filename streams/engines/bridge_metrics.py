@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from streams.core.ids import RankId
 from streams.engines.address import EngineAddress
 from streams.engines.bridge import Bridge
+from streams.engines.dialects.interface import NOT_INDEXED_REASONS
+from streams.engines.feed_counters import NOT_INDEXED
 from streams.http_server import Startup, monitoring_app, monitoring_server
 from streams.kafka import wait_for_topics
 from streams.kafka_log import unreachable
-from streams.metrics import Metric, MetricsRegistry, counter, gauge
+from streams.metrics import Label, Metric, MetricsRegistry, counter, gauge
 from streams.security.access import Access
 from streams.settings import Settings
 from streams.topics import topics
@@ -70,6 +72,12 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
     _total(
         "blocks_unindexed",
         "Blocks that engines reported and that the index cannot represent, or not exactly; their rank is approximate",
+    ),
+    counter(
+        "kvstreams_bridge_not_indexed_total",
+        "Blocks of engines' events, or events without blocks, that are not indexed, or not exactly",
+        lambda now: {reason: now.totals[f"{NOT_INDEXED}{reason}"] for reason in NOT_INDEXED_REASONS},
+        Label("reason", values=NOT_INDEXED_REASONS),
     ),
     _total("gaps", "Gaps in the engines' batch numbers"),
     _total("gap_batches_filled", "Missing batches that an engine's replay socket returned"),

@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
-from streams.core.events import BlocksStored, KvEvent
+from streams.core.events import BlocksStored
 from streams.core.ids import EngineHash, WorkerId
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
 from streams.cxl.states import NOT_POOLED as LOCAL
 from streams.cxl.states import RULES, PlacementEffect, Refused, stored_as, transition
+from streams.engines.dialects.interface import EngineEvent
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
 
@@ -68,10 +69,10 @@ class CxlNames:
         """Return the last reported metadata of each block, by sequence hash."""
         return {pooled.address.sequence: pooled.metadata for pooled in self._pooled.values()}
 
-    def apply(self, event: KvEvent | CxlStateChanged, ledger: Ledger) -> None:
+    def apply(self, event: EngineEvent, ledger: Ledger) -> None:
         """Apply an event that is already on Kafka to the ledger and the names; nothing is published."""
         if not isinstance(event, CxlStateChanged):
-            ledger.apply(event)
+            ledger.apply(event, may_wait=True)
         for changed in _changes(event):
             self.resolve(changed, ledger)
 
@@ -113,7 +114,7 @@ class CxlNames:
         return addressed(found), unknown
 
 
-def announced_states(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
+def announced_states(event: EngineEvent) -> list[CxlStateChanged]:
     """Return the changes of state in one event. Raises BadRecord for one that is invalid in every state of a block."""
     changes = _changes(event)
     try:
@@ -124,7 +125,7 @@ def announced_states(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
     return changes
 
 
-def _changes(event: KvEvent | CxlStateChanged) -> list[CxlStateChanged]:
+def _changes(event: EngineEvent) -> list[CxlStateChanged]:
     if isinstance(event, CxlStateChanged):
         return [event]
     return stored_states(event) if isinstance(event, BlocksStored) else []

@@ -44,7 +44,7 @@ from streams.engines.continuity import (
 )
 from streams.engines.cxl_names import CxlNames
 from streams.engines.dead_letters import of_frames, of_payload
-from streams.engines.dialects.interface import DecodedBatch, Decoder, UnusableEvent, undecodable
+from streams.engines.dialects.interface import DecodedBatch, Decoder, Dialect, UnusableEvent, undecodable
 from streams.engines.evidence import EvidenceReader, Finding
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.gap_filling import GapFiller, ReplayFinding
@@ -143,6 +143,7 @@ class RankFeed:
         self._missing_events = MissingEvents()
         self._state = self._incarnation_state(None)
         self._stored_block_size: int | None = None  # of the blocks that this incarnation stored, if it stored any
+        self._recognised: Dialect | None = None  # the dialect that a decoder for any engine has found out
         self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
         self._doubt: Doubt | None = Doubt.START
@@ -550,12 +551,15 @@ class RankFeed:
                         return None
                     self._state.batches.digests.add(batch)
                     decoded = _decode(decoder, batch.payload)
+                    if decoded.dialect is not None:
+                        ledger.count_copies(decoded.dialect.counts_copies)
                     self._note_refused(decoded.unusable)
                     try:
                         for event in decoded.events:
                             names.apply(event, ledger)
                     except BadRecord:
                         ledger.lost_events()
+                    ledger.end_batch()
                     ledger.has_unindexed |= decoded.n_unindexed > 0
                     if decoded.is_incomplete:
                         ledger.lost_events()
@@ -585,12 +589,15 @@ class RankFeed:
         digest = state.batches.digests.add(batch)
         self._writer.feed = self._feed_state()
         decoded = _decode(state.decoder, batch.payload)
+        if decoded.dialect is not None:
+            self._note_dialect(decoded.dialect)
         unusable = list(decoded.unusable)
+        left_out_before = self._writer.ledger.left_out
         try:
             self._writer.write(
                 batch.sequence,
                 digest,
-                decoded.emitted_at_ms,
+                decoded.emitted_at_ms or _now_us() // 1000,
                 decoded.events,
                 decoded.n_unindexed,
                 is_incomplete=decoded.is_incomplete,
@@ -600,10 +607,21 @@ class RankFeed:
         self.counters.batches_published += 1
         self.counters.blocks_unindexed += decoded.n_unindexed
         self.counters.events_ignored += decoded.n_ignored
+        for reason, n in decoded.not_indexed.items():
+            self.counters.not_indexed[reason] += n
+        if self._writer.ledger.left_out > left_out_before:
+            self.counters.not_indexed["unplaced"] += self._writer.ledger.left_out - left_out_before
         if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
             self._note_block_size(self._block_size)
         if unusable:
             self._note_unusable(batch, digest, unusable)
+
+    def _note_dialect(self, dialect: Dialect) -> None:
+        """Count copies as the engine reports them, now that its dialect is known."""
+        if dialect is not self._recognised:
+            self._recognised = dialect
+            log.info("rank %s: the engine's events are in the dialect %s", self.rank, dialect.name)
+            self._writer.count_copies(dialect.counts_copies)
 
     def _note_unusable(self, batch: Batch, digest: int, unusable: Sequence[UnusableEvent]) -> None:
         """Write the dead letter of a batch with unusable events."""

@@ -6,8 +6,9 @@ which reads `Bridge.feed_counts`). Owner: the bridge, one set per rank; the rank
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 
 #: Counters that grow with every batch of some engine, so that the log names only the others. A wrong block size is
 #: logged once, by the bridge.
@@ -24,6 +25,9 @@ _ORDINARY = frozenset(
     }
 )
 
+#: How the names of the counters by reason begin in `FeedCounters.counts`.
+NOT_INDEXED = "not_indexed:"
+
 
 @dataclass(slots=True)
 class FeedCounters:
@@ -37,6 +41,7 @@ class FeedCounters:
     events_unusable: int = 0  # in these dead letters
     events_ignored: int = 0  # they cannot matter, for example the beginning of a block
     blocks_unindexed: int = 0  # reported, and not represented by the index, or not exactly
+    not_indexed: Counter[str] = field(default_factory=Counter)  # blocks and events, by reason; none of them is unusual
     gaps: int = 0
     gap_batches_filled: int = 0
     gap_batches_lost: int = 0
@@ -51,9 +56,11 @@ class FeedCounters:
     heartbeats: int = 0
 
     def counts(self) -> Mapping[str, int]:
-        """Return a copy of every counter by name."""
-        return asdict(self)
+        """Return a copy of every counter by name; those of `not_indexed` are under `not_indexed:REASON`."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "not_indexed"}
+        return plain | {f"{NOT_INDEXED}{reason}": n for reason, n in self.not_indexed.items()}
 
     def __str__(self) -> str:
-        unusual = [f"{name} {n}" for name, n in self.counts().items() if n and name not in _ORDINARY]
+        counts = self.counts().items()
+        unusual = [f"{name} {n}" for name, n in counts if n and name not in _ORDINARY and NOT_INDEXED not in name]
         return ", ".join(unusual) or "nothing unusual"

@@ -15,6 +15,11 @@ form of a store (`BlockPool.emit_cached_block_events`). Such a report always beg
 and all of its blocks are held. So a repeated store that names a parent, or that also has a new block, has copies. Any
 other repeated store may or may not have copies; none are counted.
 
+A store may come before that of its parent: vLLM's offloading connector reports chunks of blocks in any order. Such a
+store waits within the ledger. In the device tier it waits until the end of its batch, since the engine allocates
+parents first and a missing one was lost. In lower tiers it waits until the parent comes, at most `WAITING_STORES_MAX`
+stores at a time. Nothing is uncertain meanwhile: without its parent, a block is part of no prefix that the rank holds.
+
 A ledger can list everything that it holds as runs of consecutive blocks (`restated`), and can start from such runs
 (`adopt`) with one copy of each block. A block whose copies are not known is removed with its first removal, so the
 ledger can remove it too early, but never too late.
@@ -43,6 +48,10 @@ from streams.core.events import (
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
+from streams.engines.dialects.interface import BlocksCopied
+
+#: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
+WAITING_STORES_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -91,6 +100,8 @@ class Ledger:
     whose parent is unknown, until the engine clears its cache.
     removed_early: whether a block was removed of which the engine may have further copies. has_unindexed: whether the
     engine reported blocks that no event can represent. Both are false again when the engine clears its cache.
+    _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. left_out: blocks that were
+    reported by name only and that no tier holds, and blocks of stores that waited too long.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -104,16 +115,34 @@ class Ledger:
         self.has_unindexed = False
         self.unknown_parents = 0
         self.unknown_removals = 0
+        self.left_out = 0
+        self._waiting: dict[int, list[BlocksStored]] = {}
+        self.n_waiting = 0
 
-    def apply(self, event: KvEvent) -> list[KvEvent]:
+    def count_copies(self, counts_copies: bool) -> None:
+        """Change whether copies are counted, once it is known what kind of engine it is.
+
+        If they are not counted from now on, every block has one copy.
+        """
+        if self._counts_copies and not counts_copies:
+            for name in chain.from_iterable(names.values() for names in self._names):
+                name.copies, name.copies_known = 1, True
+        self._counts_copies = counts_copies
+
+    def apply(self, event: KvEvent | BlocksCopied, *, may_wait: bool = False) -> list[KvEvent]:
         """Take one event; return the events to publish, in order: those that change which blocks are held.
 
         An event that the ledger cannot place is returned unchanged, so that the agent counts it and degrades the rank.
+        may_wait: whether a store may wait for its parent; the caller then calls `end_batch` after the batch.
         """
         match event:
             case BlocksStored():
-                return self._store(event)
+                return self._store(event, may_wait=may_wait)
+            case BlocksCopied():
+                return self._copy(event)
             case BlocksRemoved():
+                if self._waiting:
+                    self._stop_waiting(event)
                 return self._remove(event)
             case AllBlocksCleared():
                 for tier in Tier:
@@ -121,11 +150,30 @@ class Ledger:
                     self._held[tier].clear()
                     self._published[tier].clear()
                     self._labels[tier].clear()
+                self._waiting.clear()
+                self.n_waiting = 0
                 self.complete = True  # an empty ledger is complete, since the rank holds nothing
                 self.removed_early = self.has_unindexed = False
                 return [event]
             case _:
                 assert_never(event)
+
+    def end_batch(self) -> list[KvEvent]:
+        """Return the stores in the device tier whose parent did not come within the batch; they cannot be placed."""
+        if not self._waiting:
+            return []
+        out: list[KvEvent] = []
+        for parent, stores in list(self._waiting.items()):
+            lost = [store for store in stores if store.tier is Tier.DEVICE]
+            self.unknown_parents += len(lost)
+            self.complete &= not lost
+            out += lost
+            self._keep_waiting(parent, [store for store in stores if store.tier is not Tier.DEVICE])
+        while self.n_waiting > WAITING_STORES_MAX:
+            parent = next(iter(self._waiting))
+            self.left_out += sum(len(store.engine) for store in self._waiting[parent])
+            self._keep_waiting(parent, [])
+        return out
 
     def lost_events(self) -> None:
         """Note that events of the engine were lost, or could not be decoded."""
@@ -200,12 +248,67 @@ class Ledger:
             for tier, first, engine, local, facts in runs
         ]
 
-    def _store(self, event: BlocksStored) -> list[KvEvent]:
+    def _copy(self, event: BlocksCopied) -> list[KvEvent]:
+        """Store the blocks that other tiers hold under these names."""
+        out: list[KvEvent] = []
+        for engine in map(EngineHash, event.engine.tolist()):
+            source = next((where for where in Tier if engine in self._names[where]), None)
+            held = None if source is None else self._held[source][self._names[source][engine].sequence]
+            parent = None if held is None or held.before is None else self._name_of(held.before)
+            if held is None or (parent is None) != (held.before is None):
+                self.left_out += 1
+                continue
+            local = np.array([held.local], dtype=np.uint64)
+            out += self._store(BlocksStored(parent, np.array([engine], dtype=np.uint64), local, event.tier))
+        return out
+
+    def _name_of(self, block: int) -> EngineHash | None:
+        """Return the name that a block was published under in some tier; None if no tier holds it."""
+        found = (self._held[where][block].published_as for where in Tier if block in self._held[where])
+        name = next(found, None)
+        return None if name is None else EngineHash(name)
+
+    def _keep_waiting(self, parent: int, stores: list[BlocksStored]) -> None:
+        """Replace the stores that wait for a parent."""
+        self.n_waiting += len(stores) - len(self._waiting.pop(parent, []))
+        if stores:
+            self._waiting[parent] = stores
+
+    def _stop_waiting(self, removed: BlocksRemoved) -> None:
+        """End the stores that wait before the first of their blocks that is removed; its children have no parent."""
+        names = set(removed.engine.tolist())
+        for parent, stores in list(self._waiting.items()):
+            kept: list[BlocksStored] = []
+            for store in stores:
+                gone = store.tier is removed.tier and not names.isdisjoint(store.engine.tolist())
+                if not gone:
+                    kept.append(store)
+                    continue
+                first = next(at for at, name in enumerate(store.engine.tolist()) if name in names)
+                if first:
+                    kept.append(replace(store, engine=store.engine[:first], local=store.local[:first]))
+            self._keep_waiting(parent, kept)
+
+    def _end_waiting(self, names: list[int]) -> list[KvEvent]:
+        """Place the stores whose parents are among the blocks that were just stored."""
+        out: list[KvEvent] = []
+        for name in names:
+            stores = self._waiting.get(name)
+            if stores is not None:
+                self._keep_waiting(name, [])
+                for store in stores:
+                    out += self._store(store)
+        return out
+
+    def _store(self, event: BlocksStored, *, may_wait: bool = False) -> list[KvEvent]:
         parent_published: int | None = None
         before: int | None = None
         position = 0
         if event.parent is not None:
             found = self._find(event.parent, event.tier)
+            if found is None and may_wait:
+                self._keep_waiting(event.parent, [*self._waiting.get(event.parent, ()), event])
+                return []
             if found is None:
                 self.unknown_parents += 1
                 self.complete = False
@@ -240,7 +343,7 @@ class Ledger:
                 # After the store and not before it: the removed block may be the parent that the store names.
                 out.append(BlocksRemoved(np.array([removed], dtype=np.uint64), tier))
         self._flush(out, event, new, len(blocks), parent_published)
-        return out
+        return out + self._end_waiting(event.engine.tolist()) if self._waiting else out
 
     def _adds_copies(self, event: BlocksStored) -> bool:
         """Whether the blocks of a store that are held already have one more copy now; otherwise they may have.

@@ -36,7 +36,7 @@ from streams.core.events import (
     RestatementChunk,
     check_labels,
 )
-from streams.core.hashing import Tokens, hash_seed, local_hashes
+from streams.core.hashing import Tokens, hash_seed, local_hashes, salted_seed
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import (
     TRANSITION_BLOCKS_MAX,
@@ -48,6 +48,7 @@ from streams.cxl.events import (
 from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.engines.cxl_names import CxlNames, announced_states
+from streams.engines.dialects.interface import EngineEvent
 from streams.engines.ledger import Ledger
 from streams.engines.restatements import chunks
 from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
@@ -120,7 +121,7 @@ class RankWriter:
         sequence: int,
         digest: int,
         emitted_at_ms: int,
-        events: Iterable[KvEvent | CxlStateChanged],
+        events: Iterable[EngineEvent],
         n_unindexed: int = 0,
         *,
         is_incomplete: bool = False,
@@ -132,17 +133,19 @@ class RankWriter:
         even then: in an incomplete batch with the other events, and in one without events.
         """
         changes: list[KvEvent] = []
-        was_early = self.ledger.removed_early
+        was_early, was_left_out = self.ledger.removed_early, self.ledger.left_out
         refused: BadRecord | None = None
         for event in events:
             try:
                 states = announced_states(event)
                 if not isinstance(event, CxlStateChanged):
-                    changes += self.ledger.apply(event)
+                    changes += self.ledger.apply(event, may_wait=True)
                 for changed in states:
                     self._change(changed, sequence, emitted_at_ms)
             except BadRecord as exc:
                 refused = refused or exc
+        changes += self.ledger.end_batch()
+        n_unindexed += self.ledger.left_out - was_left_out
         if is_incomplete or refused:
             self.ledger.lost_events()
         self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
@@ -162,6 +165,11 @@ class RankWriter:
         self.sequence, self.digest = sequence, digest
         if refused is not None:
             raise refused
+
+    def count_copies(self, counts_copies: bool) -> None:
+        """Change whether the rank's ledger counts copies, once it is known what kind of engine it is."""
+        self._counts_copies = counts_copies
+        self.ledger.count_copies(counts_copies)
 
     def change_state(self, changed: CxlStateChanged, emitted_at_ms: int) -> list[int]:
         """Publish that blocks enter a state of CXL memory after the last batch.
@@ -335,6 +343,7 @@ class KvEventPublisher:
         tier: Tier = Tier.DEVICE,
         lora_name: str | None = None,
         namespace: str | None = None,
+        cache_salt: str | None = None,
         moe: MoeLabels | None = None,
         cxl: CxlMemoryMetadata | None = None,
     ) -> None:
@@ -343,7 +352,9 @@ class KvEventPublisher:
         token_ids: of all blocks, len(engine_hashes) * block_size of them. Raises InvalidRequest if the numbers do not
         match, and what `publish` raises.
         """
-        local = local_hashes(token_ids, self._block_size, hash_seed(lora_name, namespace))
+        seed = hash_seed(lora_name, namespace)
+        first_seed = salted_seed(seed, cache_salt) if parent is None else None
+        local = local_hashes(token_ids, self._block_size, seed, first_seed=first_seed)
         if len(local) != len(engine_hashes):
             raise InvalidRequest(
                 f"{len(engine_hashes)} engine hashes for {len(local)} full blocks of {self._block_size} tokens"

@@ -500,6 +500,7 @@ class Router:
             block_size=block_size,
             lora_name=request.lora_name,
             namespace=request.namespace,
+            cache_salt=request.cache_salt,
             tokens_max=self.settings.request_tokens_max,
         )
         filters = filters._replace(model=model, block_size=block_size)
@@ -791,6 +792,7 @@ class Router:
             block_size=worker.block_size,
             lora_name=body.lora_name,
             namespace=body.namespace,
+            cache_salt=body.cache_salt,
             tokens_max=self.settings.request_tokens_max,
         )
         overlap_blocks = min(body.overlap_blocks, blocks.request_blocks)

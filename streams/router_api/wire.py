@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
-from streams.core.hashing import hash_seed, pack_tokens, request_hashes, sequence_hashes
+from streams.core.hashing import hash_seed, pack_tokens, request_hashes, salted_seed, sequence_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
@@ -68,7 +68,7 @@ _U64 = (
 )
 _Token = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": U32_MAX})]
 _WorkerIds = Annotated[list[_U64], msgspec.Meta(max_length=WORKER_IDS_MAX)]
-#: A LoRA's name or a namespace. Empty is the same as none.
+#: A LoRA's name, a namespace or a cache salt. Empty is the same as none.
 _Salt = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 _Weight = Annotated[float, msgspec.Meta(ge=0.0, le=WEIGHT_MAX)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -118,6 +118,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_hashes: list[_U64] | None = None
     lora_name: _Salt | None = None
     namespace: _Salt | None = None
+    cache_salt: _Salt | None = None
     session_id: _Name | None = None
     priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
     priority_jump: _Weight = 0.0
@@ -144,6 +145,7 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_hashes: list[_U64] | None = None
     lora_name: _Salt | None = None
     namespace: _Salt | None = None
+    cache_salt: _Salt | None = None
     overlap_blocks: _Count = 0
     expected_output_tokens: _Count | None = None
     phase: Role | None = None
@@ -378,6 +380,7 @@ def blocks_of(
     block_size: int,
     lora_name: str | None,
     namespace: str | None,
+    cache_salt: str | None = None,
     tokens_max: int,
 ) -> Blocks:
     """Hash a request's tokens, or use its hashes.
@@ -394,7 +397,8 @@ def blocks_of(
         if n_tokens == 0:
             raise InvalidRequest("token_ids is empty")
         packed = pack_tokens(token_ids)
-        local, chain = request_hashes(packed, block_size, hash_seed(lora_name, namespace))
+        seed = hash_seed(lora_name, namespace)
+        local, chain = request_hashes(packed, block_size, seed, first_seed=salted_seed(seed, cache_salt))
         return Blocks(local, chain, n_tokens, -(-n_tokens // block_size))
     assert block_hashes is not None
     if not block_hashes:

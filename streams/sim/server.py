@@ -74,10 +74,11 @@ class SimServerConfig:
     """One simulated engine process. Ports of 0 are chosen by the system.
 
     time_scale: model ms per wall ms. lora_names: adapters served in addition to `model`, each addressed as a model, as
-    in vLLM. hash_dialect, event_dialect, moe: see WireForm. Ports are bound as given: vLLM adds an offset for
-    `dp_rank`, which is left to the caller. pool: URL of a shared pool (pool_server). kv_cache_report_mode: for requests
-    that do not set it; `full` also reports the cached blocks that a request reuses, in the form of a store, as in vLLM.
-    journal: file that every change of the cache is appended to (journal). Raises SettingsError.
+    in vLLM. hash_dialect, event_dialect, page_size, moe: see WireForm. damage_every: see EventPublisher. Ports are
+    bound as given: vLLM adds an offset for `dp_rank`, which is left to the caller. pool: URL of a shared pool
+    (pool_server). kv_cache_report_mode: for requests that do not set it; `full` also reports the cached blocks that a
+    request reuses, in the form of a store, as in vLLM. journal: file that every change of the cache is appended to
+    (journal). Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -93,6 +94,8 @@ class SimServerConfig:
     replay_buffer_batches: int = REPLAY_BUFFER_BATCHES
     hash_dialect: HashDialect = "int"
     event_dialect: EventDialect = "array"
+    page_size: int = 0
+    damage_every: int = 0
     lora_names: tuple[str, ...] = ()
     pool: str | None = None
     moe: MoeLabels | None = None
@@ -116,6 +119,7 @@ class SimServerConfig:
             dp_rank=self.dp_rank,
             hash_dialect=self.hash_dialect,
             event_dialect=self.event_dialect,
+            page_size=self.page_size,
             lora_names=self.lora_names,
             moe=self.moe,
         )
@@ -238,6 +242,7 @@ class SimServer:
             replay_port=config.replay_port,
             topic=config.topic,
             replay_buffer_batches=config.replay_buffer_batches,
+            damage_every=config.damage_every,
         )
         self.events_endpoint = self._publisher.events_endpoint
         self.replay_endpoint = self._publisher.replay_endpoint

@@ -98,13 +98,18 @@ class TrustFleet:
         return self.api.call("POST", "/route", body)
 
     def wait_answer(
-        self, model: str, token_ids: Sequence[int], condition: Callable[[dict[str, Any]], bool], what: str
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        condition: Callable[[dict[str, Any]], bool],
+        what: str,
+        **asked: Any,
     ) -> dict[str, Any]:
         """Wait until an answer meets a condition, and return it. Refused requests count as not meeting it."""
         last: dict[str, Any] = {}
 
         def met() -> bool:
-            answer = self.answered(model, token_ids)
+            answer = self.answered(model, token_ids, **asked)
             if answer.status != 200:
                 return False
             last.clear()

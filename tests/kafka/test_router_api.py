@@ -229,16 +229,24 @@ def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> No
 
 
 def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
-    """The same tokens with an adapter or in a namespace are different blocks."""
+    """The same tokens with an adapter, in a namespace or with a cache salt are different blocks."""
     model = fleet.model()
     (worker_id,) = fleet.register(model)
     fleet.agents.hold(rank_of(worker_id), TOKENS)
     fleet.holds(worker_id, 4)
     overlaps = [
         fleet.main.ask(model=model, token_ids=TOKENS, **fields)["overlap_blocks"]
-        for fields in ({}, {"lora_name": ""}, {"lora_name": "a"}, {"namespace": "a"}, {"namespace": None})
+        for fields in (
+            {},
+            {"lora_name": ""},
+            {"lora_name": "a"},
+            {"namespace": "a"},
+            {"namespace": None},
+            {"cache_salt": "a"},
+            {"cache_salt": ""},
+        )
     ]
-    assert overlaps == [4, 4, 0, 0, 4]
+    assert overlaps == [4, 4, 0, 0, 4, 0, 4]
 
 
 def test_temperature_spreads_choices(fleet: Fleet) -> None:

@@ -123,6 +123,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
             "model": (1, "", "x" * (NAME_CHARS_MAX + 1), [], True),
             "lora_name": (1, [], {}, True),
             "namespace": (1, [], {}, True),
+            "cache_salt": (1, [], {}, True),
             "session_id": (1, "", [], "x" * (NAME_CHARS_MAX + 1)),
             "priority": ("1", 1.5, [], True, None),
             "required_taints": ("a", {}, 1, [1], [None], True, [""], ["a"] * (TAINTS_MAX + 1)),
@@ -436,6 +437,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "block_hashes": st.lists(IDS, max_size=10),
     "lora_name": TEXT,
     "namespace": TEXT,
+    "cache_salt": TEXT,
     "session_id": TEXT,
     "priority": st.integers(),
     "required_taints": st.lists(TEXT, max_size=1),
@@ -488,8 +490,8 @@ def bodies(draw: st.DrawFn, right: st.SearchStrategy[dict[str, Any]], fields: Se
     return json.dumps(body).encode()
 
 
-ROUTE_FIELDS = [*list(LIKELY)[:14], "update_states", "explain", "router_config_override"]
-BOOK_FIELDS = ["dp_rank", "token_ids", "block_hashes", "lora_name", "namespace", "overlap_blocks"]
+ROUTE_FIELDS = [*list(LIKELY)[:15], "update_states", "explain", "router_config_override"]
+BOOK_FIELDS = ["dp_rank", "token_ids", "block_hashes", "lora_name", "namespace", "cache_salt", "overlap_blocks"]
 WORKER_FIELDS = ["dp_size", "taints", "kv_total_blocks", "max_requests"]
 
 #: Number of bodies for each call. A failure prints the body and how to reproduce it.

@@ -23,3 +23,31 @@ def test_an_engine_with_sliding_windows_is_approximate(fleet: TrustFleet) -> Non
         engine.publish(["BlockStored", [77], None, tokens, BLOCK_SIZE, None, "GPU", None, None, WINDOWS])
         answer = fleet.wait_answer(model, prompt, lambda found: found["mode"] == "approximate", "the second group")
         assert (answer["overlap_blocks"], answer["chosen_mode"]) == (N_BLOCKS, "approximate")
+
+
+def test_a_model_whose_first_group_has_windows_matches_by_its_group_with_full_attention(fleet: TrustFleet) -> None:
+    """The engine stores both groups under the same names; the overlap is that of full attention."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    tokens = list(range(1000, 1000 + N_BLOCKS * BLOCK_SIZE))
+    names = list(range(1, N_BLOCKS + 1))
+
+    def stored(group: int, kind: str, first: int) -> dict[str, object]:
+        return {
+            "type": "BlockStored",
+            "block_hashes": names[first:],
+            "parent_block_hash": names[first - 1] if first else None,
+            "token_ids": tokens[first * BLOCK_SIZE :],
+            "block_size": BLOCK_SIZE,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+            "group_idx": group,
+            "kv_cache_spec_kind": kind,
+        }
+
+    with EngineDouble(model=model) as engine:
+        fleet.bridge(engine_option(worker_id, engine))
+        engine.publish(stored(0, "sliding_window", N_BLOCKS - 4), stored(1, "full_attention", 0))
+        engine.publish({"type": "BlockRemoved", "block_hashes": names[-4:], "medium": "GPU", "group_idx": 0})
+        answer = fleet.wait_answer(model, tokens, lambda found: found["overlap_blocks"] == N_BLOCKS, "full attention")
+        assert answer["chosen_mode"] == "approximate"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import msgpack
 import pytest
 import xxhash
 import zmq.asyncio
@@ -23,9 +24,11 @@ from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, Wor
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import Worker
 from streams.engines.address import EngineAddress
+from streams.engines.dialects.auto import AUTO
 from streams.engines.dialects.interface import DecodedBatch, Dialect, EngineEvent
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.feed import RankFeed
+from streams.engines.feed_counters import NOT_INDEXED
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle
 from streams.engines.ledger import Ledger
@@ -34,7 +37,7 @@ from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.waiting import wait_for
-from tests.helpers.engine_double import EngineDouble
+from tests.helpers.engine_double import EngineDouble, offload_placeholder
 from tests.helpers.recording_producer import RecordingProducer
 from tests.unit.test_holdings import u64
 
@@ -220,3 +223,57 @@ def test_a_registered_dialect_refuses_random_bytes_with_a_reason(name: str) -> N
         with pytest.raises(BadRecord) as caught:
             decoder.decode(b"\xc1")
         assert caught.value.reason
+
+
+def sglang(*events: dict[str, Any]) -> bytes:
+    raw: bytes = msgpack.packb([1.0, list(events), 0])
+    return raw
+
+
+def sglang_store(first: int, parent: int | None = None) -> dict[str, Any]:
+    tokens = list(range(first, first + BLOCK))
+    fields = {"block_hashes": [-first], "parent_block_hash": parent, "token_ids": tokens, "block_size": BLOCK}
+    return {"type": "BlockStored", **fields, "lora_id": None, "medium": "GPU"}
+
+
+def test_a_recognised_dialect_is_logged_once_and_counts_copies_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang is recognised from its bytes, so a repeated store is no copy; and again after a restart of the engine."""
+    removal = {"type": "BlockRemoved", "block_hashes": [-10], "medium": "GPU"}
+    payloads = [sglang(sglang_store(10)), sglang(sglang_store(10)), sglang(removal)]
+    with caplog.at_level("INFO", "streams.engines.feed"), EngineDouble() as engine:
+        for payload in payloads:
+            engine.send(payload)
+
+        def restart(kafka: RecordingProducer) -> None:
+            await_batches(kafka, 3)
+            engine.restart()
+            for payload in payloads:
+                engine.send(payload)
+            await_batches(kafka, 6)
+
+        feed(engine, restart, dialect=AUTO)[0].counts()
+        _, kafka = feed(engine, lambda kafka: await_batches(kafka, 3), dialect=AUTO)
+    name = (1 << 64) - 10
+    assert [contents(batch) for batch in published(kafka)] == [
+        [("stored", None, [name])],
+        [],
+        [("removed", None, [name])],
+    ]
+    lines = [record.getMessage() for record in caplog.records if "in the dialect" in record.getMessage()]
+    assert len(lines) == 2 and "sglang" in lines[0]  # one for each of the two feeds
+
+
+def test_what_is_not_indexed_is_counted_by_reason() -> None:
+    """The counters of a feed have each reason under its name."""
+    with EngineDouble() as engine:
+        remote = ["BlockStored", [1], None, [1] * BLOCK, BLOCK, None, "GPU", None, None, 0, None, None, "REMOTE"]
+        twice = ["BlockStored", [2, 2], None, [1] * (2 * BLOCK), BLOCK, None, "GPU"]
+        too_large = ["BlockStored", [3], None, [1] * (2 * BLOCK), 2 * BLOCK, None, "GPU"]
+        unknown = offload_placeholder(77)
+        engine.publish(remote, twice, too_large, unknown)
+        one, _ = feed(engine, lambda kafka: await_batches(kafka, 1), dialect=AUTO)
+    counts = {name: n for name, n in one.counts().items() if name.startswith(NOT_INDEXED)}
+    assert counts == {
+        f"{NOT_INDEXED}{reason}": 1
+        for reason in ("locality", "duplicate_hash", "block_size", "placeholder", "unplaced")
+    }

@@ -18,6 +18,7 @@ import pytest
 
 from streams.cli import cli
 from streams.core.routing.selection import RouterMode
+from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.dialects.registry import DIALECTS
 from streams.errors import (
     API_ERRORS,
@@ -139,7 +140,7 @@ def test_every_dotted_name_on_the_index_page_exists() -> None:
     "page",
     [
         *("README.md", "docs/index.md", "docs/http.md", "docs/architecture.md", "docs/sim.md", "docs/cxl.md"),
-        *("docs/client.md", "docs/from-dynamo.md"),
+        *("docs/client.md", "docs/from-dynamo.md", "docs/engines.md"),
     ],
 )
 def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
@@ -177,6 +178,11 @@ def test_the_table_of_dialects_is_complete() -> None:
     """The table in docs/architecture.md names every dialect that `--engine` can select once."""
     names = first_cells("docs/architecture.md", "| name | engine |")
     assert sorted(names) == sorted(DIALECTS)
+
+
+def test_the_table_of_what_is_not_indexed_is_complete() -> None:
+    """The table in docs/engines.md has every reason of the metric once."""
+    assert sorted(first_cells("docs/engines.md", "| reason | what it counts |")) == sorted(NOT_INDEXED_REASONS)
 
 
 def first_cells(page: str, header: str) -> list[str]:

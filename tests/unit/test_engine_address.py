@@ -68,12 +68,12 @@ def test_rank_n_listens_n_ports_above_rank_0() -> None:
 
 
 def test_an_address_selects_a_dialect_by_name() -> None:
-    """Every registered dialect can be selected; without `dialect=` an engine speaks the default one, vLLM's."""
+    """Every registered dialect can be selected; without `dialect=` it is recognised from the bytes."""
     for name, dialect in DIALECTS.items():
         assert engine_address(f"{ADDRESS},dialect={name}").dialect is dialect
         assert dialect.name == name
     assert engine_address(ADDRESS).dialect is engine_address(f"{ADDRESS},dialect=").dialect is DEFAULT_DIALECT
-    assert DEFAULT_DIALECT.name == "vllm"
+    assert DEFAULT_DIALECT.name == "auto"
 
 
 def test_an_unknown_dialect_is_refused_with_the_list_of_known_ones() -> None:

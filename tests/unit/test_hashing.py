@@ -22,12 +22,14 @@ from streams.core.hashing import (
     BASE_SEED,
     Placeholder,
     Tokens,
+    content_hash,
     hash_seed,
     local_hashes,
     pack_hashes,
     pack_tokens,
     pad_value,
     request_hashes,
+    salted_seed,
     sequence_hashes,
     unpack_hashes,
     with_pad_values,
@@ -506,3 +508,35 @@ def test_an_invalid_placeholder_is_refused(placeholder: Any) -> None:
     """A placeholder that is not an offset, a length and a hash, all integers, raises InvalidRequest."""
     with pytest.raises(InvalidRequest):
         with_pad_values([1, 2, 3], [placeholder])
+
+
+def test_a_cache_salt_changes_the_seed_of_the_first_block_only() -> None:
+    """The chain carries the salt to the others. An empty salt is none, and the same text as a namespace is not it."""
+    tokens, seed = list(range(1, 13)), hash_seed("poet")
+    salted = salted_seed(seed, "s")
+    assert salted == (seed + xxhash.xxh3_64_intdigest(b"s", 2)) % 2**64
+    assert salted_seed(seed) == salted_seed(seed, "") == seed
+    plain, (local, chain) = local_hashes(tokens, 4, seed), request_hashes(tokens, 4, seed, first_seed=salted)
+    first = local_hashes(tokens[:4], 4, salted)
+    assert local.tolist() == local_hashes(tokens, 4, seed, first_seed=salted).tolist() == [*first, *plain[1:]]
+    assert chain.tolist() == sequence_hashes(local).tolist()
+    assert not set(chain.tolist()) & set(sequence_hashes(plain).tolist())
+    assert salted_seed(hash_seed(), "s") != hash_seed(namespace="s")
+
+
+def test_a_short_prompt_with_a_cache_salt_has_no_blocks() -> None:
+    """Nothing is hashed of less than a block."""
+    assert request_hashes([1, 2], 4, first_seed=5)[1].tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("identifier", "expected"),
+    [
+        ("0123456789abcdef" + "0" * 48, 0x0123456789ABCDEF),
+        ("my image", xxhash.xxh3_64_intdigest(b"my image")),
+        ("z" * 64, xxhash.xxh3_64_intdigest(b"z" * 64)),
+    ],
+)
+def test_an_identifier_of_an_image_becomes_its_hash(identifier: str, expected: int) -> None:
+    """A digest in hexadecimal is cut to its first 16 digits, as Dynamo does it; any other text is hashed."""
+    assert content_hash(identifier) == expected

@@ -182,7 +182,7 @@ def test_id_lists_and_names_have_limits(api: Api) -> None:
             assert answer.status == status, answer.body
             if status == 400:
                 assert name in answer.refused(400, "invalid_request")
-    for name in ("lora_name", "namespace"):
+    for name in ("lora_name", "namespace", "cache_salt"):
         api.route(**asked(**{name: "x" * NAME_CHARS_MAX}))
         for n in (NAME_CHARS_MAX + 1, 3_000_000):
             message = api.call("POST", "/route", asked(**{name: "x" * n})).refused(400, "invalid_request")

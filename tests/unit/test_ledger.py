@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import pytest
@@ -22,10 +23,12 @@ from streams.core.events import (
 )
 from streams.core.events import MoeLabels as Labels
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import Epoch, Incarnation, Tier
+from streams.core.ids import Epoch, HashArray, Incarnation, Tier
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.run_store import PlainRunStore
 from streams.cxl.events import CxlStateChanged
+from streams.engines import ledger as ledger_module
+from streams.engines.dialects.interface import BlocksCopied
 from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
 from streams.engines.restatements import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
@@ -97,7 +100,7 @@ class Published:
         self.holdings = plain_holdings()
         self._sequence = -1
 
-    def apply(self, event: KvEvent) -> list[KvEvent]:
+    def apply(self, event: KvEvent | BlocksCopied) -> list[KvEvent]:
         out = self.ledger.apply(event)
         self._sequence += 1
         judge(self.holdings, batch(self._sequence, *out))
@@ -590,3 +593,79 @@ def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, answ
     restatements.sent(20, 0.0)
     assert restatements.answers(request_of, Incarnation(5), 30, at_s) is answered
     assert not Restatements().answers(REQUEST, Incarnation(5), -1, at_s)  # no batch has been published yet
+
+
+def waits(ledger: Ledger, *events: Any) -> list[tuple[Any, ...]]:
+    """Apply the events of one batch; return what is published."""
+    out = [each for event in events for each in ledger.apply(event, may_wait=True)]
+    return comparable(out + ledger.end_batch())
+
+
+def host(engine: HashArray, local: HashArray, parent: int | None = None) -> BlocksStored:
+    return replace(stored(engine, local, parent=parent), tier=Tier.HOST)
+
+
+def test_a_store_in_a_lower_tier_waits_for_its_parent_across_batches() -> None:
+    """vLLM's offloading connector reports chunks in any order; nothing is lost, and parents are published first."""
+    ledger = Ledger(counts_copies=True)
+    assert waits(ledger, host(u64(5, 6), u64(5, 6), parent=4)) == []
+    assert waits(ledger, host(u64(3, 4), u64(3, 4), parent=2)) == []
+    assert (ledger.n_waiting, ledger.complete, ledger.unknown_parents) == (2, True, 0)
+    published = waits(ledger, host(u64(1, 2), u64(1, 2)))
+    assert [names for _, _, names, *_ in published] == [[1, 2], [3, 4], [5, 6]]
+    assert (ledger.n_waiting, len(ledger), ledger.complete) == (0, 6, True)
+
+
+def test_a_store_in_the_device_tier_waits_until_the_end_of_its_batch() -> None:
+    """Within the batch its parent may come later; after it, the parent was lost."""
+    ledger = Ledger(counts_copies=True)
+    published = waits(ledger, stored(u64(2), u64(2), parent=1), stored(u64(1), u64(1)))
+    assert [names for _, _, names, *_ in published] == [[1], [2]]
+    orphan = stored(u64(9), u64(9), parent=8)
+    assert waits(ledger, orphan) == comparable([orphan])
+    assert (ledger.unknown_parents, ledger.complete, ledger.n_waiting) == (1, False, 0)
+
+
+def test_a_removed_block_and_its_children_stop_waiting() -> None:
+    """The rest of the store waits on; a removal in another tier changes nothing, and a clear ends all waiting."""
+    ledger = Ledger(counts_copies=True)
+    waits(ledger, host(u64(2, 3, 4), u64(2, 3, 4), parent=1), removed(2), replace(removed(3), tier=Tier.HOST))
+    published = waits(ledger, host(u64(1), u64(1)))
+    assert [names for _, _, names, *_ in published] == [[1], [2]]
+    waits(ledger, host(u64(8), u64(8), parent=7), AllBlocksCleared(), host(u64(7), u64(7)))
+    assert (ledger.n_waiting, len(ledger)) == (0, 1)
+
+
+def test_the_number_of_waiting_stores_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are given up and counted; the others are placed when their parents come."""
+    monkeypatch.setattr(ledger_module, "WAITING_STORES_MAX", 3)
+    ledger = Ledger(counts_copies=True)
+    for name in (10, 20, 30, 40):
+        waits(ledger, host(u64(name + 1), u64(name + 1), parent=name))
+    assert (ledger.n_waiting, ledger.left_out, ledger.complete) == (3, 1, True)
+    waits(ledger, *(host(u64(name), u64(name)) for name in (10, 20, 30, 40)))
+    assert (ledger.n_waiting, len(ledger)) == (0, 7)
+
+
+def test_a_block_that_is_reported_by_its_name_alone_is_held_in_the_further_tier() -> None:
+    """It is published under its parent, and stays when the first tier evicts it; an unknown name is counted."""
+    published = Published(counts_copies=True)
+    published.apply(stored(u64(1, 2), u64(50, 51)))
+    out = published.apply(BlocksCopied(u64(2, 99), Tier.HOST))
+    assert [(each.parent, each.engine.tolist(), each.tier) for each in out if isinstance(each, BlocksStored)] == [
+        (1, [2], Tier.HOST)
+    ]
+    assert published.ledger.left_out == 1
+    published.apply(removed(2))
+    assert published.facts() == {(Tier.DEVICE, 50), (Tier.HOST, chain_hashes([50, 51])[1])}
+
+
+def test_copies_are_dropped_when_the_engine_proves_not_to_count_them() -> None:
+    """A repeated store was taken for a copy until the dialect was recognised; the first removal removes the block."""
+    published = Published(counts_copies=True)
+    published.apply(stored(u64(1), u64(50)))
+    published.apply(stored(u64(2), u64(51), parent=1))
+    published.apply(stored(u64(2), u64(51), parent=1))
+    published.ledger.count_copies(False)
+    published.apply(removed(2))
+    assert published.facts() == {(Tier.DEVICE, 50)}

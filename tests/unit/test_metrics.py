@@ -25,7 +25,8 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
 from streams.engines.bridge_metrics import BRIDGE_METRICS, bridge_snapshot
-from streams.engines.feed_counters import FeedCounters
+from streams.engines.dialects.interface import NOT_INDEXED_REASONS
+from streams.engines.feed_counters import NOT_INDEXED, FeedCounters
 from streams.errors import API_ERRORS, api_error
 from streams.metrics import (
     OTHER,
@@ -255,10 +256,12 @@ def test_an_agent_that_has_counted_nothing_serves_zeros() -> None:
 def test_every_counter_of_a_feed_is_served_as_the_sum_over_ranks() -> None:
     """Each field of FeedCounters has a metric; two ranks are added up, and none has a label of its own."""
     ranks = [RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(1))]
-    names = [each.name for each in fields(FeedCounters)]
-    counts = {rank: {name: 10 * n + 1 for n, name in enumerate(names)} for rank in ranks}
+    names = [each.name for each in fields(FeedCounters) if each.name != "not_indexed"]
+    by_reason = {f"{NOT_INDEXED}{reason}": 3 for reason in NOT_INDEXED_REASONS}
+    counts = {rank: {name: 10 * n + 1 for n, name in enumerate(names)} | by_reason for rank in ranks}
     found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counts)))
     wanted = {f"kvstreams_bridge_{name}_total": 20.0 * n + 2 for n, name in enumerate(names)}
+    wanted |= {f"kvstreams_bridge_not_indexed_total/{reason}": 6.0 for reason in NOT_INDEXED_REASONS}
     assert found == wanted | {"kvstreams_bridge_ranks": 2.0}
 
 

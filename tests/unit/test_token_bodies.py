@@ -35,6 +35,7 @@ def outcome(body: bytes, *, by_kernel: bool) -> tuple[Any, ...]:
             block_size=4,
             lora_name=request.lora_name,
             namespace=request.namespace,
+            cache_salt=request.cache_salt,
             tokens_max=TOKENS_MAX,
         )
         fields = tuple(getattr(request, name) for name in RouteRequest.__struct_fields__ if name != "token_ids")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streams.codec import decode_batch, encode_batch
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvents, MoeLabels
-from streams.core.hashing import hash_seed, local_hashes
+from streams.core.hashing import content_hash, hash_seed, local_hashes, salted_seed, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import CxlStateChanged
 from streams.engines.dead_letters import of_payload
@@ -145,8 +145,8 @@ def test_a_longer_event_of_a_newer_vllm_is_read() -> None:
 def test_a_block_hash_is_a_u64_however_it_is_written(raw: Any, name: int) -> None:
     """Signed values are bit-cast, and of bytes the last eight are used, for block hashes and parents alike."""
     assert engine_hash(raw) == name
-    stored = stored_from(block_hashes=[raw, 1, 2], parent_block_hash=raw)
-    assert (stored.engine.tolist(), stored.parent) == ([name, 1, 2], name)
+    assert stored_from(block_hashes=[raw, 1, 2]).engine.tolist() == [name, 1, 2]
+    assert stored_from(parent_block_hash=raw).parent == name
 
 
 @pytest.mark.parametrize("raw", [None, "11", 1.0, True, [1], {}])
@@ -165,8 +165,19 @@ def test_a_value_that_is_not_a_block_hash_is_refused(raw: Any) -> None:
         ("GPU", Tier.DEVICE),
         ("gpu", Tier.DEVICE),
         ("CPU", Tier.HOST),
+        ("DEVICE", Tier.DEVICE),
+        ("cpu_pinned", Tier.HOST),
+        ("CPU_TIER1", Tier.HOST),
+        ("CPU_TIER2", Tier.DISK),
         ("DISK", Tier.DISK),
+        ("NVME", Tier.DISK),
+        ("FS", Tier.DISK),
         ("STORAGE", Tier.DISK),
+        ("OBJ", Tier.EXTERNAL),
+        ("EXTERNAL", Tier.EXTERNAL),
+        ("NETWORK", Tier.EXTERNAL),
+        ("REMOTE", Tier.EXTERNAL),
+        ("SHARED", Tier.EXTERNAL),
         ("a lake", Tier.EXTERNAL),
     ],
 )
@@ -191,35 +202,160 @@ def test_blocks_of_an_adapter_are_hashed_with_its_name(
     assert stored.local.tolist() == local_hashes(TOKENS, BLOCK, hash_seed(hashed_as)).tolist()
 
 
+IMAGE = "0123456789abcdef" + "5" * 48
+
+
+def request_local(tokens: Any, lora: str | None = None, salt: str | None = None) -> list[int]:
+    """The local hashes of a request for these tokens."""
+    seed = hash_seed(lora)
+    found: list[int] = local_hashes(tokens, BLOCK, seed, first_seed=salted_seed(seed, salt)).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra_keys", "lora_name", "salt"),
+    [
+        (None, None, None),
+        ([None, None, None], None, None),
+        ([None, [], None], None, None),
+        ([["a salt"], None, None], None, "a salt"),
+        ([["poet"], ["poet"], ["poet"]], "poet", None),
+        ([["poet", "a salt"], ["poet"], ["poet"]], "poet", "a salt"),
+        ([["poet", "poet"], ["poet"], ["poet"]], "poet", "poet"),
+    ],
+)
+def test_a_salt_is_part_of_the_seed_of_the_first_block(
+    extra_keys: Any, lora_name: str | None, salt: str | None
+) -> None:
+    """The other blocks, and so the blocks of later stores, have the plain seed; the chain carries the salt on."""
+    payload = decode_payload(pack(stored_event(extra_keys=extra_keys, lora_name=lora_name)), BLOCK)
+    assert (payload.n_unindexed, payload.not_indexed) == (0, {})
+    assert only_stored(payload).local.tolist() == request_local(TOKENS, lora_name, salt)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "extra_keys", "image_at"),
+    [
+        ([1, 9, 9, 9, 9, 9, 2, 3, 4, 5, 6, 7], [[[IMAGE, 1]], [[IMAGE, -3]], None], (1, 5)),
+        ([9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 2, 3], [[[IMAGE, 0]], [[IMAGE, -4]], [[IMAGE, -8]]], (0, 10)),
+        ([1, 2, 3, 9, 4, 5, 6, 7, 8, 10, 11, 12], [["a salt", [IMAGE, 3]], None, None], (3, 1)),
+    ],
+)
+def test_blocks_with_an_image_hash_with_its_pad_value(
+    tokens: list[int], extra_keys: Any, image_at: tuple[int, int]
+) -> None:
+    """A request with the pad values of its image in place of the image's tokens has the same hashes."""
+    payload = decode_payload(pack(stored_event(token_ids=tokens, extra_keys=extra_keys)), BLOCK)
+    asked = with_pad_values(tokens, [(*image_at, content_hash(IMAGE))])
+    salt = "a salt" if "a salt" in extra_keys[0] else None
+    assert only_stored(payload).local.tolist() == request_local(asked, salt=salt)
+    assert payload.n_unindexed == 0
+
+
+def test_two_images_in_one_block_have_their_own_pad_values() -> None:
+    """The second one begins where its offset says, although both are filled with the same token."""
+    tokens, other = [9, 9, 9, 9], "f" * 64
+    event = stored_event(block_hashes=[1], token_ids=tokens, extra_keys=[[[IMAGE, 0], [other, 2]]])
+    asked = with_pad_values(tokens, [(0, 2, content_hash(IMAGE)), (2, 2, content_hash(other))])
+    assert only_stored(decode_payload(pack(event), BLOCK)).local.tolist() == request_local(asked)
+
+
 @pytest.mark.parametrize(
     ("extra_keys", "lora_name", "n_kept"),
     [
-        (None, None, 3),
-        ([None, None, None], None, 3),
-        ([None, [], None], None, 3),
-        ([["an image"], None, None], None, 0),
-        ([None, ["an image"], None], None, 1),
-        ([None, None, [["an image", 2]]], None, 2),
-        ([["a salt"], None, None], None, 0),
-        ([["poet"], ["poet"], ["poet"]], "poet", 3),
-        ([["poet", "a salt"], ["poet"], ["poet"]], "poet", 0),
-        ([["poet"], ["poet", ["an image", 0]], ["poet"]], "poet", 1),
+        ([[IMAGE], None, None], None, 0),  # older versions report no offset
+        ([None, [IMAGE], None], None, 1),
+        ([None, ["a salt"], None], None, 1),  # salts are in the first block only
         ([["poet"], ["poet"], ["poet"]], None, 0),
         ([["poet"], ["poet"], ["poet"]], "painter", 0),
+        ([None, None, [b"an embedding"]], None, 2),
+        ([[[IMAGE, 1]], None, None], None, 0),  # the image's token comes again later in the block
     ],
 )
-def test_blocks_whose_content_is_more_than_their_tokens_are_counted_and_not_indexed(
+def test_blocks_of_unknown_content_are_counted_and_not_indexed(
     extra_keys: Any, lora_name: str | None, n_kept: int
 ) -> None:
-    """Blocks from the first image or salt on are skipped; the adapter's name in the same field is part of our hash."""
-    payload = decode_payload(pack(stored_event(extra_keys=extra_keys, lora_name=lora_name)), BLOCK)
-    assert payload.n_unindexed == 3 - n_kept
-    if n_kept == 0:
-        assert payload.events == ()
-    else:
-        stored = only_stored(payload)
-        assert stored.engine.tolist() == [11, 12, 13][:n_kept]
-        assert stored.local.tolist() == local_hashes(TOKENS, BLOCK, hash_seed(lora_name)).tolist()[:n_kept]
+    """No block from the first of them on is indexed, and the rank is approximate."""
+    tokens = [1, 2, 3, 2, *TOKENS[4:]]
+    event = stored_event(token_ids=tokens, extra_keys=extra_keys, lora_name=lora_name)
+    payload = decode_payload(pack(event), BLOCK)
+    assert (payload.n_unindexed, payload.not_indexed) == (3 - n_kept, {"content_unknown": 3 - n_kept})
+    assert [len(event.engine) for event in payload.events if isinstance(event, BlocksStored)] == [n_kept] * bool(n_kept)
+
+
+def test_a_salted_block_keeps_its_hash_when_it_is_offloaded() -> None:
+    """Offloading connectors report the blocks of a request in a lower tier without their extra keys."""
+    decoder = VllmDecoder(BLOCK)
+    decoder.decode(pack(stored_event(extra_keys=[["a salt"], None, None])))
+    offloaded = only_stored(decoder.decode(pack(stored_event(medium="CPU"))))
+    assert offloaded.tier is Tier.HOST
+    assert offloaded.local.tolist() == request_local(TOKENS, salt="a salt")
+
+
+@pytest.mark.parametrize("locality", ["REMOTE", "remote", "NEARBY", 5])
+def test_blocks_that_are_not_local_are_counted_and_not_indexed(locality: Any) -> None:
+    """They are not what the rank holds, so its answers stay exact."""
+    payload = decode_payload(
+        pack(
+            stored_event(locality=locality, medium="STORAGE"),
+            {"type": "BlockRemoved", "block_hashes": [11, 12], "medium": "STORAGE", "locality": locality},
+        ),
+        BLOCK,
+    )
+    assert (payload.events, payload.n_unindexed, payload.n_ignored) == ((), 0, 2)
+    assert payload.not_indexed == {"locality": 5}
+    local = stored_event(locality="LOCAL", ownership="fs", session_id="s", medium="STORAGE")
+    assert only_stored(decode_payload(pack(local), BLOCK)).tier is Tier.DISK
+
+
+@pytest.mark.parametrize(
+    ("hashes", "reason"),
+    [
+        ([11, 12, 11], "duplicate_hash"),
+        ([b"a" * 24 + b"12345678", 12, b"b" * 24 + b"12345678"], "colliding_hash"),
+        ([11, 12, 10], "duplicate_hash"),  # its own parent, as in ai-dynamo/dynamo 4395
+    ],
+)
+def test_a_repeated_name_in_a_store_ends_it(hashes: list[Any], reason: str) -> None:
+    """A chain contains no block twice; with truncated hashes, the removal of one would remove the other."""
+    payload = decode_payload(pack(stored_event(block_hashes=hashes, parent_block_hash=10)), BLOCK)
+    assert (len(only_stored(payload).engine), payload.n_unindexed, payload.not_indexed) == (2, 1, {reason: 1})
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_the_group_with_full_attention_is_indexed_whichever_number_it_has(comes_first: bool) -> None:
+    """Group 0 has sliding windows here; its removals do not remove the blocks of group 1, which have the same names."""
+    sliding = stored_event(
+        group_idx=0, kv_cache_spec_kind="sliding_window", block_hashes=[12, 13], token_ids=TOKENS[4:]
+    )
+    full = stored_event(group_idx=1, kv_cache_spec_kind="full_attention")
+    decoder, ledger = VllmDecoder(BLOCK), Ledger(counts_copies=True)
+    first = decoder.decode(pack(*((full, sliding) if comes_first else (sliding, full))))
+    second = decoder.decode(pack({"type": "BlockRemoved", "block_hashes": [12, 13], "medium": "GPU", "group_idx": 0}))
+    third = decoder.decode(pack({"type": "BlockRemoved", "block_hashes": [13], "medium": "GPU", "group_idx": 1}))
+    for event in (*first.events, *second.events):
+        ledger.apply(event)  # type: ignore[arg-type]
+    assert len(ledger) == 3
+    assert (first.not_indexed, second.not_indexed) == ({"cache_group": 2}, {"cache_group": 2})
+    for event in third.events:
+        ledger.apply(event)  # type: ignore[arg-type]
+    assert len(ledger) == 2
+
+
+def test_blocks_of_a_window_are_cleared_when_a_group_with_full_attention_appears() -> None:
+    """Until then group 0 was the only one, and its blocks were indexed as a prefix."""
+    decoder = VllmDecoder(BLOCK)
+    alone = decoder.decode(pack(stored_event(group_idx=0, kv_cache_spec_kind="sliding_window")))
+    assert (len(alone.events), alone.n_unindexed) == (1, 3)
+    full = decoder.decode(pack(stored_event(group_idx=1, kv_cache_spec_kind="full_attention")))
+    assert [type(event) for event in full.events] == [AllBlocksCleared, BlocksStored]
+
+
+def test_a_removal_in_a_group_of_unknown_kind_removes_and_is_approximate() -> None:
+    """A bridge that resumes has not seen the stores, so the group may be the one that is indexed."""
+    removal = {"type": "BlockRemoved", "block_hashes": [12, 13], "medium": "GPU", "group_idx": 1}
+    payload = decode_payload(pack(removal), BLOCK)
+    assert ([type(event) for event in payload.events], payload.n_unindexed) == ([BlocksRemoved], 2)
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -374,8 +510,8 @@ def test_a_removal_with_an_unreadable_name_removes_the_others_and_is_incomplete(
     ("changes", "n_events", "n_unindexed", "n_ignored"),
     [
         # An offloading connector reports blocks of a lower tier by their hash alone.
-        ({"block_hashes": [11], "token_ids": [], "block_size": 0, "medium": "CPU"}, 0, 1, 0),
-        ({"token_ids": [], "medium": "STORAGE"}, 0, 3, 0),
+        ({"block_hashes": [11], "token_ids": [], "block_size": 0, "medium": "CPU"}, 1, 1, 0),
+        ({"token_ids": [], "medium": "STORAGE"}, 1, 3, 0),
         # The beginning of a block, of which only the last hash boundary is an entry in the engine's cache.
         ({"block_hashes": [11], "token_ids": TOKENS[:2], "block_size": 2}, 0, 0, 1),
         # Null or masked blocks have tokens and no hashes.

@@ -11,12 +11,40 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streams.core.events import KvEvent
-from streams.core.ids import HashArray
+from streams.core.ids import HashArray, Tier
 from streams.cxl.events import CxlStateChanged
 from streams.errors import BadRecord
 
+#: Reasons why an event, or some of its blocks, are not indexed, or not exactly. They are the values of the label
+#: `reason` of `kvstreams_bridge_not_indexed_total`, and docs/engines.md explains them.
+NOT_INDEXED_REASONS = (
+    "block_size",
+    "cache_group",
+    "colliding_hash",
+    "content_unknown",
+    "duplicate_hash",
+    "locality",
+    "lookahead",
+    "masked",
+    "placeholder",
+    "tail",
+    "unplaced",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCopied:
+    """Blocks that the rank holds in some tier are now also held in another one; the event has no tokens.
+
+    Only the ledger can say which blocks the names stand for. engine: uint64[n]. tier: the further one.
+    """
+
+    engine: HashArray
+    tier: Tier
+
+
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
-EngineEvent = KvEvent | CxlStateChanged
+EngineEvent = KvEvent | CxlStateChanged | BlocksCopied
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +69,14 @@ class UnusableEvent:
 class DecodedBatch:
     """One payload, decoded. Each of its events is judged on its own.
 
-    emitted_at_ms: the engine's clock. dp_rank: the rank that the payload names, 0 if it names none. They become an Avro
-    long and an Avro int, and a decoder refuses a payload whose values do not fit.
+    emitted_at_ms: the engine's clock; 0 if the payload has no time. dp_rank: the rank that the payload names, 0 if it
+    names none. They become an Avro long and an Avro int, and a decoder refuses a payload whose values do not fit.
     n_unindexed: blocks that the payload reports and that prefix matching cannot represent, or not exactly. The rank's
-    answers are approximate because of them.
+    answers are approximate because of them. not_indexed: everything that the payload reports and that is not indexed,
+    or not exactly, by reason (NOT_INDEXED_REASONS): blocks, or events that name none.
     unusable: the events that cannot be used, in order. is_incomplete: whether one of them is lost; a loss before the
-    last clear does not count. n_ignored: events that cannot matter.
+    last clear does not count. n_ignored: events that cannot matter. dialect: the one that a decoder for any engine has
+    recognised from the bytes; None if it has not, and of decoders for one engine.
     """
 
     emitted_at_ms: int
@@ -56,6 +86,8 @@ class DecodedBatch:
     unusable: tuple[UnusableEvent, ...] = ()
     is_incomplete: bool = False
     n_ignored: int = 0
+    not_indexed: Mapping[str, int] = field(default_factory=dict)
+    dialect: Dialect | None = None
 
 
 def undecodable(error: BadRecord, received_at_ms: int) -> DecodedBatch:

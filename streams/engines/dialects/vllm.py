@@ -1,9 +1,31 @@
 """The dialect of vLLM: msgpack payloads to events (pure).
 
-What lives here: the format that vLLM's ZmqEventPublisher writes. A payload is `[ts, [events], dp_rank]` or a map with
-these names. Each event is an array that starts with its tag, or a map with `type`. Engines with CXL memory add the
-event `CxlStateTransition`, and add the field `cxl_metadata` to stores that are maps. Engines that label blocks with
-slices of a mixture of experts add the field `moe` (docs/cxl.md). What must not: sockets (feed) and copies (ledger).
+What lives here: the format that vLLM's ZmqEventPublisher writes. What must not: sockets (feed) and copies (ledger).
+
+A payload is `[ts, [events], dp_rank]` or a map with these names. An event is an array that starts with its tag, or a
+map with `type`. Fields at the end of an array may be absent, later ones are ignored. BlockStored, by position:
+
+| # | field | sent by | what is done with it |
+|---|---|---|---|
+| 1 | block_hashes | all | the engine's names of the blocks: u64, or bytes whose last 8 count |
+| 2 | parent_block_hash | all | the name of the block before the first one; None at the root |
+| 3 | token_ids | all | hashed; empty for blocks of an offloading connector that names them only |
+| 4 | block_size | all | must be the scope's for the model |
+| 5 | lora_id | all | part of the seed, if there is no lora_name |
+| 6 | medium | 0.10.2 on | the tier |
+| 7 | lora_name | 0.16.0 on | part of the seed |
+| 8 | extra_keys | 0.19.0 on | cache salt and images of each block; both are part of the blocks' hashes |
+| 9 | group_idx | 0.22.0 on | one group with full attention is indexed |
+| 10 | kv_cache_spec_kind | 0.22.0 on | says which groups have full attention; removals do not have it |
+| 11 | kv_cache_spec_sliding_window | 0.22.0 on | ignored |
+| - | locality | 0.26.0 on | blocks that are not local are not indexed |
+| - | ownership, session_id | 0.30.0 on | ignored |
+| - | lookahead_token_ids | 0.33.0 on | makes the rank approximate: the last block of a match is uncertain |
+| - | cxl_metadata, moe | this project's engines | docs/cxl.md |
+
+BlockRemoved: block_hashes, medium, group_idx; then locality and ownership. AllBlocksCleared has no fields. Engines with
+CXL memory add the event CxlStateTransition. Up to 0.22.0 events are arrays, from 0.26.0 on maps. The versions are the
+first with the field among those of tests/golden_events.json.
 
 Each event is judged on its own (docs/architecture.md, Unusable events). No message and nothing that a dead letter may
 show contains a value of an event, except values that are known not to be tokens or text.
@@ -11,7 +33,7 @@ show contains a value of an event, except values that are known not to be tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,28 +49,45 @@ from streams.core.events import (
     MoeLabels,
     check_labels,
 )
-from streams.core.hashing import hash_seed, local_hashes
-from streams.core.ids import U64_MASK, EngineHash, HashArray, Tier, WorkerId
+from streams.core.ids import U64_MASK, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_change, check_pool_id
 from streams.cxl.states import stored_as
-from streams.engines.dialects.interface import DecodedBatch, Dialect, EngineEvent, UnusableEvent
-from streams.errors import WRONG_BLOCK_SIZE, BadRecord, InvalidRequest
+from streams.engines.dialects.extra_keys import block_contents
+from streams.engines.dialects.fields import (
+    FIELD_ERRORS,
+    HASHES_SHOWN_MAX,
+    PAYLOAD_BYTES_MAX,
+    TIERS,
+    BatchBuilder,
+    Get,
+    adapter_of,
+    check_envelope,
+    check_length,
+    distinct_prefix,
+    engine_hash,
+    engine_hashes,
+    group_of,
+    hash_blocks,
+    is_elsewhere,
+    is_hash,
+    shown_hash,
+    shown_size,
+    tier_of,
+    wrong_block_size,
+)
+from streams.engines.dialects.interface import BlocksCopied, DecodedBatch, Dialect, UnusableEvent
+from streams.errors import BadRecord
 
-#: Bytes of one payload. A prompt of 1M tokens that is stored at once takes 5 MB; a payload more than ten times as large
-#: is not an event batch.
-PAYLOAD_BYTES_MAX = 64 * 1024 * 1024
-
-#: Hashes of one event that a dead letter shows. A few dozen identify the prompt's blocks in the logs of the engine.
-HASHES_SHOWN_MAX = 32
-
-#: The greatest values of a record's rank and of its times, which are Avro's int and long.
-_I32_MAX = (1 << 31) - 1
-_I64_MAX = (1 << 63) - 1
+__all__ = ["PARTIAL_NAMES_MAX", "PAYLOAD_BYTES_MAX", "VLLM", "VllmDecoder", "decode_payload", "engine_hash"]
 
 #: Engine hashes of partial blocks that a decoder keeps. Blocks of a prompt follow each other closely.
 PARTIAL_NAMES_MAX = 1024
 
-_TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK, "STORAGE": Tier.DISK}
+#: Blocks with a salt or an image whose local hash a decoder keeps, about 150 bytes each.
+SPECIAL_NAMES_MAX = 65_536
+
+#: Cache groups whose kind a decoder keeps. Hybrid models have a few.
+GROUPS_MAX = 256
 
 #: Kinds of cache groups in which a prefix is held as far as its blocks are held one after the other. A sliding window
 #: needs only the last blocks of a prefix, and Mamba only one of them.
@@ -89,78 +128,87 @@ _CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_w
 _FIELDS = {"BlockRemoved": _REMOVED_FIELDS, "CxlStateTransition": _CXL_FIELDS}
 _TAGS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared", "CxlStateTransition"})
 
-_Get = Callable[[str], Any]
 
-#: What reading a field of the wrong type raises, here or in what is called. Such messages may contain the field.
-_FIELD_ERRORS = (InvalidRequest, TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError)
+@dataclass(slots=True)
+class _State:
+    """What a decoder keeps between payloads.
+
+    partial: engine hashes of the last entries that were taken for the beginning of a block. If one of them turns out to
+    be the parent of another block, it was a whole block, and the engine has another block size.
+    kinds: the kind of each cache group that a store has named, None if the store did not say it. main: the group that
+    is indexed: the first with full attention. None until a store shows which one it is; group 0 is indexed until then.
+    is_provisional: whether a block of group 0 was indexed although that group has not full attention.
+    special: local hashes of the last blocks with a salt or an image, by engine hash. Offloading connectors report such
+    blocks again, in a lower tier, without their extra keys.
+    """
+
+    partial: dict[int, None] = field(default_factory=dict)
+    kinds: dict[int, str | None] = field(default_factory=dict)
+    main: int | None = None
+    is_provisional: bool = False
+    special: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmDecoder:
-    """Decodes vLLM's payloads. block_size: tokens, as the scope has it for the model.
-
-    partial: engine hashes of the last entries that were taken for the beginning of a block. If one of them turns out to
-    be the parent of another block, it was a whole block, and the engine has another block size.
-    """
+    """Decodes vLLM's payloads. block_size: tokens, as the scope has it for the model."""
 
     block_size: int
-    partial: dict[int, None] = field(default_factory=dict)
+    state: _State = field(default_factory=_State)
+
+    @property
+    def partial(self) -> dict[int, None]:
+        """See _State."""
+        return self.state.partial
 
     def decode(self, payload: bytes) -> DecodedBatch:
         """Decode one payload; see decode_payload."""
-        return decode_payload(payload, self.block_size, self.partial)
+        return decode_payload(payload, self.block_size, self.state)
+
+    def decode_opened(self, outer: Any) -> DecodedBatch:
+        """Decode a payload that has been unpacked."""
+        return _decode_opened(outer, self.block_size, self.state)
 
 
 #: vLLM reports each physical copy of a block, so copies are counted.
 VLLM = Dialect("vllm", counts_copies=True, decoder=VllmDecoder)
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What has been read of one payload so far; the fields are those of DecodedBatch."""
-
-    events: list[EngineEvent]
-    unusable: list[UnusableEvent]
-    partial: dict[int, None]
-    n_unindexed: int = 0
-    is_incomplete: bool = False
-    n_ignored: int = 0
-
-
-def decode_payload(raw: bytes, block_size: int, partial: dict[int, None] | None = None) -> DecodedBatch:
-    """Decode one payload; block_size in tokens is the one that the scope has for the model. partial: see VllmDecoder.
+def decode_payload(raw: bytes, block_size: int, state: _State | None = None) -> DecodedBatch:
+    """Decode one payload; block_size in tokens is the one that the scope has for the model.
 
     Raises BadRecord with reason too_large, not_msgpack or bad_event if it cannot be divided into events. An event that
     cannot be used has reason bad_event or wrong_block_size.
     """
-    if len(raw) > PAYLOAD_BYTES_MAX:
-        raise BadRecord("too_large", f"the payload has {len(raw)} bytes; the limit is {PAYLOAD_BYTES_MAX}")
+    return _decode_opened(unpacked(raw), block_size, _State() if state is None else state)
+
+
+def unpacked(raw: bytes) -> Any:
+    """Unpack a payload; raises BadRecord."""
+    check_length(raw)
     try:
-        outer = msgpack.unpackb(raw, strict_map_key=False)
+        return msgpack.unpackb(raw, strict_map_key=False)
     except Exception as exc:  # msgpack raises exceptions of its own as well as ValueError; some quote the payload
         raise BadRecord("not_msgpack", f"the payload is not msgpack ({type(exc).__name__})") from None
-    emitted_at_ms, dp_rank, raw_events = _opened(outer)
-    batch = _Batch([], [], {} if partial is None else partial)
+
+
+def _decode_opened(outer: Any, block_size: int, state: _State) -> DecodedBatch:
+    emitted_at_ms, dp_rank, raw_events = opened(outer)
+    batch = BatchBuilder()
+    if state.main is None:
+        _find_main_group(batch, state, raw_events)
     for index, raw_event in enumerate(raw_events):
         try:
-            _read(batch, index, raw_event, block_size)
+            _read(batch, state, index, raw_event, block_size)
         except BadRecord as exc:
-            _lose(batch, index, raw_event, exc)
-        except _FIELD_ERRORS as exc:
+            batch.lose(index, exc, _shown(raw_event))
+        except FIELD_ERRORS as exc:
             error = BadRecord("bad_event", f"a field of the event has an impossible value ({type(exc).__name__})")
-            _lose(batch, index, raw_event, error)
-    return DecodedBatch(
-        emitted_at_ms,
-        dp_rank,
-        tuple(batch.events),
-        batch.n_unindexed,
-        tuple(batch.unusable),
-        batch.is_incomplete,
-        batch.n_ignored,
-    )
+            batch.lose(index, error, _shown(raw_event))
+    return batch.built(emitted_at_ms, dp_rank)
 
 
-def _opened(outer: Any) -> tuple[int, int, list[Any]]:
+def opened(outer: Any) -> tuple[int, int, list[Any]]:
     """Return a payload's time in ms, its rank and its events; raises BadRecord."""
     try:
         if isinstance(outer, dict):  # newer versions of vLLM write the batch itself as a map, too
@@ -168,28 +216,15 @@ def _opened(outer: Any) -> tuple[int, int, list[Any]]:
         emitted_s, raw_events, *rest = outer
         emitted_at_ms = int(float(emitted_s) * 1000)
         dp_rank = int(rest[0]) if rest and rest[0] is not None else 0
-    except _FIELD_ERRORS as exc:
+    except FIELD_ERRORS as exc:
         raise BadRecord("bad_event", f"the payload is not an event batch ({type(exc).__name__})") from None
-    if not (0 <= dp_rank <= _I32_MAX and abs(emitted_at_ms) <= _I64_MAX):
-        raise BadRecord("bad_event", "the rank or the time of the payload does not fit into a record")
+    check_envelope(dp_rank, emitted_at_ms)
     if not isinstance(raw_events, list):
         raise BadRecord("bad_event", f"the payload's events are a {type(raw_events).__name__}, not a list")
     return emitted_at_ms, dp_rank, raw_events
 
 
-def engine_hash(value: Any) -> EngineHash:
-    """Return an engine's block id as u64: an integer's low 64 bits, or the last 8 bytes, big-endian.
-
-    A negative integer becomes its two's complement. Raises TypeError.
-    """
-    if isinstance(value, bytes):
-        return EngineHash(int.from_bytes(value[-8:], "big"))
-    if isinstance(value, int) and not isinstance(value, bool):
-        return EngineHash(value & U64_MASK)
-    raise TypeError(f"a {type(value).__name__} is not a block hash")
-
-
-def _fields(raw: Any) -> tuple[Any, _Get]:
+def _fields(raw: Any) -> tuple[Any, Get]:
     """Return an event's tag, and its fields by name."""
     if isinstance(raw, dict):
         return raw["type"], raw.get
@@ -197,14 +232,14 @@ def _fields(raw: Any) -> tuple[Any, _Get]:
     return tag, dict(zip(_FIELDS.get(tag, _STORED_FIELDS), values, strict=False)).get
 
 
-def _read(batch: _Batch, index: int, raw: Any, block_size: int) -> None:
-    """Read one event into the batch. Raises BadRecord or one of _FIELD_ERRORS, and then has changed nothing."""
+def _read(batch: BatchBuilder, state: _State, index: int, raw: Any, block_size: int) -> None:
+    """Read one event into the batch. Raises BadRecord or one of FIELD_ERRORS, and then has changed nothing."""
     tag, get = _fields(raw)
     match tag:
         case "BlockStored":
-            _store(batch, get, block_size)
+            _store(batch, state, get, block_size)
         case "BlockRemoved":
-            _remove(batch, index, raw, get)
+            _remove(batch, state, index, raw, get)
         case "AllBlocksCleared":
             batch.events.append(AllBlocksCleared())
             batch.is_incomplete = False  # an empty cache is known, whatever was lost before
@@ -214,59 +249,98 @@ def _read(batch: _Batch, index: int, raw: Any, block_size: int) -> None:
             raise BadRecord("bad_event", "the event is of an unknown type")
 
 
-def _lose(batch: _Batch, index: int, raw: Any, error: BadRecord) -> None:
-    batch.unusable.append(UnusableEvent(index, error, shown=_shown(raw)))
-    batch.is_incomplete = True
+def _find_main_group(batch: BatchBuilder, state: _State, raw_events: list[Any]) -> None:
+    """Find the first group with full attention; groups with sliding windows or state spaces hold less than a prefix.
+
+    If blocks of another group were indexed until now, they are cleared: groups share the names of blocks.
+    """
+    for raw in raw_events:
+        try:
+            tag, get = _fields(raw)
+            if tag == "BlockStored" and get("kv_cache_spec_kind") in _PREFIX_KINDS and not is_elsewhere(get):
+                state.main = group_of(get)
+                break
+        except (BadRecord, *FIELD_ERRORS):
+            continue  # it becomes an unusable event
+    if state.main is not None and state.is_provisional:
+        batch.events.append(AllBlocksCleared())
+        state.is_provisional = False
 
 
-def _store(batch: _Batch, get: _Get, block_size: int) -> None:
-    hashes = _hashes(get("block_hashes"))
+def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> None:
+    values = get("block_hashes")
+    hashes = engine_hashes(values)
     if not len(hashes):
-        batch.n_ignored += bool(get("token_ids"))  # all blocks of the event are null or masked in the engine
+        if get("token_ids"):
+            batch.ignore("masked", 0)  # all blocks of the event are null or masked in the engine
         return
-    if _group(get):
-        # Groups after the first are sliding windows or state-space layers, which a prefix does not describe.
-        batch.n_unindexed += len(hashes)
+    if is_elsewhere(get):
+        batch.ignore("locality", len(hashes))
         return
-    tokens, size, tier, kind = get("token_ids"), get("block_size"), _tier(get("medium")), get("kv_cache_spec_kind")
+    group, kind = group_of(get), get("kv_cache_spec_kind")
+    if group not in state.kinds and len(state.kinds) < GROUPS_MAX:
+        state.kinds[group] = kind if isinstance(kind, str) else None
+    if group != (state.main or 0):
+        batch.leave_out("cache_group", len(hashes))
+        return
+    tokens, size, tier = get("token_ids"), get("block_size"), tier_of(get("medium"))
     if not isinstance(tokens, list):  # bytes would be read as packed tokens, four bytes per token
         raise BadRecord("bad_event", f"token_ids is a {type(tokens).__name__}, not a list")
-    is_other_kind = isinstance(kind, str) and kind not in _PREFIX_KINDS
     if not tokens and tier is not Tier.DEVICE:
-        # Offloading connectors report blocks of lower tiers by their hash alone.
-        batch.n_unindexed += len(hashes)
+        # Offloading connectors report a chunk of blocks in a lower tier by the hash of its last block alone. The ledger
+        # knows that block if another tier holds it; how many more the chunk has is not known.
+        batch.events.append(BlocksCopied(hashes, tier))
+        batch.leave_out("placeholder", len(hashes))
         return
+    is_other_kind = isinstance(kind, str) and kind not in _PREFIX_KINDS
     if size != block_size:
         if is_other_kind:
-            batch.n_unindexed += len(hashes)
+            batch.leave_out("cache_group", len(hashes))
             return
-        if type(size) is int and 0 < size == len(tokens) < block_size and len(hashes) == 1:
-            parent = get("parent_block_hash")
-            if parent is None or engine_hash(parent) not in batch.partial:
-                # An entry for the beginning of a block, which makes no block of a prefix. The engine reports the whole
-                # block once it is full.
-                batch.n_ignored += 1
-                batch.partial[int(hashes[0])] = None
-                if len(batch.partial) > PARTIAL_NAMES_MAX:
-                    del batch.partial[next(iter(batch.partial))]
-                return
-        raise _wrong_block_size(size, block_size)
+        if _is_beginning(state, get, hashes, tokens, size, block_size):
+            # An entry for the beginning of a block, which makes no block of a prefix. The engine reports the whole
+            # block once it is full.
+            batch.ignore("tail")
+            return
+        raise wrong_block_size(size, block_size)
     if len(tokens) > len(hashes) * block_size and len(tokens) % block_size == 0:
         # Some blocks are null or masked in the engine (sliding windows, Mamba), and the event does not say which.
-        batch.n_unindexed += len(hashes)
+        batch.leave_out("masked", len(hashes))
         return
     if len(tokens) != len(hashes) * block_size:
         raise BadRecord("bad_event", f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}")
-    lora = get("lora_name")
-    if not lora and get("lora_id") is not None:
-        # Without a name, the id is hashed. If nothing were, the block would match requests for the base model.
-        lora = str(get("lora_id"))
-    try:
-        local = local_hashes(tokens, block_size, hash_seed(lora))
-    except InvalidRequest:  # its message quotes the value
-        raise BadRecord("bad_event", "token_ids or lora_name has an impossible value") from None
-    keep = _plain_prefix(get("extra_keys"), len(hashes), get("lora_name"))
-    parent = get("parent_block_hash")
+    n_stored = _store_blocks(batch, state, get, values, hashes, tokens, tier, block_size)
+    if is_other_kind:
+        # The index does not know which blocks of a window are enough for a hit.
+        batch.leave_out("cache_group", n_stored)
+        state.is_provisional = True
+
+
+def _store_blocks(
+    batch: BatchBuilder,
+    state: _State,
+    get: Get,
+    values: list[Any],
+    hashes: HashArray,
+    tokens: list[Any],
+    tier: Tier,
+    block_size: int,
+) -> int:
+    """Store as many of the blocks as have a known content and a name of their own; return how many."""
+    parent, lora, extra_keys = get("parent_block_hash"), adapter_of(get), get("extra_keys")
+    keep, reason = distinct_prefix(values, hashes, parent)
+    salt: str | None = None
+    if extra_keys:
+        contents = block_contents(tokens, block_size, extra_keys, get("lora_name"), at_root=parent is None)
+        tokens, salt = contents.tokens, contents.cache_salt
+        if contents.n_known < keep:
+            keep, reason = contents.n_known, "content_unknown"
+    local = hash_blocks(tokens, block_size, lora, salt, at_root=parent is None)
+    if extra_keys:
+        _note_special(state, hashes[:keep].tolist(), local[:keep].tolist(), extra_keys)
+    elif tier is not Tier.DEVICE and state.special:
+        for at, name in enumerate(hashes.tolist()):
+            local[at] = state.special.get(name, local[at])
     if keep:
         stored = BlocksStored(
             parent=None if parent is None else engine_hash(parent),
@@ -277,49 +351,74 @@ def _store(batch: _Batch, get: _Get, block_size: int) -> None:
             cxl=_cxl_metadata(get("cxl_metadata")),
         )
         batch.events.append(stored)
-    # With EAGLE, the engine hashes each block together with the tokens after it. A prompt that continues differently
-    # does not match the last block, which the index cannot know. Nor can it know when a window's blocks are enough.
-    is_inexact = is_other_kind or get("lookahead_token_ids") is not None
-    batch.n_unindexed += len(hashes) if is_inexact else len(hashes) - keep
+    batch.leave_out(reason, len(hashes) - keep)
+    if get("lookahead_token_ids") is not None:
+        # With EAGLE, the engine hashes each block together with the tokens after it. A prompt that continues
+        # differently does not match the last block, which the index cannot know.
+        batch.leave_out("lookahead", keep)
+    return keep
 
 
-def _wrong_block_size(size: Any, block_size: int) -> BadRecord:
-    shown = _shown_size(size)
-    found = "another number of" if shown is None else shown
-    message = f"blocks have {found} tokens; this scope has {block_size} for the model"
-    return BadRecord(WRONG_BLOCK_SIZE, message, block_size=shown)
+def _note_special(state: _State, names: list[int], local: list[int], extra_keys: Sequence[Any]) -> None:
+    """Keep the hashes of the blocks that have extra keys."""
+    for name, own, keys in zip(names, local, extra_keys, strict=False):
+        if keys:
+            state.special.pop(name, None)
+            state.special[name] = own
+    while len(state.special) > SPECIAL_NAMES_MAX:
+        del state.special[next(iter(state.special))]
 
 
-def _remove(batch: _Batch, index: int, raw: Any, get: _Get) -> None:
+def _is_beginning(state: _State, get: Get, hashes: HashArray, tokens: list[Any], size: Any, block_size: int) -> bool:
+    """Whether a store is that of the beginning of a block; its name is kept then."""
+    if not (type(size) is int and 0 < size == len(tokens) < block_size and len(hashes) == 1):
+        return False
+    parent = get("parent_block_hash")
+    if parent is not None and engine_hash(parent) in state.partial:
+        return False
+    state.partial[int(hashes[0])] = None
+    if len(state.partial) > PARTIAL_NAMES_MAX:
+        del state.partial[next(iter(state.partial))]
+    return True
+
+
+def _remove(batch: BatchBuilder, state: _State, index: int, raw: Any, get: Get) -> None:
     """Read a removal. If it cannot be used as it is, remove the blocks that it names."""
-    try:
-        hashes, group, tier = _hashes(get("block_hashes")), _group(get), _tier(get("medium"))
-    except (BadRecord, TypeError):
-        _remove_named(batch, index, raw, get)
+    if is_elsewhere(get):
+        batch.ignore("locality", len(engine_hashes(get("block_hashes"))))
         return
-    if group:
-        batch.n_unindexed += len(hashes)
-    else:
+    try:
+        hashes, group, tier = engine_hashes(get("block_hashes")), group_of(get), tier_of(get("medium"))
+    except (BadRecord, TypeError):
+        _remove_named(batch, state, index, raw, get)
+        return
+    if group == (state.main or 0):
+        batch.events.append(BlocksRemoved(hashes, tier))
+        return
+    batch.leave_out("cache_group", len(hashes))
+    if group not in state.kinds:
+        # No store has shown this group's kind yet, so it may be the one that is indexed. Groups share the names of
+        # blocks, so this can only report too few blocks.
         batch.events.append(BlocksRemoved(hashes, tier))
 
 
-def _remove_named(batch: _Batch, index: int, raw: Any, get: _Get) -> None:
+def _remove_named(batch: BatchBuilder, state: _State, index: int, raw: Any, get: Get) -> None:
     """Remove the blocks that an unusable removal names, from every tier if its tier or group cannot be read."""
     values = get("block_hashes")
     if not isinstance(values, list):  # each byte of a bytes value would be read as a hash
         raise BadRecord("bad_event", f"block_hashes is a {type(values).__name__}, not a list")
-    names = [engine_hash(value) for value in values if _is_hash(value)]
+    names = [engine_hash(value) for value in values if is_hash(value)]
     hashes = np.array(names, dtype=np.uint64)
     error = BadRecord("bad_event", f"{len(values) - len(names)} of {len(values)} block_hashes are not block hashes")
     try:
-        group, tier = _group(get), _tier(get("medium"))
+        group, tier = group_of(get), tier_of(get("medium"))
     except BadRecord as exc:
-        error, group, tiers = exc, 0, tuple(Tier)
+        error, group, tiers = exc, state.main or 0, tuple(Tier)
         batch.n_unindexed += len(names)  # copies in other tiers may still be held
     else:
         tiers = (tier,)
-    if group:
-        batch.n_unindexed += len(values)
+    if group != (state.main or 0):
+        batch.leave_out("cache_group", len(values))
         return
     if names:
         batch.events += [BlocksRemoved(hashes, tier) for tier in tiers]
@@ -328,10 +427,10 @@ def _remove_named(batch: _Batch, index: int, raw: Any, get: _Get) -> None:
     batch.is_incomplete |= is_lost
 
 
-def _transition(get: _Get) -> CxlStateChanged:
+def _transition(get: Get) -> CxlStateChanged:
     state, pool_id, workers = _placed(get("new_state"), get("pool_id"), get("accessible_workers"))
     event_id = int(get("event_id") or 0) & U64_MASK
-    changed = CxlStateChanged(event_id, _hashes(get("block_hashes")), state, pool_id, workers)
+    changed = CxlStateChanged(event_id, engine_hashes(get("block_hashes")), state, pool_id, workers)
     check_change(changed)
     return changed
 
@@ -362,45 +461,6 @@ def _placed(state: Any, pool_id: Any, workers: Any) -> tuple[CxlMemoryState, str
     return CxlMemoryState(state), pool_id, tuple(WorkerId(int(worker) & U64_MASK) for worker in workers or ())
 
 
-def _plain_prefix(extra_keys: Sequence[Any] | None, n_blocks: int, lora_name: str | None) -> int:
-    """Count the leading blocks whose content is determined by their tokens, up to the first image or cache salt.
-
-    From that block on, a hash of the tokens would match prompts with other content. vLLM also writes the adapter's name
-    as the first key of every block; that name is already part of our hash.
-    """
-    for index, keys in enumerate((extra_keys or ())[:n_blocks]):
-        if keys and not (lora_name and list(keys) == [lora_name]):
-            return index
-    return n_blocks
-
-
-def _hashes(values: Any) -> HashArray:
-    if not isinstance(values, list):  # each byte of a bytes value would be read as a hash
-        raise BadRecord("bad_event", f"block_hashes is a {type(values).__name__}, not a list")
-    return np.array([engine_hash(value) for value in values], dtype=np.uint64)
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, bytes) or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def _group(get: _Get) -> int:
-    group = get("group_idx")
-    if group is None:
-        return 0
-    if type(group) is not int:
-        raise BadRecord("bad_event", f"group_idx is a {type(group).__name__}, not a number")
-    return group
-
-
-def _tier(medium: Any) -> Tier:
-    if medium is None:
-        return Tier.DEVICE
-    if not isinstance(medium, str):
-        raise BadRecord("bad_event", f"medium is a {type(medium).__name__}, not a name")
-    return _TIERS.get(medium.upper(), Tier.EXTERNAL)
-
-
 # -- what a dead letter may show ---------------------------------------------------------------------------------------
 
 
@@ -412,7 +472,7 @@ def _shown(raw: Any) -> dict[str, object]:
     """
     try:
         tag, get = _fields(raw)
-    except _FIELD_ERRORS:
+    except FIELD_ERRORS:
         return {"kind": type(raw).__name__}
     shown: dict[str, object] = {"type": tag if isinstance(tag, str) and tag in _TAGS else "unknown"}
     if shown["type"] == "unknown":
@@ -423,31 +483,16 @@ def _shown(raw: Any) -> dict[str, object]:
             shown[f"n_{name}"] = len(value) if isinstance(value, list) else type(value).__name__
     hashes = get("block_hashes")
     if isinstance(hashes, list):
-        shown["block_hashes"] = [_shown_hash(value) for value in hashes[:HASHES_SHOWN_MAX]]
+        shown["block_hashes"] = [shown_hash(value) for value in hashes[:HASHES_SHOWN_MAX]]
     if get("parent_block_hash") is not None:
-        shown["parent_block_hash"] = _shown_hash(get("parent_block_hash"))
+        shown["parent_block_hash"] = shown_hash(get("parent_block_hash"))
     medium, group, kind, size = (get(name) for name in ("medium", "group_idx", "kv_cache_spec_kind", "block_size"))
-    if isinstance(medium, str) and medium.upper() in _TIERS:
+    if isinstance(medium, str) and medium.upper() in TIERS:
         shown["medium"] = medium
     if type(group) is int and 0 <= group < 64:
         shown["group_idx"] = group
     if isinstance(kind, str) and kind in _PREFIX_KINDS | _OTHER_KINDS:
         shown["kv_cache_spec_kind"] = kind
-    if _shown_size(size) is not None:
+    if shown_size(size) is not None:
         shown["block_size"] = size
     return shown
-
-
-def _shown_hash(value: Any) -> str | None:
-    """Return a block hash as text; None for what may be a token, since tokens have at most 32 bits."""
-    if isinstance(value, bytes) and len(value) == 32:
-        return str(engine_hash(value))
-    if type(value) is int and not 0 <= value < 1 << 32:
-        return str(engine_hash(value))
-    return None
-
-
-def _shown_size(size: Any) -> int | None:
-    """Return a block size; None for what may be a token instead. Blocks have a power of two or a multiple of 16."""
-    plausible = type(size) is int and 0 <= size <= 65_536 and (size % 16 == 0 or size & (size - 1) == 0)
-    return size if plausible else None

@@ -1,0 +1,107 @@
+"""What vLLM's extra keys say about the content of blocks (pure).
+
+What lives here: reading them. What must not: the rest of an event (vllm), and how tokens are hashed (core.hashing).
+
+An event has a list of keys for each block, or None. In the order in which vLLM writes them:
+
+| key | form | in which blocks | what is done with it |
+|---|---|---|---|
+| adapter | its name | all of the prompt | skipped, since the name is part of the seed |
+| image, video, sound | [identifier, offset in block] | all that contain a part of it | its tokens get its pad value |
+| cache salt | the salt | the first of the prompt | part of the seed of the first block |
+| prompt embeddings | bytes | all that have some | the content of the block is unknown |
+
+The offset is negative if the item began in an earlier block. Its length is not reported. vLLM fills the place of an
+item with repetitions of one token, so the item ends where another token begins. If that token comes again later in the
+block without a further item, the item has a structure that is not known, such as line breaks. Versions that report
+identifiers without offsets report nothing about where an item is either.
+
+From the first block of unknown content on, no block of the prompt can be matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from streams.core.hashing import content_hash, pad_value
+
+
+class Contents(NamedTuple):
+    """The contents of a store's blocks.
+
+    tokens: with pad values in place of images. cache_salt: of the first block. n_known: leading blocks whose content is
+    known.
+    """
+
+    tokens: list[Any]
+    cache_salt: str | None
+    n_known: int
+
+
+class _Item(NamedTuple):
+    """An image or another item: where it begins in its block, and the token that stands for it."""
+
+    offset: int
+    pad: int
+
+
+def block_contents(
+    tokens: list[Any], block_size: int, extra_keys: Sequence[Any], lora_name: str | None, *, at_root: bool
+) -> Contents:
+    """Read the extra keys of a store. at_root: whether its first block is the first one of the prompt."""
+    padded = tokens
+    cache_salt: str | None = None
+    second = _without_adapter(extra_keys[1], lora_name) if len(extra_keys) > 1 and extra_keys[1] else []
+    for number, keys in enumerate(extra_keys):
+        if not keys:
+            continue
+        rest = _without_adapter(keys, lora_name)
+        items: list[_Item] = []
+        for key in rest:
+            if _is_item(key):
+                items.append(_Item(key[1], pad_value(content_hash(key[0]))))
+            elif _is_salt(key) and at_root and number == 0 and cache_salt is None and key not in second:
+                cache_salt = key
+            else:
+                return Contents(padded, cache_salt, number)
+        if items:
+            block = _padded(tokens[number * block_size : (number + 1) * block_size], items)
+            if block is None:
+                return Contents(padded, cache_salt, number)
+            padded = list(padded) if padded is tokens else padded
+            padded[number * block_size : (number + 1) * block_size] = block
+    return Contents(padded, cache_salt, len(tokens) // block_size)
+
+
+def _is_item(key: Any) -> bool:
+    return isinstance(key, list | tuple) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int
+
+
+def _is_salt(key: Any) -> bool:
+    """Whether a key can be a cache salt, and not a digest of an image, which older versions report in the same form."""
+    return isinstance(key, str) and len(key) != 64
+
+
+def _without_adapter(keys: Sequence[Any], lora_name: str | None) -> list[Any]:
+    """Return a block's keys without the adapter's name, which comes first."""
+    return list(keys[1:] if lora_name and keys[0] == lora_name else keys)
+
+
+def _padded(block: list[Any], items: list[_Item]) -> list[Any] | None:
+    """Return a block's tokens with pad values; None if it is not known which tokens belong to an item."""
+    padded, covered = list(block), [False] * len(block)
+    placeholders = set()
+    ends = [max(item.offset, 0) for item in items[1:]] + [len(block)]
+    for item, end in zip(items, ends, strict=True):
+        start = max(item.offset, 0)
+        if start >= len(block):
+            continue  # it begins in the tokens after the block, which a lookahead hash includes
+        placeholders.add(block[start])
+        at = start
+        while at < min(end, len(block)) and block[at] == block[start]:
+            padded[at], covered[at] = item.pad, True
+            at += 1
+    if any(token in placeholders and not known for token, known in zip(block, covered, strict=True)):
+        return None
+    return padded

@@ -1,0 +1,63 @@
+"""Engines other than vLLM, through a real bridge, Kafka and router: their prompts match exactly, and only theirs."""
+
+from __future__ import annotations
+
+import json
+
+import msgpack
+
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.trust import TrustFleet, engine_option
+from tests.unit.test_trtllm import block, created, removed, stored, updated
+
+N_BLOCKS = 3
+TOKENS = list(range(1000, 1000 + N_BLOCKS * BLOCK_SIZE))
+
+
+def test_sglangs_pages_and_salts_match_exactly(fleet: TrustFleet) -> None:
+    """Pages of one token make blocks; only a request with the salt matches; a repeated store is no copy."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    names = [-(1 << 40) - at for at in range(len(TOKENS))]
+    store = {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": None,
+        "token_ids": TOKENS,
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "cache_salt": "tenant",
+    }
+    with EngineDouble(model=model) as engine:
+        fleet.bridge(engine_option(worker_id, engine))
+        engine.send(msgpack.packb([1.0, [store], 0]))
+        engine.send(msgpack.packb([1.0, [store], 0]))
+        salted = {"cache_salt": "tenant"}
+        answer = fleet.wait_answer(
+            model,
+            TOKENS,
+            lambda found: found["mode"] == "exact" and found["overlap_blocks"] == N_BLOCKS,
+            "all blocks",
+            **salted,
+        )
+        assert answer["worker_id"] == worker_id
+        for other in ({}, {"cache_salt": "another tenant"}):
+            assert fleet.route(model, TOKENS, **other)["overlap_blocks"] == 0
+        removal = {"type": "BlockRemoved", "block_hashes": names[-1:], "medium": "GPU"}
+        engine.send(msgpack.packb([1.0, [removal], 0]))
+        fleet.wait_answer(
+            model, TOKENS, lambda found: found["overlap_blocks"] == N_BLOCKS - 1, "the last page is gone", **salted
+        )
+
+
+def test_tensorrt_llms_blocks_match_exactly_and_follow_their_tier(fleet: TrustFleet) -> None:
+    """JSON is recognised; a block that moves to the host is still held there, and a removal removes it."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    blocks = [block(at + 1, TOKENS[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]) for at in range(N_BLOCKS)]
+    with EngineDouble(model=model) as engine:
+        fleet.bridge(engine_option(worker_id, engine))
+        for event in (created(), stored(*blocks), updated(3, 0, 1)):
+            engine.send(json.dumps([event]).encode())
+        fleet.wait_exact(model, TOKENS, N_BLOCKS)
+        engine.send(json.dumps([removed(3)]).encode())
+        fleet.wait_exact(model, TOKENS, N_BLOCKS - 1)
