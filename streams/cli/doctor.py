@@ -1,4 +1,4 @@
-"""`kvstreams doctor` and `top`: what is wrong with a fleet, and what it is doing."""
+"""`kvstreams doctor`: what is wrong with a fleet, and how to fix it."""
 
 from __future__ import annotations
 
