@@ -35,8 +35,8 @@ PROBE_BLOCKS = 2
 _TOKEN_IDS = range(1000, 20_000)
 
 #: How long the events of the prompt may take, and then the routers.
-EVENTS_TIMEOUT_S = 3.0
-ROUTERS_TIMEOUT_S = 5.0
+EVENTS_TIMEOUT_S = 2.0
+ROUTERS_TIMEOUT_S = 3.0
 
 #: Engines that are probed at a time.
 PROBES_AT_ONCE = 8
