@@ -86,6 +86,7 @@ def doctor(
     It reads Kafka, the registered engines and the given routers, and changes nothing; only --probe makes engines
     compute. The exit status is 0 if nothing is wrong, 1 if something is, and 2 if the doctor could not run.
     """
+    from streams import warming
     from streams.doctor import findings
     from streams.doctor.run import Order, examine
     from streams.security.files import read_secret
@@ -99,6 +100,7 @@ def doctor(
         skip=frozenset(map(findings.Group, skip)),
         watch_s=watch_s,
     )
+    warming.warm(warming.HASHING)
     report = examine(resolved.settings, order)
     if as_json:
         click.echo(orjson.dumps(findings.as_json(report), option=orjson.OPT_INDENT_2))

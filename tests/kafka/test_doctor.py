@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AlterConfigOpType,
     ConfigEntry,
@@ -24,6 +25,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from streams import __version__
+from streams.cli import cli
 from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker
@@ -542,17 +544,18 @@ def test_the_command_prints_findings_and_its_status_is_for_scripts(well: Doctors
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     url = f"http://127.0.0.1:{free_port()}"
     alone = ["--router", url, *(each for group in ROUTERS_ALONE - {Group.PROBE} for each in ("--skip", group))]
-    done = run("doctor", *alone, env=env)
-    assert done.returncode == 1
-    assert done.stdout.startswith(f"router {url}: it does not answer as a router: ")
-    assert done.stdout.splitlines()[1].startswith("    Start it")
     done = run("doctor", *alone, "--json", env=env)
-    assert done.returncode == 1
+    assert (done.returncode, done.stderr) == (1, "")
     (finding,) = json.loads(done.stdout)["findings"]
     assert (finding["group"], finding["code"]) == ("routers", "router_unreachable")
-    done = run("doctor", "--token-file", "nowhere", env=env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "nowhere cannot be read" in done.stderr
+    for options, status, printed in (
+        (alone, 1, [f"router {url}: it does not answer as a router: ", "    Start it, or correct the address"]),
+        (["--token-file", "nowhere"], 2, ["kvstreams: --token-file: nowhere cannot be read"]),
+    ):
+        shown = CliRunner().invoke(cli, ["doctor", *options], env=env)
+        assert shown.exit_code == status
+        lines = zip(shown.output.splitlines(), printed, strict=True)
+        assert all(line.startswith(start) for line, start in lines)
 
 
 def test_it_says_nothing_again_after_all_faults_are_gone(well: DoctorsFleet) -> None:
