@@ -45,6 +45,9 @@ QUIET_MS = 1_000
 #: The partition that gets a tick if no bookings are kept and `in_sync` was read.
 _PROBED = 0
 
+#: The clock of bookings that ended before they were sent: the log never has them, so they expire by this router's own.
+_OWN_CLOCK = -1
+
 #: Key of a tick. Its value is a tombstone, so that compaction removes it, and no booking has this key.
 TICK_KEY = b"tick"
 
@@ -424,14 +427,16 @@ class LoadsSync:
             was_sent = booking_id in self._sent
             self._sent.discard(booking_id)
             del self._unlogged[booking_id]
+            # An update of a booking may wait while the booking itself was sent and not read back yet.
+            if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
+                # The booking ended before it was sent, as short ones do while Kafka is away. No other router needs it,
+                # and the log will never give its end a time.
+                self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
+                self._loads.free(booking_id, self._now_ms(), _OWN_CLOCK)
+                return
             self._ended_unlogged[booking_id] = since_ms
             if len(self._ended_unlogged) > BOOKINGS_MAX:
                 self._loads.forget(self._ended_unlogged.popitem(last=False)[0])
-            # An update of a booking may wait while the booking itself was sent and not read back yet.
-            if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
-                # The booking ended before it was sent, as short ones do while Kafka is away. No other router needs it.
-                self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
-                return
         self._publish(booking_id, phase, None)
 
     def _grow(self, booking_id: BookingId, output_tokens: int) -> None:
@@ -508,8 +513,7 @@ class LoadsSync:
 
     def _expire(self) -> None:
         now_ms = self._now_ms()
-        if not self._shared:
-            self._loads.expire(now_ms)
+        self._loads.expire(now_ms, _OWN_CLOCK if self._shared else 0)
         # Bookings that never reached the log expire by this router's clock.
         for unlogged in (self._unlogged, self._ended_unlogged):
             while unlogged:
@@ -535,7 +539,7 @@ class LoadsSync:
         idle when Kafka went away would call its first answers exact.
         """
         now_ms = self._now_ms()
-        quiet = self._loads.expiring()
+        quiet = [clock for clock in self._loads.expiring() if clock != _OWN_CLOCK]
         if self._sync_was_read and not quiet:
             quiet = [_PROBED]
         self._sync_was_read = False
