@@ -60,6 +60,8 @@ class BookingId(NamedTuple):
 class BookingPhase(enum.StrEnum):
     """What happened to a booking. The values are part of the records on Kafka."""
 
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
+
     ADD = "add"
     PREFILL = "prefill"
     FREE = "free"
