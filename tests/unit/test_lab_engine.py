@@ -38,9 +38,10 @@ def workloads(draw: st.DrawFn) -> list[tuple[float, int, int, list[int]]]:
     return requests
 
 
-def run(
-    config: LabEngineConfig, requests: list[tuple[float, int, int, list[int]]]
-) -> tuple[LabEngine, dict[str, dict[int, float]]]:
+Out = dict[str, dict[int, float]]
+
+
+def run(config: LabEngineConfig, requests: list[tuple[float, int, int, list[int]]]) -> tuple[LabEngine, Out]:
     """Serve requests as the fleet does, and check the index events against the pool."""
     found: set[int] = set()
     engine = LabEngine(
@@ -49,7 +50,7 @@ def run(
         lambda _, request, first, last: found.update(request.chain[first:last]),
         lambda _, keys: found.difference_update(keys),
     )
-    out: dict[str, dict[int, float]] = {"first": {}, "last": {}, "reused": {}}
+    out: Out = {"first": {}, "last": {}, "reused": {}}
     now_ms, at = 0.0, 0
     while at < len(requests) or engine.is_busy or engine.has_work:
         arrives_ms = requests[at][0] if at < len(requests) else float("inf")

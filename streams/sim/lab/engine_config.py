@@ -43,7 +43,7 @@ class LabEngineConfig:
                 raise SettingsError(f"{name} of the engine is {terms!r}; it must be three numbers")
         if self.max_batched_tokens <= self.max_sequences:
             raise SettingsError(
-                "max_batched_tokens must be greater than max_sequences, or prompts would never be computed"
+                "max_batched_tokens must be greater than max_sequences, or prompts might never be computed"
             )
 
     def prefill_step_ms(self, n_tokens: int) -> float:

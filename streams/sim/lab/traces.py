@@ -94,7 +94,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     try:
         whole = json.loads(text)
-        yield from whole if isinstance(whole, list) else whole["sessions"] if "sessions" in whole else [whole]
+        yield from whole if isinstance(whole, list) else whole.get("sessions", [whole])
     except json.JSONDecodeError:
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip():
