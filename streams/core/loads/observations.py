@@ -13,7 +13,8 @@ from streams.core.ids import RankId
 class Forecast(NamedTuple):
     """What a policy expects of a request on the rank that was chosen; it is part of the booking.
 
-    prefill_us: how long the rank computes or loads its prompt. prefilled_within_ms, over_within_ms: this long after the
+    prefill_us: how long the rank computes and loads its prompt. load_us: the part of it for blocks that it loads from
+    other memory. prefilled_within_ms, over_within_ms: this long after the
     time of the booking's last add it counts as prefilled, or as over, even if its client reports nothing. 0 stands for
     never.
     """
@@ -21,6 +22,7 @@ class Forecast(NamedTuple):
     prefill_us: int = 0
     prefilled_within_ms: int = 0
     over_within_ms: int = 0
+    load_us: int = 0
 
 
 #: A policy that expects nothing: the booking counts until its client or its TTL ends it.
@@ -31,14 +33,14 @@ class PrefillObserved(NamedTuple):
     """A rank completed a prompt.
 
     n_tokens: those that it had to compute, as booked. took_ms: since the booking, or since the rank's completion before
-    it if that was later. prefill_us: the forecast, 0 without one.
+    it if that was later. forecast: NO_FORECAST if the booking has none.
     """
 
     rank: RankId
     model: str
     n_tokens: int
     took_ms: float
-    prefill_us: int
+    forecast: Forecast
 
 
 class OutputObserved(NamedTuple):

@@ -40,8 +40,9 @@ class Situation:
     any tier. held: the same by value. sequence: the request's sequence hashes from the root, packed. request_blocks:
     its length in blocks, including a partial last one. n_tokens: its length in tokens. now_ms: the time, on the clock
     of the bookings in `loads`. capacity_blocks: int64[n], blocks of each candidate's cache, 0 where it is not known;
-    None if none is known. expected_output_tokens: from the client. metrics: the last report of each rank's engine, if
-    there is one.
+    None if none is known. on_device: whether all that the candidates hold is on their devices. labelled: float64[n],
+    how many cached blocks a candidate's matching labels are worth; None without any. expected_output_tokens: from the
+    client. metrics: the last report of each rank's engine, if there is one.
     """
 
     ranks: Sequence[RankId]
@@ -54,7 +55,10 @@ class Situation:
     n_tokens: int
     block_size: int
     now_ms: float
+    model: str = ""
     capacity_blocks: Int64Array | None = None
+    on_device: bool = True
+    labelled: Float64Array | None = None
     expected_output_tokens: int | None = None
     metrics: Mapping[RankId, WorkerMetrics] = field(default_factory=dict)
 
@@ -69,13 +73,15 @@ class Prices(NamedTuple):
 
     costs: float64[n]; the lowest wins. cached_blocks: float64[n], the leading blocks that each candidate need not
     compute; the booking charges it for the others. names, terms: what the costs are made of, for `explain`, as
-    float64[len(names), n]. Names carry their unit, for example `backlog_ms`.
+    float64[len(names), n]. Names carry their unit, for example `backlog_ms`. best: index of the first of the cheapest
+    candidates and how many are as cheap, if the policy has found that out already.
     """
 
     costs: Float64Array
     cached_blocks: Float64Array
     names: tuple[str, ...]
     terms: Float64Array
+    best: tuple[int, int] | None = None
 
 
 class Policy(Protocol):
