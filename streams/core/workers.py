@@ -20,8 +20,8 @@ CPU_CLASS = "cpu"
 #: Ranks that a worker may have. The largest deployments run a few hundred, so that a greater number is a mistake.
 DP_SIZE_MAX = 4096
 
-#: LoRA adapters that a worker may list, and the characters of a name. Engines that swap adapters serve some hundred, and
-#: the list is part of every renewal of the worker's lease.
+#: LoRA adapters that a worker may list, and the characters of a name. Engines that swap adapters serve some hundred.
+#: The list is part of every renewal of the worker's lease.
 LORA_NAMES_MAX = 1024
 LORA_NAME_CHARS_MAX = 512
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.workers import DP_SIZE_MAX, LORA_NAMES_MAX, LORA_NAME_CHARS_MAX
+from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX
 from streams.engines.dialects.interface import Dialect
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError

@@ -3,9 +3,9 @@
 What lives here: the filters that are applied before ranks are priced, each of them once, and a part of a fleet as
 positions. What must not: Kafka, HTTP, and busy thresholds (busy).
 
-Filters that most requests share (model, role, taints, adapter) are applied to every worker, and their result is kept as long as
-the fleet is the same. A request's own ids then only remove positions from it, so that a request that excludes one
-worker of a thousand does not examine the others.
+Filters that most requests share (model, role, taints, adapter) are applied to every worker, and their result is kept as
+long as the fleet is the same. A request's own ids then only remove positions from it, so that a request that excludes
+one worker of a thousand does not examine the others.
 """
 
 from __future__ import annotations
