@@ -12,7 +12,7 @@ import signal
 import click
 
 from streams import __version__
-from streams.cli import cxl, doctor, kafka, local, metrics, scope, serving, sim, top
+from streams.cli import cxl, doctor, kafka, lab, local, metrics, scope, serving, sim, top
 from streams.cli.options import ESSENTIAL, GroupedGroup
 from streams.errors import KvStreamsError
 from streams.settings import unknown_variables
