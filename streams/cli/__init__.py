@@ -29,7 +29,7 @@ def cli() -> None:
         del os.environ[name]  # child processes would print the same warning again
 
 
-for _module in (serving, scope, cxl, kafka, local, sim, metrics, doctor, top):
+for _module in (serving, scope, cxl, kafka, local, sim, lab, metrics, doctor, top):
     for _command in _module.COMMANDS:
         cli.add_command(_command)
 
