@@ -265,10 +265,9 @@ def test_each_process_works_with_the_least_acls(
     api.call("PUT", "/workers/50/cordon").given()
     api.call("DELETE", "/workers/50").given()
 
-    # The doctor reads everything; the worker whose engine does not exist is what it finds.
-    output.append(ran("doctor", "--router", router.url, "--json", status=1))
-    codes = {each["code"] for each in json.loads(output[-1])["findings"]}
-    assert not codes & {"not_authorized", "kafka_refuses", "kafka_unreachable"}, output[-1]
+    # The doctor may read everything that it needs, and finds nothing.
+    output.append(ran("doctor", "--router", router.url, "--json"))
+    assert json.loads(output[-1])["findings"] == []
 
     # An engine that ends is removed after its grace, by the partition's owner.
     bridge.kill()

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from streams.cli import cli
 from streams.core.ids import WorkerId
+from streams.core.loads.bookings import BOOKINGS_BYTES_MAX
 from streams.core.workers import BridgeLease, Worker
 from streams.doctor.checks import engines, index, kafka, processes, registry, routers
 from streams.doctor.findings import Finding, Group, Report, as_json, as_text, listed
@@ -198,6 +199,13 @@ def test_a_metrics_page_that_cannot_be_read_is_named() -> None:
     """The doctor says so, since it cannot see the memory of that process."""
     (found,) = processes.check_memory(replace(observed(), pages=(PageSeen("http://b:9100/metrics", "refused"),)))
     assert found.code == "metrics_unreachable"
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.9, []), (0.91, ["bookings_near_limit"])])
+def test_bookings_near_their_limit_are_found_before_any_is_dropped(share: float, found: list[str]) -> None:
+    """A router drops its oldest bookings at the limit, so the doctor warns before."""
+    page = PageSeen("u", None, (("kvstreams_bookings_bytes", {}, share * BOOKINGS_BYTES_MAX),))
+    assert [each.code for each in processes.check_memory(replace(observed(), pages=(page,)))] == found
 
 
 def test_findings_are_text_for_people_and_json_for_scripts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from streams.core.loads.bookings import BOOKINGS_BYTES_MAX
 from streams.doctor.findings import Finding, Group, listed
 from streams.doctor.observations import ClockReading, Observations, PageSeen
 from streams.version import __version__
@@ -19,13 +20,12 @@ _MEMORY = "kvstreams_resident_memory_bytes"
 _MEMORY_LIMIT = "kvstreams_memory_limit_bytes"
 BUILD_INFO = "kvstreams_build_info"
 
-#: Counts and gauges that are above 0 after a process had to drop what did not fit, and what was dropped.
+#: Metrics that are above 0 while a process lacks what did not fit, and what that is. Counts of bookings that were
+#: dropped are no such metrics: the bookings have ended since, and the counts stay until the process ends.
 OVER_CAPACITY = {
     "kvstreams_records_over_capacity_total": "records of the index",
     "kvstreams_pooled_over_capacity": "rows of pooled blocks",
     "kvstreams_labels_over_capacity": "labels of blocks",
-    "kvstreams_bookings_over_capacity_total": "bookings",
-    "kvstreams_bookings_dropped_total": "records of bookings",
 }
 
 
@@ -73,6 +73,17 @@ def check_memory(seen: Observations) -> Iterator[Finding]:
                 f"it uses {used / 1e6:.0f} MB of the {limit / 1e6:.0f} MB that it may use",
                 "Give it more memory, or fewer engines and bookings; the system kills it at the limit",
             )
+        bookings = page.total("kvstreams_bookings_bytes") or 0.0
+        if bookings > MEMORY_SHARE_MAX * BOOKINGS_BYTES_MAX:
+            yield Finding(
+                Group.MEMORY,
+                "bookings_near_limit",
+                subject,
+                f"its bookings use {bookings / 1e6:.0f} MB of at most {BOOKINGS_BYTES_MAX / 1e6:.0f} MB; beyond that, "
+                "the oldest ones are dropped",
+                "Clients must end their requests with DELETE /loads/{request_id}; booking_ttl_s ends those that they "
+                "forget",
+            )
         for name, what in OVER_CAPACITY.items():
             number = page.total(name)
             if number:
@@ -81,7 +92,7 @@ def check_memory(seen: Observations) -> Iterator[Finding]:
                     "over_capacity",
                     subject,
                     f"it dropped {number:.0f} {what}, because they were over its limit ({name})",
-                    "docs/architecture.md has the limits. Divide the fleet into several scopes, or end bookings sooner",
+                    "docs/architecture.md has the limits. Divide the fleet into several scopes",
                 )
 
 
