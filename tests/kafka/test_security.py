@@ -208,6 +208,7 @@ def unused_operations(decisions: set[Decision], scope: Settings) -> set[tuple[st
     return unused
 
 
+@pytest.mark.long_running
 def test_each_process_works_with_the_least_acls(
     secure: SecureKafka, run: Run, tmp_path: Path, children: Children
 ) -> None:
