@@ -30,6 +30,7 @@ from streams.client.base import (
 from streams.client.engine import EngineOptions
 from streams.client.payloads import query_of, unpack_tokens
 from streams.client.reports import BookingKey, Report
+from streams.client.trace_context import add_trace_context
 from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, RouterUnavailable
 
 #: Time for one call, connection included. A decision takes about a millisecond; a router that drains or waits for a
@@ -124,6 +125,7 @@ class KvRouterClient(KvRouter):
         fields = dict(fields)
         tenant = fields.pop("tenant", None)
         headers = {} if tenant is None else {TENANT_HEADER: tenant}
+        add_trace_context(headers)
         wait_s = 0.0
         if fields.get("queue") == "on":
             wait_s = fields["queue_timeout_ms"] / 1000.0 if "queue_timeout_ms" in fields else QUEUE_WAIT_S_MAX
