@@ -142,6 +142,19 @@ def test_only_the_largest_window_is_indexed() -> None:
     assert rank.held() == {(Tier.DEVICE, each) for each in chain(TOKENS)}
 
 
+def test_a_larger_window_that_was_never_created_hides_nothing() -> None:
+    """One damaged event must not replace the window that is indexed; the engine reports the windows at its start."""
+    rank = Rank()
+    rank.take(created(window_size=512), created())
+    batch = rank.take(stored(*prompt([7, 8]), window_size=1 << 31))
+    assert batch.not_indexed == {"cache_group": 2}
+    rank.take(stored(*prompt([1, 2, 3])))
+    assert rank.held() == {(Tier.DEVICE, each) for each in chain(TOKENS)}
+    rank.take(created(window_size=1 << 31))  # damaged as well
+    rank.take(created(), stored(*prompt([1, 2])))  # the engine has restarted
+    assert rank.held() == {(Tier.DEVICE, each) for each in chain(TOKENS)[:2]}
+
+
 def test_blocks_of_a_window_that_proves_to_be_smaller_are_cleared() -> None:
     """Without a `created` event, the first window is taken for the largest until a larger one appears."""
     rank = Rank()
@@ -208,7 +221,7 @@ def test_blocks_whose_content_is_not_known_end_the_prefix(unknown: dict[str, Any
     """They and the blocks after them are counted, and the rank is approximate."""
     rank = Rank()
     batch = rank.take(stored(block(1, TOKENS[:4]), unknown, block(3, TOKENS[8:])))
-    assert (batch.n_unindexed, batch.not_indexed) == (2, {"content_unknown": 2})
+    assert (batch.n_unindexed, batch.not_indexed) == (0, {"content_unknown": 2})
     assert rank.held() == {(Tier.DEVICE, chain(TOKENS)[0])}
 
 

@@ -67,6 +67,8 @@ class BatchBuilder:
 
     def count(self, reason: str, n: int) -> None:
         """Count what is not indexed, or not exactly, by its reason (NOT_INDEXED_REASONS)."""
+        if not n:
+            return
         self.not_indexed[reason] = self.not_indexed.get(reason, 0) + n
 
     def lose(self, index: int, error: BadRecord, shown: Mapping[str, object]) -> None:
