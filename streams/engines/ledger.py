@@ -444,7 +444,12 @@ class Ledger:
             return False
         if not self._held[tier].keys().isdisjoint(blocks) or len(set(engines)) < len(engines):
             return False
-        return all(not table or all(map(eq, map(table.get, engines, blocks), blocks)) for table in self._published)
+        for where, table in enumerate(self._published):
+            if where == tier and not table.keys().isdisjoint(engines):
+                return False
+            if where != tier and table and not all(map(eq, map(table.get, engines, blocks), blocks)):
+                return False
+        return True
 
     def _adds_copies(self, event: BlocksStored) -> bool:
         """Whether the blocks of a store that are held already have one more copy now; otherwise they may have.
