@@ -167,6 +167,7 @@ class View:
         """now_ms: this process's monotonic clock. Ages count from receipt, so that other machines' clocks do not
         matter."""
         self._settings = settings
+        self._reads_index = settings.reads_index
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
@@ -570,7 +571,7 @@ class View:
 
         If this router does not read the index, predictions are the only source.
         """
-        known = self.find_matches(local) if self._settings.reads_index else _NO_SCORES
+        known = self.find_matches(local) if self._reads_index else _NO_SCORES
         if self._predictions is None:
             return known, _NO_RANKS
         with self._lock:
@@ -654,7 +655,7 @@ class View:
         self, ranks: Sequence[RankId], predicted: Set[RankId], now_ms: int, missing: Set[RankId], *, pooled: bool
     ) -> Trust:
         """missing: ranks whose labels were dropped, if labels are used."""
-        if not self._settings.reads_index:
+        if not self._reads_index:
             return APPROXIMATE if self._predictions is not None else FALLBACK
         unfed = self._engine_reports.unfed()
         rows = self._facts.pooled_rows() if pooled else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -202,10 +202,12 @@ class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Annotated[int, msgspec.Meta(ge=0, le=POOL_EPOCH_GIVEN_MAX)] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A request's blocks. local: uint64[n], the local hashes of its full blocks. chain: uint64[n], their sequence
-    hashes. n_tokens, request_blocks: including a partial last block."""
+class Blocks(NamedTuple):
+    """A request's blocks. It is a tuple because one is made for every request.
+
+    local: uint64[n], the local hashes of its full blocks. chain: uint64[n], their sequence hashes. n_tokens,
+    request_blocks: including a partial last block.
+    """
 
     local: HashArray
     chain: HashArray
@@ -405,7 +407,7 @@ def blocks_of(
             raise RequestTooLarge(f"{n_tokens} tokens; the limit of this router is {tokens_max}", limit=tokens_max)
         if n_tokens == 0:
             raise InvalidRequest("token_ids is empty")
-        packed = pack_tokens(token_ids)
+        packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
         seed = hash_seed(lora_name, namespace)
         local, chain = request_hashes(packed, block_size, seed, first_seed=salted_seed(seed, cache_salt))
         return Blocks(local, chain, n_tokens, -(-n_tokens // block_size))
@@ -481,8 +483,21 @@ def matches_json(request_blocks: int, matched: Mapping[RankId, Sequence[int]], t
     return {"request_blocks": request_blocks, "workers": workers, "ranks": ranks, **trust_json(trust)}
 
 
+#: What most requests require of their worker, except for the model.
+UNFILTERED = WorkerFilter(model="")
+
+
 def worker_filter(request: RouteRequest) -> WorkerFilter:
     """Return what a request requires of its worker, except for the model; raises InvalidRequest."""
+    if (
+        request.worker_id is None
+        and request.dp_rank is None
+        and request.allowed_worker_ids is None
+        and not request.excluded_worker_ids
+        and request.phase is None
+        and not request.required_taints
+    ):
+        return UNFILTERED
     return WorkerFilter(
         model="",
         worker_id=None if request.worker_id is None else worker_id(request.worker_id),

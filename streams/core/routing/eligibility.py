@@ -113,7 +113,8 @@ class RankSelection(Sequence[RankId]):
 
 def base_of(ranks: Sequence[RankId]) -> tuple[Sequence[RankId], Int64Array | None]:
     """Return the ranks for which columns are cached, and the positions of `ranks` in them; None for all of them."""
-    return (ranks.base, ranks.at) if isinstance(ranks, RankSelection) else (ranks, None)
+    # The first check answers for most requests; isinstance takes longer, since Sequence is an abstract class.
+    return (ranks.base, ranks.at) if type(ranks) is not tuple and isinstance(ranks, RankSelection) else (ranks, None)
 
 
 class EligibleRanks:
