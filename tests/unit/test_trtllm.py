@@ -11,8 +11,9 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.hashing import content_hash, hash_seed, request_hashes, salted_seed, with_pad_values
 from streams.core.ids import Tier
 from streams.engines.dialects.interface import DecodedBatch
-from streams.engines.dialects.trtllm import TRTLLM, TrtllmDecoder, split_by_rank
+from streams.engines.dialects.trtllm import TRTLLM, TrtllmDecoder
 from streams.engines.ledger import Ledger
+from streams.engines.polling import numbered
 from streams.errors import BadRecord
 from tests.helpers.reference import chain_hashes
 
@@ -225,6 +226,14 @@ def test_blocks_whose_content_is_not_known_end_the_prefix(unknown: dict[str, Any
     assert rank.held() == {(Tier.DEVICE, chain(TOKENS)[0])}
 
 
+def test_the_batches_of_an_http_answer_have_the_engines_numbers() -> None:
+    """An event without a usable number is not lost: it belongs to the batch before it, or to the first one."""
+    answer = [7, created(event_id=3), removed(1, event_id="4"), removed(2, event_id=5), removed(3, event_id=-1)]
+    batches = [(number, len(json.loads(payload))) for number, payload in numbered(answer)[0]]
+    assert batches == [(3, 3), (5, 2)]
+    assert numbered([7, {}]) == {0: []}
+
+
 def test_the_events_of_an_http_answer_are_divided_by_rank() -> None:
     """Each attention dp rank gets its own events, in order; an event of another rank is unusable."""
     answer = pack(
@@ -232,9 +241,11 @@ def test_the_events_of_an_http_answer_are_divided_by_rank() -> None:
         stored(*prompt([2]), attention_dp_rank=1),
         removed(1, attention_dp_rank=0),
     )
-    parts = split_by_rank(answer)
-    zero, one = (TrtllmDecoder(BLOCK).decode(parts[rank]) for rank in (0, 1))
-    assert [type(each) for each in zero.events] == [BlocksStored, BlocksRemoved]
+    parts = numbered(json.loads(answer))
+    decoder = TrtllmDecoder(BLOCK)
+    zero, later = (decoder.decode(payload) for _, payload in parts[0])
+    (one,) = (TrtllmDecoder(BLOCK).decode(payload) for _, payload in parts[1])
+    assert [type(each) for each in (*zero.events, *later.events)] == [BlocksStored, BlocksRemoved]
     assert (zero.dp_rank, one.dp_rank, len(one.events)) == (0, 1, 1)
     mixed = TrtllmDecoder(BLOCK).decode(answer)
     assert [each.index for each in mixed.unusable] == [1]

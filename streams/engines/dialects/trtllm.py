@@ -7,10 +7,10 @@ A payload is one event or a list of them. An event is a map:
 
 | field | sent by | what is done with it |
 |---|---|---|
-| event_id | all | ignored: a bridge numbers payloads, and events are numbered per rank |
+| event_id | all | ignored here; the number of the batch if events are polled (engines.polling) |
 | data | all | by `type`, see below |
 | window_size | 1.0 on | tokens of the attention window; only the largest window of the engine is indexed |
-| attention_dp_rank | 1.1 on | the rank; `split_by_rank` divides the events of an HTTP answer |
+| attention_dp_rank | 1.1 on | the rank; an answer over HTTP has the events of all ranks |
 | layer_group_id, hash_algo | V2 cache manager | ignored |
 
 | data.type | fields | what is done |
@@ -297,13 +297,10 @@ def events_of(payload: bytes) -> list[Any]:
     return outer
 
 
-def split_by_rank(payload: bytes) -> dict[int, bytes]:
-    """Divide the events of an HTTP answer by their attention dp rank, in order. Raises BadRecord."""
-    by_rank: dict[int, list[Any]] = {}
-    for raw in events_of(payload):
-        rank = raw.get("attention_dp_rank") if isinstance(raw, dict) else None
-        by_rank.setdefault(rank if type(rank) is int and rank >= 0 else 0, []).append(raw)
-    return {rank: json.dumps(events).encode() for rank, events in by_rank.items()}
+def rank_of_event(raw: Any) -> int:
+    """Return the attention dp rank of an event, 0 if it names none."""
+    rank = raw.get("attention_dp_rank") if isinstance(raw, dict) else None
+    return rank if type(rank) is int and rank >= 0 else 0
 
 
 def block_name(value: Any) -> EngineHash:
