@@ -22,7 +22,7 @@ _REQUIRED = frozenset({"id", "url", "events"})
 _SCHEMES = {
     "url": (("http", "https"), "http://HOST:PORT"),
     "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
-    "events": (("tcp", "ipc"), "tcp://HOST:PORT"),
+    "events": (("tcp", "ipc", "http", "https"), "tcp://HOST:PORT, or http://HOST:PORT/kv_cache_events"),
     "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
 }
 
@@ -31,9 +31,9 @@ _SCHEMES = {
 class EngineAddress:
     """Where one engine is, and which dialect it speaks.
 
-    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. model: None to ask the engine.
-    metrics: the URL of its Prometheus page, if that is not /metrics of `url`. lora_names: the adapters that it serves,
-    None if they are not listed.
+    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events may also be an HTTP URL,
+    which is polled for all ranks. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is
+    not /metrics of `url`. lora_names: the adapters that it serves, None if they are not listed.
     """
 
     worker_id: WorkerId
@@ -89,6 +89,11 @@ def engine_address(text: str) -> EngineAddress:
     )
 
 
+def is_polled(engine: EngineAddress) -> bool:
+    """Whether an engine's events are polled over HTTP."""
+    return urlsplit(engine.events).scheme in ("http", "https")
+
+
 def port_above(endpoint: str, offset: int) -> str:
     """Return the ZMQ address `offset` ports above; an ipc address gets the offset as a suffix.
 
@@ -142,6 +147,8 @@ def _check_urls(text: str, parts: dict[str, str]) -> None:
             fits = False
         if not fits:
             raise SettingsError(f"--engine {text!r}: {name} is {value!r}", remedy=f"It must look like {example}")
+    if parts.get("replay") and urlsplit(parts["events"]).scheme in ("http", "https"):
+        raise SettingsError(f"--engine {text!r}: events that are polled have no replay socket", remedy="Remove replay=")
 
 
 def check_distinct(engines: Sequence[EngineAddress]) -> None:
