@@ -16,7 +16,7 @@ ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("id=1,url=http://x", "events missing"),
+        ("id=1,events=tcp://x:1", "url missing"),
         ("url=http://x,events=tcp://x:1", "id missing"),
         ("id=one,url=http://x,events=tcp://x:1", "whole numbers"),
         ("id=-1,url=http://x,events=tcp://x:1", "0 to 2^64-1"),
