@@ -63,12 +63,14 @@ def router(resolved: Resolved, process_number: int | None, process_joins: str) -
     "engines",
     multiple=True,
     metavar="id=1,url=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,dp=N][,model=NAME]"
-    "[,metrics=URL][,dialect=NAME][,role=ROLE][,device_class=NAME][,taints=NAME+NAME]",
+    "[,metrics=URL][,dialect=NAME][,role=ROLE][,device_class=NAME][,taints=NAME+NAME]"
+    "[,lora=NAME+NAME]",
     help="one engine; repeat the option for each. events: address of its event socket; without one, routers predict "
     "what the engine holds. replay: address of its replay socket. dp: number of data-parallel ranks. model: name of "
     "its model, by default as the engine reports it. metrics: its Prometheus page, if not at URL/metrics. dialect: "
     "format of its events, by default recognised from them; an unknown name is refused with a list of all. role "
-    "(prefill, decode or both), device_class, taints: how it is registered, by default as the registry has it",
+    "(prefill, decode or both), device_class, taints: how it is registered, by default as the registry has it. lora: "
+    "the LoRA adapters that it serves; requests for others go elsewhere. By default it may serve any",
 )
 @click.option(
     "--engines-file",

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit, urlunsplit
 import xxhash
 
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.workers import DP_SIZE_MAX, Role
+from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX, Role
 from streams.engines.dialects.interface import Dialect
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
 _PARTS = frozenset(
-    {"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "role", "device_class", "taints"}
+    {"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "role", "device_class", "taints", "lora"}
 )
 _REQUIRED = frozenset({"id", "url"})
 
@@ -31,8 +31,8 @@ _SCHEMES = {
     "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
 }
 
-#: What separates taints in `--engine`, whose parts are separated by commas.
-_TAINT_SEPARATOR = "+"
+#: What separates taints, and names of adapters, in `--engine`, whose parts are separated by commas.
+_SEPARATOR = "+"
 
 #: What a template has in place of an engine's host.
 HOST = "{host}"
@@ -44,7 +44,8 @@ class EngineAddress:
 
     events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events: None for an engine that
     publishes none. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is not /metrics of
-    `url`. role, device_class, taints: None to leave what the registry has, or the default.
+    `url`. role, device_class, taints: None to leave what the registry has, or the default. lora_names: the adapters
+    that it serves, None if they are not listed.
     """
 
     worker_id: WorkerId
@@ -58,6 +59,7 @@ class EngineAddress:
     role: Role | None = None
     device_class: str | None = None
     taints: tuple[str, ...] | None = None
+    lora_names: tuple[str, ...] | None = None
 
     @property
     def metrics_url(self) -> str:
@@ -73,7 +75,7 @@ class EngineAddress:
 def engine_address(text: str) -> EngineAddress:
     """Parse `id=1,url=…[,events=…][,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,role=…][,device_class=…]`.
 
-    `taints=a+b` is also a part. Raises SettingsError that names the part that cannot be used.
+    `taints=a+b` and `lora=a+b` are also parts. Raises SettingsError that names the part that cannot be used.
     """
     return address_of(dict(part.partition("=")[::2] for part in text.split(",")), f"--engine {text!r}")
 
@@ -106,7 +108,8 @@ def address_of(parts: Mapping[str, str], where: str) -> EngineAddress:
         dialect=_dialect(where, parts.get("dialect")),
         role=_role(where, parts.get("role")),
         device_class=parts.get("device_class") or None,
-        taints=tuple(filter(None, parts["taints"].split(_TAINT_SEPARATOR))) if "taints" in parts else None,
+        taints=tuple(filter(None, parts["taints"].split(_SEPARATOR))) if "taints" in parts else None,
+        lora_names=_lora_names(where, parts.get("lora")),
     )
 
 
@@ -176,6 +179,19 @@ def _role(where: str, name: str | None) -> Role | None:
         return Role(name)
     except ValueError as exc:
         raise SettingsError(f"{where}: role {name!r} is unknown", remedy=f"Use one of {', '.join(Role)}") from exc
+
+
+def _lora_names(where: str, value: str | None) -> tuple[str, ...] | None:
+    """Read the names of adapters. An empty value lists none, so that none is served."""
+    if value is None:
+        return None
+    names = tuple(value.split(_SEPARATOR)) if value else ()
+    if len(names) > LORA_NAMES_MAX or any(not 1 <= len(name) <= LORA_NAME_CHARS_MAX for name in names):
+        raise SettingsError(
+            f"{where}: lora lists at most {LORA_NAMES_MAX} names of 1 to {LORA_NAME_CHARS_MAX} characters",
+            remedy="It must look like lora=NAME+NAME",
+        )
+    return names
 
 
 def _check_urls(where: str, parts: Mapping[str, str]) -> None:

@@ -241,7 +241,7 @@ class EngineLease:
 
 
 def _addressed(found: Worker | None, own: Worker, fixed: tuple[str, ...]) -> Worker:
-    """Return the registration with this bridge's addresses; everything else in it is an operator's choice.
+    """Return the registration with this bridge's addresses and adapters; everything else is an operator's choice.
 
     fixed: further fields that the operator has set at this bridge.
     """
@@ -255,5 +255,6 @@ def _addressed(found: Worker | None, own: Worker, fixed: tuple[str, ...]) -> Wor
         dp_size=own.dp_size,
         events_endpoint=own.events_endpoint,
         replay_endpoint=own.replay_endpoint,
+        lora_names=found.lora_names if own.lora_names is None else own.lora_names,
         **{name: getattr(own, name) for name in fixed},
     )
