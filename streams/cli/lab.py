@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from streams.cli.options import GroupedCommand
 from streams.cli.output import console
+
+_F = TypeVar("_F", bound=Callable[..., None])
 
 if TYPE_CHECKING:
     from streams.sim.lab.experiment import Row
@@ -62,7 +65,7 @@ def _table(rows: list[Row]) -> None:
     console().print(table)
 
 
-def fleet_options(command: click.Command) -> click.Command:
+def fleet_options(command: _F) -> _F:
     """Add the options that describe a fleet."""
     for option in reversed(
         (

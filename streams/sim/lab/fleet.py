@@ -229,7 +229,7 @@ class _Run:
         for request in ended:
             number = request.number
             result.last_ms[number] = now_ms
-            router.ended(number, now_ms)
+            router.ended(number, now_ms, request.n_out)
             del self._requests[number], self._worker[number]
             self._done[number] = True
             self._n_done += 1

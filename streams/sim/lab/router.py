@@ -17,7 +17,7 @@ from streams.core.ids import DpRank, EngineHash, HashArray, RankId, Tier, Worker
 from streams.core.index.interface import Candidates, OverlapScores, PrefixIndex
 from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.kernels.available import kernels_available
-from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, with_output
 from streams.core.routing.cost import prefill_tokens
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.policies.interface import Policy, Situation
@@ -65,7 +65,7 @@ class LabRouter:
         self.ranks = tuple(RankId(WorkerId(number + 1), DpRank(0)) for number in range(n_workers))
         self.worker_of = {rank: number for number, rank in enumerate(self.ranks)}
         self.capacity_blocks = np.full(n_workers, capacity_blocks, dtype=np.int64)
-        self.loads = ActiveLoads(_NEVER_MS)
+        self.loads = ActiveLoads(_NEVER_MS, observe=True)
         self.index = new_index()
         self.alive = self.ranks
         self._selector: Selector | None = None
@@ -106,6 +106,7 @@ class LabRouter:
         """Choose an engine and book it; return its number."""
         selector = self._selector
         assert selector is not None
+        self.loads.advance(int(now_ms))
         scores = self.index.find_matches(request.names) if selector.reads_index else _NO_SCORES
         booking = selector.choose(request, request.names.tobytes(), scores, now_ms)
         self.loads.add(self._booking_id(request.number), booking, int(now_ms))
@@ -115,9 +116,13 @@ class LabRouter:
         """A client reports that the prompt of a request is computed."""
         self.loads.prefill_complete(self._booking_id(number), int(now_ms))
 
-    def ended(self, number: int, now_ms: float) -> None:
-        """A client reports the end of a request."""
-        self.loads.free(self._booking_id(number), int(now_ms))
+    def ended(self, number: int, now_ms: float, n_output_tokens: int = 0) -> None:
+        """A client reports the end of a request, and how long its answer was."""
+        booking_id = self._booking_id(number)
+        booking = self.loads.booking(booking_id)
+        if n_output_tokens and booking is not None:
+            self.loads.add(booking_id, with_output(booking, n_output_tokens, self.block_size), int(now_ms))
+        self.loads.free(booking_id, int(now_ms))
 
     def _booking_id(self, number: int) -> BookingId:
         return BookingId(str(number), _ROUTER_ID, 0)
@@ -176,6 +181,10 @@ class PolicySelector:
         if self._numbering != router.loads.numbering:
             self._numbering, self._rows = router.loads.numbering, router.loads.rows_of(ranks)
         candidates = self._candidates
+        observations = router.loads.observations
+        if observations:
+            self._policy.observe(tuple(observations), lambda _: router.block_size)
+            observations.clear()
         overlap = scores.columns(candidates, (1.0, 1.0, 1.0, 1.0))[0]
         situation = Situation(
             ranks=ranks,
@@ -199,6 +208,7 @@ class PolicySelector:
             sequence=sequence,
             overlap_blocks=overlap.item(index),
             request_blocks=situation.request_blocks,
+            forecast=self._policy.forecast(situation, prices, index),
         )
 
 

@@ -12,11 +12,13 @@ from types import MappingProxyType
 from streams.core.routing.policies.dynamo import POLICIES as DYNAMO_POLICIES
 from streams.core.routing.policies.expected_time import expected_time
 from streams.core.routing.policies.interface import PolicyFactory
+from streams.core.routing.policies.peers import POLICIES as PEERS_POLICIES
 
 #: Factories by name. A name is written as users write it, in lower case with hyphens.
 BUILT_IN: Mapping[str, PolicyFactory] = MappingProxyType(
     {
         "expected-time": expected_time,
         **DYNAMO_POLICIES,
+        **PEERS_POLICIES,
     }
 )
