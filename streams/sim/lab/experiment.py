@@ -60,6 +60,7 @@ class Row:
             "itl_ms": round(figures.itl_ms, 4),
             "requests_per_s": round(figures.requests_per_s, 4),
             "reuse": round(figures.reuse, 5),
+            "loaded": round(figures.loaded, 5),
             "preempted": self.result.n_preempted,
             "took_s": round(self.took_s, 2),
         }

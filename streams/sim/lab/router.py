@@ -7,13 +7,26 @@ formula, and what engines do (engine).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from streams.core.ids import DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
+from streams.core.block_facts.fact_sets import PythonFactSets, RankNumbering
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.ids import (
+    DpRank,
+    EngineHash,
+    Float64Array,
+    HashArray,
+    Incarnation,
+    RankId,
+    SequenceHash,
+    Tier,
+    WorkerId,
+)
 from streams.core.index.interface import Candidates, OverlapScores, PrefixIndex
 from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.kernels.available import kernels_available
@@ -22,6 +35,10 @@ from streams.core.routing.cost import prefill_tokens
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.policies.interface import Policy, Situation
 from streams.core.routing.selection import Rng, select_by_cost
+from streams.core.routing.supplementary import SupplementaryMatches
+from streams.cxl.events import CxlPool
+from streams.cxl.pooled_index import PooledIndex
+from streams.cxl.records import Placement
 
 #: Bookings of a run do not expire.
 _NEVER_MS = 1 << 60
@@ -57,6 +74,17 @@ def new_index() -> PrefixIndex:
     return PlainPrefixIndex()
 
 
+class _Pool:
+    """The router's index of a pool that all of its workers read."""
+
+    def __init__(self, ranks: tuple[RankId, ...]) -> None:
+        members = tuple(rank.worker_id for rank in ranks)
+        pool = CxlPool("pool", "default", 0, members)
+        self.index = PooledIndex(PythonFactSets(), {"pool": pool})
+        self.numbers = RankNumbering(ranks)
+        self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
+
+
 class LabRouter:
     """One router in front of all engines. The owner of its index and loads."""
 
@@ -68,6 +96,7 @@ class LabRouter:
         self.loads = ActiveLoads(_NEVER_MS, observe=True)
         self.index = new_index()
         self.alive = self.ranks
+        self._pool: _Pool | None = None
         self._selector: Selector | None = None
 
     def use(self, selector: Selector) -> None:
@@ -89,6 +118,22 @@ class LabRouter:
     def removed(self, worker: int, names: HashArray) -> None:
         """Apply an event of an engine."""
         self.index.remove(self.ranks[worker], Tier.DEVICE, names)
+
+    def pool_changed(self, new: list[int], evicted: list[int]) -> None:
+        """Blocks came to the pool that all engines read, or left it. new, evicted: sequence hashes."""
+        if self._pool is None:
+            self._pool = _Pool(self.ranks)
+        for each in evicted:
+            self._pool.index.replace(SequenceHash(each), self._pool.placed, None)
+        for each in new:
+            self._pool.index.replace(SequenceHash(each), None, self._pool.placed)
+
+    def supplementary(self, names: HashArray) -> SupplementaryMatches | None:
+        """The blocks of a request that are in the pool; None without a pool. names: uint64[n]."""
+        if self._pool is None:
+            return None
+        query = self._pool.index.query("", self._pool.numbers)
+        return SupplementaryMatches(names, query, None, lambda *_: None, nullcontext())
 
     def worker_failed(self, worker: int) -> None:
         """An engine's lease has expired: it gets no more requests, and what it held is gone."""
@@ -150,6 +195,7 @@ class ModeSelector:
             request_blocks=n_blocks,
             block_size=router.block_size,
             n_tokens=request.n_tokens,
+            supplementary=router.supplementary(request.names),
         )
         return booking_of(
             decision.chosen,
@@ -185,13 +231,22 @@ class PolicySelector:
         if observations:
             self._policy.observe(tuple(observations), lambda _: router.block_size)
             observations.clear()
-        overlap = scores.columns(candidates, (1.0, 1.0, 1.0, 1.0))[0]
+        overlap, effective = scores.columns(candidates, (1.0, 1.0, 1.0, 1.0))
+        matches = router.supplementary(request.names)
+        weighed = None if matches is None else matches.weigh(candidates, overlap, effective, 1.0, 0.0)
+        pooled = None if weighed is None else weighed.cxl_accessible_scores
+
+        def held(tiers: tuple[float, ...], pool: float) -> Float64Array:
+            own = scores.columns(candidates, tiers)[1]
+            return own if pooled is None else own + pool * pooled
+
         situation = Situation(
             ranks=ranks,
             rows=self._rows,
             loads=router.loads,
             scores=overlap,
-            held=lambda tiers, _: scores.columns(candidates, tiers)[1],
+            held=held,
+            on_device=pooled is None or not pooled.any(),
             sequence=sequence,
             request_blocks=-(-request.n_tokens // router.block_size),
             n_tokens=request.n_tokens,
