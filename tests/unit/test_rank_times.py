@@ -23,6 +23,7 @@ RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in (1, 2, 3))
 TTL_MS = 1 << 40
 HUNDRED_MS = Forecast(100_000)
 NOTHING = np.zeros(len(RANKS))
+NONE = NOTHING.astype(np.int64)
 
 
 def request(name: object) -> BookingId:
@@ -274,13 +275,11 @@ def test_routers_that_read_the_same_bookings_in_any_order_price_alike(told: list
     priced = []
     for number in range(4):
         loads = replica(told, seed + number)
-        rows = loads.rows_of(RANKS)
+        rows, shared = loads.rows_of(RANKS), loads.shared_blocks(sequence)
         for rank, backlog in zip(RANKS, loads.backlog_ms(rows, END_MS).tolist(), strict=True):
             assert (backlog, loads.load(rank).requests) == by_brute_force(told, rank)
         prices = ExpectedTime().price(
-            Situation(
-                RANKS, rows, loads, NOTHING.astype(np.int64), lambda *_: NOTHING, sequence, 4, 64, 16, now_ms=END_MS
-            )
+            Situation(RANKS, rows, loads, NONE, lambda *_: NOTHING, shared, sequence, 4, 64, 16, now_ms=END_MS)
         )
         priced.append([column.tolist() for column in (*prices.terms, prices.costs)])
     assert all(each == priced[0] for each in priced)

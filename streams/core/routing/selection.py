@@ -18,7 +18,11 @@ CUDA_TO_CPU_RATIO = 8.0
 
 
 class RouterMode(enum.StrEnum):
-    """How a router chooses. The last two are older cost functions (core.routing.policies)."""
+    """How a router chooses.
+
+    expected-time and policy are policies of core.routing.policies that are found by name: the first one by its own, the
+    second one by a name in the settings. The last two are older cost functions.
+    """
 
     KV = "kv"
     ROUND_ROBIN = "round-robin"
@@ -27,8 +31,14 @@ class RouterMode(enum.StrEnum):
     LEAST_LOADED = "least-loaded"
     POWER_OF_TWO = "power-of-two"
     DEVICE_AWARE_WEIGHTED = "device-aware-weighted"
+    EXPECTED_TIME = "expected-time"
+    POLICY = "policy"
     HIT_USAGE_WAITING = "hit-usage-waiting"
     LOAD_DEVIATION = "load-deviation"
+
+
+#: Modes whose policy is found by name.
+NAMED_MODES = frozenset({RouterMode.EXPECTED_TIME, RouterMode.POLICY})
 
 
 class Rng(Protocol):
