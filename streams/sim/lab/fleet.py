@@ -149,6 +149,9 @@ class _Run:
                 if version == self._version[number]:
                     self._finish(number)
                     touched.add(number)
+            if self.router.wake_ms <= now_ms:
+                for request, worker in self.router.pump(now_ms):
+                    self._submit(request, worker, touched)
             touched.update(number for number, down in enumerate(self._down) if not down and not engines[number].is_busy)
         self.result.close(self.now_ms, [engine.busy_ms for engine in self.engines])
         self.result.n_preempted = sum(engine.n_preempted for engine in self.engines)
@@ -158,7 +161,7 @@ class _Run:
         """The next time at which anything happens."""
         while self._ends and self._ends[0][2] != self._version[self._ends[0][1]]:
             heapq.heappop(self._ends)
-        at_ms = self._ends[0][0] if self._ends else _NEVER
+        at_ms = min(self._ends[0][0] if self._ends else _NEVER, self.router.wake_ms)
         if self._lagged:
             at_ms = min(at_ms, self._lagged[0][0])
         if self._timers:
@@ -203,14 +206,20 @@ class _Run:
         if not self.router.alive:
             self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
             return
-        keys = self.workload.keys_of(number)
-        worker = self.router.route(RoutedRequest(number, self._n_in[number], self.workload.names[keys]), self.now_ms)
+        names = self.workload.names[self.workload.keys_of(number)]
+        worker = self.router.arrive(RoutedRequest(number, self._n_in[number], names, names.tobytes()), self.now_ms)
+        if worker is not None:
+            self._submit(number, worker, touched)
+
+    def _submit(self, number: int, worker: int, touched: set[int]) -> None:
+        """Hand a routed request to its engine."""
         engine = self.engines[worker]
         if self._down[worker]:  # the router does not know yet
             self.router.ended(number, self.now_ms)
             self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
             return
-        request = LabRequest(number, self._n_in[number], self._n_out[number], keys.tolist(), self._own[number])
+        keys: list[int] = self.workload.keys_of(number).tolist()
+        request = LabRequest(number, self._n_in[number], self._n_out[number], keys, self._own[number])
         if not engine.fits(request):
             raise SettingsError(
                 f"request {number} of {self.workload.name} has {request.n_in} + {request.n_out} tokens, which no "
