@@ -39,6 +39,7 @@ def situation(cached: tuple[int, ...] = (0, 4, 8), host: tuple[int, ...] = (0, 0
         scores=(device + below).astype(np.int64),
         held=lambda tiers, _: tiers[0] * device + tiers[1] * below,
         sequence=chain(*range(10)),
+        shared=loads.shared_blocks(chain(*range(10))),
         request_blocks=10,
         n_tokens=10 * BLOCK,
         block_size=BLOCK,

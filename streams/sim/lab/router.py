@@ -77,7 +77,7 @@ class _Pool:
 
     def __init__(self, ranks: tuple[RankId, ...]) -> None:
         members = tuple(rank.worker_id for rank in ranks)
-        pool = CxlPool("pool", "default", 0, members)
+        pool = CxlPool("pool", "default", None, members)
         self.index = PooledIndex(PythonFactSets(), {"pool": pool})
         self.numbers = RankNumbering(ranks)
         self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
