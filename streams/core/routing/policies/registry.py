@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from streams.core.routing.policies.dynamo import POLICIES as DYNAMO_POLICIES
 from streams.core.routing.policies.expected_time import expected_time
 from streams.core.routing.policies.interface import Policy, PolicyFactory
 from streams.errors import SettingsError
@@ -17,6 +18,7 @@ from streams.errors import SettingsError
 BUILT_IN: Mapping[str, PolicyFactory] = MappingProxyType(
     {
         "expected-time": expected_time,
+        **DYNAMO_POLICIES,
     }
 )
 
