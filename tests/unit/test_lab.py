@@ -242,7 +242,7 @@ def test_a_pool_returns_what_the_engines_have_evicted(returning: Workload) -> No
     """Blocks are loaded instead of computed, and the first token comes earlier; a shared link is slower."""
     without = pooled(returning, None).figures
     own = pooled(returning, LabPoolConfig(4 * 2 * TINY.n_blocks)).figures
-    shared = pooled(returning, LabPoolConfig(4 * 2 * TINY.n_blocks, gb_per_s=2.0, is_shared=True)).figures
+    shared = pooled(returning, LabPoolConfig(4 * 2 * TINY.n_blocks, gb_per_s=20.0, is_shared=True)).figures
     assert without.loaded == 0.0 and own.loaded > 0.05
     assert own.reuse > without.reuse and own.mean_ttft_ms < shared.mean_ttft_ms < without.mean_ttft_ms
 

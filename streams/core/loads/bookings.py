@@ -72,6 +72,8 @@ class BookingId(NamedTuple):
 class BookingPhase(enum.StrEnum):
     """What happened to a booking. The values are part of the records on Kafka."""
 
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
+
     ADD = "add"
     PREFILL = "prefill"
     FREE = "free"
@@ -263,7 +265,11 @@ class ActiveLoads:
         state = self._state(booking_id, at_ms, clock)
         now_ms = self.times.now_ms if at_ms is None else at_ms
         booking = state.booking
-        if booking is not None and state.node is not None:
+        if booking is not None and state.node is None:  # it counts as over; its rank did complete the prompt
+            row = self._rows.get(booking.rank, 0)
+            if row:
+                self.times.note_prefilled(row, now_ms)
+        elif booking is not None:
             row = self._rows[booking.rank]
             if not state.prefilled:
                 self._cells[_PREFILL * self._n_rows + row] -= state.counted_prefill

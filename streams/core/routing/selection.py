@@ -24,6 +24,8 @@ class RouterMode(enum.StrEnum):
     second one by a name in the settings. The last two are older cost functions.
     """
 
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
+
     KV = "kv"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
@@ -39,6 +41,9 @@ class RouterMode(enum.StrEnum):
 
 #: Modes whose policy is found by name.
 NAMED_MODES = frozenset({RouterMode.EXPECTED_TIME, RouterMode.POLICY})
+
+#: Up to this number of candidates, a list of their costs takes less time than operations on the array.
+_FEW = 32
 
 
 class Rng(Protocol):
@@ -74,6 +79,8 @@ def select_lowest(
     """
     if n_lowest == 1:
         return first
+    if len(costs) <= _FEW and (preference is None or not preference.size):
+        return _any_of_the_lowest(costs.tolist(), costs.item(first), rng)
     best = costs == costs[first]
     if preference is not None and preference.size:
         best &= preference == preference[first]
