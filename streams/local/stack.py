@@ -181,6 +181,15 @@ class Stack:
             self._wait_ready(process)
         return process
 
+    def front(self, name: str, routers: Sequence[RouterProcess], options: Sequence[str] = (), **changes: Any) -> str:
+        """Start a front of these routers and return its URL. options: additional options of `kvstreams front`."""
+        settings = replace(self.settings, port=free_port(), **changes)
+        urls = [each for router in routers for each in ("--router-url", router.url)]
+        child = self._start(name, ["-m", "streams.cli", "front", *urls, *options], as_environ(settings))
+        url = f"http://{settings.host}:{settings.port}"
+        child.wait_ready(lambda: is_ready(url), READY_TIMEOUT_S)
+        return url
+
     def _start(self, name: str, arguments: list[str], env: Mapping[str, str] | None = None) -> Child:
         child = Child(name, arguments, self.directory / "logs" / f"{name}.log", env or {})
         return self._children.add(child).start()
