@@ -147,8 +147,10 @@ class Outbox(Generic[_T]):
 
     def oldest_ms(self) -> int:
         """For how long the oldest record has been unacknowledged; 0 if there is none."""
+        if not self._waiting and not self._in_flight:
+            return 0
         ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
-        return self._now_ms() - min(ages) if ages else 0
+        return self._now_ms() - min(ages)
 
     def _run(self) -> None:
         while not self._stopping:

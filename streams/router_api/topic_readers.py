@@ -111,6 +111,8 @@ class Feeds:
     def pending(self) -> dict[str, int]:
         """Number of partitions, by feed, that have not been read to their ends; empty when all have."""
         waiting: dict[str, int] = {}
+        if not self._pending:  # every request asks
+            return waiting
         for topic, _ in list(self._pending):  # a copy, in one step, since the threads change it meanwhile
             name = self._folds[topic][0]
             waiting[name] = waiting.get(name, 0) + 1
