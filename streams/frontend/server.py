@@ -35,7 +35,7 @@ from streams.frontend.proxy import Proxy
 from streams.frontend.requests import Kind, read_request
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
-from streams.interpreter import exempt_from_collection
+from streams.interpreter import exempt_from_collection, prefer_request_threads
 from streams.metrics import MetricsRegistry, metrics_response
 from streams.router_api.connections import LINGERING_S, Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
@@ -336,6 +336,7 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         front = Front(settings, options, access)
         startup.note("loading tokenizers" if options.tokenizers else "starting")
         await front.start()
+        prefer_request_threads()
         exempt_from_collection()
         await server.serve(front.runner())
         log.info("serving on %s, with the routers %s", server.url, ", ".join(options.router_urls))

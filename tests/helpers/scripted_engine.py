@@ -71,11 +71,11 @@ class ScriptedEngine:
         self.received.append(CIMultiDict(http.headers))
         self.bodies.append(await http.read())
         self.counts["begun"] += 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         try:
             if script.status != 200:
                 self.counts["ended"] += 1
                 return web.Response(body=script.refusal, status=script.status, content_type="application/json")
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             await response.prepare(http)
             sent = 0
             while sent < len(script.answer):
@@ -96,10 +96,12 @@ class ScriptedEngine:
             await response.write_eof()
             self.counts["ended"] += 1
             return response
-        except (asyncio.CancelledError, ConnectionError):
-            if not self.counts["broken"] or script.breaks_at is None:
-                self.counts["cancelled"] += 1
+        except asyncio.CancelledError:
+            self.counts["cancelled"] += 1
             raise
+        except ConnectionError:  # the client left while a piece was written
+            self.counts["cancelled"] += 1
+            return response
 
 
 @contextmanager

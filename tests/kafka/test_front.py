@@ -79,7 +79,8 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
         engines = stack.engines(2, SMALL, MODEL, TIME_SCALE)
         stack.bridge(engines)
         wait_workers(worker.url, 2)
-        yield Fleet(stack.front("front", [worker], ["--tokenizer", f"{MODEL}={model}"]), worker, engines)
+        front = stack.front("front", [worker], ["--tokenizer", f"{MODEL}={model}"])
+        yield Fleet(front.url, worker, engines)
 
 
 def run(fleet: Fleet, scenario: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:

@@ -97,6 +97,7 @@ def on_stage(
     backend: Backend,
     scenario: Callable[[Stage], Awaitable[None]],
     options: dict[str, Any] | None = None,
+    patience_s: float = 2 * PATIENCE_S,
     **settings: Any,
 ) -> None:
     """Run a scenario with a front of its own; afterwards every booking must have ended."""
@@ -114,7 +115,7 @@ def on_stage(
             for engine in engines:
                 engine.script, engine.received, engine.bodies = Script(), [], []
                 engine.counts.clear()
-            async with asyncio.timeout(PATIENCE_S * 2):
+            async with asyncio.timeout(patience_s):
                 await scenario(stage)
                 await stage.until_free()
         finally:
@@ -278,7 +279,8 @@ def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Ba
     """Before or after the first token, the engine's request ends and the booking is freed."""
 
     async def scenario(stage: Stage) -> None:
-        stage.script(*[Script(pause_s=0.002)] * 2)
+        # The end of the answer never comes, so that no request can end by itself.
+        stage.script(*[Script(pause_s=0.002, stalls_at=len(answer_bytes()) - 30)] * 2)
         seed = random.randrange(1 << 32)
         print("seed", seed)
         rng = random.Random(seed)
@@ -298,8 +300,8 @@ def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Ba
         await asyncio.gather(*(vanish(rng.choice([0, rng.randrange(1, 3000)])) for _ in range(40)))
         await stage.until_free()
         outcomes = stage.front.counts.outcomes
+        assert outcomes.keys() == {"client_gone"}
         assert outcomes["client_gone"] > 20
-        assert sum(outcomes.values()) <= 40
 
     on_stage(backend, scenario)
 
