@@ -114,8 +114,11 @@ def _tokens(answer: Answer, worker: Worker) -> float:
 
 
 def _of_ranks(worker: Worker, endpoint: str | None) -> list[str]:
-    """The addresses of all ranks; one that cannot be computed is left as it is, and connecting shows the error."""
-    if endpoint is None:
+    """The ZMQ addresses of all ranks; one that cannot be computed is left as it is, and connecting shows the error.
+
+    Events that a bridge reads over HTTP have none: reading them would take them from the bridge.
+    """
+    if endpoint is None or endpoint.startswith(("http://", "https://")):
         return []
     try:
         return [port_above(endpoint, rank) for rank in range(worker.dp_size)]
