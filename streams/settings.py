@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
-from streams.core.routing.policies.expected_time import (
+from streams.core.routing.policies.expected_time_defaults import (
     DECODE_WEIGHT,
     DISK_GB_PER_S,
     EXPECTED_TIME_QUEUE_MS,

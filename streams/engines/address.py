@@ -43,9 +43,9 @@ class EngineAddress:
     """Where one engine is, which dialect it speaks, and how it is registered.
 
     events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events may also be an HTTP URL,
-    which is polled for all ranks, or None for an engine that publishes none. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is not /metrics of
-    `url`. role, device_class, taints: None to leave what the registry has, or the default. lora_names: the adapters
-    that it serves, None if they are not listed.
+    which is polled for all ranks, or None for an engine that publishes none. model: None to ask the engine. metrics:
+    the URL of its Prometheus page, if that is not /metrics of `url`. role, device_class, taints: None to leave what the
+    registry has, or the default. lora_names: the adapters that it serves, None if they are not listed.
     """
 
     worker_id: WorkerId
