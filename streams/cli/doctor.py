@@ -60,6 +60,13 @@ class _OwnStatus(GroupedCommand):
     is_flag=True,
     help="send each engine a prompt of two blocks, and compare its hashes of them with those that a router computes",
 )
+@click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    metavar="MODEL=PATH",
+    help="files of a model's tokenizer, as for `kvstreams front`; each engine's /tokenize is compared with them",
+)
 @click.option("--skip", multiple=True, type=click.Choice(_GROUPS), help="a group of checks to leave out")
 @click.option(
     "--watch",
@@ -77,6 +84,7 @@ def doctor(
     token_file: Path | None,
     engine_key_file: Path | None,
     probe: bool,
+    tokenizers: tuple[str, ...],
     skip: tuple[str, ...],
     watch_s: float | None,
     as_json: bool,
@@ -91,12 +99,18 @@ def doctor(
     from streams.doctor.run import Order, examine
     from streams.security.files import read_secret
 
+    by_model = {}
+    if tokenizers:
+        from streams.frontend.server import parse_by_model
+
+        by_model = parse_by_model("--tokenizer", tokenizers)
     order = Order(
         routers=routers,
         pages=pages,
         token=None if token_file is None else read_secret("--token-file", str(token_file)),
         engine_key=None if engine_key_file is None else read_secret("--engine-key-file", str(engine_key_file)),
         probe=probe,
+        tokenizers=by_model,
         skip=frozenset(map(findings.Group, skip)),
         watch_s=watch_s,
     )

@@ -22,6 +22,7 @@ class Group(enum.StrEnum):
     LEASES = "leases"
     DEAD_LETTERS = "dead-letters"
     ENGINES = "engines"
+    TOKENIZERS = "tokenizers"
     PROBE = "probe"
     ROUTERS = "routers"
     CLOCKS = "clocks"

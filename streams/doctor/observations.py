@@ -121,7 +121,8 @@ class EngineSeen:
 
     error: why it does not answer over HTTP, or None. block_size: on its metrics page, None if it reports none. models:
     those that it serves, None if it does not say. tokens_grew: whether it processed tokens while the doctor watched.
-    events, replays: by rank; replays are empty if it is registered without one.
+    events, replays: by rank; replays are empty if it is registered without one. tokens: by the name of a prompt, how
+    its tokens differ from those of the files of --tokenizer, or ""; empty if it has no /tokenize, None if not asked.
     """
 
     worker: Worker
@@ -133,6 +134,7 @@ class EngineSeen:
     clock: ClockReading | None = None
     events: tuple[SocketSeen, ...] = ()
     replays: tuple[SocketSeen, ...] = ()
+    tokens: Mapping[str, str] | None = None
     probe: ProbeSeen | None = None
 
 

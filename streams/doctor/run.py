@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -20,6 +20,7 @@ from streams.doctor.kafka_reading import read_kafka
 from streams.doctor.observations import EngineSeen, KafkaSeen, Observations
 from streams.doctor.probe import probe_engines
 from streams.doctor.router_reading import read_pages, read_routers
+from streams.doctor.tokenizer_reading import read_tokenizers
 from streams.errors import SchemasIncompatible
 from streams.schema_compatibility import check_schemas
 from streams.settings import Settings
@@ -35,6 +36,7 @@ CHECKS: Sequence[tuple[Group, Callable[[Observations], Iterable[Finding]]]] = (
     (Group.LEASES, registry.check_leases),
     (Group.DEAD_LETTERS, registry.check_dead_letters),
     (Group.ENGINES, engines.check_engines),
+    (Group.TOKENIZERS, engines.check_tokenizers),
     (Group.PROBE, engines.check_probe),
     (Group.ROUTERS, routers.check_routers),
     (Group.CLOCKS, processes.check_clocks),
@@ -46,19 +48,28 @@ CHECKS: Sequence[tuple[Group, Callable[[Observations], Iterable[Finding]]]] = (
 #: groups that are not skipped do not need is not read.
 _WITHOUT_KAFKA = frozenset({Group.ROUTERS, Group.MEMORY, Group.VERSIONS})
 _WITHOUT_LOGS = _WITHOUT_KAFKA | {Group.KAFKA, Group.TOPICS}
-_WITHOUT_WAITING = _WITHOUT_LOGS | {Group.SCHEMAS, Group.REGISTRY, Group.DEAD_LETTERS, Group.ENGINES, Group.PROBE}
+_WITHOUT_WAITING = _WITHOUT_LOGS | {
+    Group.SCHEMAS,
+    Group.REGISTRY,
+    Group.DEAD_LETTERS,
+    Group.ENGINES,
+    Group.TOKENIZERS,
+    Group.PROBE,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """What is examined. routers, pages: URLs of routers, and of metrics pages of other processes.
 
-    token: for both. engine_key: for the engines. probe: whether to send each engine a prompt. skip: groups to leave
-    out. watch_s: the longest watch of the logs, None for as long as silence needs to show.
+    tokenizers: paths of tokenizers by model, "" for all others. token: for routers and pages. engine_key: for the
+    engines. probe: whether to send each engine a prompt. skip: groups to leave out. watch_s: the longest watch of the
+    logs, None for as long as silence needs to show.
     """
 
     routers: tuple[str, ...] = ()
     pages: tuple[str, ...] = ()
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
     token: str | None = None
     engine_key: str | None = None
     probe: bool = False
@@ -68,7 +79,8 @@ class Order:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups that are checked, in order."""
-        return tuple(each for each in Group if each not in self.skip and (each is not Group.PROBE or self.probe))
+        asked = {Group.PROBE: self.probe, Group.TOKENIZERS: bool(self.tokenizers)}
+        return tuple(each for each in Group if each not in self.skip and asked.get(each, True))
 
 
 def examine(settings: Settings, order: Order) -> Report:
@@ -98,9 +110,11 @@ async def _read(settings: Settings, order: Order) -> Observations:
         found_pages = await read_pages(http, order.pages, token)
         found_kafka = None if reading is None else await reading
         found_engines: tuple[EngineSeen, ...] = ()
-        if {Group.ENGINES, Group.PROBE, Group.CLOCKS} & groups:
+        if {Group.ENGINES, Group.TOKENIZERS, Group.PROBE, Group.CLOCKS} & groups:
             found_engines = await read_engines(http, _workers(found_kafka), key)
-        if order.probe and Group.PROBE in groups:
+        if Group.TOKENIZERS in groups:
+            found_engines = await read_tokenizers(http, found_engines, order.tokenizers, key)
+        if Group.PROBE in groups:
             answering = [each.url for each in found_routers if each.workers]
             found_engines = await probe_engines(http, found_engines, answering, key, token)
     return Observations(settings, found_kafka, found_engines, found_routers, found_pages)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from streams.local.ports import free_port
 from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings, as_environ
+from streams.sim.chat_template import CHAT_TEMPLATE, tokenizer_files
 from streams.sim.engine_config import EngineConfig
 from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
 from streams.topics import topics
@@ -109,8 +112,10 @@ def all_exact(url: str) -> bool:
 
 
 def test_it_says_nothing_while_all_is_well(well: DoctorsFleet) -> None:
-    """With every group and the probe, there is no finding; the engines' blocks are found by both routers."""
-    report = examine(well.settings, Order(routers=well.routers, pages=(well.worker.url,), probe=True))
+    """With every group, there is no finding; the blocks of the probe are found by both routers."""
+    with files_of(tokenizer_files()) as path:
+        order = Order(routers=well.routers, pages=(well.worker.url,), probe=True, tokenizers={"": path})
+        report = examine(well.settings, order)
     assert report.findings == ()
     assert set(report.groups) == set(Group)
     assert set(report.versions.values()) == {__version__}
@@ -399,6 +404,25 @@ def engine_hashes_other_tokens(well: DoctorsFleet) -> Iterator[Sick]:
 
 
 @fault
+def engine_has_another_chat_template(well: DoctorsFleet) -> Iterator[Sick]:
+    """The files have an older template, without the tools."""
+    old = tokenizer_files()
+    old["tokenizer_config.json"] = json.dumps({"chat_template": CHAT_TEMPLATE.replace("if tools", "if false")})
+    with files_of(old) as path:
+        order = Order(tokenizers={MODEL: path}, skip=frozenset(Group) - {Group.TOKENIZERS})
+        yield Sick(well.settings, {"tokens_differ"}, ["chat with tools", "chat template"], order)
+
+
+@contextmanager
+def files_of(files: Mapping[str, str]) -> Iterator[str]:
+    """Write files to a folder, and give its path."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            Path(folder, name).write_text(text)
+        yield folder
+
+
+@fault
 def router_does_not_find_the_blocks(well: DoctorsFleet) -> Iterator[Sick]:
     """A router whose index has none of them, as one of another scope or version."""
     row = {"worker_id": 1, "silent_dp_ranks": []}
@@ -543,7 +567,11 @@ def test_the_command_prints_findings_and_its_status_is_for_scripts(well: Doctors
     done = run("doctor", *routers, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     url = f"http://127.0.0.1:{free_port()}"
-    alone = ["--router", url, *(each for group in ROUTERS_ALONE - {Group.PROBE} for each in ("--skip", group))]
+    alone = [
+        "--router",
+        url,
+        *(each for group in ROUTERS_ALONE - {Group.PROBE, Group.TOKENIZERS} for each in ("--skip", group)),
+    ]
     done = run("doctor", *alone, "--json", env=env)
     assert (done.returncode, done.stderr) == (1, "")
     (finding,) = json.loads(done.stdout)["findings"]

@@ -31,6 +31,7 @@ from streams.doctor.observations import (
     TopicsSeen,
 )
 from streams.doctor.run import CHECKS, Order
+from streams.frontend.parity import compare
 from streams.settings import Settings
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
 from streams.topics import topics
@@ -208,6 +209,17 @@ def test_bookings_near_their_limit_are_found_before_any_is_dropped(share: float,
     assert [each.code for each in processes.check_memory(replace(observed(), pages=(page,)))] == found
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "at"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([1], [1, 2], 1), ([], [], None), ([1], [0, 1], 0)],
+)
+def test_tokens_differ_from_the_first_one_on_that_does(ours: list[int], theirs: list[int], at: int | None) -> None:
+    """A prompt that ends earlier differs at its end."""
+    found = compare(ours, theirs)
+    assert (None if found is None else found.at) == at
+    assert found is None or str(found).startswith(f"{len(theirs)} tokens instead of {len(ours)}")
+
+
 def test_findings_are_text_for_people_and_json_for_scripts() -> None:
     """Nothing is printed without findings; JSON has every field, and the versions."""
     finding = Finding(Group.TOPICS, "topic_missing", "topic a", "it is missing", "Create it")
@@ -241,8 +253,9 @@ def test_every_group_has_a_check_and_a_row_in_the_docs_and_most_can_be_skipped()
     made = set(re.findall(r"Group\.\w+,\s+\"(\w+)\"", "".join(file.read_text() for file in folder.glob("*.py"))))
     assert len(made) > 30
     assert made <= shown, made - shown
-    assert Group.PROBE not in Order().groups and Group.PROBE in Order(probe=True).groups
-    for group in set(Group) - {Group.PROBE}:
+    assert set(Group) - set(Order().groups) == {Group.PROBE, Group.TOKENIZERS}
+    assert set(Order(probe=True, tokenizers={"": "path"}).groups) == set(Group)
+    for group in set(Group) - {Group.PROBE, Group.TOKENIZERS}:
         done = CliRunner().invoke(cli, ["doctor", "--skip", group, "--help"])
         assert done.exit_code == 0
 

@@ -85,6 +85,32 @@ def _sockets(engine: EngineSeen, subject: str) -> Iterator[Finding]:
             )
 
 
+def check_tokenizers(seen: Observations) -> Iterator[Finding]:
+    """With --tokenizer, each engine makes the same tokens of the same prompts as the files."""
+    for engine in seen.engines:
+        if engine.tokens is None:
+            continue
+        subject = f"worker {engine.worker.worker_id}"
+        differ = [f"{name} ({difference})" for name, difference in engine.tokens.items() if difference]
+        if differ:
+            yield Finding(
+                Group.TOKENIZERS,
+                "tokens_differ",
+                subject,
+                f"it makes other tokens than the files of {engine.worker.model} of these prompts: {'; '.join(differ)}",
+                "If only chats differ, the chat template is another one (--chat-template of the engine, or an older "
+                "download of the model); otherwise it is the tokenizer. Use the engine's own files",
+            )
+        elif not engine.tokens:
+            yield Finding(
+                Group.TOKENIZERS,
+                "no_tokenize",
+                subject,
+                "it has no /tokenize, so its tokenizer cannot be compared",
+                "Leave out --tokenizer for its model, or use --probe, which compares the hashes of token ids",
+            )
+
+
 def check_probe(seen: Observations) -> Iterator[Finding]:
     """The blocks of a probe prompt have the hashes that a router computes, at the engine and in every router."""
     for engine in seen.engines:
