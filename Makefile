@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance witness bench bench-stream bench-http clean
+.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance witness bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -74,6 +74,12 @@ bench-stream: warm
 # install it there): about ten minutes on a machine that runs nothing else. BENCH="--quick" runs a smoke test.
 bench-http: warm
 	$(BIN)/python -m benchmarks.http $(BENCH)
+
+# The laboratory next to NVIDIA Dynamo's replay of a trace: TRACE=conversation_trace.jsonl, and DYNAMO=a Python that has
+# Dynamo (benchmarks/calibrate.py says how to install it). Without DYNAMO, stored figures are used; without TRACE, a small
+# generated one.
+calibrate: warm
+	$(BIN)/python -m benchmarks.calibrate $(TRACE) $(if $(DYNAMO),--dynamo $(DYNAMO))
 
 clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down

@@ -16,11 +16,13 @@ from streams.client.base import REPORT_TIMEOUT_S, RETRY_TIMEOUT_S, Attempt, Call
 from streams.client.engine import EngineOptions
 from streams.client.reports import BookingKey, Report
 from streams.core.loads.bookings import BookingPhase
-from streams.errors import NoEligibleWorker, NotReady
+from streams.errors import NoEligibleWorker, NotReady, QueueTimeout
 from streams.interpreter import prefer_request_threads
 from streams.kafka import missing_topics
-from streams.router_api.router import Router
-from streams.router_api.server import tick_forever
+from streams.router_api.admission import Admission, may_wait
+from streams.router_api.answer import RouteAnswer
+from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.server import make_router, tick_forever
 from streams.router_api.wire import RouteRequest, answer_json, invalid_body
 from streams.settings import Settings
 from streams.topics import topics
@@ -61,6 +63,7 @@ class KvPushRouter(KvRouter):
         self.settings = settings
         self._ready_timeout_s = ready_timeout_s
         self._router: Router | None = None
+        self._admission: Admission | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
@@ -74,11 +77,11 @@ class KvPushRouter(KvRouter):
         missing = await asyncio.to_thread(missing_topics, self.settings, topics(self.settings).all())
         await warm_while_serving(ROUTER, lambda _: None)
         prefer_request_threads()
-        router = Router(self.settings)
+        router = make_router(self.settings)
         router.topics_missing = tuple(missing)
         if missing:
             raise router.missing()
-        self._router = router
+        self._router, self._admission = router, Admission(router)
         router.start()
         self._ticking = asyncio.create_task(tick_forever(router), name="kvstreams-router-ticks")
         await self._until_ready(router)
@@ -87,7 +90,10 @@ class KvPushRouter(KvRouter):
         return self
 
     async def close(self) -> None:
-        """End what is still running, and stop the router once Kafka has its records."""
+        """Refuse what waits, end what is still running, and stop the router once Kafka has its records."""
+        if self._router is not None and self._admission is not None:
+            self._router.stopping = True
+            self._admission.refuse_all()
         await super().close()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -95,7 +101,7 @@ class KvPushRouter(KvRouter):
                 await self._ticking
             self._ticking = None
         if self._router is not None:
-            router, self._router = self._router, None
+            router, self._router, self._admission = self._router, None, None
             await asyncio.to_thread(router.stop, self.settings.drain_timeout_s)
 
     async def _until_ready(self, router: Router) -> None:
@@ -110,8 +116,10 @@ class KvPushRouter(KvRouter):
                     raise
             await asyncio.sleep(_READY_POLL_S)
 
-    async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:  # noqa: ARG002 - nothing is lost on the way
+    async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
         router = self._running()
+        fields = dict(fields)
+        tenant = fields.pop("tenant", None)
         try:
             request = msgspec.convert(fields, RouteRequest)
         except msgspec.ValidationError as exc:
@@ -124,11 +132,28 @@ class KvPushRouter(KvRouter):
                     if long
                     else router.prepare(request, packed)
                 )
+                if may_wait(prepared) and self._admission is not None:
+                    return answer_json(await self._wait_for_rank(self._admission, prepared, tenant or "", attempt))
                 return answer_json(router.try_book(prepared))
             answer = router.potential if call == "/loads/potential" else router.matches
             return await asyncio.to_thread(answer, request, packed) if long else answer(request, packed)
+        except QueueTimeout:  # the caller's own deadline is over
+            raise
         except (NoEligibleWorker, NotReady) as exc:
-            raise Refused(exc, RETRY_AFTER_S) from exc
+            if router.stopping:
+                raise
+            raise Refused(exc, exc.detail.get("retry_after_s", RETRY_AFTER_S)) from exc
+
+    @staticmethod
+    async def _wait_for_rank(
+        admission: Admission, prepared: PreparedRequest, tenant: str, attempt: Attempt
+    ) -> RouteAnswer:
+        """Wait as a request over HTTP does. A caller that is cancelled leaves the queue."""
+        try:
+            return await admission.route(prepared, tenant, lambda: False)
+        except asyncio.CancelledError:
+            attempt.may_be_booked = True  # it may have got a rank just before
+            raise
 
     def report(self, key: BookingKey, report: Report) -> None:
         """Report at once; in the background only if the router is not ready."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.workers import DP_SIZE_MAX
+from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX
 from streams.engines.dialects.interface import Dialect
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
-_PARTS = frozenset({"id", "url", "events", "replay", "dp", "model", "metrics", "dialect"})
+_PARTS = frozenset({"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "lora"})
 _REQUIRED = frozenset({"id", "url", "events"})
 
 #: The schemes that each URL of an engine may have, and an example of the URL.
@@ -32,7 +32,8 @@ class EngineAddress:
     """Where one engine is, and which dialect it speaks.
 
     events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. model: None to ask the engine.
-    metrics: the URL of its Prometheus page, if that is not /metrics of `url`.
+    metrics: the URL of its Prometheus page, if that is not /metrics of `url`. lora_names: the adapters that it serves,
+    None if they are not listed.
     """
 
     worker_id: WorkerId
@@ -43,6 +44,7 @@ class EngineAddress:
     model: str | None = None
     metrics: str | None = None
     dialect: Dialect = DEFAULT_DIALECT
+    lora_names: tuple[str, ...] | None = None
 
     @property
     def metrics_url(self) -> str:
@@ -56,7 +58,7 @@ class EngineAddress:
 
 
 def engine_address(text: str) -> EngineAddress:
-    """Parse `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…]`.
+    """Parse `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,lora=a+b]`.
 
     Raises SettingsError that names the part that cannot be used.
     """
@@ -83,6 +85,7 @@ def engine_address(text: str) -> EngineAddress:
         model=parts.get("model") or None,
         metrics=parts.get("metrics") or None,
         dialect=_dialect(text, parts.get("dialect")),
+        lora_names=_lora_names(text, parts.get("lora")),
     )
 
 
@@ -109,6 +112,19 @@ def _dialect(text: str, name: str | None) -> Dialect:
         known = ", ".join(sorted(DIALECTS))
         raise SettingsError(f"--engine {text!r}: dialect {name!r} is unknown", remedy=f"The known ones are: {known}")
     return dialect
+
+
+def _lora_names(text: str, value: str | None) -> tuple[str, ...] | None:
+    """Read the names of adapters, which "+" separates. An empty value lists none, so that none is served."""
+    if value is None:
+        return None
+    names = tuple(value.split("+")) if value else ()
+    if len(names) > LORA_NAMES_MAX or any(not 1 <= len(name) <= LORA_NAME_CHARS_MAX for name in names):
+        raise SettingsError(
+            f"--engine {text!r}: lora lists at most {LORA_NAMES_MAX} names of 1 to {LORA_NAME_CHARS_MAX} characters",
+            remedy="It must look like lora=NAME+NAME",
+        )
+    return names
 
 
 def _check_urls(text: str, parts: dict[str, str]) -> None:

@@ -335,6 +335,7 @@ class Bridge:
             dp_size=engine.dp_size,
             events_endpoint=engine.events,
             replay_endpoint=engine.replay,
+            lora_names=engine.lora_names,
             registered_at_ms=time.time_ns() // 1_000_000,
         )
 

@@ -26,6 +26,7 @@ from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NotRe
 from streams.metrics import Distribution
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.wire import NAME_CHARS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +142,11 @@ class Admission:
     async def route(self, prepared: PreparedRequest, tenant: str, is_gone: Callable[[], bool]) -> RouteAnswer:
         """Choose a rank and book it, as soon as one is open to the request.
 
-        is_gone: whether the client has disconnected. Raises QueueFull, QueueTimeout, NoEligibleWorker, and the other
-        errors of `Router.try_book`.
+        is_gone: whether the client has disconnected. Raises QueueFull, QueueTimeout, NoEligibleWorker, NotReady once
+        the router is stopping, InvalidRequest for a long name of a tenant, and the other errors of `Router.try_book`.
         """
+        if len(tenant) > NAME_CHARS_MAX:
+            raise InvalidRequest(f"the tenant's name (header X-Tenant) has more than {NAME_CHARS_MAX} characters")
         answer = self._at_once(prepared)
         if answer is not None:
             self.outcomes[Outcome.AT_ONCE] += 1
@@ -175,7 +178,10 @@ class Admission:
             raise
 
     def _enter(self, prepared: PreparedRequest, tenant: str, is_gone: Callable[[], bool]) -> tuple[int, _Entry]:
-        """Let a request wait; raises QueueFull."""
+        """Let a request wait; raises QueueFull, or NotReady once the router is stopping."""
+        if self._router.stopping:
+            self.outcomes[Outcome.REFUSED] += 1
+            raise _stopping()
         now_ms = _monotonic_ms()
         request = prepared.request
         n_bytes = _bytes_of(prepared)
@@ -214,6 +220,12 @@ class Admission:
         self._wake.set()
         return number, entry
 
+    def refuse_all(self) -> None:
+        """Refuse every request that waits, since the router is stopping: another router may have a rank for it."""
+        for number in list(self._entries):
+            _fail(self._leave(number, Outcome.REFUSED), _stopping())
+        self._wake.set()
+
     def _leave(self, number: int, outcome: Outcome) -> _Entry:
         """Take out a request that gets no rank."""
         self._queue.remove(number)
@@ -251,11 +263,13 @@ class Admission:
             self._gate.end()
             self._pumping = None
             for number in list(self._entries):  # only if this task was cancelled
-                entry = self._leave(number, Outcome.CANCELLED)
-                _fail(entry, NotReady("the router is stopping", remedy="Ask another router"))
+                _fail(self._leave(number, Outcome.CANCELLED), _stopping())
 
     def _pump(self) -> None:
         """Send every waiting request to its rank that is open to it, in the order of the queue."""
+        if self._router.stopping:
+            self.refuse_all()
+            return
         now_ms = _monotonic_ms()
         if now_ms - self._checked_ms >= CHECK_INTERVAL_S * 1000.0:
             self._checked_ms = now_ms
@@ -337,6 +351,10 @@ class Admission:
 def _fail(entry: _Entry, error: Exception) -> None:
     if not entry.answer.done():
         entry.answer.set_exception(error)
+
+
+def _stopping() -> NotReady:
+    return NotReady("the router is stopping", remedy="Ask another router")
 
 
 def _bytes_of(prepared: PreparedRequest) -> int:

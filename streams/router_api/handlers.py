@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -71,8 +72,8 @@ from streams.router_api.wire import (
     u64,
     worker_json,
 )
-from streams.security.access import ANY_RIGHT
-from streams.security.tokens import Right
+from streams.security.access import ANY_RIGHT, grant_of
+from streams.security.tokens import Grant, Right
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,12 @@ class Handlers:
                 prepared = await self._bodies.on_thread(self._prepare_large, body)
         if may_wait(prepared):
             del body  # a waiting request keeps only what it needs
-            answer = await self._admission.route(prepared, _tenant(request), lambda: request.transport is None)
+            grant = grant_of(request)
+            answer = await self._admission.route(
+                _with_priority_of(prepared, grant),
+                grant.tenant_of(request.headers.get("X-Tenant", "")),
+                lambda: request.transport is None,
+            )
         else:
             answer = router.try_book(prepared)
         self._metrics.route_seconds.observe(time.perf_counter() - started - (answer.queued_ms or 0.0) / 1000.0)
@@ -439,11 +445,15 @@ async def error_shape(request: web.Request, handler: _Handler) -> web.StreamResp
     if connections is not None:
         connections.note_request(request.protocol)
     router = request.app.get(_ROUTER)
+    response = await _answered(request, handler, router)
+    if router is not None and router.stopping:
+        response.force_close()  # the client's next request goes to another router
+    return response
+
+
+async def _answered(request: web.Request, handler: _Handler, router: Router | None) -> web.StreamResponse:
     try:
-        response = await handler(request)
-        if router is not None and router.stopping:
-            response.force_close()  # the client's next request goes to another router
-        return response
+        return await handler(request)
     except asyncio.CancelledError:
         if router is not None and router.stopping:
             router.requests_cut_off += 1
@@ -521,12 +531,13 @@ def _request_id(request: web.Request) -> str:
     return request_id
 
 
-def _tenant(request: web.Request) -> str:
-    """The tenant in whose name a request waits."""
-    tenant = request.headers.get("X-Tenant", "")
-    if len(tenant) > NAME_CHARS_MAX:
-        raise InvalidRequest(f"X-Tenant has more than {NAME_CHARS_MAX} characters")
-    return tenant
+def _with_priority_of(prepared: PreparedRequest, grant: Grant) -> PreparedRequest:
+    """The request with the priority that its token allows."""
+    asked = prepared.request.priority
+    priority = grant.priority_of(asked)
+    if priority == asked:
+        return prepared
+    return prepared._replace(request=msgspec.structs.replace(prepared.request, priority=priority))
 
 
 def _pool_id(request: web.Request) -> str:

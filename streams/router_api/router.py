@@ -591,8 +591,8 @@ class Router:
         reasons = ", ".join(f"{reason} {n}" for reason, n in refused.items() if reason is not FilterReason.OTHER_MODEL)
         return NoEligibleWorker(
             f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
-            remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints "
-            "and phase, and state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
+            remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints, "
+            "lora_name and phase, and lora_names, state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
             workers=serving,
             refused_ranks=refused,
         )

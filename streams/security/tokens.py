@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streams.errors import SettingsError
+from streams.errors import Forbidden, SettingsError
 
 #: A shorter token could be guessed. `openssl rand -hex 32` gives 64 characters.
 TOKEN_CHARS_MIN = 20
@@ -58,6 +58,24 @@ class Grant:
     rights: frozenset[Right]
     tenant: str | None = None
     priority_max: int | None = None
+
+    def tenant_of(self, named: str) -> str:
+        """The tenant of a request, which names it itself or has "". Raises Forbidden if the token is another tenant's.
+
+        A token without a tenant is that of a gateway, which acts for all of its own.
+        """
+        if self.tenant is None:
+            return named
+        if named not in ("", self.tenant):
+            raise Forbidden(
+                f"the token of {self.name!r} belongs to another tenant than the one that the request names",
+                remedy="Leave out the header X-Tenant, or use a token without a tenant",
+            )
+        return self.tenant
+
+    def priority_of(self, asked: int) -> int:
+        """The priority of a request that asks for this one."""
+        return asked if self.priority_max is None else min(asked, self.priority_max)
 
 
 #: What every caller may do if no tokens are configured.

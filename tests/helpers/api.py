@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -101,11 +102,18 @@ class Answer:
 
 
 class Api:
-    """One router's API."""
+    """One router's API. token: sent with each call. tls: for https."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
         self._address = urlsplit(url).netloc
+        self._own_headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._tls = tls
+
+    def _connection(self) -> HTTPConnection:
+        if self._tls is None:
+            return HTTPConnection(self._address, timeout=PATIENCE_S)
+        return HTTPSConnection(self._address, timeout=PATIENCE_S, context=self._tls)
 
     def call(
         self,
@@ -117,8 +125,9 @@ class Api:
     ) -> Answer:
         """Send bytes as they are and everything else as JSON. Check that the OpenAPI document allows the answer."""
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {**({} if content_type is None or raw is None else {"Content-Type": content_type}), **(headers or {})}
-        with closing(HTTPConnection(self._address, timeout=PATIENCE_S)) as connection:
+        typed = {} if content_type is None or raw is None else {"Content-Type": content_type}
+        sent = {**self._own_headers, **typed, **(headers or {})}
+        with closing(self._connection()) as connection:
             connection.request(method, path, raw, sent)
             response = connection.getresponse()
             answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())

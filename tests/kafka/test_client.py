@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from streams.client import KvPushRouter, KvRouter, KvRouterClient
-from streams.errors import InvalidRequest, NotReady, UnknownModel
+from streams.errors import InvalidRequest, NotReady, QueueTimeout, UnknownModel
 from streams.local.processes import Children
 from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings
@@ -138,6 +138,58 @@ def test_generating_is_booked_on_every_router_and_ends_on_every_router(form: For
                 await anext(long)
             await until_active(fleet.url, 0)
             assert client.reports_lost == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("form", [over_http, in_process])
+def test_both_forms_wait_in_the_queue(form: Form, fleet: RouterProcess) -> None:
+    """With queue=on a request waits until a rank has room or its deadline; one whose caller gives up books nothing."""
+    long = 12_000  # of these tokens, a rank is closed above 10,000
+
+    async def scenario() -> None:
+        async with client_of(form, fleet) as client:
+            full = [
+                await client.direct(worker_id).book([*range(worker_id * long, (worker_id + 1) * long)])
+                for worker_id in (1, 2)
+            ]
+            await until_active(fleet.url, 2)
+            with pytest.raises(QueueTimeout):
+                await client.book(PROMPT, queue="on", queue_timeout_ms=200, tenant="a")
+            with pytest.raises(InvalidRequest, match="tenant"):
+                await client.book(PROMPT, queue="on", tenant="a" * 513)
+            given_up = asyncio.create_task(client.book(PROMPT, queue="on"))
+            asking = asyncio.create_task(client.book(PROMPT, queue="on", priority=1, tenant="a"))
+            await asyncio.sleep(0.2)
+            assert not given_up.done() and not asking.done()
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+            full[1].prefill_complete()
+            async with await asking as booking:
+                assert booking.worker_id == 2
+                await until_active(fleet.url, 3)
+            for booking in full:
+                booking.end()
+            await until_active(fleet.url, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_in_the_process_that_stops_refuses_what_waits(fleet: RouterProcess) -> None:
+    """Closing the client ends the wait of its requests with an error, at once."""
+
+    async def scenario() -> None:
+        async with client_of(in_process, fleet) as client:
+            full = [await client.direct(each).book([*range(each * 12_000, (each + 1) * 12_000)]) for each in (1, 2)]
+            asking = asyncio.create_task(client.book(PROMPT, queue="on"))
+            await asyncio.sleep(0.2)
+            assert not asking.done()
+            await client.close()
+            with pytest.raises(NotReady, match="stopping"):
+                await asking
+            await until_active(fleet.url, 0)  # closing has ended these as well
+            assert len(full) == 2
 
     asyncio.run(scenario())
 

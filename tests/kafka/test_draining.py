@@ -19,6 +19,7 @@ from streams.local.stack import RouterProcess, Stack, get_json, is_ready, wait_w
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
 from streams.waiting import wait_for
+from tests.helpers.api import Api, metrics
 
 MODEL = "m"
 TOKENS = list(range(64))
@@ -35,7 +36,8 @@ END_S = 30.0
 def drained(scope: Settings, tmp_path: Path) -> Iterator[RouterProcess]:
     """Give a router in a process of its own, with one engine."""
     with Children() as children:
-        settings = replace(scope, drain_notice_s=NOTICE_S, drain_timeout_s=TIMEOUT_S)
+        # A rank with more than a thousand tokens to compute is closed to requests that may wait.
+        settings = replace(scope, drain_notice_s=NOTICE_S, drain_timeout_s=TIMEOUT_S, router_queue_backlog_ms=100.0)
         stack = Stack(settings, tmp_path, children)
         stack.worker(router=False)
         router = stack.router("router")
@@ -55,11 +57,26 @@ def _ends(router: RouterProcess) -> str:
 
 
 def test_a_stopping_router_says_so_answers_on_and_leaves_nothing(drained: RouterProcess) -> None:
-    """During the notice it is not ready and answers on connections that it then closes; its booking reaches Kafka."""
-    kept = _connection(drained)
+    """During the notice it is not ready and answers on connections that it then closes; its booking reaches Kafka.
+
+    Requests that wait in its queue are refused when the notice begins.
+    """
+    kept, waiting = _connection(drained), _connection(drained)
+    api = Api(drained.url)
+    api.route(request_id="full", token_ids=list(range(1600)))
+    asked = json.dumps({"request_id": "waits", "token_ids": TOKENS, "queue": "on"})
+    waiting.request("POST", "/route", asked, {"Content-Type": "application/json"})
+    queue_size = "kvstreams_flow_control_queue_size/0"
+    wait_for(lambda: metrics(api).get(queue_size) == 1, END_S, "the request to wait")
     kept.request("GET", "/healthz")
     kept.getresponse().read()
+    signalled_s = time.monotonic()
     drained.child.signal(signal.SIGTERM)
+    refused = waiting.getresponse()
+    assert (refused.status, json.loads(refused.read())["error"]["code"]) == (503, "not_ready")
+    assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("1", "close")
+    waiting.close()
+    assert time.monotonic() - signalled_s < NOTICE_S
 
     def stopping() -> bool:
         with closing(_connection(drained)) as asking:
@@ -80,11 +97,11 @@ def test_a_stopping_router_says_so_answers_on_and_leaves_nothing(drained: Router
     assert "Traceback" not in log
     with pytest.raises(ConnectionRefusedError):
         _connection(drained).request("GET", "/healthz")
-    # A router that starts later learns of the booking from Kafka.
+    # A router that starts later learns of the bookings from Kafka.
     drained.child.start()
     drained.child.wait_ready(lambda: is_ready(drained.url), END_S)
     loads = get_json(f"{drained.url}/loads")["loads"]
-    assert [each["active_requests"] for each in loads] == [1]
+    assert [each["active_requests"] for each in loads] == [2]
 
 
 def test_a_request_that_does_not_end_is_cut_off_and_counted(drained: RouterProcess) -> None:

@@ -92,3 +92,12 @@ def test_two_engines_with_one_id_or_one_address_of_events_are_refused(second: st
     with pytest.raises(SettingsError, match=re.escape(f"two engines have {message}")):
         check_distinct([engine_address(ADDRESS), engine_address(second)])
     check_distinct([engine_address(ADDRESS), engine_address("id=2,url=http://x:8001,events=tcp://x:2")])
+
+
+def test_an_engines_adapters_are_separated_by_plus() -> None:
+    """Without `lora=`, the adapters are not listed; an empty value lists none."""
+    assert engine_address(ADDRESS).lora_names is None
+    assert engine_address(f"{ADDRESS},lora=sql+org/chat").lora_names == ("sql", "org/chat")
+    assert engine_address(f"{ADDRESS},lora=").lora_names == ()
+    with pytest.raises(SettingsError, match=r"It must look like lora=NAME\+NAME"):
+        engine_address(f"{ADDRESS},lora=sql+")

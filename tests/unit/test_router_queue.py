@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -320,6 +321,29 @@ def test_a_tenant_has_a_limited_name(served: Served) -> None:
     Asking(served.api, tenant="t" * 513).ended().refused(400, "invalid_request")
 
 
+def test_a_token_decides_about_the_tenant_and_the_greatest_priority(tmp_path: Path) -> None:
+    """With tokens on, a request waits as its token's tenant; a token without one acts for the tenant in the header."""
+    gateway, team = "sesame-of-the-gateway", "sesame-of-the-other-team"
+    file = tmp_path / "tokens.toml"
+    file.write_text(
+        f'[gateway]\ntoken = "{gateway}"\nrights = ["route", "read"]\n'
+        f'[team-a]\ntoken = "{team}"\nrights = ["route"]\ntenant = "a"\npriority_max = 5\n'
+    )
+    settings = replace(SETTINGS, tokens_file=str(file), router_queue_tenant_requests_max=1)
+    with local_router(settings, n_workers=1) as router:
+        theirs = Api(router.api.url, team)
+        served = Served(LocalRouter(router.router, Api(router.api.url, gateway)))
+        Asking(theirs, tenant="b").ended().refused(403, "forbidden")
+        waiting = [Asking(theirs, tenant="a", priority=9)]
+        served.wait(1)
+        # One request of this tenant may wait, in whichever way it is named.
+        for api, tenant in ((theirs, ""), (served.api, "a")):
+            refused = Asking(api, tenant=tenant).ended()
+            assert "router_queue_tenant_requests_max" in refused.refused(503, "queue_full")
+        waiting += [served.asks(tenant="b", priority=4), served.asks(tenant="c", priority=6)]
+        assert served.order(waiting) == [2, 0, 1]  # 6, 5 in place of 9, 4
+
+
 def test_requests_of_a_list_do_not_wait(served: Served) -> None:
     """A request with queue=on in a list is refused by itself."""
     items = [{"model": "m", "token_ids": prompt(32), "queue": queue} for queue in ("on", "off")]
@@ -338,6 +362,22 @@ def test_requests_wait_while_every_rank_is_busy() -> None:
         asking = served.asks()
         served.free(other)
         asking.ended().given()
+
+
+def test_a_stopping_router_refuses_what_waits_and_what_would_have_to() -> None:
+    """Requests that wait are refused at once, so that clients ask another router; one that finds room is answered."""
+    with local_router(SETTINGS, n_workers=1) as router:
+        served = Served(router)
+        waiting = [served.asks() for _ in range(2)]
+        router.router.stopping = True
+        for asking in (*waiting, Asking(served.api)):
+            answer = asking.ended()
+            assert "stopping" in answer.refused(503, "not_ready")
+            assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
+        assert (served.waiting(), served.outcome("refused")) == (0, 3)
+        assert served.api.loads([1])[1, 0][2] == 1
+        served.free(served.full)
+        Asking(served.api).ended().given()
 
 
 def test_a_server_that_ends_answers_what_waits() -> None:

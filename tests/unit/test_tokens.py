@@ -49,6 +49,25 @@ def test_a_token_carries_its_rights_tenant_and_priority() -> None:
     assert tokens.grant_of(SECRET + "0") is None
 
 
+def test_a_tokens_tenant_counts_and_no_other_one_may_be_named() -> None:
+    """A token with a tenant acts for this one only; one without acts for the tenant that the request names."""
+    gateway, team = Grant("gateway", frozenset(Right)), Grant("team-a", frozenset(Right), "team a")
+    assert [gateway.tenant_of(named) for named in ("", "b")] == ["", "b"]
+    assert [team.tenant_of(named) for named in ("", "team a")] == ["team a", "team a"]
+    with pytest.raises(Forbidden, match="another tenant") as caught:
+        team.tenant_of("b")
+    assert "b" not in str(caught.value).split()  # the message quotes nothing of the request
+
+
+@pytest.mark.parametrize(
+    ("priority_max", "asked", "given"),
+    [(None, PRIORITY_MAX, PRIORITY_MAX), (5, 6, 5), (5, 5, 5), (5, -7, -7), (0, 1, 0)],
+)
+def test_a_priority_is_at_most_that_of_its_token(priority_max: int | None, asked: int, given: int) -> None:
+    """A request that asks for more gets the token's maximum; smaller ones stay."""
+    assert Grant("any", frozenset(), None, priority_max).priority_of(asked) == given
+
+
 def test_a_file_may_contain_digests_instead_of_tokens() -> None:
     """A token is known by its SHA-256, as `sha256sum` prints it."""
     digest = hashlib.sha256(SECRET.encode()).hexdigest()

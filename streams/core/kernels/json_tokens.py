@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import types
 
-from streams.core.kernels.compiling import kernel
+from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import address_of, load, load_byte, shift_right, trailing_zeros
 
 _U32_MAX = 0xFFFFFFFF
@@ -24,6 +24,17 @@ _ZEROS = 0x3030303030303030
 _SIXES = 0x0606060606060606
 _HIGH_NIBBLES = 0xF0F0F0F0F0F0F0F0 - (1 << 64)  # as int64
 _BYTES, _WORDS = 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF
+
+
+@inlined
+def _after_spaces(at: int, end: int) -> int:
+    """Address of the first byte from `at` on that is not white space of JSON, or `end`."""
+    while at < end:
+        byte = load_byte(at)
+        if byte != _SPACE and byte != _LINE_FEED and byte != _RETURN and byte != _TAB:
+            break
+        at += 1
+    return at
 
 
 @kernel(
@@ -46,11 +57,7 @@ def read_tokens(text: Any, start: int, out: Any) -> tuple[int, int]:
     n = 0
     expects_number = False  # after a comma
     while True:
-        while at < end:
-            byte = load_byte(at)
-            if byte != _SPACE and byte != _LINE_FEED and byte != _RETURN and byte != _TAB:
-                break
-            at += 1
+        at = _after_spaces(at, end)
         if at >= end:
             return -1, start
         if load_byte(at) == _CLOSE and not expects_number:
@@ -77,11 +84,7 @@ def read_tokens(text: Any, start: int, out: Any) -> tuple[int, int]:
         out[n] = value
         n += 1
         at += digits
-        while at < end:
-            byte = load_byte(at)
-            if byte != _SPACE and byte != _LINE_FEED and byte != _RETURN and byte != _TAB:
-                break
-            at += 1
+        at = _after_spaces(at, end)
         if at >= end:
             return -1, start
         byte = load_byte(at)
