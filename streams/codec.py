@@ -266,7 +266,8 @@ def decode_resync(raw: bytes | None, schema_ids: Mapping[str, int] | None = None
 
 def encode_worker(worker: Worker) -> bytes:
     """Encode one record of workers."""
-    return codec("workers").encode({**asdict(worker), "worker_id": to_long(worker.worker_id)})
+    lora_names = None if worker.lora_names is None else list(worker.lora_names)  # a tuple in a union is a named value
+    return codec("workers").encode({**asdict(worker), "worker_id": to_long(worker.worker_id), "lora_names": lora_names})
 
 
 def decode_worker(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> Worker:
@@ -285,6 +286,7 @@ def decode_worker(raw: bytes | None, schema_ids: Mapping[str, int] | None = None
             max_requests=datum["max_requests"],
             device_class=datum["device_class"],
             taints=tuple(datum["taints"]),
+            lora_names=None if datum["lora_names"] is None else tuple(datum["lora_names"]),
             events_endpoint=datum["events_endpoint"],
             replay_endpoint=datum["replay_endpoint"],
             registered_at_ms=datum["registered_at_ms"],
@@ -423,7 +425,7 @@ _BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output
 
 def load_key(booking_id: BookingId, phase: BookingPhase) -> bytes:
     """Return the key of one phase's record of router-loads."""
-    parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value)
+    parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase)
     return _KEY_SEPARATOR.join(parts).encode()
 
 

@@ -64,11 +64,12 @@ def router(resolved: Resolved, process_number: int | None, process_joins: str) -
     multiple=True,
     required=True,
     metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]"
-    "[,dialect=NAME]",
+    "[,dialect=NAME][,lora=NAME+NAME]",
     help="one engine; repeat the option for each. replay: address of its replay socket. dp: number of data-parallel "
     "ranks. model: name of its model, by default as the engine reports it. metrics: its Prometheus page, if not "
     "at URL/metrics. dialect: format of its events, by default recognised from them; an unknown name is refused with "
-    "a list of all",
+    "a list of all. lora: the LoRA adapters that it serves; requests for others go elsewhere. By default it may "
+    "serve any",
 )
 def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""

@@ -220,6 +220,9 @@ def with_pad_values(tokens: Tokens, placeholders: Iterable[Placeholder | tuple[i
 
 def pack_hashes(hashes: Sequence[int] | HashArray) -> bytes:
     """Pack hashes as u64 little-endian, their form in Avro `bytes`. Raises InvalidRequest."""
+    if type(hashes) is np.ndarray and hashes.dtype is _U64_LE and hashes.ndim == 1:
+        packed: bytes = hashes.tobytes()
+        return packed  # checked first, since every request's hashes are packed
     return _hash_array(hashes).tobytes()
 
 
@@ -291,6 +294,8 @@ def _token_array(tokens: Tokens) -> TokenArray:
     if type(tokens) is np.ndarray and tokens.dtype is _U32_LE and tokens.ndim == 1 and tokens.flags.carray:
         row: npt.NDArray[Any] = tokens
         return row  # checked first, since hashing a request of 2,048 tokens takes only a few microseconds
+    if type(tokens) is bytes and len(tokens) % _BYTES_PER_TOKEN == 0:
+        return np.frombuffer(tokens, dtype=_U32_LE)  # the contents of a bytes object are aligned
     if isinstance(tokens, bytes | bytearray | memoryview):
         return _view_packed(tokens)
     if isinstance(tokens, list | tuple):

@@ -20,6 +20,11 @@ CPU_CLASS = "cpu"
 #: Ranks that a worker may have. The largest deployments run a few hundred, so that a greater number is a mistake.
 DP_SIZE_MAX = 4096
 
+#: LoRA adapters that a worker may list, and the characters of a name. Engines that swap adapters serve some hundred.
+#: The list is part of every renewal of the worker's lease.
+LORA_NAMES_MAX = 1024
+LORA_NAME_CHARS_MAX = 512
+
 
 class Role(enum.StrEnum):
     """Which phases of a request a worker serves."""
@@ -55,7 +60,11 @@ class BridgeLease:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One engine. kv_total_blocks: capacity of each rank's cache, if known. lease: its bridge's, if it has a bridge."""
+    """One engine.
+
+    kv_total_blocks: capacity of each rank's cache, if known. lora_names: the LoRA adapters that it serves; None if they
+    are not listed, so that it may serve any. lease: its bridge's, if it has a bridge.
+    """
 
     worker_id: WorkerId
     url: str
@@ -68,6 +77,7 @@ class Worker:
     max_requests: int | None = None
     device_class: str = "cuda"
     taints: tuple[str, ...] = ()
+    lora_names: tuple[str, ...] | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     registered_at_ms: int = 0
@@ -80,6 +90,10 @@ class Worker:
             raise InvalidRequest(f"worker {self.worker_id}: dp_size is {self.dp_size}, but must be 1 to {DP_SIZE_MAX}")
         if not self.model:
             raise InvalidRequest(f"worker {self.worker_id}: model is empty")
+
+    def may_serve(self, lora_name: str | None) -> bool:
+        """Whether requests for an adapter may go to this worker. None and "" stand for the model itself."""
+        return not lora_name or self.lora_names is None or lora_name in self.lora_names
 
     def ranks(self) -> Iterator[RankId]:
         """The worker's ranks, in order."""

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.workers import DP_SIZE_MAX
+from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX
 from streams.engines.dialects.interface import Dialect
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
-_PARTS = frozenset({"id", "url", "events", "replay", "dp", "model", "metrics", "dialect"})
+_PARTS = frozenset({"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "lora"})
 _REQUIRED = frozenset({"id", "url", "events"})
 
 #: The schemes that each URL of an engine may have, and an example of the URL.
 _SCHEMES = {
     "url": (("http", "https"), "http://HOST:PORT"),
     "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
-    "events": (("tcp", "ipc"), "tcp://HOST:PORT"),
+    "events": (("tcp", "ipc", "http", "https"), "tcp://HOST:PORT, or http://HOST:PORT/kv_cache_events"),
     "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
 }
 
@@ -31,8 +31,9 @@ _SCHEMES = {
 class EngineAddress:
     """Where one engine is, and which dialect it speaks.
 
-    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. model: None to ask the engine.
-    metrics: the URL of its Prometheus page, if that is not /metrics of `url`.
+    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events may also be an HTTP URL,
+    which is polled for all ranks. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is
+    not /metrics of `url`. lora_names: the adapters that it serves, None if they are not listed.
     """
 
     worker_id: WorkerId
@@ -43,6 +44,7 @@ class EngineAddress:
     model: str | None = None
     metrics: str | None = None
     dialect: Dialect = DEFAULT_DIALECT
+    lora_names: tuple[str, ...] | None = None
 
     @property
     def metrics_url(self) -> str:
@@ -56,7 +58,7 @@ class EngineAddress:
 
 
 def engine_address(text: str) -> EngineAddress:
-    """Parse `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…]`.
+    """Parse `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,lora=a+b]`.
 
     Raises SettingsError that names the part that cannot be used.
     """
@@ -83,7 +85,13 @@ def engine_address(text: str) -> EngineAddress:
         model=parts.get("model") or None,
         metrics=parts.get("metrics") or None,
         dialect=_dialect(text, parts.get("dialect")),
+        lora_names=_lora_names(text, parts.get("lora")),
     )
+
+
+def is_polled(engine: EngineAddress) -> bool:
+    """Whether an engine's events are polled over HTTP."""
+    return urlsplit(engine.events).scheme in ("http", "https")
 
 
 def port_above(endpoint: str, offset: int) -> str:
@@ -111,6 +119,19 @@ def _dialect(text: str, name: str | None) -> Dialect:
     return dialect
 
 
+def _lora_names(text: str, value: str | None) -> tuple[str, ...] | None:
+    """Read the names of adapters, which "+" separates. An empty value lists none, so that none is served."""
+    if value is None:
+        return None
+    names = tuple(value.split("+")) if value else ()
+    if len(names) > LORA_NAMES_MAX or any(not 1 <= len(name) <= LORA_NAME_CHARS_MAX for name in names):
+        raise SettingsError(
+            f"--engine {text!r}: lora lists at most {LORA_NAMES_MAX} names of 1 to {LORA_NAME_CHARS_MAX} characters",
+            remedy="It must look like lora=NAME+NAME",
+        )
+    return names
+
+
 def _check_urls(text: str, parts: dict[str, str]) -> None:
     """Raise SettingsError for a URL that no client can use: the bridge would retry it for ever, and log each time."""
     for name, (schemes, example) in _SCHEMES.items():
@@ -126,6 +147,8 @@ def _check_urls(text: str, parts: dict[str, str]) -> None:
             fits = False
         if not fits:
             raise SettingsError(f"--engine {text!r}: {name} is {value!r}", remedy=f"It must look like {example}")
+    if parts.get("replay") and urlsplit(parts["events"]).scheme in ("http", "https"):
+        raise SettingsError(f"--engine {text!r}: events that are polled have no replay socket", remedy="Remove replay=")
 
 
 def check_distinct(engines: Sequence[EngineAddress]) -> None:

@@ -32,6 +32,7 @@ from streams.engines.feed import RETRY_S, RankFeed
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
+from streams.engines.polling import polled
 from streams.engines.process_start import read_body
 from streams.engines.publisher import event_producer
 from streams.engines.pulse import Pulse
@@ -278,6 +279,10 @@ class Bridge:
     async def _feed(self, wiring: EngineWiring) -> None:
         """Feed every rank of an engine, until one of the feeds ends with an exception."""
         recovered_ranks = await self._recover(wiring.engine.worker_id)
+        async with polled(wiring) as read:
+            await self._feed_ranks(read, recovered_ranks)
+
+    async def _feed_ranks(self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank]) -> None:
         feeds = [
             RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(wiring.engine.worker_id, dp_rank))
             for dp_rank in range(wiring.engine.dp_size)
@@ -335,6 +340,7 @@ class Bridge:
             dp_size=engine.dp_size,
             events_endpoint=engine.events,
             replay_endpoint=engine.replay,
+            lora_names=engine.lora_names,
             registered_at_ms=time.time_ns() // 1_000_000,
         )
 

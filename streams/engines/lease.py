@@ -235,7 +235,7 @@ class EngineLease:
 
 
 def _addressed(found: Worker | None, own: Worker) -> Worker:
-    """Return the registration with this bridge's addresses; everything else in it is an operator's choice."""
+    """Return the registration with this bridge's addresses and adapters; everything else is an operator's choice."""
     if found is None:
         return own
     return replace(
@@ -246,4 +246,5 @@ def _addressed(found: Worker | None, own: Worker) -> Worker:
         dp_size=own.dp_size,
         events_endpoint=own.events_endpoint,
         replay_endpoint=own.replay_endpoint,
+        lora_names=found.lora_names if own.lora_names is None else own.lora_names,
     )

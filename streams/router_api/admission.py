@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -310,7 +310,7 @@ class Admission:
         self.outcomes[Outcome.ROUTED] += 1
         self.waited_s.observe(queued_ms / 1000.0)
         if not entry.answer.done():
-            entry.answer.set_result(replace(answer, queued_ms=round(queued_ms, 3)))
+            entry.answer.set_result(answer._replace(queued_ms=round(queued_ms, 3)))
 
     def _match(self, number: int, entry: _Entry, now_ms: float) -> None:
         """Look up again which ranks may serve a request and what they hold of it."""

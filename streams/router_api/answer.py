@@ -5,16 +5,15 @@ What lives here: the value that `Router` returns. What must not: JSON (wire), an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from streams.core.ids import RankId
 from streams.core.routing.cost import RankTerms
 from streams.router_api.trust import Trust
 
 
-@dataclass(frozen=True, slots=True)
-class RouteAnswer:
-    """A chosen rank, and how far the choice can be trusted.
+class RouteAnswer(NamedTuple):
+    """A chosen rank, and how far the choice can be trusted. It is a tuple because one is made for every request.
 
     worker_url: the worker's URL in the registry; None if the worker of an existing booking was removed.
     overlap_blocks: leading blocks of the request that the rank holds. request_blocks: the request's length in blocks.

@@ -197,6 +197,7 @@ class WorkerAnswer(TypedDict):
     max_requests: int | None
     device_class: str
     taints: list[str]
+    lora_names: list[str] | None
     events_endpoint: str | None
     replay_endpoint: str | None
     registered_at_ms: int

@@ -16,8 +16,8 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -45,12 +45,16 @@ QUIET_MS = 1_000
 #: The partition that gets a tick if no bookings are kept and `in_sync` was read.
 _PROBED = 0
 
+#: The clock of bookings that ended before they were sent: the log never has them, so they expire by this router's own.
+_OWN_CLOCK = -1
+
 #: Key of a tick. Its value is a tombstone, so that compaction removes it, and no booking has this key.
 TICK_KEY = b"tick"
 
 #: Records of other routers are read in intervals, since waking up for each of them takes more time than folding it. The
-#: sum of this, of `SEND_INTERVAL_S` and of Kafka's own time is when other routers know a booking.
-READ_INTERVAL_S = 0.010
+#: sum of this, of `SEND_INTERVAL_S` and of Kafka's own time is when other routers know a booking. An idle router
+#: fetches in this interval as well, which takes most of its processor time.
+READ_INTERVAL_S = 0.016
 
 #: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 2 to 5 us.
 _FOLDED_TOGETHER_MAX = 64
@@ -84,6 +88,22 @@ class _Unsent(NamedTuple):
     written_at_ms: int
 
 
+class _Locked(AbstractContextManager[ActiveLoads]):
+    """`LoadsSync.locked`. It has no state, so that one object serves all threads; every decision enters it."""
+
+    __slots__ = ("_enter", "_release")
+
+    def __init__(self, enter: Callable[[], ActiveLoads], release: Callable[[], None]) -> None:
+        self._enter = enter
+        self._release = release
+
+    def __enter__(self) -> ActiveLoads:
+        return self._enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+
 class _BufferedCall(NamedTuple):
     """A call that waits for its booking. output_tokens: 0 for a phase."""
 
@@ -105,6 +125,7 @@ class LoadsSync:
         self._shared = settings.router_replica_sync
         self._reads_metrics = settings.router_mode in POLICY_MODES
         self._lock = threading.RLock()
+        self._locked = _Locked(self._enter, self._lock.release)
         self._outbox: Outbox[_Unsent] = Outbox(kafka, topic.name, now_ms, lambda: self._lock, self._encode)
         self._decoder = LoadDecoder()
         self._decoding = threading.Lock()
@@ -131,6 +152,7 @@ class LoadsSync:
         self._unlogged: OrderedDict[BookingId, int] = OrderedDict()
         self._ended_unlogged: OrderedDict[BookingId, int] = OrderedDict()
         self._sent: set[BookingId] = set()  # those of the active ones that may be in the log
+        self._expired_ms = -1  # when this router's own clock was last checked for what expires
         self.router_id = uuid.uuid4().hex
 
     def start(self) -> None:
@@ -171,14 +193,20 @@ class LoadsSync:
             for on_load_fell in self._listeners:
                 on_load_fell()
 
-    @contextmanager
-    def locked(self) -> Iterator[ActiveLoads]:
+    def locked(self) -> AbstractContextManager[ActiveLoads]:
         """The loads without expired bookings. They do not change until the block ends, except by its own calls."""
-        with self._lock:
+        return self._locked
+
+    def _enter(self) -> ActiveLoads:
+        self._lock.acquire()
+        try:
             self._expire()
             if self._listeners:
                 self._announce_falls()
-            yield self._loads
+        except BaseException:
+            self._lock.release()
+            raise
+        return self._loads
 
     @property
     def unpublished(self) -> int:
@@ -198,12 +226,15 @@ class LoadsSync:
         this False as long as it is active. If no record was published for a while, reading this makes the next `poll`
         write a tick, which shows whether Kafka is there.
         """
-        with self._lock:
+        with self._lock:  # every exact answer comes through here
             self._sync_was_read = True
-            now_ms = self._now_ms()
-            since = [next(iter(each.values())) for each in (self._unlogged, self._ticking) if each]
-            oldest_ms = max(self._outbox.oldest_ms(), now_ms - min(since, default=now_ms))
-            return not self._shared or oldest_ms <= self._stale_after_ms
+            if not self._shared:
+                return True
+            since_ms = self._now_ms() - self._stale_after_ms
+            for bookings in (self._unlogged, self._ticking):
+                if bookings and next(iter(bookings.values())) < since_ms:
+                    return False
+            return self._outbox.oldest_ms() <= self._stale_after_ms
 
     def book(self, request_id: str, booking: Booking) -> BookingId:
         """Book here at once, and publish the booking.
@@ -424,14 +455,16 @@ class LoadsSync:
             was_sent = booking_id in self._sent
             self._sent.discard(booking_id)
             del self._unlogged[booking_id]
+            # An update of a booking may wait while the booking itself was sent and not read back yet.
+            if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
+                # The booking ended before it was sent, as short ones do while Kafka is away. No other router needs it,
+                # and the log will never give its end a time.
+                self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
+                self._loads.free(booking_id, self._now_ms(), _OWN_CLOCK)
+                return
             self._ended_unlogged[booking_id] = since_ms
             if len(self._ended_unlogged) > BOOKINGS_MAX:
                 self._loads.forget(self._ended_unlogged.popitem(last=False)[0])
-            # An update of a booking may wait while the booking itself was sent and not read back yet.
-            if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
-                # The booking ended before it was sent, as short ones do while Kafka is away. No other router needs it.
-                self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
-                return
         self._publish(booking_id, phase, None)
 
     def _grow(self, booking_id: BookingId, output_tokens: int) -> None:
@@ -508,8 +541,10 @@ class LoadsSync:
 
     def _expire(self) -> None:
         now_ms = self._now_ms()
-        if not self._shared:
-            self._loads.expire(now_ms)
+        if now_ms == self._expired_ms:  # nothing that was made within this millisecond expires in it
+            return
+        self._expired_ms = now_ms
+        self._loads.expire(now_ms, _OWN_CLOCK if self._shared else 0)
         # Bookings that never reached the log expire by this router's clock.
         for unlogged in (self._unlogged, self._ended_unlogged):
             while unlogged:
@@ -535,7 +570,7 @@ class LoadsSync:
         idle when Kafka went away would call its first answers exact.
         """
         now_ms = self._now_ms()
-        quiet = self._loads.expiring()
+        quiet = [clock for clock in self._loads.expiring() if clock != _OWN_CLOCK]
         if self._sync_was_read and not quiet:
             quiet = [_PROBED]
         self._sync_was_read = False

@@ -18,8 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from confluent_kafka import KafkaError, Message, Producer
 
@@ -49,9 +48,11 @@ _SENT_TOGETHER_MAX = 256
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent(Generic[_T]):
-    """One record. since_ms: when a record of its key began to wait. n_bytes: about how long its value is."""
+class _Sent(NamedTuple, Generic[_T]):
+    """One record. It is a tuple because two are made for every booking.
+
+    since_ms: when a record of its key began to wait. n_bytes: about how long its value is.
+    """
 
     key: bytes
     content: _T
@@ -147,8 +148,10 @@ class Outbox(Generic[_T]):
 
     def oldest_ms(self) -> int:
         """For how long the oldest record has been unacknowledged; 0 if there is none."""
+        if not self._waiting and not self._in_flight:
+            return 0
         ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
-        return self._now_ms() - min(ages) if ages else 0
+        return self._now_ms() - min(ages)
 
     def _run(self) -> None:
         while not self._stopping:

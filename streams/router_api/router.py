@@ -7,10 +7,10 @@ the registry (registry).
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import time
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
@@ -41,11 +41,13 @@ from streams.router_api.decision_counts import DecisionCounts
 from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
+from streams.router_api.request_ids import RequestIds
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
 from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.router_api.view import View
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
+    UNFILTERED,
     Blocks,
     BookRequest,
     MoeQuery,
@@ -67,6 +69,9 @@ log = logging.getLogger(__name__)
 #: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
 _POLICY_FIELDS = tuple(name.removeprefix("router_") for name in POLICY_OVERRIDES)
+
+#: Models whose filter is kept; a new one takes a microsecond.
+_UNFILTERED_MAX = 256
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -100,6 +105,12 @@ class PreparedRequest(NamedTuple):
     filters: WorkerFilter
 
 
+@functools.lru_cache(maxsize=_UNFILTERED_MAX)
+def _unfiltered(model: str, block_size: int) -> WorkerFilter:
+    """What a request without filters of its own requires. It is the same object for each model."""
+    return UNFILTERED._replace(model=model, block_size=block_size)
+
+
 class _CandidateMatches(NamedTuple):
     """The fields of a PreparedRequest that change while it waits; they have the same names there."""
 
@@ -128,6 +139,7 @@ class Router:
         )
         self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
         self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
+        self._request_ids = RequestIds()
         self._had_enough_workers = False
         self._topics = topics(settings)
         self._sources = (self._topics.kv_events, self._topics.cxl_events)
@@ -332,11 +344,11 @@ class Router:
         decision: Decision | None = None
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
-            phase = _booked_phase(request.phase)
-            existing = loads.live(prepared.request_id, phase) if request.update_states else None
-            moves = existing is not None and names_another_rank(existing[1].rank, worker_filter(request))
-            if moves:
-                existing = None
+            existing, moves = None, False
+            if request.update_states:
+                existing = loads.live(prepared.request_id, _booked_phase(request.phase))
+                if existing is not None and names_another_rank(existing[1].rank, worker_filter(request)):
+                    existing, moves = None, True
             if existing is None:
                 decision = (
                     self._choose(prepared, loads, fleet, reported)
@@ -346,7 +358,7 @@ class Router:
                 if decision is None:
                     return None
                 if moves:
-                    self.loads.end(prepared.request_id, phase)
+                    self.loads.end(prepared.request_id, _booked_phase(request.phase))
                 if request.update_states:
                     self._book(prepared, decision)
                     if gate is not None:
@@ -503,13 +515,16 @@ class Router:
             cache_salt=request.cache_salt,
             tokens_max=self.settings.request_tokens_max,
         )
-        filters = filters._replace(model=model, block_size=block_size)
+        if filters is UNFILTERED:
+            filters = _unfiltered(model, block_size)
+        else:
+            filters = filters._replace(model=model, block_size=block_size)
         ranks, refusal, scores, predicted, supplementary, moe_filter_applied = self._candidates(
             filters, blocks, policy, query, reads_index, strict=strict
         )
         return PreparedRequest(
             request,
-            request.request_id or uuid.uuid4().hex,
+            request.request_id or self._request_ids.next(),
             model,
             policy,
             blocks,
@@ -576,8 +591,8 @@ class Router:
         reasons = ", ".join(f"{reason} {n}" for reason, n in refused.items() if reason is not FilterReason.OTHER_MODEL)
         return NoEligibleWorker(
             f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
-            remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints "
-            "and phase, and state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
+            remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints, "
+            "lora_name and phase, and lora_names, state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
             workers=serving,
             refused_ranks=refused,
         )

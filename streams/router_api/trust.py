@@ -56,6 +56,8 @@ _NOWHERE = 1 << 62
 class AnswerMode(enum.StrEnum):
     """How far an answer's overlap can be trusted (docs/architecture.md)."""
 
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
+
     EXACT = "exact"
     DEGRADED = "degraded"
     APPROXIMATE = "approximate"
@@ -64,6 +66,8 @@ class AnswerMode(enum.StrEnum):
 
 class DegradedReason(enum.StrEnum):
     """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
+
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
 
     NO_EVENTS_YET = "no_events_yet"  # no event of the rank is known to have arrived, so its cache is unknown
     BRIDGE_SILENT = "bridge_silent"  # the rank's bridge was not heard from, so that it may have passed on nothing

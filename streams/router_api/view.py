@@ -154,7 +154,8 @@ def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
 def _bytes_of(worker_filter: WorkerFilter) -> int:
     """About how much memory a filter takes."""
     n_ids = len(worker_filter.allowed or ()) + len(worker_filter.excluded)
-    return _FILTER_BYTES + _ID_BYTES * n_ids + sum(_ID_BYTES + len(taint) for taint in worker_filter.required_taints)
+    names = (*worker_filter.required_taints, worker_filter.lora_name or "")
+    return _FILTER_BYTES + _ID_BYTES * n_ids + sum(_ID_BYTES + len(name) for name in names)
 
 
 class View:
@@ -166,6 +167,7 @@ class View:
         """now_ms: this process's monotonic clock. Ages count from receipt, so that other machines' clocks do not
         matter."""
         self._settings = settings
+        self._reads_index = settings.reads_index
         self._now_ms = now_ms
         self._make_fold = make_fold
         self._lock = threading.Lock()
@@ -206,6 +208,7 @@ class View:
         self._numbers: RankNumbering | None = None
         self._models: frozenset[str] | None = None
         self._eligible: dict[WorkerFilter, Sequence[RankId]] = {}
+        self._lists_adapters: bool | None = None  # whether any worker lists its LoRA adapters; None if not known
         self._eligible_tables: dict[WorkerFilter, EligibleRanks] = {}  # by the part that many filters share
         self.cached_filters_bytes = 0  # about how much memory these filters take
         self._silent: set[RankId] = set()  # ranks that were not heard from within their lease
@@ -399,7 +402,7 @@ class View:
         its ranks takes a millisecond.
         """
         self._forget_eligible()
-        self._numbers = self._models = None
+        self._numbers = self._models = self._lists_adapters = None
 
     def _fold_cordon(self, worker_id: WorkerId, key: bytes, value: bytes | None) -> None:
         if value is not None:
@@ -500,6 +503,8 @@ class View:
 
         Filters that differ only in the ids of workers and ranks select from one tuple (RankSelection).
         """
+        if worker_filter.lora_name is not None and not self._has_lists_of_adapters():
+            worker_filter = worker_filter._replace(lora_name=None)  # so that the adapters share one list of ranks
         ranks = self._eligible.get(worker_filter)  # without the lock, which a fold may hold for 200 us
         if ranks is not None:
             return ranks
@@ -509,11 +514,28 @@ class View:
             if table is None:
                 if len(self._eligible_tables) >= _CACHED_TABLES_MAX:
                     self._eligible_tables.clear()
-                table = EligibleRanks(eligible_ranks(self.workers, shared, self._silent, self._wrong_size))
+                ranks = eligible_ranks(self.workers, shared, self._silent, self._wrong_size)
+                table = self._table_of(tuple(ranks), shared)
                 self._eligible_tables[shared] = table
             ranks = table.narrowed(worker_filter)
             self._cache_eligible(worker_filter, ranks)
             return ranks
+
+    def _table_of(self, ranks: tuple[RankId, ...], shared: WorkerFilter) -> EligibleRanks:
+        """Return a table of ranks, for adapters that the same ranks serve the same one: columns belong to a table."""
+        if shared.lora_name is not None:
+            for known in self._eligible_tables.values():
+                if known.ranks == ranks:
+                    return known
+        return EligibleRanks(ranks)
+
+    def _has_lists_of_adapters(self) -> bool:
+        found = self._lists_adapters
+        if found is None:
+            with self._lock:
+                found = any(worker.lora_names is not None for worker in self.workers.values())
+                self._lists_adapters = found
+        return found
 
     def _forget_eligible(self) -> None:
         """Drop the cached ranks, since the registry or a rank's state has changed. Called under the lock."""
@@ -549,7 +571,7 @@ class View:
 
         If this router does not read the index, predictions are the only source.
         """
-        known = self.find_matches(local) if self._settings.reads_index else _NO_SCORES
+        known = self.find_matches(local) if self._reads_index else _NO_SCORES
         if self._predictions is None:
             return known, _NO_RANKS
         with self._lock:
@@ -633,7 +655,7 @@ class View:
         self, ranks: Sequence[RankId], predicted: Set[RankId], now_ms: int, missing: Set[RankId], *, pooled: bool
     ) -> Trust:
         """missing: ranks whose labels were dropped, if labels are used."""
-        if not self._settings.reads_index:
+        if not self._reads_index:
             return APPROXIMATE if self._predictions is not None else FALLBACK
         unfed = self._engine_reports.unfed()
         rows = self._facts.pooled_rows() if pooled else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,7 +24,7 @@ from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
-from streams.core.workers import DP_SIZE_MAX, Role, Worker
+from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX, Role, Worker
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
@@ -166,6 +166,13 @@ class ReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: Literal["prefill", "decode"] | None = None
 
 
+#: The adapters that a worker lists.
+_LoraNames = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1, max_length=LORA_NAME_CHARS_MAX)]],
+    msgspec.Meta(max_length=LORA_NAMES_MAX),
+]
+
+
 class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /workers/{worker_id}. A field that is left out keeps its value."""
 
@@ -178,6 +185,7 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
     device_class: _Name | msgspec.UnsetType = msgspec.UNSET
     taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    lora_names: _LoraNames | msgspec.UnsetType | None = msgspec.UNSET
     events_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
     replay_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -194,10 +202,12 @@ class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Annotated[int, msgspec.Meta(ge=0, le=POOL_EPOCH_GIVEN_MAX)] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A request's blocks. local: uint64[n], the local hashes of its full blocks. chain: uint64[n], their sequence
-    hashes. n_tokens, request_blocks: including a partial last block."""
+class Blocks(NamedTuple):
+    """A request's blocks. It is a tuple because one is made for every request.
+
+    local: uint64[n], the local hashes of its full blocks. chain: uint64[n], their sequence hashes. n_tokens,
+    request_blocks: including a partial last block.
+    """
 
     local: HashArray
     chain: HashArray
@@ -311,8 +321,9 @@ def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known:
     parsed = decode_body(_worker_decoder, body)
     given = {name: getattr(parsed, name) for name in parsed.__struct_fields__}
     given = {name: value for name, value in given.items() if value is not msgspec.UNSET}
-    if "taints" in given:
-        given["taints"] = tuple(given["taints"])
+    for name in ("taints", "lora_names"):
+        if given.get(name) is not None:
+            given[name] = tuple(given[name])
     _check_url(parsed.url)
     if not parsed.model.isprintable():
         raise InvalidRequest(f"model is {parsed.model!r}, which contains control characters")
@@ -396,7 +407,7 @@ def blocks_of(
             raise RequestTooLarge(f"{n_tokens} tokens; the limit of this router is {tokens_max}", limit=tokens_max)
         if n_tokens == 0:
             raise InvalidRequest("token_ids is empty")
-        packed = pack_tokens(token_ids)
+        packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
         seed = hash_seed(lora_name, namespace)
         local, chain = request_hashes(packed, block_size, seed, first_seed=salted_seed(seed, cache_salt))
         return Blocks(local, chain, n_tokens, -(-n_tokens // block_size))
@@ -472,8 +483,21 @@ def matches_json(request_blocks: int, matched: Mapping[RankId, Sequence[int]], t
     return {"request_blocks": request_blocks, "workers": workers, "ranks": ranks, **trust_json(trust)}
 
 
+#: What most requests require of their worker, except for the model.
+UNFILTERED = WorkerFilter(model="")
+
+
 def worker_filter(request: RouteRequest) -> WorkerFilter:
     """Return what a request requires of its worker, except for the model; raises InvalidRequest."""
+    if (
+        request.worker_id is None
+        and request.dp_rank is None
+        and request.allowed_worker_ids is None
+        and not request.excluded_worker_ids
+        and request.phase is None
+        and not request.required_taints
+    ):
+        return UNFILTERED
     return WorkerFilter(
         model="",
         worker_id=None if request.worker_id is None else worker_id(request.worker_id),
@@ -482,6 +506,7 @@ def worker_filter(request: RouteRequest) -> WorkerFilter:
         excluded=_worker_ids(request.excluded_worker_ids, "excluded_worker_ids") or frozenset(),
         phase=request.phase,
         required_taints=frozenset(request.required_taints or ()),
+        lora_name=request.lora_name or None,
     )
 
 

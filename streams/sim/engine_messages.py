@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from streams.core.hashing import hash_seed, local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, HashArray
+from streams.sim.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens
 
 
 class PromptHashes(NamedTuple):
@@ -34,7 +35,8 @@ class ModelRequest:
     """A request for one completion.
 
     tokens: the prompt as u32 LE, at least one token. n_output_tokens: exact length of the answer, at least 1.
-    output_seed: u64; together with the position it determines each token of the answer. hashes: `hash_prompt` of this
+    output_seed: u64; together with the position it determines each token of the answer. answer: these tokens as u32 LE
+    [n_output_tokens], if the caller has chosen them otherwise. hashes: `hash_prompt` of this
     prompt with the engine's block size and this adapter, if the caller has it; otherwise computed by `submit`.
     reports_reuse: whether the cached blocks that the request reuses are reported (`KvReused`).
     """
@@ -46,6 +48,13 @@ class ModelRequest:
     lora_name: str | None = None
     hashes: PromptHashes | None = None
     reports_reuse: bool = False
+    answer: bytes | None = None
+
+    def answered(self, start: int, end: int) -> bytes:
+        """Return the answer's tokens start..end as u32 LE."""
+        if self.answer is not None:
+            return self.answer[start * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
+        return answer_tokens(self.output_seed, len(self.tokens) // BYTES_PER_TOKEN + start, end - start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from streams.sim.engine_messages import (
     Rejected,
     hash_prompt,
 )
-from streams.sim.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens
+from streams.sim.synthetic_tokens import BYTES_PER_TOKEN
 
 
 class _Due(enum.IntEnum):
@@ -73,6 +73,7 @@ class _Job:
         "arrival_ms",
         "blocked_at",
         "blocks",
+        "cancelled",
         "chain",
         "engine_tail",
         "first_ms",
@@ -108,6 +109,7 @@ class _Job:
         self.answer = b""  # the prompt's partial block and the answer without its last token, u32 LE
         self.start_ms = float("inf")  # of the prefill, loading included
         self.first_ms = float("inf")  # end of the prefill
+        self.cancelled = False  # while its prefill was running
         self.blocked_at = _NEVER  # number of releases when it last found too few blocks; it retries after the next one
 
     def __lt__(self, other: _Job) -> bool:
@@ -157,6 +159,8 @@ class EngineModel:
             raise InvalidRequest("a prompt is u32 little-endian, at least one token", n_bytes=len(request.tokens))
         if request.n_output_tokens < 1:
             raise InvalidRequest(f"n_output_tokens is {request.n_output_tokens}; it must be at least 1")
+        if request.answer is not None and len(request.answer) != request.n_output_tokens * BYTES_PER_TOKEN:
+            raise InvalidRequest(f"an answer of {len(request.answer)} bytes for {request.n_output_tokens} tokens")
         if not abs(arrival_ms) < float("inf"):
             raise InvalidRequest(f"arrival_ms is {arrival_ms}; it must be finite")
         n_tokens = len(request.tokens) // BYTES_PER_TOKEN
@@ -182,6 +186,26 @@ class EngineModel:
             f"{self.config.n_tokens_max} tokens"
         )
         heapq.heappush(self._due, (arrival_ms, _Due.REJECT, job.order, job, reason))
+
+    def cancel(self, now_ms: float, request_id: str) -> None:
+        """End a request without further output, in its state after the last `advance`; an unknown id has ended.
+
+        As in vLLM, its blocks are released at once and stay in the cache if they are hashed. A prefill that has begun
+        is computed to its end, which is when its blocks are released.
+        """
+        job = self._running.get(request_id)
+        if job is None:
+            at = next((at for at, each in enumerate(self._waiting) if each.request.request_id == request_id), None)
+            if at is not None:
+                del self._waiting[at]
+                heapq.heapify(self._waiting)
+                self._live_ids.remove(request_id)
+        elif job.first_ms == float("inf"):
+            job.cancelled = True
+        else:
+            self._due = [entry for entry in self._due if entry[3] is not job]
+            heapq.heapify(self._due)
+            self._release(now_ms, job)
 
     def clear(self, now_ms: float) -> list[Output]:
         """Reset the prefix cache in its state after the last `advance`.
@@ -365,7 +389,7 @@ class EngineModel:
         n_full = len(job.sequence_list)
         # The answer's blocks are all hashed here at once; when one of them fills, it is only registered.
         width = self.config.block_size * BYTES_PER_TOKEN
-        kept = answer_tokens(request.output_seed, job.n_prompt, request.n_output_tokens - 1)
+        kept = request.answered(0, request.n_output_tokens - 1)
         job.answer = request.tokens[n_full * width :] + kept
         prompt_new = request.tokens[job.n_hit * width : n_full * width]
         n_decode_full = len(job.answer) // width
@@ -382,6 +406,9 @@ class EngineModel:
             adapter_seed(self.config.engine_seed, request.lora_name),
         )
         self._store(at_ms, job, n_full - job.n_hit, prompt_new, out)
+        if job.cancelled:
+            self._release(at_ms, job)
+            return
         n_pooled = job.n_loaded * self.config.block_size
         n_cached = job.n_hit * self.config.block_size + n_pooled
         out.append(FirstToken(request.request_id, at_ms, at_ms - job.arrival_ms, n_cached, job.n_prompt, n_pooled))
@@ -400,11 +427,7 @@ class EngineModel:
 
     def _finish(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Release the blocks and put out the request's figures."""
-        self._cache.release(job.blocks)
-        del self._running[job.request.request_id]
-        self._live_ids.remove(job.request.request_id)
-        self._n_releases += 1
-        self._released_ms = at_ms
+        self._release(at_ms, job)
         out.append(
             Finished(
                 request_id=job.request.request_id,
@@ -417,6 +440,15 @@ class EngineModel:
                 pooled_tokens=job.n_loaded * self.config.block_size,
             )
         )
+
+    def _release(self, at_ms: float, job: _Job) -> None:
+        """Release the blocks of a running request, and those that were promised to it."""
+        self._cache.release(job.blocks)
+        self._reserved -= job.n_blocks_total - len(job.blocks)
+        del self._running[job.request.request_id]
+        self._live_ids.remove(job.request.request_id)
+        self._n_releases += 1
+        self._released_ms = at_ms
 
     def _schedule(self, job: _Job) -> None:
         """Put the decoding job's next event on the heap: its next full block, or its end."""

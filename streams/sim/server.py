@@ -55,7 +55,6 @@ from streams.sim.journal import Journal
 from streams.sim.model import EngineModel
 from streams.sim.pool import CxlChanged
 from streams.sim.pool_client import PoolLink
-from streams.sim.synthetic_tokens import unpack_tokens
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +66,8 @@ LIVE_REQUESTS_MAX = 4096
 BODY_BYTES_MAX = 32 << 20
 #: How long open streams may take to end when the server stops.
 SHUTDOWN_S = 1.0
+
+_Parse = Callable[[dict[str, Any], openai.ServedModels], openai.CompletionCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,8 @@ class SimServer:
         """Return the HTTP routes."""
         return [
             web.post("/v1/completions", self._serve_completion),
+            web.post("/v1/chat/completions", self._serve_chat),
+            web.post("/tokenize", self._serve_tokenize),
             web.get("/v1/models", self._serve_models),
             web.get("/health", self._serve_health),
             web.get("/metrics", self._serve_metrics),
@@ -407,12 +410,13 @@ class SimServer:
     def _submit(self, asked: openai.CompletionCall) -> _Call:
         """Queue a checked completion request."""
         request = ModelRequest(
-            f"cmpl-{uuid.uuid4().hex}",
+            f"{asked.id_prefix}{uuid.uuid4().hex}",
             asked.tokens,
             asked.n_output_tokens,
             asked.output_seed,
             asked.lora_name,
             reports_reuse=(asked.report_mode or self.config.kv_cache_report_mode) == "full",
+            answer=asked.answer,
         )
         call = _Call(request)
         self.model.submit(self._clock.arrival_ms(asked.arrival_ms), request)
@@ -426,20 +430,33 @@ class SimServer:
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _serve_completion(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, openai.parse_completion)
+
+    async def _serve_chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, openai.parse_chat)
+
+    async def _answer(self, http: web.Request, parse: _Parse) -> web.StreamResponse:
         body = openai.parse_body(await http.read())
         if len(self._calls) >= LIVE_REQUESTS_MAX:
             raise OverloadedError(f"{len(self._calls)} requests are active, which is the limit")
-        asked = openai.parse_completion(body, self._served)
+        asked = parse(body, self._served)
         call = self._submit(asked)
-        frame = openai.frame(call.request, asked.lora_name or self.config.model, int(time.time()))
-        if asked.stream:
-            return await self._stream(http, call, frame, asked)
-        finished = await call.done
-        choice = openai.choice(call.request, 0, finished.n_output_tokens, "length", with_token_ids=asked.with_token_ids)
-        if asked.with_token_ids:
-            choice["prompt_token_ids"] = unpack_tokens(asked.tokens)
-        page = {**frame, "choices": [choice], "usage": openai.usage(finished), "kvstreams": self._figures(finished)}
-        return _json(page)
+        try:
+            frame = openai.frame(call.request, asked, asked.lora_name or self.config.model, int(time.time()))
+            if asked.stream:
+                return await self._stream(http, call, frame, asked)
+            finished = await call.done
+        finally:
+            self._cancel(call)
+        figures = {"usage": openai.usage(finished), "kvstreams": self._figures(finished)}
+        return _json({**frame, **openai.whole_answer(call.request, asked), **figures})
+
+    def _cancel(self, call: _Call) -> None:
+        """End the request of a client that hung up. A request that has ended is not changed."""
+        if self._calls.pop(call.request.request_id, None) is not None:
+            self._step()  # the tokens that are out by now are in the cache
+            self.model.cancel(self._clock.now_ms(), call.request.request_id)
+            self._wake.set()
 
     async def _stream(
         self, http: web.Request, call: _Call, frame: dict[str, Any], asked: openai.CompletionCall
@@ -447,34 +464,37 @@ class SimServer:
         """Send chunks as tokens come, at most one per STREAM_CHUNK_WALL_S. The last chunk carries the figures."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        request, with_token_ids = call.request, asked.with_token_ids
+        request = call.request
         n_sent = 0
-        # As in vLLM, the first chunk repeats the prompt, so that it may be megabytes long.
-        once: dict[str, Any] = {"prompt_token_ids": unpack_tokens(asked.tokens)} if with_token_ids else {}
         try:
             await call.first.wait()
+            for page in openai.first_chunks(request, asked):
+                await response.write(openai.stream_event({**frame, **page}))
             while not call.done.done():
                 # The last token is kept for the chunk that carries the finish reason.
                 n_out = min(self.model.n_decoded(request.request_id, self._clock.now_ms()), request.n_output_tokens - 1)
                 if n_out > n_sent:
-                    choice = openai.choice(request, n_sent, n_out, None, with_token_ids=with_token_ids)
-                    await response.write(openai.stream_event({**frame, "choices": [{**choice, **once}]}))
-                    n_sent, once = n_out, {}
+                    page = openai.chunk(request, asked, n_sent, n_out)
+                    await response.write(openai.stream_event({**frame, **page}))
+                    n_sent = n_out
                 await asyncio.wait([call.done], timeout=STREAM_CHUNK_WALL_S)
             finished = call.done.result()
         except KvStreamsError as exc:
             # The HTTP status has been sent, so the error is an event of its own, as in vLLM.
             await response.write(openai.stream_event(openai.error(exc.http_status, str(exc))))
         else:
-            choice = openai.choice(request, n_sent, finished.n_output_tokens, "length", with_token_ids=with_token_ids)
+            page = openai.chunk(request, asked, n_sent, finished.n_output_tokens)
             figures = {"kvstreams": self._figures(finished)}
-            await response.write(openai.stream_event({**frame, "choices": [{**choice, **once}], **figures}))
+            await response.write(openai.stream_event({**frame, **page, **figures}))
             if asked.with_usage:
                 usage = {"choices": [], "usage": openai.usage(finished)}
                 await response.write(openai.stream_event({**frame, **usage, **figures}))
         await response.write(openai.STREAM_END)
         await response.write_eof()
         return response
+
+    async def _serve_tokenize(self, http: web.Request) -> web.Response:
+        return _json(openai.tokenize(openai.parse_body(await http.read()), self._served))
 
     def _figures(self, finished: Finished) -> dict[str, float]:
         """Return the figures of a request in model time, which does not depend on the speed of this machine."""

@@ -249,6 +249,30 @@ def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
     assert overlaps == [4, 4, 0, 0, 4, 0, 4]
 
 
+def test_requests_for_an_adapter_go_to_workers_that_list_it(fleet: Fleet) -> None:
+    """A worker that lists no adapters gets requests for any; what is listed can be changed, and excludes the others."""
+    model = fleet.model()
+    listing, other = fleet.register(model, 2)
+    asked = {"model": model, "token_ids": TOKENS}
+
+    def chosen(**more: Any) -> set[int]:
+        override = {"router_mode": "round-robin"}
+        return {fleet.main.ask(**asked, router_config_override=override, **more)["worker_id"] for _ in range(4)}
+
+    assert chosen(lora_name="sql") == {listing, other}
+    registered = fleet.main.call("GET", "/workers").given()["workers"]
+    by_id = {worker["worker_id"]: worker for worker in registered}
+    for worker_id, names in ((listing, ["sql", "chat"]), (other, ["chat"])):
+        body = {name: by_id[worker_id][name] for name in ("url", "model", "block_size")}
+        put = fleet.main.call("PUT", f"/workers/{worker_id}", {**body, "lora_names": names}).given()
+        assert put["lora_names"] == names
+    assert chosen(lora_name="sql") == {listing}
+    assert chosen(lora_name="chat") == chosen() == chosen(lora_name="") == {listing, other}
+    refused = fleet.main.call("POST", "/route", {**asked, "lora_name": "poetry", "update_states": False})
+    assert (refused.status, refused.json["error"]["code"]) == (503, "no_eligible_worker")
+    assert refused.json["error"]["detail"]["refused_ranks"]["lora_missing"] == 2
+
+
 def test_temperature_spreads_choices(fleet: Fleet) -> None:
     """Without temperature the cheapest rank is always chosen; with a high one, every rank is."""
     model = fleet.model()
@@ -410,6 +434,7 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "max_requests": COUNT_MAX,
         "device_class": "cpu",
         "taints": ["a", "ü"],
+        "lora_names": ["sql", "ü"],
         "events_endpoint": "tcp://e:2",
         "replay_endpoint": "tcp://e:3",
     }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -206,6 +207,19 @@ def test_an_answer_that_is_resumed_with_its_seed_continues_unchanged() -> None:
         async with started(FAST) as other:
             rest = await other.complete(prompt=PROMPT + tokens[:7], max_tokens=5, seed=5, return_token_ids=True)
         assert rest["choices"][0]["token_ids"] == tokens[7:]
+
+    live(scenario)
+
+
+def test_an_answer_that_is_resumed_without_a_seed_continues_unchanged() -> None:
+    """Each token follows from all tokens before it, so that a missing one changes all that come after it."""
+
+    async def scenario(client: Client) -> None:
+        whole = await client.complete(max_tokens=12, return_token_ids=True)
+        tokens = whole["choices"][0]["token_ids"]
+        for sent, same in ((tokens[:7], True), (tokens[:5] + tokens[6:7], False)):
+            rest = await client.complete(prompt=PROMPT + sent, max_tokens=5, return_token_ids=True)
+            assert (rest["choices"][0]["token_ids"] == tokens[7:]) == same
 
     live(scenario)
 
@@ -453,17 +467,54 @@ def test_a_stop_ends_open_requests_and_frees_the_ports() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_hangs_up_does_not_affect_others() -> None:
-    """The request of a client that hung up runs to its end in the model, and other requests are served."""
+@pytest.mark.parametrize("tokens_read", [0, 1])
+def test_the_request_of_a_client_that_hangs_up_is_cancelled(tokens_read: int) -> None:
+    """As in vLLM, its blocks are released, before or after its first token, and other requests are served."""
 
     async def scenario(client: Client) -> None:
-        body = {"prompt": PROMPT, "max_tokens": 400, "stream": True}
-        response = await client.http.post(client.server.http_url + "/v1/completions", json=body)
-        await response.content.readline()
-        response.close()
+        body = {"prompt": PROMPT * 4, "max_tokens": 400, "stream": True}
+        posting = asyncio.create_task(client.http.post(client.server.http_url + "/v1/completions", json=body))
+        while not client.server.model.stats().n_running:
+            await asyncio.sleep(0.001)
+        if tokens_read:
+            response = await posting
+            await response.content.readline()
+            response.close()
+        else:
+            posting.cancel()
+        while client.server.model.stats().n_running:
+            await asyncio.sleep(0.001)
+        stats = client.server.model.stats()
+        assert (stats.n_blocks_used, stats.n_waiting) == (0, 0)
+        assert stats.n_blocks_cached >= len(PROMPT) * 4 // 4
         assert len((await client.complete(max_tokens=4))["choices"][0]["text"]) == 4
 
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=50.0))
+    # A prefill of 20 ms of wall time, and 8 s for the whole answer, which the test does not wait for.
+    live(scenario, SimServerConfig(engine=replace(ENGINE, prefill_ms_base=20.0), time_scale=1.0))
+
+
+def test_a_chat_is_answered_in_openais_shape() -> None:
+    """The answer's prompt is what /tokenize returns for the same messages, and a stream joins to the same text."""
+
+    async def scenario(client: Client) -> None:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "return_token_ids": True}
+        status, whole = await client.post("/v1/chat/completions", body)
+        assert (status, whole["object"], whole["id"][:9]) == (200, "chat.completion", "chatcmpl-")
+        message = whole["choices"][0]["message"]
+        assert (message["role"], len(message["content"])) == ("assistant", 9)
+        _, tokenized = await client.post("/tokenize", body)
+        assert tokenized["tokens"] == whole["prompt_token_ids"]
+        assert tokenized["count"] == whole["usage"]["prompt_tokens"] == len(tokenized["tokens"])
+        url = client.server.http_url + "/v1/chat/completions"
+        async with client.http.post(url, json={**body, "stream": True}) as response:
+            lines = [line.removeprefix(b"data: ").strip() async for line in response.content if line.strip()]
+        first, *chunks = map(json.loads, lines[:-1])
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert first["prompt_token_ids"] == tokenized["tokens"]
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == message["content"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+
+    live(scenario)
 
 
 def test_run_serves_until_sigterm() -> None:

@@ -161,6 +161,20 @@ def test_a_cordon_that_crosses_a_renewal_is_kept() -> None:
     assert a.may_publish(4.1)
 
 
+def test_a_bridge_that_lists_adapters_registers_them() -> None:
+    """An operator's list is kept by a bridge that lists none, and replaced by one that does."""
+    log = Log()
+    a = Node(log, "a")
+    a.step(0.0)
+    log.records.append(replace(log.last, lora_names=("x",)))
+    a.step(2.0)
+    a.step(4.1)
+    assert log.last.lora_names == ("x",)
+    a.lease.want(replace(WORKER, lora_names=("y",)))
+    a.step(6.2)
+    assert log.last.lora_names == ("y",)
+
+
 def test_a_stopped_holders_late_renewal_does_not_undo_a_cordon() -> None:
     """The renewal is based on the registration before the cordon; the new holder writes the cordon again."""
     log = Log()

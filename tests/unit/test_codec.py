@@ -211,6 +211,7 @@ workers = st.builds(
     max_requests=st.one_of(st.none(), counts),
     device_class=texts,
     taints=st.lists(texts, max_size=3).map(tuple),
+    lora_names=st.one_of(st.none(), st.lists(texts, max_size=3).map(tuple)),
     events_endpoint=st.one_of(st.none(), texts),
     replay_endpoint=st.one_of(st.none(), texts),
     registered_at_ms=longs,

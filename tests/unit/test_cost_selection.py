@@ -351,6 +351,22 @@ def test_filters_leave_the_ranks_that_may_serve(wanted: dict[str, Any], found: l
 
 
 @pytest.mark.parametrize(
+    ("lora_name", "found"),
+    [(None, [1, 2, 3]), ("", [1, 2, 3]), ("a", [1, 3]), ("b", [1, 3]), ("c", [3])],
+)
+def test_an_adapter_leaves_the_workers_that_list_it_and_those_that_list_none(
+    lora_name: str | None, found: list[int]
+) -> None:
+    """An empty list serves the model itself only; without a list, a worker may serve any adapter."""
+    fleet = (worker(1, lora_names=("a", "b")), worker(2, lora_names=()), worker(3))
+    asked = WorkerFilter("m", lora_name=lora_name)
+    passing = eligible_ranks({each.worker_id: each for each in fleet}, asked)
+    assert [each.worker_id for each in passing] == found
+    missing = len(fleet) - len(found)
+    assert refusals(fleet, asked, frozenset()) == ({"lora_missing": missing} if missing else {})
+
+
+@pytest.mark.parametrize(
     ("wanted", "silent", "counts"),
     [
         ({}, [], {"other_model": 1, "cordoned": 1}),

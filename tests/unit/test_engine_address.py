@@ -16,6 +16,7 @@ ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("id=1,url=http://x,events=http://x/kv_cache_events,replay=tcp://x:1", "have no replay socket"),
         ("id=1,url=http://x", "events missing"),
         ("url=http://x,events=tcp://x:1", "id missing"),
         ("id=one,url=http://x,events=tcp://x:1", "whole numbers"),
@@ -43,6 +44,7 @@ def test_an_unusable_engine_address_is_refused_and_the_wrong_part_named(text: st
 @pytest.mark.parametrize(
     "text",
     [
+        "id=1,url=http://x,events=http://x/kv_cache_events,dp=2",
         "id=1,url=https://x,events=tcp://10.0.0.1:5557,replay=tcp://[::1]:5558",
         "id=1,url=http://[::1]:8000/,events=ipc:///tmp/events,metrics=https://x/metrics",
     ],
@@ -92,3 +94,12 @@ def test_two_engines_with_one_id_or_one_address_of_events_are_refused(second: st
     with pytest.raises(SettingsError, match=re.escape(f"two engines have {message}")):
         check_distinct([engine_address(ADDRESS), engine_address(second)])
     check_distinct([engine_address(ADDRESS), engine_address("id=2,url=http://x:8001,events=tcp://x:2")])
+
+
+def test_an_engines_adapters_are_separated_by_plus() -> None:
+    """Without `lora=`, the adapters are not listed; an empty value lists none."""
+    assert engine_address(ADDRESS).lora_names is None
+    assert engine_address(f"{ADDRESS},lora=sql+org/chat").lora_names == ("sql", "org/chat")
+    assert engine_address(f"{ADDRESS},lora=").lora_names == ()
+    with pytest.raises(SettingsError, match=r"It must look like lora=NAME\+NAME"):
+        engine_address(f"{ADDRESS},lora=sql+")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from streams.codec import decode_load, load_key
 from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
-from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.bookings import ENDED_BOOKING_BYTES, Booking, BookingId, BookingPhase
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
 from streams.local.ports import free_port
@@ -529,6 +529,26 @@ def test_while_kafka_is_away_bookings_go_on_and_are_not_in_sync() -> None:
     assert len(world.log.written) == n_in_log
     assert world.same() == {rank_of(2): (16, 1, 1)}
     assert first.sync.in_sync and second.sync.in_sync
+
+
+def test_bookings_that_end_before_they_are_sent_take_no_more_memory_than_other_ended_ones() -> None:
+    """They leave no record, are known to have ended until their TTL by the router's own clock, and cause no ticks."""
+    world = World()
+    first = world.replicas[0]
+    for number in range(100):
+        first.sync.book(f"short-{number}", booking(1))
+        first.sync.report_phase(f"short-{number}", BookingPhase.FREE)
+    with first.sync.locked() as active:
+        assert active.n_bytes == 100 * ENDED_BOOKING_BYTES
+    world.settle()
+    assert first.sync.report_phase("short-0", BookingPhase.FREE)  # it is not buffered as that of an unknown booking
+    world.pass_time(TTL_MS - 1)
+    world.settle()
+    assert len(first) == 100
+    world.pass_time(1)
+    world.settle()
+    assert len(first) == 0
+    assert world.log.written == []
 
 
 def test_a_router_without_bookings_finds_out_that_kafka_is_away() -> None:

@@ -292,6 +292,7 @@ _filters = st.builds(
     phase=st.none() | st.sampled_from(Role),
     required_taints=st.sampled_from([frozenset(), frozenset({"a"}), frozenset({"a", "b"})]),
     block_size=st.sampled_from([None, 16]),
+    lora_name=st.sampled_from([None, "a", "b"]),
 )
 _workers = st.builds(
     Worker,
@@ -303,6 +304,7 @@ _workers = st.builds(
     role=st.sampled_from(Role),
     state=st.sampled_from([WorkerState.ACTIVE] * 3 + [WorkerState.CORDONED]),
     taints=st.sampled_from([(), ("a",), ("a", "b")]),
+    lora_names=st.sampled_from([None, (), ("a",)]),
 )
 
 
@@ -345,6 +347,7 @@ def test_only_a_lease_may_change_without_a_new_list_of_ranks() -> None:
         replace(worker, max_requests=9),
         replace(worker, device_class="cpu"),
         replace(worker, taints=("a",)),
+        replace(worker, lora_names=("a",)),
     ):
         assert not differs_in_lease_only(worker, changed)
 

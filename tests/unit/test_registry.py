@@ -187,6 +187,12 @@ def test_a_put_keeps_the_fields_that_it_does_not_name() -> None:
     assert parsed(REGISTERED) == replace(REGISTERED, url="http://new:8000/v1", registered_at_ms=5)
     named = parsed(REGISTERED, taints=["b"], kv_total_blocks=None, role="both")
     assert (named.taints, named.kv_total_blocks, named.role, named.dp_size) == (("b",), None, Role.BOTH, 2)
+    listed = parsed(REGISTERED, lora_names=["x", "y"])
+    assert (listed.lora_names, parsed(listed).lora_names, parsed(listed, lora_names=None).lora_names) == (
+        ("x", "y"),
+        ("x", "y"),
+        None,
+    )
     assert parsed() == Worker(WorkerId(9), "http://new:8000/v1", "m", 16, registered_at_ms=5)
 
 

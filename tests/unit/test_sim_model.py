@@ -388,6 +388,25 @@ def test_submitting_on_arrival_equals_submitting_ahead(asked: Asked, n_blocks: i
 
 
 @settings(max_examples=80, deadline=None)
+@given(requests_, st.lists(st.tuples(st.floats(0.0, 400.0), st.integers(0, 13)), max_size=14), st.integers(9, 20))
+def test_a_cancelled_request_leaves_no_trace(asked: Asked, cancelled: list[tuple[float, int]], n_blocks: int) -> None:
+    """Waiting, prefilling or decoding: its blocks are released, nothing more is put out, and all others finish."""
+    model = EngineModel(replace(CROWDED, n_blocks=n_blocks))
+    submit_all(model, asked)
+    ended: set[str] = set()
+    gone: set[str] = set()
+    for at_ms, number in sorted(cancelled):
+        ended |= {output.request_id for output in only(model.advance(at_ms), Finished)}
+        if number < len(asked) and str(number) not in ended:
+            gone.add(str(number))
+            model.cancel(at_ms, str(number))
+        model.check()
+    ended |= {output.request_id for output in only(model.advance(FOREVER), Finished)}
+    model.check()
+    assert ended == {str(number) for number in range(len(asked))} - gone
+    assert (model.stats().n_running, model.stats().n_waiting, model.stats().n_blocks_used) == (0, 0, 0)
+
+
 @given(requests_, st.lists(st.integers(0, 300), min_size=14, max_size=14))
 def test_first_tokens_do_not_depend_on_how_late_requests_are_submitted(asked: Asked, lateness: list[int]) -> None:
     """With answers of one token and enough space, times to first token follow from the arrivals alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,82 @@ def test_prompt_and_answer_must_fit_the_context(n_prompt: int, n_output: int, fi
 def test_stop_conditions_of_vllm_leave_the_length_as_it_is(limits: dict[str, Any]) -> None:
     """An answer always has max_tokens tokens, so it is never shorter than min_tokens."""
     assert parse_completion({"prompt": [1], "max_tokens": 16, **limits}, SERVED).n_output_tokens == 16
+
+
+def text_of(call: openai.CompletionCall) -> str:
+    return "".join(map(chr, unpack_tokens(call.answer)))[: call.n_text]
+
+
+def test_an_answer_ends_before_its_stop_string() -> None:
+    """The stop string's tokens are generated and not shown, and none counts before min_tokens are out."""
+    whole = parse_completion({"prompt": "a", "max_tokens": 40}, SERVED)
+    text = text_of(whole)
+    assert (len(text), whole.finish_reason, whole.stop_reason) == (40, "length", None)
+    stop = text[10:13]
+    call = parse_completion({"prompt": "a", "max_tokens": 40, "stop": ["no such text", stop]}, SERVED)
+    at = text.find(stop)
+    assert (text_of(call), call.n_output_tokens) == (text[:at], at + 3)
+    assert (call.finish_reason, call.stop_reason) == ("stop", stop)
+    late = parse_completion({"prompt": "a", "max_tokens": 40, "stop": stop, "min_tokens": 14}, SERVED)
+    assert (late.n_output_tokens, late.finish_reason) == (40, "length")
+    by_id = parse_completion({"prompt": "a", "max_tokens": 40, "stop_token_ids": [ord(text[5])]}, SERVED)
+    assert by_id.n_output_tokens == text.find(text[5]) + 1
+    with pytest.raises(InvalidRequest, match="stop"):
+        parse_completion({"prompt": "a", "stop": ["x"] * 5}, SERVED)
+
+
+def test_parts_of_a_stream_end_with_the_text_before_the_stop_string() -> None:
+    """No chunk shows a part of the stop string, wherever the chunks are cut."""
+    text = text_of(parse_completion({"prompt": "a", "max_tokens": 40}, SERVED))
+    call = parse_completion({"prompt": "a", "max_tokens": 40, "stop": text[10:15]}, SERVED)
+    request = ModelRequest("r", call.tokens, call.n_output_tokens, answer=call.answer)
+    cuts = [0, 4, 11, 13, call.n_output_tokens]
+    chunks = [openai.chunk(request, call, *cut)["choices"][0] for cut in itertools.pairwise(cuts)]
+    assert "".join(chunk["text"] for chunk in chunks) == text_of(call)
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, None, None, "stop"]
+
+
+CHAT = [
+    {"role": "system", "content": "Say »yes«."},
+    {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+]
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+
+
+def test_a_forced_tool_gets_the_answer_as_its_argument() -> None:
+    """The arguments are valid JSON whatever characters the answer has, whole and as a stream."""
+    body = {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+    served = replace(SERVED, n_tokens_max=4096)
+    call = openai.parse_chat(body, served)
+    request = ModelRequest("r", call.tokens, 200, answer=call.answer)
+    (choice,) = openai.whole_answer(request, call)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (tool_call,) = choice["message"]["tool_calls"]
+    assert tool_call["function"]["name"] == "look_up"
+    assert orjson.loads(tool_call["function"]["arguments"]) == {"answer": text_of(call)}
+    pages = [
+        *openai.first_chunks(request, call),
+        *(openai.chunk(request, call, at, at + 20) for at in range(0, 200, 20)),
+    ]
+    calls = [page["choices"][0]["delta"]["tool_calls"][0] for page in pages]
+    assert "".join(each["function"]["arguments"] for each in calls) == tool_call["function"]["arguments"]
+    for wrong in (
+        {"tools": [], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"function": {"name": "x"}}},
+    ):
+        with pytest.raises(InvalidRequest, match="tool_choice"):
+            openai.parse_chat({"messages": CHAT, **wrong}, served)
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"messages": []}, {"messages": [{"role": 1}]}, {"messages": [{"role": "u", "content": 1}]}]
+)
+def test_messages_that_cannot_be_rendered_are_refused(body: dict[str, Any]) -> None:
+    """Wrong messages are an error of the request, for chats and for /tokenize."""
+    for parse in (openai.parse_chat, openai.tokenize):
+        with pytest.raises(InvalidRequest, match=r"message|prompt"):
+            parse(body, SERVED)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7"])

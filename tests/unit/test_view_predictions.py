@@ -271,6 +271,21 @@ def test_the_renewal_of_a_lease_changes_no_list_of_ranks(clock: Clock) -> None:
     assert view.eligible(WorkerFilter("m")) == ()
 
 
+def test_adapters_that_the_same_workers_serve_share_one_list_of_ranks(clock: Clock) -> None:
+    """Columns belong to a list of ranks, so a fleet with a thousand adapters must not have a thousand of them."""
+    view = view_of(clock)
+    register(view, 1)
+    register(view, 2)
+    base = view.eligible(WorkerFilter("m"))
+    assert view.eligible(WorkerFilter("m", lora_name="a")) is base  # nobody lists adapters
+    register(view, 2, lora_names=("b", "c"))
+    only_first = view.eligible(WorkerFilter("m", lora_name="a"))
+    assert only_first == (rank(1),)
+    assert view.eligible(WorkerFilter("m", lora_name="x")) is only_first
+    both = view.eligible(WorkerFilter("m", lora_name="b"))
+    assert both == (rank(1), rank(2)) and view.eligible(WorkerFilter("m", lora_name="c")) is both
+
+
 def test_the_blocks_that_busy_thresholds_compare_with_follow_reports_and_the_registry(clock: Clock) -> None:
     """The registry's number of blocks counts first; a report counts as long as it is valid."""
     view = view_of(clock)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streams.core.ids import Int64Array, RankId
+from streams.core.ids import Float64Array, Int64Array, RankId
 from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
 from streams.core.loads.ended_bookings import EndedBookings
+from streams.core.loads.observations import (
+    NO_FORECAST,
+    Forecast,
+    Observation,
+    OutputObserved,
+    PrefillObserved,
+    Unreported,
+)
+from streams.core.loads.rank_times import RankTimes, TimedBooking
 from streams.errors import IndexCorrupt
 
 #: The numbers that the table of loads has for each rank, and its number of rows at first.
@@ -48,6 +57,9 @@ KNOWN_BOOKING_BYTES = 540
 ACTIVE_BOOKING_BYTES = 700
 _HASHES_STORED = 2
 
+#: Observations that are kept until a policy asks for them. Beyond this limit the oldest ones are dropped.
+OBSERVATIONS_MAX = 4096
+
 
 class BookingId(NamedTuple):
     """A request id, the router that booked it, and that router's counter: an id that is used again is a new booking."""
@@ -60,6 +72,8 @@ class BookingId(NamedTuple):
 class BookingPhase(enum.StrEnum):
     """What happened to a booking. The values are part of the records on Kafka."""
 
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
+
     ADD = "add"
     PREFILL = "prefill"
     FREE = "free"
@@ -71,7 +85,7 @@ class Booking(NamedTuple):
     prefill_tokens: the prompt tokens that the rank must compute. sequence: the request's sequence hashes from the root,
     packed by hashing.pack_hashes, so that shared blocks count once. output_blocks: blocks of the tokens generated so
     far. phase: which part of the request the rank serves, `prefill` or `decode`, or None for all of it. A request may
-    have one active booking of each.
+    have one active booking of each. forecast: what the router that booked it expects of it.
     """
 
     rank: RankId
@@ -83,6 +97,7 @@ class Booking(NamedTuple):
     expected_output_tokens: int | None = None
     output_blocks: int = 0
     phase: str | None = None
+    forecast: Forecast = NO_FORECAST
 
 
 def with_output(booking: Booking, output_tokens: int, block_size: int) -> Booking:
@@ -121,6 +136,7 @@ class RankLoad:
 
 
 _NO_LOAD = RankLoad()
+_NO_MS: Mapping[RankId, float] = {}
 
 
 class LoadColumns(NamedTuple):
@@ -136,7 +152,8 @@ class _State:
     """booking_id: the object that every map uses as its key, since each record brings another one.
 
     booking: None once it has ended, since its hashes would take most of the memory until the TTL. phase: the booking's,
-    also after it has ended.
+    also after it has ended. since_ms: time of its last add. prefilled_ms: time of its prefill-complete, 0 without one.
+    timed: its part in the times of its rank, if it has a forecast or is observed.
     """
 
     booking_id: BookingId
@@ -148,6 +165,9 @@ class _State:
     expires_ms: int | None = None  # None until the log has given the booking a time
     node: PrefixNode | None = None  # the end of its chain in the tree of active prefixes, while it is active
     phase: str | None = None
+    since_ms: int = 0
+    prefilled_ms: int = 0
+    timed: TimedBooking | None = None
 
     @property
     def live(self) -> bool:
@@ -171,10 +191,14 @@ class ActiveLoads:
 
     dropped: bookings that were dropped because of a limit.
     n_falls: counts changes that lowered some rank's load; LoadsSync announces them.
+    times: when ranks will have computed their prompts. observations: what happened, for policies that learn; None
+    without `observe`. The reader takes them out.
     """
 
-    def __init__(self, ttl_ms: int) -> None:
+    def __init__(self, ttl_ms: int, *, observe: bool = False) -> None:
         self._ttl_ms = ttl_ms
+        self.times = RankTimes(_ROWS_FIRST)
+        self.observations: deque[Observation] | None = deque(maxlen=OBSERVATIONS_MAX) if observe else None
         # Bookings that have not ended, or whose end has no time yet, in order of their last records.
         self._states: dict[BookingId, _State] = {}
         self._ended = EndedBookings()
@@ -210,9 +234,12 @@ class ActiveLoads:
         if state.freed:
             self._keep_end(state)
             return
+        state.since_ms = self.times.now_ms if at_ms is None else at_ms
         if state.booking is not None:
             if _lowers_load(state.booking, booking):
                 self.n_falls += 1
+            if state.timed is not None:
+                self.times.ended(state.timed, state.since_ms)
             self._uncount(state)
         else:
             self._live_by_request.setdefault(booking_id.request_id, []).append(state.booking_id)
@@ -221,8 +248,13 @@ class ActiveLoads:
             state.phase = booking.phase
             if state.phase is not None:
                 self._known_by_phase[booking_id.request_id, state.phase] += 1
-        state.booking = booking
-        self._count(state)
+        if state.booking is not None and booking.output_blocks > state.booking.output_blocks:
+            state.booking = booking
+            self._count(state)
+            self._observe_output(state, booking, state.since_ms, ended=False)
+        else:
+            state.booking = booking
+            self._count(state)
         if self.n_bytes > BOOKINGS_BYTES_MAX:
             self._drop_oldest()
 
@@ -231,11 +263,24 @@ class ActiveLoads:
         if self._has_ended(booking_id, at_ms):
             return
         state = self._state(booking_id, at_ms, clock)
-        if state.live and not state.prefilled:
-            assert state.booking is not None
-            self._cells[_PREFILL * self._n_rows + self._rows[state.booking.rank]] -= state.counted_prefill
-            state.counted_prefill = 0
-            self.n_falls += 1
+        now_ms = self.times.now_ms if at_ms is None else at_ms
+        booking = state.booking
+        if booking is not None and state.node is not None:
+            row = self._rows[booking.rank]
+            if not state.prefilled:
+                self._cells[_PREFILL * self._n_rows + row] -= state.counted_prefill
+                state.counted_prefill = 0
+                self.n_falls += 1
+            if state.prefilled or state.timed is None:
+                self.times.note_prefilled(row, now_ms)
+            else:
+                took_ms = self.times.prefilled(state.timed, now_ms)
+                if self.observations is not None and took_ms is not None:
+                    self.observations.append(
+                        PrefillObserved(booking.rank, booking.model, booking.prefill_tokens, took_ms, booking.forecast)
+                    )
+        if now_ms > state.prefilled_ms:
+            state.prefilled_ms = now_ms
         state.prefilled = True
         if state.freed:
             self._keep_end(state)
@@ -248,7 +293,14 @@ class ActiveLoads:
         if self._has_ended(booking_id, at_ms):
             return
         state = self._state(booking_id, at_ms, clock)
-        if state.live:
+        if state.booking is not None:
+            now_ms = self.times.now_ms if at_ms is None else at_ms
+            if state.timed is not None:
+                self.times.ended(state.timed, now_ms)
+            if self.observations is not None:
+                if not state.prefilled:
+                    self.observations.append(Unreported(state.booking.rank, ended=False))
+                self._observe_output(state, state.booking, now_ms, ended=True)
             self._uncount(state)
             self._forget_live(booking_id)
             self.n_falls += 1
@@ -265,7 +317,40 @@ class ActiveLoads:
         if state is None or state.booking != booking:
             return False
         self._state(booking_id, at_ms, clock)
+        if at_ms != state.since_ms:
+            state.since_ms = at_ms
+            timed = state.timed
+            if timed is not None and not timed.aged:
+                self.times.retime(timed, at_ms)
+            elif booking.forecast.prefill_us:  # it aged by the time that was assumed until now
+                self._uncount(state)
+                self._count(state)
         return True
+
+    def advance(self, now_ms: int) -> None:
+        """Let bookings with a forecast age up to this time, on the clock of the log.
+
+        A time without a record (at_ms None) is the one of the last call. What counts as prefilled or over because its
+        client did not report it is still active: it is found by its id, and its TTL and its free end it.
+        """
+        aged, over = self.times.advance(now_ms)
+        for timed in aged:
+            state = self._states[timed.key]  # type: ignore[index]
+            self._cells[_PREFILL * self._n_rows + timed.row] -= state.counted_prefill
+            state.counted_prefill = 0
+            self.n_falls += 1
+            if self.observations is not None and state.booking is not None:
+                self.observations.append(Unreported(state.booking.rank, ended=False))
+        for timed in over:
+            state = self._states[timed.key]  # type: ignore[index]
+            self.n_falls += 1
+            if self.observations is not None and state.booking is not None:
+                self.observations.append(Unreported(state.booking.rank, ended=True))
+            self._uncount(state)
+
+    def backlog_ms(self, rows: Int64Array, now_ms: float) -> Float64Array:
+        """How long the ranks at these rows still compute what was booked with a forecast: float64[n]."""
+        return self.times.backlog_ms(rows, now_ms)
 
     def forget(self, booking_id: BookingId) -> None:
         """End a booking as if it had never been made. An unknown id is ignored."""
@@ -391,20 +476,25 @@ class ActiveLoads:
         return self._loads
 
     @contextmanager
-    def charged(self, tokens: Mapping[RankId, int]) -> Iterator[None]:
+    def charged(self, tokens: Mapping[RankId, int], ms: Mapping[RankId, float] = _NO_MS) -> Iterator[None]:
         """Add prefill tokens to the loads of these ranks until the block ends, which must not change any load.
 
-        A rank that has never had a booking is not charged.
+        ms: what is added to their backlogs. A rank that has never had a booking is not charged.
         """
         rows = [(row, n_tokens) for rank, n_tokens in tokens.items() if (row := self._rows.get(rank)) is not None]
+        times = [(row, int(each * 1000)) for rank, each in ms.items() if (row := self._rows.get(rank)) is not None]
         start = _PREFILL * self._n_rows
         for row, n_tokens in rows:
             self._cells[start + row] += n_tokens
+        for row, us in times:
+            self.times.charge(row, us)
         try:
             yield
         finally:
             for row, n_tokens in rows:
                 self._cells[start + row] -= n_tokens
+            for row, us in times:
+                self.times.charge(row, -us)
 
     def recent_routers(self, n_bookings: int) -> set[str]:
         """The routers that made the n_bookings most recently changed bookings, ended ones included."""
@@ -440,9 +530,14 @@ class ActiveLoads:
         if any(state.freed and state.live for state in self._states.values()):
             raise IndexCorrupt("a booking has ended and is still active")
         n_bytes = sum(map(_known_bytes, self._states))
-        n_bytes += sum(_active_bytes(state.booking) for state in self._states.values() if state.booking is not None)
+        n_bytes += sum(
+            _active_bytes(state.booking)
+            for state in self._states.values()
+            if state.booking is not None and state.node is not None
+        )
         if n_bytes != self._n_bytes:
             raise IndexCorrupt("the bytes of bookings are miscounted", counted=self._n_bytes, found=n_bytes)
+        self.times.check(state.timed for state in self._states.values() if state.timed is not None)
         for problem in self._ended.check():
             raise IndexCorrupt(problem)
         for booking_id, state in self._states.items():
@@ -524,7 +619,17 @@ class ActiveLoads:
         booking = state.booking
         assert booking is not None
         row = self._rows.get(booking.rank) or self._new_row(booking.rank)
-        state.counted_prefill = 0 if state.prefilled else booking.prefill_tokens
+        forecast = booking.forecast
+        # Generated tokens show that the prompt was computed. Without a forecast only a report of that counts.
+        prefilled = state.prefilled or (booking.output_blocks > 0 and forecast.prefill_us > 0)
+        state.counted_prefill = 0 if prefilled else booking.prefill_tokens
+        if forecast.prefill_us or self.observations is not None:
+            timed = TimedBooking(state.booking_id, row, state.since_ms, forecast, booking.prefill_tokens)
+            timed.prefilled_ms = state.prefilled_ms
+            state.timed = timed
+            self.times.count(timed, waiting=not prefilled and forecast.prefill_us > 0)
+        if state.prefilled:
+            self.times.note_prefilled(row, state.prefilled_ms)
         state.node, n_fresh = self._prefixes.add(row, booking.sequence)
         self._n_bytes += _active_bytes(booking)
         cells, n_rows = self._cells, self._n_rows
@@ -535,7 +640,12 @@ class ActiveLoads:
 
     def _uncount(self, state: _State) -> None:
         booking = state.booking
-        assert booking is not None and state.node is not None
+        assert booking is not None
+        if state.timed is not None:
+            self.times.uncount(state.timed)
+            state.timed = None
+        if state.node is None:  # it was over, and is not counted any more
+            return
         row = self._rows[booking.rank]
         n_ended = self._prefixes.remove(row, state.node)
         state.node = None
@@ -575,12 +685,23 @@ class ActiveLoads:
                 del self._rows[each]
             if len(self._rows) * 2 >= n_rows:
                 self._set_table(np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1))
+                self.times.grow(self._n_rows)
         taken = set(self._rows.values())
         row = len(self._rows) + 1
         if row in taken:
             row = next(number for number in range(1, self._n_rows) if number not in taken)
         self._rows[rank] = row
+        self.times.clear_row(row)
         return row
+
+    def _observe_output(self, state: _State, booking: Booking, now_ms: int, *, ended: bool) -> None:
+        """Note how long a request has generated tokens; -1 if it is not known since when."""
+        if self.observations is not None:
+            took_ms = max(0, now_ms - state.prefilled_ms) if state.prefilled_ms else -1
+            n_active = self._cells[_DECODE * self._n_rows + self._rows.get(booking.rank, 0)]
+            self.observations.append(
+                OutputObserved(booking.rank, booking.model, booking.output_blocks, took_ms, n_active, ended)
+            )
 
     def _end(self, booking_id: BookingId, state: _State) -> None:
         if state.live:

@@ -3,9 +3,9 @@
 What lives here: the filters that are applied before ranks are priced, each of them once, and a part of a fleet as
 positions. What must not: Kafka, HTTP, and busy thresholds (busy).
 
-Filters that most requests share (model, role, taints) are applied to every worker, and their result is kept as long as
-the fleet is the same. A request's own ids then only remove positions from it, so that a request that excludes one
-worker of a thousand does not examine the others.
+Filters that most requests share (model, role, taints, adapter) are applied to every worker, and their result is kept as
+long as the fleet is the same. A request's own ids then only remove positions from it, so that a request that excludes
+one worker of a thousand does not examine the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _NO_RANKS: frozenset[RankId] = frozenset()
 class WorkerFilter(NamedTuple):
     """What a request requires of the ranks that it may go to. A field that is None requires nothing.
 
-    block_size: of the request's blocks. Blocks of another size never match, whatever the rank holds.
+    block_size: of the request's blocks. Blocks of another size never match, whatever the rank holds. lora_name: the
+    adapter that the request names.
     """
 
     model: str
@@ -37,6 +38,7 @@ class WorkerFilter(NamedTuple):
     phase: Role | None = None
     required_taints: frozenset[str] = frozenset()
     block_size: int | None = None
+    lora_name: str | None = None
 
     def shared(self) -> WorkerFilter:
         """The part that most requests have in common: without the ids of workers and ranks."""
@@ -54,6 +56,7 @@ class FilterReason(enum.StrEnum):
     EXCLUDED = "excluded"
     OTHER_ROLE = "other_role"
     TAINTS_MISSING = "taints_missing"
+    LORA_MISSING = "lora_missing"  # the worker lists its adapters, and the request's is not among them
     OTHER_DP_RANK = "other_dp_rank"  # the request names another rank number
     SILENT = "silent"  # the rank was not heard from within its lease
 
@@ -110,7 +113,8 @@ class RankSelection(Sequence[RankId]):
 
 def base_of(ranks: Sequence[RankId]) -> tuple[Sequence[RankId], Int64Array | None]:
     """Return the ranks for which columns are cached, and the positions of `ranks` in them; None for all of them."""
-    return (ranks.base, ranks.at) if isinstance(ranks, RankSelection) else (ranks, None)
+    # The first check answers for most requests; isinstance takes longer, since Sequence is an abstract class.
+    return (ranks.base, ranks.at) if type(ranks) is not tuple and isinstance(ranks, RankSelection) else (ranks, None)
 
 
 class EligibleRanks:
@@ -175,7 +179,9 @@ def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason |
         return FilterReason.EXCLUDED
     if worker_filter.phase is not None and worker.role not in (Role.BOTH, worker_filter.phase):
         return FilterReason.OTHER_ROLE
-    return None if worker_filter.required_taints.issubset(worker.taints) else FilterReason.TAINTS_MISSING
+    if not worker_filter.required_taints.issubset(worker.taints):
+        return FilterReason.TAINTS_MISSING
+    return None if worker.may_serve(worker_filter.lora_name) else FilterReason.LORA_MISSING
 
 
 def rank_refusal(

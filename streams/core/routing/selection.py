@@ -20,6 +20,8 @@ CUDA_TO_CPU_RATIO = 8.0
 class RouterMode(enum.StrEnum):
     """How a router chooses. The last two are older cost functions (core.routing.policies)."""
 
+    __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
+
     KV = "kv"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
@@ -29,6 +31,10 @@ class RouterMode(enum.StrEnum):
     DEVICE_AWARE_WEIGHTED = "device-aware-weighted"
     HIT_USAGE_WAITING = "hit-usage-waiting"
     LOAD_DEVIATION = "load-deviation"
+
+
+#: Up to this number of candidates, a list of their costs takes less time than operations on the array.
+_FEW = 32
 
 
 class Rng(Protocol):
@@ -64,6 +70,8 @@ def select_lowest(
     """
     if n_lowest == 1:
         return first
+    if len(costs) <= _FEW and (preference is None or not preference.size):
+        return _any_of_the_lowest(costs.tolist(), costs.item(first), rng)
     best = costs == costs[first]
     if preference is not None and preference.size:
         best &= preference == preference[first]

@@ -1,0 +1,177 @@
+"""`kvstreams simulate`: what routing policies would do to a fleet, in simulated time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from streams.cli.options import GroupedCommand
+from streams.cli.output import console
+
+if TYPE_CHECKING:
+    from streams.sim.lab.experiment import Row
+    from streams.sim.lab.fleet import FleetConfig
+
+
+def _numbers(text: str, of: type[int] | type[float]) -> list[float]:
+    from streams.errors import SettingsError
+
+    try:
+        return [of(each) for each in text.split(",") if each.strip()]
+    except ValueError as exc:
+        raise SettingsError(f"{text!r} is not a list of numbers") from exc
+
+
+def _failures(texts: tuple[str, ...]) -> list[tuple[int, float, float]]:
+    """Parse WORKER@SECONDS+SECONDS."""
+    from streams.errors import SettingsError
+
+    parsed = []
+    for text in texts:
+        worker, _, times = text.partition("@")
+        at_s, _, for_s = times.partition("+")
+        try:
+            parsed.append((int(worker) - 1, float(at_s) * 1000.0, float(for_s or 30) * 1000.0))
+        except ValueError as exc:
+            raise SettingsError(f"--fail {text!r} is not WORKER@SECONDS+SECONDS, for example 3@60+30") from exc
+    return parsed
+
+
+def _table(rows: list[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("policy")
+    for column in ("load", "mean TTFT ms", "p50", "p99", "ITL ms", "requests/s", "reuse", "run took s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        figures = row.figures
+        load = f"{row.concurrency} at once" if row.concurrency else f"by time x{row.speedup:g}"
+        values = (
+            f"{figures.mean_ttft_ms:.0f}",
+            f"{figures.p50_ttft_ms:.0f}",
+            f"{figures.p99_ttft_ms:.0f}",
+            f"{figures.itl_ms:.1f}",
+            f"{figures.requests_per_s:.2f}",
+            f"{figures.reuse:.3f}",
+            f"{row.took_s:.1f}",
+        )
+        table.add_row(row.policy, load, *values)
+    console().print(table)
+
+
+def fleet_options(command: click.Command) -> click.Command:
+    """Add the options that describe a fleet."""
+    for option in reversed(
+        (
+            click.option("--workers", "n_workers", default=8, show_default=True, help="number of engines"),
+            click.option("--lag-ms", default=0.0, show_default=True, help="until the router has an engine's events"),
+            click.option(
+                "--speeds", default="", metavar="A,B,...", help="time of a step of each engine, 2 is half as fast"
+            ),
+            click.option("--fail", multiple=True, metavar="WORKER@S+S", help="an engine fails then, for so long"),
+            click.option("--engine", "engine_file", type=click.Path(path_type=Path, exists=True), help="TOML file"),
+            click.option("--requests", "n_requests", default=0, help="only the first requests of the trace"),
+            click.option("--seed", default=1, show_default=True, help="of random choices between equal engines"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def fleet_of(
+    n_workers: int, lag_ms: float, speeds: str, fail: tuple[str, ...], engine_file: Path | None
+) -> FleetConfig:
+    """The fleet that these options describe. Raises SettingsError."""
+    from streams.sim.lab.engine_config import default_engine, engine_from_toml
+    from streams.sim.lab.fleet import Failure, FleetConfig
+
+    engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
+    return FleetConfig(
+        engine,
+        n_workers,
+        event_lag_ms=lag_ms,
+        speeds=tuple(_numbers(speeds, float)),
+        failures=tuple(Failure(*each) for each in _failures(fail)),
+    )
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("trace")
+@click.option(
+    "--policy",
+    "policies",
+    default="round-robin,kv",
+    show_default=True,
+    help="names, separated by commas; with parameters: dynamo-default:credit=2:scale=4",
+)
+@click.option(
+    "--concurrency",
+    default="64",
+    show_default=True,
+    metavar="N,...",
+    help="requests at the same time; 0: requests come at their times",
+)
+@click.option("--speedup", default=1.0, show_default=True, help="with --concurrency 0: time runs so many times as fast")
+@fleet_options
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="file for the figures")
+@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="folder for plots (kvstreams[local])")
+def simulate(
+    trace: str,
+    policies: str,
+    concurrency: str,
+    speedup: float,
+    n_workers: int,
+    lag_ms: float,
+    speeds: str,
+    fail: tuple[str, ...],
+    engine_file: Path | None,
+    n_requests: int,
+    seed: int,
+    json_file: Path | None,
+    plots: Path | None,
+) -> None:
+    """Run a trace through a simulated fleet with each policy, and compare times to the first token.
+
+    TRACE is a file of Mooncake's format, a file or folder of agents' sessions, or a generator: uniform, hot, cold,
+    bursts, agentic (agentic:working_set=2). docs/quality.md explains the model and its calibration.
+    """
+    from dataclasses import replace
+
+    import orjson
+    from rich.console import Console
+
+    from streams.progress import shown
+    from streams.sim.lab.experiment import load_workload, run_policy
+
+    fleet = fleet_of(n_workers, lag_ms, speeds, fail, engine_file)
+    errors = Console(stderr=True)
+    with shown(errors, f"reading {trace}"):
+        workload = load_workload(trace, fleet.engine, n_workers)
+        if n_requests:
+            workload = workload.limited(n_requests)
+    rows: list[Row] = []
+    for at_once in map(int, _numbers(concurrency, int)):
+        for policy in policies.split(","):
+            config = replace(fleet, concurrency=at_once, speedup=speedup)
+            with shown(errors, policy, len(workload)) as step:
+                rows.append(run_policy(workload, config, policy, seed=seed, on_progress=step.update))
+    _table(rows)
+    if json_file is not None:
+        record = {
+            "trace": trace,
+            "requests": len(workload),
+            "workers": n_workers,
+            "rows": [row.as_json() for row in rows],
+        }
+        json_file.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+    if plots is not None:
+        from streams.sim.lab.plots import write_plots
+
+        for path in write_plots(rows, plots):
+            click.echo(str(path))
+
+
+COMMANDS = (simulate,)

@@ -1,0 +1,68 @@
+"""What bookings show about the speed of engines and about clients: the input from which policies learn.
+
+What lives here: the observations, as values. What must not: what follows from them (core.routing.policies).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streams.core.ids import RankId
+
+
+class Forecast(NamedTuple):
+    """What a policy expects of a request on the rank that was chosen; it is part of the booking.
+
+    prefill_us: how long the rank computes and loads its prompt. load_us: the part of it for blocks that it loads from
+    other memory. prefilled_within_ms, over_within_ms: this long after the
+    time of the booking's last add it counts as prefilled, or as over, even if its client reports nothing. 0 stands for
+    never.
+    """
+
+    prefill_us: int = 0
+    prefilled_within_ms: int = 0
+    over_within_ms: int = 0
+    load_us: int = 0
+
+
+#: A policy that expects nothing: the booking counts until its client or its TTL ends it.
+NO_FORECAST = Forecast()
+
+
+class PrefillObserved(NamedTuple):
+    """A rank completed a prompt.
+
+    n_tokens: those that it had to compute, as booked. took_ms: since the booking, or since the rank's completion before
+    it if that was later. forecast: NO_FORECAST if the booking has none.
+    """
+
+    rank: RankId
+    model: str
+    n_tokens: int
+    took_ms: float
+    forecast: Forecast
+
+
+class OutputObserved(NamedTuple):
+    """A rank generated tokens for a request.
+
+    output_blocks: blocks of tokens generated so far; 0 if the client did not report any. took_ms: since the prompt was
+    completed. active_blocks: distinct blocks in use on the rank. ended: whether the request is over.
+    """
+
+    rank: RankId
+    model: str
+    output_blocks: int
+    took_ms: float
+    active_blocks: int
+    ended: bool
+
+
+class Unreported(NamedTuple):
+    """A booking aged because its client did not report in time. ended: it counts as over, otherwise as prefilled."""
+
+    rank: RankId
+    ended: bool
+
+
+Observation = PrefillObserved | OutputObserved | Unreported

@@ -1,0 +1,273 @@
+"""Policy `expected-time`: the cost of a rank is a time in milliseconds (docs/quality.md).
+
+What lives here: the formula in NumPy, its parameters, and the policy. What must not: how fast engines are (timings),
+the backlog of a rank (core.loads.rank_times), and the kernel with the same formula (core.routing.kernels.price_times).
+
+    cost = backlog + wait for KV room + prefill + load + uncached_weight * slope * uncached tokens
+         + decode_weight * (requests that decode there * prefill + length of output * time of a step there)
+
+The first four are what this request waits for. The fifth stands for the blocks that its uncached tokens evict, which
+other requests must compute again. The last one is what the others lose: their steps take longer while the rank
+prefills, and this request's own steps are longer where more tokens are in use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from streams.core.ids import Float64Array, Int64Array, Tier
+from streams.core.kernels.available import kernels_available
+from streams.core.loads.observations import Forecast, Observation
+from streams.core.routing.policies.interface import Prices, Situation
+from streams.core.routing.policies.timings import DECODE_DEFAULT, PREFILL_DEFAULT, Line, Timings
+from streams.errors import SettingsError
+
+#: Of a model of 8B parameters with grouped-query attention and 16-bit caches (32 layers, 8 heads of 128).
+KV_BYTES_PER_TOKEN = 131_072
+
+#: Memory that is loaded over PCIe of the fourth generation, a fast disk, and external memory, which is not credited,
+#: since it is not known which ranks reach it. A CXL pool is read over the same PCIe as host memory.
+HOST_GB_PER_S, DISK_GB_PER_S, EXTERNAL_GB_PER_S, POOL_GB_PER_S = 25.0, 5.0, 0.0, 25.0
+
+#: Source: docs/quality.md, as for the formula.
+UNCACHED_WEIGHT = 1.0
+DECODE_WEIGHT = 0.01
+
+#: The share of a rank's blocks up to which requests do not wait for room.
+ROOM_SHARE = 0.95
+
+#: What `explain` shows, in the order of the terms.
+NAMES = (
+    "cached_blocks",
+    "uncached_tokens",
+    "backlog_ms",
+    "kv_room_ms",
+    "prefill_ms",
+    "load_ms",
+    "uncached_ms",
+    "slowed_decodes_ms",
+    "own_decode_ms",
+)
+
+_NO_INTS: Int64Array = np.empty(0, dtype=np.int64)
+_NO_FLOATS: Float64Array = np.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTimeParameters:
+    """What a user may set.
+
+    uncached_weight: how much a token that must be computed costs in addition to its own time. decode_weight: how much a
+    millisecond of decoding counts against one of waiting for the first token; 0.003 favours the first token, 0.03
+    throughput. room_share: of a rank's blocks; above it, a request is expected to wait. kv_bytes_per_token: size of the
+    cache. host_gb_per_s, disk_gb_per_s, external_gb_per_s, pool_gb_per_s: at which a rank loads cached blocks; 0 does
+    not credit blocks in that memory. prefill_base_ms, prefill_ms_per_token, decode_base_ms, decode_ms_per_token: the
+    timing lines until observations replace them.
+    """
+
+    uncached_weight: float = UNCACHED_WEIGHT
+    decode_weight: float = DECODE_WEIGHT
+    room_share: float = ROOM_SHARE
+    kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
+    host_gb_per_s: float = HOST_GB_PER_S
+    disk_gb_per_s: float = DISK_GB_PER_S
+    external_gb_per_s: float = EXTERNAL_GB_PER_S
+    pool_gb_per_s: float = POOL_GB_PER_S
+    prefill_base_ms: float = PREFILL_DEFAULT.base
+    prefill_ms_per_token: float = PREFILL_DEFAULT.slope
+    decode_base_ms: float = DECODE_DEFAULT.base
+    decode_ms_per_token: float = DECODE_DEFAULT.slope
+
+
+class Numbers(NamedTuple):
+    """What the formula needs in addition to columns. decode_per_block: of a step, for each block in use."""
+
+    now_ms: float
+    prefill_base: float
+    prefill_per_token: float
+    decode_base: float
+    decode_per_block: float
+    output_tokens: float
+    uncached_weight: float
+    decode_weight: float
+    room_share: float
+
+
+def price_in_numpy(
+    table: Int64Array,
+    times: Int64Array,
+    rows: Int64Array,
+    shared: Int64Array,
+    cached: Float64Array,
+    load_ms: Float64Array,
+    capacity: Int64Array,
+    n_tokens: int,
+    full_blocks: int,
+    block_size: int,
+    numbers: Float64Array,
+    terms: Float64Array,
+) -> int:
+    """The same as kernels.price_times.price_times, with the same bits."""
+    given = Numbers(*numbers.tolist())
+    _, active_blocks, n_requests, output_blocks = table.take(rows, axis=1)
+    waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens = times.take(rows, axis=1)
+    used = shared.take(rows)
+    blocks = used.astype(np.float64)
+    if cached.size:
+        blocks = np.maximum(blocks, cached)
+    uncached = np.maximum(1, n_tokens - (blocks * block_size).astype(np.int64)).astype(np.float64)
+    own = given.prefill_base + given.prefill_per_token * uncached
+    load = load_ms if load_ms.size else np.zeros(len(rows))
+    elapsed = np.maximum(0.0, given.now_ms - np.maximum(earliest_ms, prefilled_ms))
+    backlog = charged_us / 1000.0 + given.prefill_per_token * np.maximum(0, table[0].take(rows) - waiting_tokens)
+    backlog += np.where(n_waiting > 0, np.maximum(0.0, waiting_us / 1000.0 - elapsed), 0.0)
+    active, new = active_blocks.astype(np.float64), (full_blocks - used).astype(np.float64)
+    in_use, wait = active + new, np.zeros(len(rows))
+    if capacity.size:
+        growth = np.maximum(0.0, n_requests * given.output_tokens * 0.5 / block_size - output_blocks)
+        expected = active + growth
+        excess = expected + new - given.room_share * capacity
+        full_step = given.decode_base + given.decode_per_block * capacity
+        wait = np.where(
+            (capacity > 0) & (excess > 0.0),
+            excess / np.maximum(1.0, expected) * given.output_tokens * full_step,
+            0.0,
+        )
+        in_use = np.where(capacity > 0, np.minimum(in_use, capacity), in_use)
+    n_decoding = np.maximum(0, n_requests - n_waiting)
+    uncached_ms = given.uncached_weight * given.prefill_per_token * uncached
+    slowed_ms = given.decode_weight * n_decoding * own
+    decode_ms = given.decode_weight * given.output_tokens * (given.decode_base + given.decode_per_block * in_use)
+    cost = backlog + wait + own + load + uncached_ms + slowed_ms + decode_ms
+    terms[:] = (blocks, uncached, backlog, wait, own, load, uncached_ms, slowed_ms, decode_ms, cost)
+    best = cost == cost.min()
+    return int(best.argmax()) << 32 | int(np.count_nonzero(best))
+
+
+if kernels_available():
+    from streams.core.routing.kernels.price_times import price_times
+else:
+    price_times = price_in_numpy
+
+
+class ExpectedTime:
+    """The policy. Its timings belong to one router; all other state is in the loads."""
+
+    reads_index = True
+    reads_metrics = False
+
+    def __init__(self, parameters: ExpectedTimeParameters | None = None) -> None:
+        given = self.parameters = parameters or ExpectedTimeParameters()
+        self.timings = Timings(
+            Line(given.prefill_base_ms, given.prefill_ms_per_token),
+            Line(given.decode_base_ms, given.decode_ms_per_token),
+        )
+        speeds = (given.host_gb_per_s, given.disk_gb_per_s, given.external_gb_per_s, given.pool_gb_per_s)
+        # A block of one token, in ms, by tier and for pools; a device copy takes no time.
+        *tiers, pool = (given.kv_bytes_per_token / (1e6 * each) if each else 0.0 for each in speeds)
+        self._load_ms, self._pool_load_ms = (0.0, *tiers), pool
+        *credited, pool = (float(each > 0.0) for each in speeds)
+        self._credits, self._pool_credit = (1.0, *credited), pool
+
+    @property
+    def tier_credits(self) -> tuple[float, ...]:
+        """1 for each tier whose blocks count as cached, 0 for the others."""
+        return self._credits
+
+    @property
+    def pool_credit(self) -> float:
+        """1 if blocks in pools count as cached, otherwise 0."""
+        return self._pool_credit
+
+    def price(self, situation: Situation) -> Prices:
+        """Price a request at each candidate."""
+        given, loads, timings = self.parameters, situation.loads, self.timings.of(situation.model)
+        cached = situation.held(self._credits, self._pool_credit)
+        shared = loads.shared_blocks(situation.sequence)
+        load_ms = _NO_FLOATS
+        if not situation.on_device:
+            load_ms = self._time_to_load(situation, cached, shared.take(situation.rows))
+        prefill, decode, block_size = timings.prefill, timings.decode, situation.block_size
+        numbers = np.array(
+            (
+                situation.now_ms,
+                prefill.base,
+                prefill.slope,
+                decode.base,
+                decode.slope * block_size,
+                float(situation.expected_output_tokens or timings.output_tokens),
+                given.uncached_weight,
+                given.decode_weight,
+                given.room_share,
+            )
+        )
+        terms = np.empty((len(NAMES) + 1, len(situation.rows)))
+        lowest = price_times(
+            loads.table,
+            loads.times.table,
+            situation.rows,
+            shared,
+            cached,
+            load_ms,
+            _NO_INTS if situation.capacity_blocks is None else situation.capacity_blocks,
+            situation.n_tokens,
+            len(situation.sequence) // 8,
+            block_size,
+            numbers,
+            terms,
+        )
+        best = (lowest >> 32, lowest & 0xFFFFFFFF)
+        if situation.labelled is not None:
+            terms[-1] -= prefill.slope * block_size * situation.labelled
+            return Prices(terms[-1], terms[0], NAMES, terms[:-1])
+        return Prices(terms[-1], terms[0], NAMES, terms[:-1], best)
+
+    def forecast(self, situation: Situation, prices: Prices, chosen: int) -> Forecast:
+        """Return how long the chosen rank will take, by its own speed."""
+        backlog_ms, room_ms, own_ms, load_ms = prices.terms[2:6, chosen].tolist()
+        timings = self.timings.of(situation.model)
+        output = float(situation.expected_output_tokens or timings.output_tokens)
+        in_use = situation.loads.table.item(1, situation.rows.item(chosen)) + situation.request_blocks
+        return self.timings.forecast(
+            situation.ranks[chosen],
+            wait_ms=backlog_ms + room_ms,
+            own_ms=own_ms,
+            load_ms=load_ms,
+            decode_ms=output * timings.decode.at(in_use * situation.block_size),
+        )
+
+    def observe(self, observations: Sequence[Observation], block_size_of: Callable[[str], int]) -> None:
+        """Learn from what happened since the last call."""
+        self.timings.observe(observations, block_size_of)
+
+    def _time_to_load(self, situation: Situation, cached: Float64Array, used: Int64Array) -> Float64Array:
+        """How long each candidate loads blocks from other memory: float64[n], in ms.
+
+        Blocks that running requests use are on the device already. Those on other memory are the last ones of a prefix,
+        as engines evict the end of a prefix first.
+        """
+        block_size = situation.block_size
+        on_device = situation.held((1.0,) + (0.0,) * (len(self._credits) - 1), 0.0)
+        load_ms = block_size * situation.held(self._load_ms, self._pool_load_ms)
+        left = np.maximum(0.0, cached - np.maximum(used, on_device)) / np.maximum(1.0, cached - on_device)
+        times: Float64Array = load_ms * left
+        return times
+
+
+def expected_time(parameters: Mapping[str, float]) -> ExpectedTime:
+    """Make the policy from parameters by name; raises SettingsError."""
+    known = {each.name for each in fields(ExpectedTimeParameters)}
+    for name, value in parameters.items():
+        if name not in known:
+            raise SettingsError(f"policy expected-time has no parameter {name!r}; it has {', '.join(sorted(known))}")
+        if not (math.isfinite(value) and value >= 0.0):
+            raise SettingsError(f"parameter {name} of policy expected-time is {value}, but must be 0 or greater")
+    return ExpectedTime(ExpectedTimeParameters(**parameters))
+
+
+assert len(Tier) == 4  # the bandwidths above are those of device, host, disk and external memory

@@ -1,0 +1,132 @@
+"""Workloads and selectors by name, and runs of several of them.
+
+What lives here: what `kvstreams simulate` and `tune`, benchmarks and tests call. What must not: output. Names of
+policies may lead to entry points of other packages, and names of traces to files.
+
+A name may have parameters: `dynamo-default:credit=2:scale=4`, `agentic:working_set=2`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from streams.core.routing.decision import RoutePolicy
+from streams.core.routing.selection import Rng, RouterMode
+from streams.errors import SettingsError
+from streams.policy_plugins import find_policy, policy_names
+from streams.sim.lab import generators
+from streams.sim.lab.engine_config import LabEngineConfig
+from streams.sim.lab.fleet import FleetConfig, run
+from streams.sim.lab.results import Figures, RunResult
+from streams.sim.lab.router import LabRouter, ModeSelector, PolicySelector, Selector
+from streams.sim.lab.traces import read_workload
+from streams.sim.lab.workload import Workload
+
+#: Modes of the live router that need nothing but bookings and the index.
+MODES = (
+    RouterMode.KV,
+    RouterMode.ROUND_ROBIN,
+    RouterMode.RANDOM,
+    RouterMode.LEAST_LOADED,
+    RouterMode.POWER_OF_TWO,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of one policy on one workload. took_s: how long the run took on this machine."""
+
+    policy: str
+    concurrency: int
+    speedup: float
+    figures: Figures
+    result: RunResult
+    took_s: float
+
+    def as_json(self) -> dict[str, object]:
+        """The row of `kvstreams simulate --json`."""
+        figures = self.figures
+        return {
+            "policy": self.policy,
+            "concurrency": self.concurrency,
+            "speedup": self.speedup,
+            "mean_ttft_ms": round(figures.mean_ttft_ms, 3),
+            "p50_ttft_ms": round(figures.p50_ttft_ms, 3),
+            "p99_ttft_ms": round(figures.p99_ttft_ms, 3),
+            "itl_ms": round(figures.itl_ms, 4),
+            "requests_per_s": round(figures.requests_per_s, 4),
+            "reuse": round(figures.reuse, 5),
+            "preempted": self.result.n_preempted,
+            "took_s": round(self.took_s, 2),
+        }
+
+
+def known_policies() -> list[str]:
+    """The names that `run_policy` takes."""
+    return sorted({*(str(mode) for mode in MODES), *policy_names()})
+
+
+def split_name(text: str) -> tuple[str, dict[str, float]]:
+    """Split `name:parameter=value:...`. Raises SettingsError."""
+    name, *rest = text.split(":")
+    parameters: dict[str, float] = {}
+    for each in rest:
+        parameter, equals, value = each.partition("=")
+        try:
+            parameters[parameter] = float(value)
+        except ValueError as exc:
+            raise SettingsError(f"{each!r} of {text!r} is not NAME=NUMBER") from exc
+        if not equals:
+            raise SettingsError(f"{each!r} of {text!r} is not NAME=NUMBER")
+    return name, parameters
+
+
+def load_workload(text: str, engine: LabEngineConfig, n_workers: int) -> Workload:
+    """Read a trace's file or folder, or generate traffic by name. Raises SettingsError, InvalidRequest."""
+    path = Path(text)
+    if path.exists():
+        return read_workload(path, engine.block_size)
+    name, parameters = split_name(text)
+    if name not in generators.PARAMETERS:
+        known = ", ".join(generators.PARAMETERS)
+        raise SettingsError(f"{text!r} is neither a file nor one of the generators: {known}")
+    fleet_tokens = n_workers * engine.n_blocks * engine.block_size
+    return generators.generate(name, parameters, engine.block_size, fleet_tokens)
+
+
+def make_selector(text: str, router: LabRouter, rng: Rng) -> Selector:
+    """The selector of a policy's name. Raises SettingsError."""
+    name, parameters = split_name(text)
+    if name in {str(mode) for mode in MODES}:
+        if parameters:
+            raise SettingsError(f"mode {name} has no parameters")
+        return ModeSelector(router, RoutePolicy(mode=RouterMode(name)), rng)
+    return policy_selector(name, parameters, router, rng)
+
+
+def policy_selector(name: str, parameters: Mapping[str, float], router: LabRouter, rng: Rng) -> Selector:
+    """The selector of a policy that was found by name. Raises SettingsError."""
+    if name not in policy_names():
+        raise SettingsError(f"there is no policy {name!r}; there are {', '.join(known_policies())}")
+    return PolicySelector(router, find_policy(name, parameters), rng)
+
+
+def run_policy(
+    workload: Workload,
+    config: FleetConfig,
+    policy: str,
+    *,
+    seed: int = 1,
+    on_progress: Callable[[int], None] | None = None,
+) -> Row:
+    """Run one policy. Raises SettingsError."""
+    engine = config.engine
+    router = LabRouter(config.n_workers, engine.block_size, engine.n_blocks)
+    router.use(make_selector(policy, router, random.Random(seed)))
+    started = time.perf_counter()
+    result = run(workload, config, router, on_progress)
+    return Row(policy, config.concurrency, config.speedup, result.figures(), result, time.perf_counter() - started)

@@ -1,0 +1,250 @@
+"""The laboratory: traces and generated traffic through a simulated fleet, and its calibration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import calibrate
+from streams.cli import cli
+from streams.errors import InvalidRequest, SettingsError
+from streams.sim.lab.engine_config import default_engine
+from streams.sim.lab.experiment import Row, known_policies, load_workload, run_policy, split_name
+from streams.sim.lab.fleet import Failure, FleetConfig
+from streams.sim.lab.generators import PARAMETERS
+from streams.sim.lab.traces import read_workload, sessions_workload
+from streams.sim.lab.workload import NO_REQUEST, RawRequest, Workload, build
+
+ENGINE = default_engine()
+
+#: The published trace, where this machine has it.
+CONVERSATION = Path("/work/shared/traces/conversation_trace.jsonl")
+
+
+@pytest.fixture(scope="module")
+def chat() -> Workload:
+    return load_workload("uniform:requests=300:prefixes=60:seed=3", ENGINE, 4)
+
+
+def simulate(workload: Workload, policy: str, **fleet: object) -> Row:
+    config = FleetConfig(ENGINE, n_workers=4)
+    return run_policy(workload, replace(config, **{"concurrency": 32, **fleet}), policy)  # type: ignore[arg-type]
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+def test_the_laboratory_agrees_with_the_replay_of_dynamo(tmp_path: Path) -> None:
+    """Mean TTFT, ITL, throughput and reuse differ by less than the limits; benchmarks/calibrate.py has the command."""
+    stored = json.loads(calibrate.STORED_SMALL.read_text())["rows"]
+    runs = [(row["policy"], row["concurrency"]) for row in stored]
+    ours = calibrate.laboratory(calibrate.small_trace(tmp_path), calibrate.SMALL_WORKERS, runs)
+    for theirs, mine in zip(stored, ours, strict=True):
+        for name, differs in calibrate.differences(theirs, mine).items():
+            assert abs(differs) < calibrate.LIMITS[theirs["policy"]], (theirs["policy"], name, differs)
+
+
+@pytest.mark.skipif(not CONVERSATION.exists(), reason="the published trace is not on this machine")
+def test_the_laboratory_agrees_with_the_replay_of_the_published_trace() -> None:
+    """Round robin at 128 requests at once; `make calibrate` compares every policy and load."""
+    stored = json.loads(calibrate.STORED.read_text())["rows"]
+    theirs = next(row for row in stored if (row["policy"], row["concurrency"]) == ("round-robin", 128))
+    (mine,) = calibrate.laboratory(CONVERSATION, 8, [("round-robin", 128)])
+    assert max(map(abs, calibrate.differences(theirs, mine).values())) < calibrate.LIMITS["round-robin"]
+
+
+# -- workloads ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_ids_after_different_prefixes_are_different_blocks() -> None:
+    """Blocks are shared only as far as two prompts are equal from their beginning."""
+    workload = build(
+        "two",
+        [RawRequest(0.0, 256, 1, [1, 2]), RawRequest(1.0, 256, 1, [3, 2]), RawRequest(2.0, 200, 1, [1, 2])],
+        128,
+        64,
+    )
+    first, second, third = (workload.keys_of(number).tolist() for number in range(3))
+    assert len(first) == 4 and not set(first) & set(second)
+    assert third == first[:3]
+    assert len(set(workload.names.tolist())) == workload.n_keys
+
+
+def test_requests_are_sorted_by_time_and_keep_their_sessions() -> None:
+    """A request that follows another one names its place after sorting."""
+    raw = [RawRequest(5.0, 64, 1, [1]), RawRequest(9.0, 128, 1, [1, 2], 0), RawRequest(0.0, 64, 1, [7])]
+    workload = build("sessions", raw, 64, 64)
+    assert workload.at_ms.tolist() == [0.0, 5.0, 9.0]
+    assert workload.previous.tolist() == [NO_REQUEST, NO_REQUEST, 1]
+
+
+def test_sessions_of_agents_are_read(tmp_path: Path) -> None:
+    """Seconds become milliseconds, ids are local to a session except those of equal tools, and long pauses are cut."""
+
+    def session(*requests: tuple[float, int]) -> dict[str, object]:
+        rows = [{"t": t, "in": n, "out": 5, "hash_ids": list(range(1, n // 64 + 1))} for t, n in requests]
+        return {"block_size": 64, "hash_id_scope": "local", "tool_tokens": 128, "system_tokens": 0, "requests": rows}
+
+    (tmp_path / "a.json").write_text(json.dumps(session((0, 256), (1000, 320))))
+    (tmp_path / "b.json").write_text(json.dumps(session((0, 192))))
+    workload = read_workload(tmp_path, 64)
+    assert workload.at_ms.tolist() == [0.0, 15_000.0, 60_000.0]
+    first, other, second = (workload.keys_of(number).tolist() for number in range(3))
+    assert second[:4] == first and other[:2] == first[:2] and not set(other[2:]) & set(second)
+    assert workload.previous.tolist() == [NO_REQUEST, NO_REQUEST, 0]
+
+
+def test_a_file_of_lines_with_sessions_is_read_like_a_folder(tmp_path: Path) -> None:
+    """One JSON object per line, each with requests."""
+    rows = [{"requests": [{"t": 0, "in": 100, "out": 2, "hash_ids": [1, 2]}], "start": start} for start in (3, 1)]
+    (tmp_path / "sessions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_workload(tmp_path / "sessions.jsonl", 64).at_ms.tolist() == [1000.0, 3000.0]
+
+
+@pytest.mark.parametrize("sessions", [[{}], [{"requests": []}], [{"requests": [{"t": 0}]}], []])
+def test_what_is_no_session_is_refused(sessions: list[dict[str, object]]) -> None:
+    """The error says what is expected."""
+    with pytest.raises(InvalidRequest):
+        sessions_workload("bad", sessions, 64)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_generators_repeat_their_traffic(name: str) -> None:
+    """The same parameters give the same requests, another seed gives others."""
+    once, again, other = (load_workload(f"{name}:requests=60:seed={seed}", ENGINE, 1) for seed in (1, 1, 2))
+    assert np.array_equal(once.keys, again.keys) and np.array_equal(once.at_ms, again.at_ms)
+    assert not np.array_equal(once.n_in, other.n_in)
+    assert (np.diff(once.at_ms) >= 0.0).all()
+
+
+def test_generated_traffic_shares_what_its_name_says() -> None:
+    """Nothing in `cold`, nearly everything in `agentic`."""
+    cold = load_workload("cold:requests=100", ENGINE, 2)
+    agentic = load_workload("agentic:requests=300:turns=20", ENGINE, 2)
+    assert cold.reusable_share() == 0.0
+    assert agentic.reusable_share() > 0.8
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_request_is_served_once(chat: Workload) -> None:
+    """Each has a first token after its arrival, a last one not before it, and an engine."""
+    result = simulate(chat, "dynamo-default").result
+    assert (result.ttft_ms > 0.0).all() and (result.last_ms >= result.first_ms).all()
+    assert set(result.worker.tolist()) == set(range(4))
+    assert (result.reused_tokens <= result.n_in).all()
+
+
+def test_runs_repeat(chat: Workload) -> None:
+    """The same seed gives the same times."""
+    once, again = (simulate(chat, "dynamo-agentic") for _ in range(2))
+    assert once.figures == again.figures
+
+
+def test_a_run_by_time_keeps_the_times_of_the_trace(chat: Workload) -> None:
+    """Requests arrive at their times, divided by the speedup."""
+    result = simulate(chat, "round-robin", concurrency=0, speedup=2.0).result
+    assert result.arrived_ms == pytest.approx(chat.at_ms / 2.0)
+
+
+def test_turns_of_a_session_follow_each_other() -> None:
+    """A turn arrives only after the answer before it has ended."""
+    workload = load_workload("agentic:requests=200:turns=10", ENGINE, 1)
+    for load in ({"concurrency": 16}, {"concurrency": 0, "speedup": 50.0}):
+        result = simulate(workload, "round-robin", **load).result
+        for number, previous in enumerate(workload.previous.tolist()):
+            assert previous == NO_REQUEST or result.arrived_ms[number] >= result.last_ms[previous]
+
+
+def test_routing_by_cache_reuses_more_than_round_robin(chat: Workload) -> None:
+    """Prefixes of 3,000 tokens are found more often, and the first token comes earlier."""
+    rows = {policy: simulate(chat, policy).figures for policy in ("round-robin", "kv", "dynamo-tuned")}
+    for policy in ("kv", "dynamo-tuned"):
+        assert rows[policy].reuse > 1.2 * rows["round-robin"].reuse
+        assert rows[policy].mean_ttft_ms < rows["round-robin"].mean_ttft_ms
+
+
+def test_late_events_change_what_a_router_knows(chat: Workload) -> None:
+    """With a lag, some overlap is not known yet; a lag of no time is none."""
+    prompt, late = simulate(chat, "dynamo-tuned"), simulate(chat, "dynamo-tuned", event_lag_ms=20_000.0)
+    assert late.figures.reuse < prompt.figures.reuse
+    assert simulate(chat, "dynamo-tuned", event_lag_ms=0.0).figures == prompt.figures
+
+
+def test_requests_of_a_failed_engine_are_served_by_others(chat: Workload) -> None:
+    """All requests end, and while the engine is away the others serve them."""
+    failure = Failure(worker=1, at_ms=2_000.0, for_ms=6_000.0)
+    result = simulate(chat, "dynamo-default", failures=(failure,)).result
+    assert (result.last_ms > 0.0).all()
+    away = (result.first_ms > 2_000.0) & (result.first_ms < 8_000.0)
+    assert away.any() and 1 not in result.worker[away]
+    assert result.figures().mean_ttft_ms > simulate(chat, "dynamo-default").figures.mean_ttft_ms
+
+
+def test_requests_wait_while_no_engine_is_alive() -> None:
+    """With one engine that fails, requests wait until it is back."""
+    workload = load_workload("cold:requests=20", ENGINE, 1)
+    failure = Failure(worker=0, at_ms=100.0, for_ms=5_000.0)
+    result = simulate(workload, "kv", n_workers=1, concurrency=4, failures=(failure,)).result
+    assert (result.last_ms > 0.0).all() and result.first_ms.max() > 5_100.0
+
+
+def test_slow_engines_take_longer(chat: Workload) -> None:
+    """Round robin gives an engine of half the speed as many requests, which take longer there."""
+    result = simulate(chat, "round-robin", speeds=(1.0, 1.0, 1.0, 2.0)).result
+    slow = result.worker == 3
+    assert result.ttft_ms[slow].mean() > 1.5 * result.ttft_ms[~slow].mean()
+
+
+@pytest.mark.parametrize("change", [{"n_workers": 0}, {"speedup": 0.0}, {"event_lag_ms": -1.0}, {"speeds": (0.0,)}])
+def test_an_impossible_fleet_is_refused(change: dict[str, object]) -> None:
+    """The error names what is wrong."""
+    with pytest.raises(SettingsError):
+        FleetConfig(ENGINE, **change)  # type: ignore[arg-type]
+
+
+# -- names and the command ---------------------------------------------------------------------------------------------
+
+
+def test_names_have_parameters() -> None:
+    """Numbers after colons; anything else is refused with the name in the error."""
+    assert split_name("dynamo-default:credit=2:scale=4") == ("dynamo-default", {"credit": 2.0, "scale": 4.0})
+    with pytest.raises(SettingsError, match="credit"):
+        split_name("dynamo-default:credit")
+
+
+@pytest.mark.parametrize("name", ["no-such-policy", "dynamo-default:speed=1", "dynamo-default:credit=-1", "kv:x=1"])
+def test_unknown_policies_and_parameters_are_refused(chat: Workload, name: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(SettingsError):
+        simulate(chat, name)
+
+
+def test_dynamos_policies_are_found_by_name() -> None:
+    """Its default, its preset, and better weights."""
+    assert {"dynamo-default", "dynamo-agentic", "dynamo-tuned", "kv", "round-robin"} <= set(known_policies())
+
+
+def test_the_command_prints_a_table_and_writes_rows_and_plots(tmp_path: Path) -> None:
+    """One row per policy and load, with the figures that scripts read, and three plots per load."""
+    file, plots = tmp_path / "rows.json", tmp_path / "plots"
+    arguments = ["simulate", "uniform:requests=80", "--policy", "round-robin,dynamo-agentic", "--workers", "2"]
+    arguments += ["--concurrency", "8,0", "--speedup", "2", "--json", str(file), "--plots", str(plots)]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0 and "mean TTFT" in done.output
+    record = json.loads(file.read_text())
+    assert [(row["policy"], row["concurrency"]) for row in record["rows"]] == [
+        ("round-robin", 8),
+        ("dynamo-agentic", 8),
+        ("round-robin", 0),
+        ("dynamo-agentic", 0),
+    ]
+    names = {"policy", "concurrency", "mean_ttft_ms", "p99_ttft_ms", "itl_ms", "requests_per_s", "reuse"}
+    assert all(names <= row.keys() for row in record["rows"])
+    assert len(list(plots.glob("*.png"))) == 6

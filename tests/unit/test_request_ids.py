@@ -1,0 +1,33 @@
+"""Ids that a router gives to requests without one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from streams.router_api.request_ids import RequestIds
+
+N_IDS = 5_000
+N_THREADS = 4
+
+
+def test_no_two_requests_get_the_same_id_even_from_several_threads() -> None:
+    """Ids are 32 hexadecimal digits, and none is given twice."""
+    ids = RequestIds()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(N_THREADS) as pool:
+            parts = pool.map(lambda _: [ids.next() for _ in range(N_IDS)], range(N_THREADS))
+            made = [each for part in parts for each in part]
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert len(set(made)) == N_THREADS * N_IDS
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in made)
+
+
+def test_two_routers_make_different_ids() -> None:
+    """Ids come from the system's random numbers, so that nothing has to be agreed."""
+    first, second = RequestIds(), RequestIds()
+    assert not {first.next() for _ in range(1000)} & {second.next() for _ in range(1000)}
