@@ -97,6 +97,7 @@ class Poller:
         self._http = http
         self._context = context
         self._engine = engine
+        assert engine.events is not None  # otherwise it is not polled
         self._url = engine.events
         self._sockets: list[_Publisher] = []
         self._last: dict[int, int] = {}  # by rank, the number of its last event

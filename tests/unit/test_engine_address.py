@@ -17,7 +17,7 @@ ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
     ("text", "message"),
     [
         ("id=1,url=http://x,events=http://x/kv_cache_events,replay=tcp://x:1", "have no replay socket"),
-        ("id=1,url=http://x", "events missing"),
+        ("id=1,events=tcp://x:1", "url missing"),
         ("url=http://x,events=tcp://x:1", "id missing"),
         ("id=one,url=http://x,events=tcp://x:1", "whole numbers"),
         ("id=-1,url=http://x,events=tcp://x:1", "0 to 2^64-1"),
