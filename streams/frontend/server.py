@@ -36,7 +36,8 @@ from streams.frontend.requests import Kind, read_request
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads
-from streams.metrics import MetricsRegistry, metrics_response
+from streams.metrics import MetricsRegistry
+from streams.process_metrics import metrics_response
 from streams.router_api.connections import LINGERING_S, Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret

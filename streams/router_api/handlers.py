@@ -34,7 +34,8 @@ from streams.errors import (
     api_error,
 )
 from streams.http_server import error_headers
-from streams.metrics import MetricsRegistry, metrics_response
+from streams.metrics import MetricsRegistry
+from streams.process_metrics import metrics_response
 from streams.router_api import fast_lane
 from streams.router_api.admission import Admission, may_wait
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
