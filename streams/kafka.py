@@ -205,8 +205,8 @@ def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
 def fetched_in_intervals(interval_s: float) -> dict[str, Any]:
     """Configuration of a reader that fetches once in this time, and not once for each record that is appended.
 
-    A fetch that waits for more bytes than will come ends after its longest wait. With the default of one byte, the
-    broker ends and begins a fetch for each batch of each partition.
+    A fetch that waits for more bytes than will come ends after its longest wait, with what has been appended meanwhile.
+    With the default of one byte, the broker ends and begins a fetch for each batch of each partition.
     """
     return {"fetch.min.bytes": 1024 * 1024, "fetch.wait.max.ms": max(1, round(interval_s * 1000))}
 

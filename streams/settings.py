@@ -24,6 +24,16 @@ from typing import Any, get_type_hints
 import msgspec
 
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
+from streams.core.routing.policies.expected_time_defaults import (
+    DECODE_WEIGHT,
+    DISK_GB_PER_S,
+    EXPECTED_TIME_QUEUE_MS,
+    EXTERNAL_GB_PER_S,
+    HOST_GB_PER_S,
+    KV_BYTES_PER_TOKEN,
+    POOL_GB_PER_S,
+    UNCACHED_WEIGHT,
+)
 from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QUEUE_BACKLOG_MS, QueuePolicy
 from streams.core.routing.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
@@ -171,6 +181,52 @@ class Settings:
     router_mode: RouterMode = _setting(RouterMode.KV, f"routing policy: {', '.join(RouterMode)}")
     kv_overlap_score_weight: float = _setting(
         1.0, "weight of prefill load against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
+    )
+    kv_overlap_score_credit: float = _setting(
+        1.0,
+        "for kv: how many blocks of prefill load a cached block takes off; above 1, also those of earlier requests",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    decode_active_request_weight: float = _setting(
+        0.0, "for kv: cost of each request in flight, in blocks", low=0.0, high=WEIGHT_MAX
+    )
+    router_policy: str = _setting("", "for policy: name of the policy, built-in or of an installed package")
+    expected_time_uncached_weight: float = _setting(
+        UNCACHED_WEIGHT,
+        "for expected-time: cost of evicting other blocks for uncached tokens, relative to computing them",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    expected_time_decode_weight: float = _setting(
+        DECODE_WEIGHT,
+        "for expected-time: cost of a millisecond of decoding, relative to one until the first token; 0.003 favours "
+        "the first token, 0.03 throughput",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    expected_time_queue_ms: float = _setting(
+        EXPECTED_TIME_QUEUE_MS,
+        "for expected-time: requests with queue=on wait while the best rank is busy for longer than this",
+        low=0.0,
+        high=86_400_000.0,
+    )
+    kv_bytes_per_token: int = _setting(
+        KV_BYTES_PER_TOKEN,
+        "for expected-time: bytes of KV cache per token, for the time to load blocks",
+        low=1,
+        high=1 << 40,
+    )
+    kv_load_gb_per_s: tuple[float, ...] = _setting(
+        (HOST_GB_PER_S, DISK_GB_PER_S, EXTERNAL_GB_PER_S),
+        "for expected-time: GB/s at which a rank loads blocks from host memory, disk and external storage; 0 does not "
+        "credit such blocks",
+    )
+    pool_load_gb_per_s: float = _setting(
+        POOL_GB_PER_S,
+        "for expected-time: GB/s at which a rank loads blocks from a CXL pool; 0 does not credit them",
+        low=0.0,
+        high=WEIGHT_MAX,
     )
     router_temperature: float = _setting(
         0.0,
@@ -365,6 +421,11 @@ class Settings:
         weights, n_tiers = self.tier_weights, len(TIER_NAMES)
         if len(weights) != n_tiers or not all(0.0 <= weight <= WEIGHT_MAX for weight in weights):
             raise SettingsError(f"tier_weights is {weights}; it must be {n_tiers} numbers from 0 to {WEIGHT_MAX:g}")
+        speeds = self.kv_load_gb_per_s
+        if len(speeds) != n_tiers - 1 or not all(0.0 <= speed <= WEIGHT_MAX for speed in speeds):
+            raise SettingsError(
+                f"kv_load_gb_per_s is {speeds}; it must be {n_tiers - 1} numbers from 0 to {WEIGHT_MAX:g}"
+            )
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from streams.cli.options import GroupedCommand
 from streams.cli.output import console
+
+_F = TypeVar("_F", bound=Callable[..., None])
 
 if TYPE_CHECKING:
     from streams.sim.lab.experiment import Row
@@ -62,7 +65,7 @@ def _table(rows: list[Row]) -> None:
     console().print(table)
 
 
-def fleet_options(command: click.Command) -> click.Command:
+def fleet_options(command: _F) -> _F:
     """Add the options that describe a fleet."""
     for option in reversed(
         (
@@ -72,6 +75,16 @@ def fleet_options(command: click.Command) -> click.Command:
                 "--speeds", default="", metavar="A,B,...", help="time of a step of each engine, 2 is half as fast"
             ),
             click.option("--fail", multiple=True, metavar="WORKER@S+S", help="an engine fails then, for so long"),
+            click.option("--pool", default=0.0, metavar="X", help="shared memory, X times all device memory"),
+            click.option("--pool-gb-per-s", default=64.0, show_default=True, help="bandwidth of the link to it"),
+            click.option(
+                "--pool-link",
+                type=click.Choice(["own", "shared"]),
+                default="own",
+                show_default=True,
+                help="whether each engine has that bandwidth, or all of them together",
+            ),
+            click.option("--credit-pool/--no-credit-pool", default=True, help="whether the router knows of the pool"),
             click.option("--engine", "engine_file", type=click.Path(path_type=Path, exists=True), help="TOML file"),
             click.option("--requests", "n_requests", default=0, help="only the first requests of the trace"),
             click.option("--seed", default=1, show_default=True, help="of random choices between equal engines"),
@@ -82,19 +95,34 @@ def fleet_options(command: click.Command) -> click.Command:
 
 
 def fleet_of(
-    n_workers: int, lag_ms: float, speeds: str, fail: tuple[str, ...], engine_file: Path | None
+    *,
+    n_workers: int,
+    lag_ms: float,
+    speeds: str,
+    fail: tuple[str, ...],
+    pool: float,
+    pool_gb_per_s: float,
+    pool_link: str,
+    credit_pool: bool,
+    engine_file: Path | None,
 ) -> FleetConfig:
     """The fleet that these options describe. Raises SettingsError."""
     from streams.sim.lab.engine_config import default_engine, engine_from_toml
     from streams.sim.lab.fleet import Failure, FleetConfig
+    from streams.sim.lab.pool import LabPoolConfig
 
     engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
+    shared = None
+    if pool:
+        n_blocks = round(pool * n_workers * engine.n_blocks)
+        shared = LabPoolConfig(n_blocks, pool_gb_per_s, pool_link == "shared", credit_pool)
     return FleetConfig(
         engine,
         n_workers,
         event_lag_ms=lag_ms,
         speeds=tuple(_numbers(speeds, float)),
         failures=tuple(Failure(*each) for each in _failures(fail)),
+        pool=shared,
     )
 
 
@@ -123,15 +151,11 @@ def simulate(
     policies: str,
     concurrency: str,
     speedup: float,
-    n_workers: int,
-    lag_ms: float,
-    speeds: str,
-    fail: tuple[str, ...],
-    engine_file: Path | None,
     n_requests: int,
     seed: int,
     json_file: Path | None,
     plots: Path | None,
+    **fleet_settings: Any,
 ) -> None:
     """Run a trace through a simulated fleet with each policy, and compare times to the first token.
 
@@ -146,7 +170,8 @@ def simulate(
     from streams.progress import shown
     from streams.sim.lab.experiment import load_workload, run_policy
 
-    fleet = fleet_of(n_workers, lag_ms, speeds, fail, engine_file)
+    fleet = fleet_of(**fleet_settings)
+    n_workers = fleet.n_workers
     errors = Console(stderr=True)
     with shown(errors, f"reading {trace}"):
         workload = load_workload(trace, fleet.engine, n_workers)

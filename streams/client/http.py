@@ -30,6 +30,7 @@ from streams.client.base import (
 from streams.client.engine import EngineOptions
 from streams.client.payloads import query_of, unpack_tokens
 from streams.client.reports import BookingKey, Report
+from streams.client.trace_context import add_trace_context
 from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, RouterUnavailable
 
 #: Time for one call, connection included. A decision takes about a millisecond; a router that drains or waits for a
@@ -139,6 +140,7 @@ class KvRouterClient(KvRouter):
         fields = dict(fields)
         tenant = fields.pop("tenant", None)
         headers = {} if tenant is None else {TENANT_HEADER: tenant}
+        add_trace_context(headers)
         headers |= {name: fields.pop(name) for name in TRACE_HEADERS if name in fields}
         wait_s = 0.0
         if fields.get("queue") == "on":

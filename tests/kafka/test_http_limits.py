@@ -92,6 +92,7 @@ N_SILENT, N_TRICKLING = 2000, 500
 TRICKLE_S = 12.0
 
 
+@pytest.mark.long_running
 def test_silent_and_trickling_connections_delay_nobody(stack: Stack) -> None:
     """While 2,500 connections are open that send nothing or a byte per second, others are answered; then all close."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -11,8 +11,10 @@ import pytest
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.loads.observations import Forecast
 from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, Gate, is_first
 from streams.core.routing.decision import Chooser, Decision, RoutePolicy
+from streams.core.routing.selection import RouterMode
 
 BLOCK_SIZE = 16
 RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, 4))
@@ -232,3 +234,55 @@ def test_recent_routers_are_those_of_the_last_bookings() -> None:
         loads.add(BookingId(f"r{number}", router, number), Booking(ONE, "m", 1, b"", 0, 1), 0)
     assert loads.recent_routers(3) == {"b", "c"}
     assert loads.recent_routers(100) == {"a", "b", "c"}
+
+
+def in_ms(limit_ms: float | None = 200.0, busy_ms: Sequence[int] = (0, 0, 0)) -> tuple[ActiveLoads, Gate]:
+    """A gate of policy expected-time, and ranks with backlogs of so many milliseconds at time 1000."""
+    loads = ActiveLoads(1 << 40)
+    for rank, each in zip(RANKS, busy_ms, strict=True):
+        booking = Booking(rank, "m", 100, b"", 0, 7, forecast=Forecast(1 + 1000 * each))
+        loads.add(BookingId(f"busy-{rank}", "tests", 1), booking, 1000)
+    loads.advance(1000)
+    gate = Gate(lambda: ROUTERS[0], None, backlog_ms_max=limit_ms, ms_per_token=lambda: 0.02)
+    gate.begin(0.0, 0.0, ())
+    return loads, gate
+
+
+def decide_in_ms(
+    loads: ActiveLoads, gate: Gate, held: dict[RankId, int] | None = None, n_tokens: int = 8000
+) -> RankId | None:
+    def choose() -> Decision:
+        return Chooser(random.Random(1)).choose(
+            RoutePolicy(mode=RouterMode.EXPECTED_TIME),
+            RANKS,
+            OverlapScores(held or {}),
+            loads,
+            sequence=b"",
+            request_blocks=n_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+        )
+
+    decision = gate.decide(RANKS, loads, choose, n_tokens, BLOCK_SIZE) if gate.may_go(RANKS, loads) else None
+    return None if decision is None else decision.chosen.rank
+
+
+@pytest.mark.parametrize(("busy_ms", "limit_ms", "goes"), [(199, 200.0, True), (201, 200.0, False), (9000, None, True)])
+def test_in_milliseconds_a_request_waits_while_its_rank_is_busy_for_longer(
+    busy_ms: int, limit_ms: float | None, goes: bool
+) -> None:
+    """With expected-time the threshold is a time, and it falls as time passes without any report."""
+    loads, gate = in_ms(limit_ms, (busy_ms,) * 3)
+    assert (decide_in_ms(loads, gate) is not None) == goes
+    loads.advance(1010)
+    gate.begin(10.0, 10.0, ())
+    assert decide_in_ms(loads, gate) is not None
+
+
+def test_in_milliseconds_requests_behind_one_that_waits_see_its_charge() -> None:
+    """Only as many requests wait for the rank that holds their prompt as is cheaper than moving."""
+    loads, gate = in_ms(busy_ms=(300, 0, 0))
+    before = loads.times.table.copy()
+    went = [decide_in_ms(loads, gate, {ONE: 450}) for _ in range(8)]
+    assert went[0] is None
+    assert {TWO, THREE} & set(went)
+    assert (loads.times.table == before).all()

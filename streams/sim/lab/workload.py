@@ -10,7 +10,7 @@ A key is a small number that stands for one engine block's content and everythin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -74,9 +74,15 @@ class Workload:
         """The first requests."""
         if n_requests >= len(self):
             return self
-        columns = (each[:n_requests] for each in (self.at_ms, self.n_in, self.n_out, self.previous))
-        return Workload(
-            self.name, self.block_size, *columns, self.first[: n_requests + 1], self.keys, self.own, self.names
+        of = slice(n_requests)
+        return replace(
+            self,
+            at_ms=self.at_ms[of],
+            n_in=self.n_in[of],
+            n_out=self.n_out[of],
+            previous=self.previous[of],
+            first=self.first[: n_requests + 1],
+            own=self.own[of],
         )
 
     def reusable_share(self) -> float:
