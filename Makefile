@@ -69,6 +69,7 @@ bench-stream: warm
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.failover
+	$(BIN)/python -m benchmarks.bridge
 
 # Decisions and bookings over HTTP, next to Dynamo's selection service if .venv-dynamo has it (benchmarks/http.py says how to
 # install it there): about ten minutes on a machine that runs nothing else. BENCH="--quick" runs a smoke test.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, repeat
 from types import MappingProxyType
 from typing import NamedTuple, assert_never
 
@@ -317,6 +317,10 @@ class Ledger:
         tier = event.tier
         blocks: list[int] = sequence_hashes(event.local, None if before is None else SequenceHash(before)).tolist()
         local: list[int] = event.local.tolist()
+        if self._hold_new(event, blocks, local, before, position):
+            parent = None if parent_published is None else EngineHash(parent_published)
+            stored: list[KvEvent] = [event if parent == event.parent else replace(event, parent=parent)]
+            return stored + self._end_waiting(event.engine.tolist()) if self._waiting else stored
         adds_copies = self._counts_copies and self._adds_copies(event)
         out: list[KvEvent] = []
         new: list[int] = []  # published names of the consecutive new blocks that end before `index`
@@ -344,6 +348,31 @@ class Ledger:
                 out.append(BlocksRemoved(np.array([removed], dtype=np.uint64), tier))
         self._flush(out, event, new, len(blocks), parent_published)
         return out + self._end_waiting(event.engine.tolist()) if self._waiting else out
+
+    def _hold_new(
+        self, event: BlocksStored, blocks: list[int], local: list[int], before: int | None, position: int
+    ) -> bool:
+        """Hold a store's blocks if all of their hashes, and all of their names, are new; return whether they were.
+
+        This is the usual case, in a third of the time that the blocks take one by one.
+        """
+        tier, engines = event.tier, event.engine.tolist()
+        names, held = self._names[tier], self._held[tier]
+        if (
+            not engines
+            or event.moe is not None
+            or not names.keys().isdisjoint(engines)
+            or not held.keys().isdisjoint(blocks)
+            or not all(published.keys().isdisjoint(engines) for published in self._published)
+            or len(set(engines)) != len(engines)
+            or len(set(blocks)) != len(blocks)
+        ):
+            return False
+        names.update(zip(engines, map(_Name, blocks, repeat(1)), strict=True))
+        rows = map(_HeldBlock, engines, repeat(1), local, chain((before,), blocks), count(position))
+        held.update(zip(blocks, rows, strict=False))
+        self._published[tier].update(zip(engines, blocks, strict=True))
+        return True
 
     def _adds_copies(self, event: BlocksStored) -> bool:
         """Whether the blocks of a store that are held already have one more copy now; otherwise they may have.

@@ -126,6 +126,11 @@ def engine_hashes(values: Any) -> HashArray:
     """Return block hashes as uint64[n]. Raises BadRecord, TypeError."""
     if not isinstance(values, list):  # each byte of a bytes value would be read as a hash
         raise BadRecord("bad_event", f"block_hashes is a {type(values).__name__}, not a list")
+    if set(map(type, values)) == {int}:
+        try:
+            return np.array(values, dtype=np.uint64)
+        except OverflowError:
+            pass  # some are negative, or have more than 64 bits
     return np.array([engine_hash(value) for value in values], dtype=np.uint64)
 
 
