@@ -42,6 +42,7 @@ soak: warm
 # A real Kafka, 100,000 records, and workers that are killed at every effect: about 10 minutes.
 chaos: warm
 	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.engine_restarts
 
 # Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm
