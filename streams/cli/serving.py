@@ -46,14 +46,14 @@ def router(resolved: Resolved, process_number: int | None, process_joins: str) -
         if settings.router_reset_states:
             empty_scope(settings, settings.router_reset_force, may_be_new=True)
         if settings.processes > 1:
-            _run(ProcessGroup(settings).run())
+            run_until_signalled(ProcessGroup(settings).run())
             return
     else:
         end_with_parent()
         place = ProcessPlace(process_number, process_joins == "at-once")
     from streams.router_api.server import serve  # not in the parent of several processes, which needs 150 MB less
 
-    _run(serve(settings, place))
+    run_until_signalled(serve(settings, place))
 
 
 @click.command(cls=GroupedCommand)
@@ -128,10 +128,10 @@ def bridge(
         kubernetes=engines_kubernetes,
         template=engine_template,
     )
-    _run(run_bridge(resolved.settings, sources))
+    run_until_signalled(run_bridge(resolved.settings, sources))
 
 
-def _run(main: Coroutine[Any, Any, None]) -> None:
+def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
     """Run to the end. Ctrl-C and SIGTERM cancel the coroutine, which then cleans up; no error is raised for them."""
 
     async def until_signalled() -> None:

@@ -27,7 +27,7 @@ _REQUIRED = frozenset({"id", "url"})
 _SCHEMES = {
     "url": (("http", "https"), "http://HOST:PORT"),
     "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
-    "events": (("tcp", "ipc"), "tcp://HOST:PORT"),
+    "events": (("tcp", "ipc", "http", "https"), "tcp://HOST:PORT, or http://HOST:PORT/kv_cache_events"),
     "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
 }
 
@@ -42,10 +42,10 @@ HOST = "{host}"
 class EngineAddress:
     """Where one engine is, which dialect it speaks, and how it is registered.
 
-    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events: None for an engine that
-    publishes none. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is not /metrics of
-    `url`. role, device_class, taints: None to leave what the registry has, or the default. lora_names: the adapters
-    that it serves, None if they are not listed.
+    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events may also be an HTTP URL,
+    which is polled for all ranks, or None for an engine that publishes none. model: None to ask the engine. metrics:
+    the URL of its Prometheus page, if that is not /metrics of `url`. role, device_class, taints: None to leave what the
+    registry has, or the default. lora_names: the adapters that it serves, None if they are not listed.
     """
 
     worker_id: WorkerId
@@ -111,6 +111,11 @@ def address_of(parts: Mapping[str, str], where: str) -> EngineAddress:
         taints=tuple(filter(None, parts["taints"].split(_SEPARATOR))) if "taints" in parts else None,
         lora_names=_lora_names(where, parts.get("lora")),
     )
+
+
+def is_polled(engine: EngineAddress) -> bool:
+    """Whether an engine's events are polled over HTTP."""
+    return engine.events is not None and urlsplit(engine.events).scheme in ("http", "https")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +214,8 @@ def _check_urls(where: str, parts: Mapping[str, str]) -> None:
             fits = False
         if not fits:
             raise SettingsError(f"{where}: {name} is {value!r}", remedy=f"It must look like {example}")
+    if parts.get("replay") and urlsplit(parts.get("events", "")).scheme in ("http", "https"):
+        raise SettingsError(f"{where}: events that are polled have no replay socket", remedy="Remove replay=")
 
 
 def check_distinct(engines: Sequence[EngineAddress]) -> None:

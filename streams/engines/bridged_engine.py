@@ -28,6 +28,7 @@ from streams.engines.feed import RETRY_S, RankFeed
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
+from streams.engines.polling import polled
 from streams.engines.process_start import read_body
 from streams.engines.recovery import RecoveredRank, recover_ranks
 from streams.engines.scraping import Scraper, reported_block_size
@@ -231,6 +232,10 @@ class BridgedEngine:
         if wiring.engine.events is None:
             await self._feed_without_events(wiring, recovered_ranks)
             return
+        async with polled(wiring) as read:
+            await self._feed_ranks(read, recovered_ranks)
+
+    async def _feed_ranks(self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank]) -> None:
         feeds = [
             RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(wiring.engine.worker_id, dp_rank))
             for dp_rank in range(wiring.engine.dp_size)

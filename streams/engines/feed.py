@@ -605,7 +605,7 @@ class RankFeed:
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)
         unusable = list(decoded.unusable)
-        left_out_before = self._writer.ledger.left_out
+        left_out_before, between_before = self._writer.ledger.left_out, self._writer.ledger.n_between
         try:
             self._writer.write(
                 batch.sequence,
@@ -624,7 +624,11 @@ class RankFeed:
             self.counters.not_indexed[reason] += n
         if self._writer.ledger.left_out > left_out_before:
             self.counters.not_indexed["unplaced"] += self._writer.ledger.left_out - left_out_before
-        if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
+        if self._writer.ledger.n_between > between_before:
+            self.counters.not_indexed["cache_group"] += self._writer.ledger.n_between - between_before
+        if self._stored_block_size != self._block_size and any(
+            isinstance(event, BlocksStored) for event in decoded.events
+        ):
             self._note_block_size(self._block_size)
         if unusable:
             self._note_unusable(batch, digest, unusable)
@@ -649,7 +653,13 @@ class RankFeed:
         self._dead_letter(letter, len(batch.payload), unusable[0].error)
 
     def _note_refused(self, unusable: Sequence[UnusableEvent]) -> None:
-        """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used."""
+        """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used.
+
+        An engine has one size until it restarts. So once it has stored blocks of the scope's size, an event with
+        another one is damaged.
+        """
+        if self._stored_block_size == self._block_size:
+            return
         for each in unusable:
             size = each.error.detail.get("block_size")
             if each.error.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:

@@ -162,7 +162,7 @@ class RankWriter:
             except BadRecord as exc:
                 refused = refused or exc
         changes += self.ledger.end_batch()
-        n_unindexed += self.ledger.left_out - was_left_out
+        n_unindexed += self.ledger.left_out - was_left_out + self.ledger.n_between
         if is_incomplete or refused:
             self.ledger.lost_events()
         self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
