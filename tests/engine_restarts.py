@@ -35,6 +35,9 @@ CACHE = EngineConfig(block_size=16, n_blocks=256)
 #: An engine lives this long before it is killed.
 LIFE_S = (1.0, 3.0)
 
+#: Restarts on a machine that is so busy that each takes many seconds.
+RESTARTS_MIN = 3
+
 _CLIENTS = 2
 
 
@@ -75,7 +78,7 @@ def restart_under_load(stack: Stack, worker: RouterProcess, engine: Engine, seco
     """Restart an engine for this long; return what was done. Raises AssertionError if router and engine differ."""
     rng, n_restarts, ends_s = random.Random(seed), 0, time.monotonic() + seconds
     with Load(f"{engine.url}/v1/completions", "m", seed) as load:
-        while time.monotonic() < ends_s:
+        while time.monotonic() < ends_s or n_restarts < RESTARTS_MIN:
             time.sleep(rng.uniform(*LIFE_S))
             engine = stack.restart_engine(engine, CACHE, "m", time_scale=100.0)
             n_restarts += 1
