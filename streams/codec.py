@@ -55,6 +55,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.observations import Forecast
 from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 
@@ -420,7 +421,7 @@ def decode_metrics(raw: bytes | None, schema_ids: Mapping[str, int] | None = Non
 
 
 _KEY_SEPARATOR = "\x1f"
-_BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output_blocks")
+_BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output_blocks", *Forecast._fields)
 
 
 def load_key(booking_id: BookingId, phase: BookingPhase) -> bytes:
@@ -453,6 +454,10 @@ def encode_load(
                 "expected_output_tokens": booking.expected_output_tokens,
                 "output_blocks": booking.output_blocks,
                 "phase": booking.phase,
+                "prefill_us": booking.forecast.prefill_us,
+                "prefilled_within_ms": booking.forecast.prefilled_within_ms,
+                "over_within_ms": booking.forecast.over_within_ms,
+                "load_us": booking.forecast.load_us,
             },
         }
     )
@@ -486,6 +491,7 @@ def decode_load(
             expected_output_tokens=found["expected_output_tokens"],
             output_blocks=found["output_blocks"],
             phase=found["phase"],
+            forecast=Forecast(*[found[name] for name in Forecast._fields]),
         ),
     )
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from streams.codec import codec, decode_load, encode_load, from_long, load_key, to_long
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.observations import NO_FORECAST, Forecast
 
 #: A datum of router-loads begins with this header; then come request id, router id and counter, which are the same in
 #: all records of one booking.
@@ -44,6 +45,9 @@ _PRESENT = 2
 _ONE_BYTE = frozenset(range(0, 128, 2))
 _LONG_BITS_MAX = 63
 _HASH_BYTES = 8
+
+_N_FORECAST = len(NO_FORECAST)
+_NO_FORECAST_BYTES = bytes(_N_FORECAST)
 
 _SHORT = tuple(bytes([number]) for number in range(128))
 _I63 = 1 << 63
@@ -80,6 +84,7 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
                 b"\x00" if expected is None else b"\x02" + _long(expected),
                 _long(booking.output_blocks),
                 _REQUEST_PHASES[booking.phase],
+                *map(_long, booking.forecast),
             )
         )
     except (ValueError, KeyError):  # the slow way says what is wrong
@@ -147,8 +152,20 @@ def _decode_add(raw: bytes) -> tuple[bytes, BookingId, Booking] | None:
     else:
         return None
     output, at = (raw[at] >> 1, at + 1) if raw[at] in _ONE_BYTE else _read(raw, at)
-    phase = _REQUEST_PHASES_READ.get(raw[at:])
-    # A length beyond the end makes the next number fail, or leaves no phase; a negative one is refused by `_read`.
+    # The request's phase, which takes one byte if there is none and two otherwise, and the numbers of the forecast.
+    n_phase_bytes = 1 if raw[at] == 0 else 2
+    phase = _REQUEST_PHASES_READ.get(raw[at : at + n_phase_bytes])
+    at += n_phase_bytes
+    forecast = NO_FORECAST
+    if raw[at:] != _NO_FORECAST_BYTES:
+        numbers = []
+        for _ in range(_N_FORECAST):
+            number, at = _read(raw, at)
+            numbers.append(number)
+        if at != len(raw):
+            return None
+        forecast = Forecast(*numbers)
+    # A length beyond the end makes the next number fail; a negative one is refused by `_read`.
     if phase is None or len(sequence) % _HASH_BYTES or dp_rank >= _I32:
         return None
     return (
@@ -164,6 +181,7 @@ def _decode_add(raw: bytes) -> tuple[bytes, BookingId, Booking] | None:
             expected,
             output,
             phase[0],
+            forecast,
         ),
     )
 

@@ -24,6 +24,16 @@ from typing import Any, get_type_hints
 import msgspec
 
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
+from streams.core.routing.policies.expected_time_defaults import (
+    DECODE_WEIGHT,
+    DISK_GB_PER_S,
+    EXPECTED_TIME_QUEUE_MS,
+    EXTERNAL_GB_PER_S,
+    HOST_GB_PER_S,
+    KV_BYTES_PER_TOKEN,
+    POOL_GB_PER_S,
+    UNCACHED_WEIGHT,
+)
 from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QUEUE_BACKLOG_MS, QueuePolicy
 from streams.core.routing.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
@@ -172,6 +182,52 @@ class Settings:
     kv_overlap_score_weight: float = _setting(
         1.0, "weight of prefill load against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
     )
+    kv_overlap_score_credit: float = _setting(
+        1.0,
+        "for kv: how many blocks of prefill load a cached block takes off; above 1, also those of earlier requests",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    decode_active_request_weight: float = _setting(
+        0.0, "for kv: cost of each request in flight, in blocks", low=0.0, high=WEIGHT_MAX
+    )
+    router_policy: str = _setting("", "for policy: name of the policy, built-in or of an installed package")
+    expected_time_uncached_weight: float = _setting(
+        UNCACHED_WEIGHT,
+        "for expected-time: cost of evicting other blocks for uncached tokens, relative to computing them",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    expected_time_decode_weight: float = _setting(
+        DECODE_WEIGHT,
+        "for expected-time: cost of a millisecond of decoding, relative to one until the first token; 0.003 favours "
+        "the first token, 0.03 throughput",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    expected_time_queue_ms: float = _setting(
+        EXPECTED_TIME_QUEUE_MS,
+        "for expected-time: requests with queue=on wait while the best rank is busy for longer than this",
+        low=0.0,
+        high=86_400_000.0,
+    )
+    kv_bytes_per_token: int = _setting(
+        KV_BYTES_PER_TOKEN,
+        "for expected-time: bytes of KV cache per token, for the time to load blocks",
+        low=1,
+        high=1 << 40,
+    )
+    kv_load_gb_per_s: tuple[float, ...] = _setting(
+        (HOST_GB_PER_S, DISK_GB_PER_S, EXTERNAL_GB_PER_S),
+        "for expected-time: GB/s at which a rank loads blocks from host memory, disk and external storage; 0 does not "
+        "credit such blocks",
+    )
+    pool_load_gb_per_s: float = _setting(
+        POOL_GB_PER_S,
+        "for expected-time: GB/s at which a rank loads blocks from a CXL pool; 0 does not credit them",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
     router_temperature: float = _setting(
         0.0,
         "0 chooses the cheapest rank; greater values choose at random, cheaper ranks more often",
@@ -264,6 +320,9 @@ class Settings:
     bodies_bytes_max: int = _setting(
         128 * 1024 * 1024, "most bytes of HTTP bodies over 64 KiB that are read at the same time", low=65_536
     )
+    first_request_timeout_s: float = _setting(
+        10.0, "time within which a new connection must send a request with all its headers", low=0.1, high=3600.0
+    )
     body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
     connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
     drain_notice_s: float = _setting(
@@ -274,6 +333,35 @@ class Settings:
     )
     drain_timeout_s: float = _setting(
         10.0, "a stopping router finishes its requests and sends its records within this time", low=0.1, high=3600.0
+    )
+    front_requests_max: int = _setting(4096, "most requests that a front serves at the same time", low=1)
+    front_attempts_max: int = _setting(
+        3, "engines that a front sends one request to, if those before fail before their first token", low=1, high=64
+    )
+    front_silence_timeout_s: float = _setting(
+        600.0,
+        "a stream of an engine that is silent for this long has failed, its wait for the first token included",
+        low=0.1,
+        high=86_400.0,
+    )
+    front_answer_timeout_s: float = _setting(
+        3600.0,
+        "the same for answers that are not streamed, which are silent until they are complete",
+        low=0.1,
+        high=86_400.0,
+    )
+    front_client_timeout_s: float = _setting(
+        60.0,
+        "a client that reads nothing for this long is disconnected, and its request cancelled",
+        low=0.1,
+        high=86_400.0,
+    )
+    front_queue: bool = _setting(
+        False, "requests of a front wait in the router until a rank has room for them (queue=on)"
+    )
+    front_tokenizer_processes: int = _setting(1, "processes in which a front tokenizes", low=1, high=64)
+    front_tokenizer_cache_mb: int = _setting(
+        64, "memory for the tokens of parts that prompts share, of all these processes together, in MiB", low=0
     )
     stale_after_ms: int = _setting(
         3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
@@ -336,6 +424,11 @@ class Settings:
         weights, n_tiers = self.tier_weights, len(TIER_NAMES)
         if len(weights) != n_tiers or not all(0.0 <= weight <= WEIGHT_MAX for weight in weights):
             raise SettingsError(f"tier_weights is {weights}; it must be {n_tiers} numbers from 0 to {WEIGHT_MAX:g}")
+        speeds = self.kv_load_gb_per_s
+        if len(speeds) != n_tiers - 1 or not all(0.0 <= speed <= WEIGHT_MAX for speed in speeds):
+            raise SettingsError(
+                f"kv_load_gb_per_s is {speeds}; it must be {n_tiers - 1} numbers from 0 to {WEIGHT_MAX:g}"
+            )
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():

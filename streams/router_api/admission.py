@@ -333,6 +333,7 @@ class Admission:
                     retry_after_s=self._queue.retry_after_s(now_ms),
                 ),
             )
+        self._queue.ms_per_token = self._router.ms_per_token()
         for number in [number for number, entry in self._entries.items() if entry.is_gone()]:
             self._drop_gone(number)
         if now_ms - self._router_ids_ms >= ROUTERS_MS:

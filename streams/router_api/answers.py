@@ -31,7 +31,7 @@ class ErrorAnswer(TypedDict):
 
 
 class Candidate(TypedDict):
-    """One candidate with every term of its cost, in blocks."""
+    """One candidate with every term of its cost, in blocks. policy_terms: in the modes that have a policy by name."""
 
     worker_id: int
     dp_rank: int
@@ -43,6 +43,7 @@ class Candidate(TypedDict):
     active_prefill_blocks: float
     decode_blocks: float
     cost: float | None
+    policy_terms: NotRequired[dict[str, float]]
 
 
 class RouteAnswerBody(TypedDict):

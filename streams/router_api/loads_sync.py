@@ -24,7 +24,9 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.core.ids import RankId
 from streams.core.loads.bookings import BOOKINGS_MAX, ActiveLoads, Booking, BookingId, BookingPhase, with_output
+from streams.core.loads.log_clock import LogClock
 from streams.core.routing.policies import MODES as POLICY_MODES
+from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka import Record
@@ -124,6 +126,9 @@ class LoadsSync:
         self._now_ms = now_ms
         self._shared = settings.router_replica_sync
         self._reads_metrics = settings.router_mode in POLICY_MODES
+        self._learns = settings.router_mode in NAMED_MODES
+        # Without a log, bookings have this router's own time.
+        self._log_clock = LogClock(time.time_ns() // 1_000_000 - now_ms() if self._shared else 0)
         self._lock = threading.RLock()
         self._locked = _Locked(self._enter, self._lock.release)
         self._outbox: Outbox[_Unsent] = Outbox(kafka, topic.name, now_ms, lambda: self._lock, self._encode)
@@ -143,7 +148,7 @@ class LoadsSync:
         self._begin()
 
     def _begin(self) -> None:
-        self._loads = ActiveLoads(self._ttl_ms)
+        self._loads = ActiveLoads(self._ttl_ms, observe=self._learns)
         # Bookings since the engines' last reports, for the modes that read reports.
         self._unreported = UnreportedBookings() if self._reads_metrics else None
         self._stream_ms = [0] * self._topic.partitions  # newest append time of each partition
@@ -325,14 +330,22 @@ class LoadsSync:
         for _, exc in self._fold_all([message]):
             raise exc
 
-    def fold_messages(self, messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG002
-        """Fold messages without errors; return those that cannot be used, each with its position."""
+    def fold_messages(self, messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:
+        """Fold messages without errors; return those that cannot be used, each with its position.
+
+        live: whether they were just written, so that they show the time of the log.
+        """
         return self._fold_all(
-            [(each.key() or b"", each.value(), each.timestamp()[1], each.partition() or 0) for each in messages]
+            [(each.key() or b"", each.value(), each.timestamp()[1], each.partition() or 0) for each in messages],
+            live=live,
         )
 
-    def _fold_all(self, records: Sequence[tuple[bytes, bytes | None, int, int]]) -> list[tuple[int, BadRecord]]:
+    def _fold_all(
+        self, records: Sequence[tuple[bytes, bytes | None, int, int]], *, live: bool = True
+    ) -> list[tuple[int, BadRecord]]:
         """records: keys, values, append times and partitions."""
+        if live and records:
+            self._log_clock.note(max(each[2] for each in records), self._now_ms())
         bad = []
         for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
             together = records[start : start + _FOLDED_TOGETHER_MAX]
@@ -544,6 +557,7 @@ class LoadsSync:
         if now_ms == self._expired_ms:  # nothing that was made within this millisecond expires in it
             return
         self._expired_ms = now_ms
+        self._loads.advance(self._log_clock.now_ms(now_ms))
         self._loads.expire(now_ms, _OWN_CLOCK if self._shared else 0)
         # Bookings that never reached the log expire by this router's clock.
         for unlogged in (self._unlogged, self._ended_unlogged):

@@ -27,14 +27,24 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import RankTerms, prefill_tokens
-from streams.core.routing.decision import Chooser, Decision, FleetState, RoutePolicy, booking_of
+from streams.core.routing.decision import (
+    LEARNT_TOGETHER_MAX,
+    Chooser,
+    Decision,
+    FleetState,
+    RoutePolicy,
+    booking_of,
+)
 from streams.core.routing.eligibility import FilterReason, WorkerFilter, names_another_rank
+from streams.core.routing.policies.expected_time import ExpectedTime, ExpectedTimeParameters
+from streams.core.routing.policies.interface import Policy
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.workers import Role
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
+from streams.policy_plugins import find_policy
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_counts import DecisionCounts
@@ -69,6 +79,9 @@ log = logging.getLogger(__name__)
 #: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
 _POLICY_FIELDS = tuple(name.removeprefix("router_") for name in POLICY_OVERRIDES)
+
+#: Observations from which policies learn in one tick, which takes 2 ms. The oldest of the others are dropped.
+LEARNT_MAX = 512
 
 #: Models whose filter is kept; a new one takes a microsecond.
 _UNFILTERED_MAX = 256
@@ -139,6 +152,9 @@ class Router:
             moe_score_weight=settings.moe_score_weight,
             track_active_blocks=settings.track_active_blocks,
             cuda_to_cpu_ratio=settings.encoder_cuda_to_cpu_ratio,
+            name=settings.router_policy,
+            overlap_credit=settings.kv_overlap_score_credit,
+            request_weight=settings.decode_active_request_weight,
         )
         self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
         self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
@@ -150,7 +166,9 @@ class Router:
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
         self.registry = Registry(settings, self.view, self.check_topics)
-        self._chooser = Chooser(random.Random(settings.router_seed or None))
+        self._chooser = Chooser(random.Random(settings.router_seed or None), self._find_policy)
+        if self.policy.policy_name:
+            self._chooser.policy(self.policy.policy_name)  # a wrong name ends the process here
         feeds = {
             "workers": Feed(
                 self._topics.workers,
@@ -215,8 +233,30 @@ class Router:
         return self.loads.unacknowledged
 
     def tick(self) -> None:
-        """Serve delivery reports and expire bookings; call it about every half second."""
+        """Serve delivery reports, expire bookings, and let policies learn; call it about every half second."""
         self.loads.poll()
+        for _ in range(LEARNT_MAX // LEARNT_TOGETHER_MAX):
+            with self.loads.locked() as loads:
+                if not self._chooser.learn(loads, self.settings.block_size_of):
+                    break
+
+    def _find_policy(self, name: str) -> Policy:
+        """Make a policy with the parameters that the settings give it; raises SettingsError."""
+        if name != RouterMode.EXPECTED_TIME:
+            return find_policy(name)
+        settings = self.settings
+        host, disk, external = settings.kv_load_gb_per_s
+        return ExpectedTime(
+            ExpectedTimeParameters(
+                uncached_weight=settings.expected_time_uncached_weight,
+                decode_weight=settings.expected_time_decode_weight,
+                kv_bytes_per_token=settings.kv_bytes_per_token,
+                host_gb_per_s=host,
+                disk_gb_per_s=disk,
+                external_gb_per_s=external,
+                pool_gb_per_s=settings.pool_load_gb_per_s,
+            )
+        )
 
     @property
     def sessions_evicted(self) -> int:
@@ -410,10 +450,27 @@ class Router:
         def idle(ranks: Sequence[RankId], loads: ActiveLoads) -> Sequence[RankId]:
             return idle_ranks(ranks, self._busy, self.view.workers, loads, self.view.fleet().metrics)
 
+        if self.policy.mode is RouterMode.EXPECTED_TIME:
+            limit_ms = self.settings.expected_time_queue_ms or None
+            return Gate(
+                lambda: self.loads.router_id,
+                None,
+                idle if self._busy else None,
+                backlog_ms_max=limit_ms,
+                ms_per_token=self.ms_per_token,
+            )
         backlog_ms, us_per_token = self.settings.router_queue_backlog_ms, self.settings.prefill_us_per_token
         tokens_max = backlog_ms * 1000.0 / us_per_token if backlog_ms else None
         propagation_tokens = int(PROPAGATION_MS * 1000.0 / us_per_token)
         return Gate(lambda: self.loads.router_id, tokens_max, idle if self._busy else None, propagation_tokens)
+
+    def ms_per_token(self) -> float:
+        """Time per prompt token: as learnt in mode expected-time, otherwise as in the settings."""
+        if self.policy.mode is RouterMode.EXPECTED_TIME:
+            policy = self._chooser.policy(self.policy.policy_name)
+            assert isinstance(policy, ExpectedTime)
+            return policy.timings.slowest_prefill().slope
+        return self.settings.prefill_us_per_token / 1000.0
 
     def refresh(self, prepared: PreparedRequest) -> PreparedRequest:
         """Filter and match a prepared request again, since ranks and the index may have changed."""
@@ -665,6 +722,9 @@ class Router:
             n_tokens=prepared.blocks.n_tokens,
             fleet=fleet,
             supplementary=prepared.supplementary,
+            model=prepared.model,
+            capacity_blocks=self.view.blocks_in_use(ranks).total if prepared.policy.policy_name else None,
+            expected_output_tokens=prepared.request.expected_output_tokens,
         )
 
     def _choose_through(
@@ -706,6 +766,7 @@ class Router:
             block_size=prepared.block_size,
             expected_output_tokens=prepared.request.expected_output_tokens,
             phase=_booked_phase(prepared.request.phase),
+            forecast=decision.forecast(),
         )
         self.loads.book(prepared.request_id, booking)
         self.view.predict(chosen.rank, blocks.local)
@@ -742,7 +803,10 @@ class Router:
             return self.policy
         given = zip(_POLICY_FIELDS, _OVERRIDES(override), strict=True)
         changes = {name: value for name, value in given if value is not None}
-        return replace(self.policy, **changes) if changes else self.policy  # moe_query is not part of the policy
+        policy = replace(self.policy, **changes) if changes else self.policy  # moe_query is not part of the policy
+        if policy.mode is RouterMode.POLICY and not policy.name:
+            raise InvalidRequest("router_mode is policy, but this router has no router_policy")
+        return policy
 
     def _trust_in(self, prepared: PreparedRequest, chosen: RankTerms) -> tuple[Trust, Trust]:
         """Return the least trust that any eligible rank deserves, and that of the chosen rank alone.

@@ -448,7 +448,8 @@ def rank_of(body: BookRequest) -> RankId:
 
 
 def terms_json(terms: RankTerms) -> dict[str, Any]:
-    """One candidate with every term of its cost, in blocks."""
+    """One candidate with every term of its cost, in blocks, and those of its policy."""
+    policy_terms = {} if terms.policy_terms is None else {"policy_terms": dict(terms.policy_terms)}
     return {
         "worker_id": terms.rank.worker_id,
         "dp_rank": terms.rank.dp_rank,
@@ -460,6 +461,7 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "active_prefill_blocks": terms.active_prefill_blocks,
         "decode_blocks": terms.decode_blocks,
         "cost": terms.cost,
+        **policy_terms,
     }
 
 

@@ -11,14 +11,18 @@ import pytest
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
-from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, Gate, is_first
+from streams.core.loads.observations import Forecast
+from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, SEVERAL_ROUTERS_FACTOR, Gate, is_first
 from streams.core.routing.decision import Chooser, Decision, RoutePolicy
+from streams.core.routing.selection import RouterMode
 
 BLOCK_SIZE = 16
 RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, 4))
 ONE, TWO, THREE = RANKS
 ROUTERS = [f"router-{number}" for number in range(4)]
 LIMIT = 1000
+#: The limit where there are several routers.
+LIMIT_OF_SEVERAL = int(SEVERAL_ROUTERS_FACTOR * LIMIT)
 
 
 class Fleet:
@@ -84,6 +88,26 @@ def test_a_request_waits_while_its_rank_has_too_much_to_compute(backlog: int, li
     assert (fleet.decide() is not None) == goes
 
 
+@pytest.mark.parametrize(
+    ("backlog", "routers", "goes"),
+    [
+        (LIMIT_OF_SEVERAL, ROUTERS, True),
+        (LIMIT_OF_SEVERAL + 1, ROUTERS, False),
+        (LIMIT + 1, ROUTERS, True),
+        (LIMIT + 1, ROUTERS[:1], False),
+    ],
+)
+def test_several_routers_have_a_higher_threshold(backlog: int, routers: Sequence[str], goes: bool) -> None:
+    """A router that knows others closes a rank later, also to the second request of a pump."""
+    fleet = Fleet(busy=(TWO, THREE))
+    fleet.book(ONE, backlog)
+    fleet.gate.begin(0.0, 0.0, routers)
+    assert (fleet.decide(0) is not None) == goes
+    fleet.book(ONE, LIMIT_OF_SEVERAL)
+    fleet.gate.begin(1.0, 0.0, routers)
+    assert fleet.decide(0) is None
+
+
 def test_a_request_waits_for_the_best_rank_although_another_one_is_open() -> None:
     """A request whose prompt is cached on a closed rank waits for it, if that costs less than going elsewhere."""
     fleet = Fleet()
@@ -139,7 +163,7 @@ def test_busy_ranks_are_closed() -> None:
 def opened_after(router_id: str, wait_ms: float, routers: Sequence[str] = ROUTERS, wall_ms: float = 0.0) -> bool:
     """Whether a router may send to a rank, this long after it saw that it has room again."""
     fleet = Fleet(router_id=router_id, busy=(TWO, THREE))
-    full = fleet.book(ONE, LIMIT + 1)
+    full = fleet.book(ONE, LIMIT_OF_SEVERAL + 1)
     fleet.gate.begin(0.0, wall_ms, routers)
     assert fleet.decide() is None
     fleet.loads.free(full, 0)
@@ -204,7 +228,7 @@ def test_nothing_is_kept_when_nothing_waits() -> None:
     """After the last request has left, a rank that was closed is open to the next request at once."""
     fleet = Fleet(router_id=next(each for each in ROUTERS if not is_first(each, ROUTERS, ONE.worker_id, 0)))
     fleet.busy = [TWO, THREE]
-    full = fleet.book(ONE, LIMIT + 1)
+    full = fleet.book(ONE, LIMIT_OF_SEVERAL + 1)
     fleet.gate.begin(0.0, 0.0, ROUTERS)
     assert fleet.decide() is None
     fleet.loads.free(full, 0)
@@ -232,3 +256,55 @@ def test_recent_routers_are_those_of_the_last_bookings() -> None:
         loads.add(BookingId(f"r{number}", router, number), Booking(ONE, "m", 1, b"", 0, 1), 0)
     assert loads.recent_routers(3) == {"b", "c"}
     assert loads.recent_routers(100) == {"a", "b", "c"}
+
+
+def in_ms(limit_ms: float | None = 200.0, busy_ms: Sequence[int] = (0, 0, 0)) -> tuple[ActiveLoads, Gate]:
+    """A gate of policy expected-time, and ranks with backlogs of so many milliseconds at time 1000."""
+    loads = ActiveLoads(1 << 40)
+    for rank, each in zip(RANKS, busy_ms, strict=True):
+        booking = Booking(rank, "m", 100, b"", 0, 7, forecast=Forecast(1 + 1000 * each))
+        loads.add(BookingId(f"busy-{rank}", "tests", 1), booking, 1000)
+    loads.advance(1000)
+    gate = Gate(lambda: ROUTERS[0], None, backlog_ms_max=limit_ms, ms_per_token=lambda: 0.02)
+    gate.begin(0.0, 0.0, ())
+    return loads, gate
+
+
+def decide_in_ms(
+    loads: ActiveLoads, gate: Gate, held: dict[RankId, int] | None = None, n_tokens: int = 8000
+) -> RankId | None:
+    def choose() -> Decision:
+        return Chooser(random.Random(1)).choose(
+            RoutePolicy(mode=RouterMode.EXPECTED_TIME),
+            RANKS,
+            OverlapScores(held or {}),
+            loads,
+            sequence=b"",
+            request_blocks=n_tokens // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+        )
+
+    decision = gate.decide(RANKS, loads, choose, n_tokens, BLOCK_SIZE) if gate.may_go(RANKS, loads) else None
+    return None if decision is None else decision.chosen.rank
+
+
+@pytest.mark.parametrize(("busy_ms", "limit_ms", "goes"), [(199, 200.0, True), (201, 200.0, False), (9000, None, True)])
+def test_in_milliseconds_a_request_waits_while_its_rank_is_busy_for_longer(
+    busy_ms: int, limit_ms: float | None, goes: bool
+) -> None:
+    """With expected-time the threshold is a time, and it falls as time passes without any report."""
+    loads, gate = in_ms(limit_ms, (busy_ms,) * 3)
+    assert (decide_in_ms(loads, gate) is not None) == goes
+    loads.advance(1010)
+    gate.begin(10.0, 10.0, ())
+    assert decide_in_ms(loads, gate) is not None
+
+
+def test_in_milliseconds_requests_behind_one_that_waits_see_its_charge() -> None:
+    """Only as many requests wait for the rank that holds their prompt as is cheaper than moving."""
+    loads, gate = in_ms(busy_ms=(300, 0, 0))
+    before = loads.times.table.copy()
+    went = [decide_in_ms(loads, gate, {ONE: 450}) for _ in range(8)]
+    assert went[0] is None
+    assert {TWO, THREE} & set(went)
+    assert (loads.times.table == before).all()

@@ -76,6 +76,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import DP_SIZE_MAX, Cordon, Role, ServedModel, Worker, WorkerState
@@ -236,6 +237,7 @@ bookings = st.builds(
     expected_output_tokens=st.one_of(st.none(), counts),
     output_blocks=counts,
     phase=st.sampled_from([None, "prefill", "decode"]),
+    forecast=st.one_of(st.just(NO_FORECAST), st.builds(Forecast, *[st.integers(0, I63)] * len(NO_FORECAST))),
 )
 epochs = st.builds(lambda incarnation, generation: Epoch(Incarnation(incarnation), generation), u64s, counts)
 

@@ -255,7 +255,7 @@ def test_a_choice_changes_no_load_and_no_score() -> None:
     before = {each: (load.requests, load.decode_blocks) for each, load in loads.ranks().items()}
     for mode in RouterMode:
         Chooser(random.Random(SEED)).choose(
-            RoutePolicy(mode=mode),
+            RoutePolicy(mode=mode, name="expected-time"),
             RANKS,
             OVERLAP,
             loads,

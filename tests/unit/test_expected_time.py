@@ -58,13 +58,15 @@ def situation(
         found: Float64Array = tiers @ np.array(tier_values) + pool_value * in_pools
         return found
 
+    sequence = sequence_of(*range(1, 9))
     given = Situation(
         ranks=RANKS,
         rows=loads.rows_of(RANKS),
         loads=loads,
         scores=tiers.sum(axis=1).astype(np.int64),
         held=value,
-        sequence=sequence_of(*range(1, 9)),
+        shared=loads.shared_blocks(sequence),
+        sequence=sequence,
         request_blocks=8,
         n_tokens=8 * BLOCK,
         block_size=BLOCK,
@@ -72,7 +74,7 @@ def situation(
         model="m",
         on_device=not tiers[:, 1:].any() and not in_pools.any(),
     )
-    return replace(given, **changes)
+    return given._replace(**changes)
 
 
 def terms(prices: Prices, rank: int = 0) -> dict[str, float]:
@@ -267,7 +269,7 @@ def test_silent_clients_do_not_keep_a_rank_busy() -> None:
         policy.observe(list(loads.observations), block_size_of)
         loads.observations.clear()
         given = situation(loads, now_ms=float(now_ms), rows=loads.rows_of(RANKS[:1]), ranks=RANKS[:1])
-        given = replace(given, held=lambda *_: np.zeros(1), sequence=sequence_of(number + 10_000), n_tokens=1500)
+        given = given._replace(held=lambda *_: np.zeros(1), sequence=sequence_of(number + 10_000), n_tokens=1500)
         prices = policy.price(given)
         forecast = policy.forecast(given, prices, 0)
         booking = Booking(A, "m", 1500, given.sequence, 0, 94, forecast=forecast)

@@ -94,7 +94,7 @@ def choose(
     **policy: Any,
 ) -> Any:
     return Chooser(random.Random(seed)).choose(
-        RoutePolicy(mode=mode, **policy),
+        RoutePolicy(mode=mode, name="expected-time", **policy),
         RANKS,
         scores,
         loads,

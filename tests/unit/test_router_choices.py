@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from streams import kafka_log
 from streams.codec import encode_load
 from streams.core.hashing import local_hashes, pack_hashes
 from streams.core.ids import HashArray, Tier, WorkerId
@@ -20,12 +21,19 @@ from streams.core.reducer.ordering import Health
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
-from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady
+from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
 from streams.kafka import Record
 from streams.router_api import prompt_matches
 from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
-from streams.router_api.wire import UNFILTERED, answer_json, parse_route, parse_route_query, worker_filter
+from streams.router_api.wire import (
+    UNFILTERED,
+    BookRequest,
+    answer_json,
+    parse_route,
+    parse_route_query,
+    worker_filter,
+)
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.api import TOKENS, packed
@@ -470,7 +478,9 @@ def route_prompts(router: Router, n: int, first: int = 0, **fields: Any) -> None
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    """Warnings of routers. Clients of Kafka, also those of earlier tests, log on threads of their own."""
+    found = [record for record in caplog.records if record.name != kafka_log.__name__]
+    return [record.getMessage() for record in found if record.levelname == "WARNING"]
 
 
 def test_a_model_whose_prompts_never_match_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -544,6 +554,67 @@ def test_further_models_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert router.prompt_matches.unmatched() == {}
     route_prompts(router, UNMATCHED_DECISIONS - 1, model="m")
     assert router.prompt_matches.unmatched() == {"m": UNMATCHED_DECISIONS}
+
+
+def test_expected_time_explains_its_cost_and_forecasts_what_it_books() -> None:
+    """Each candidate shows the policy's terms; the booking's forecast is the next request's backlog there."""
+    router = router_of(router_mode=RouterMode.EXPECTED_TIME)
+    first = ask(router, "first", explain="true")
+    for each in first["candidates"]:
+        terms = each["policy_terms"]
+        assert each["cost"] == pytest.approx(sum(terms[name] for name in terms if name.endswith("_ms")))
+        assert terms["backlog_ms"] == 0.0
+    again = ask(router, "second", [9] * 64, update_states="false", explain="true")
+    backlogs = {each["worker_id"]: each["policy_terms"]["backlog_ms"] for each in again["candidates"]}
+    expected_ms = next(iter(first["candidates"]))["policy_terms"]["prefill_ms"]
+    assert 0.0 < backlogs.pop(first["worker_id"]) <= expected_ms
+    assert set(backlogs.values()) == {0.0}
+    assert again["worker_id"] != first["worker_id"]
+
+
+def test_expected_time_learns_on_ticks() -> None:
+    """What clients report changes the speeds that a router expects, without a decision paying for it."""
+    router = router_of(router_mode=RouterMode.EXPECTED_TIME)
+    before = router.ms_per_token()
+    for number in range(40):
+        ask(router, f"r{number}", [number + 1] * 2048)
+        router.report_phase(f"r{number}", BookingPhase.PREFILL)
+        router.report_phase(f"r{number}", BookingPhase.FREE)
+    assert router.ms_per_token() == before
+    router.tick()
+    assert router.ms_per_token() < before / 2
+
+
+def test_a_request_may_use_expected_time_on_a_router_of_another_mode() -> None:
+    """Then bookings without forecasts count by their tokens."""
+    router = router_of()
+    booked = ask(router, "first")["worker_id"]
+    answer = ask(router, "second", [9] * 64, router_mode="expected-time", update_states="false", explain="true")
+    backlogs = {each["worker_id"]: each["policy_terms"]["backlog_ms"] for each in answer["candidates"]}
+    assert [worker_id for worker_id, backlog in backlogs.items() if backlog] == [booked]
+    assert "policy_terms" not in ask(router, "third", update_states="false", explain="true")["candidates"][0]
+
+
+def test_a_policy_by_name_needs_a_name_that_exists() -> None:
+    """A router with a wrong name does not start; a request for a policy that the router does not have is invalid."""
+    assert ask(router_of(router_mode=RouterMode.POLICY, router_policy="expected-time"))["cost"] > 0.0
+    with pytest.raises(SettingsError, match="there is no policy 'fastest'"):
+        router_of(router_mode=RouterMode.POLICY, router_policy="fastest")
+    with pytest.raises(InvalidRequest, match="this router has no router_policy"):
+        ask(router_of(), router_mode="policy")
+
+
+def test_credit_and_request_weight_change_the_cost_of_mode_kv() -> None:
+    """The cost is that of NVIDIA Dynamo: the credit reduces earlier requests' prefill too, down to 0."""
+    router = router_of(kv_overlap_score_weight=4.0, kv_overlap_score_credit=2.0, decode_active_request_weight=64.0)
+    hold(router.view, rank(1), local_hashes(TOKENS, BLOCK_SIZE))
+    for worker_id in (1, 2):
+        router.book(f"w{worker_id}", BookRequest(worker_id=worker_id, token_ids=[7] * 6 * BLOCK_SIZE))
+    found = ask(router, update_states="false", explain="true")
+    costs = {each["worker_id"]: each["cost"] for each in found["candidates"]}
+    assert costs[1] == 4.0 * max(0, 6 + 4 - 2 * 4) + (6 + 4) + 64.0
+    assert costs[2] == 4.0 * (6 + 4) + (6 + 4) + 64.0
+    assert costs[3] == 4.0 * 4 + 4
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ class OverlapScores:
         return self._by_tier
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether a rank lacks device copies of some of its blocks."""
+        return bool(self.by_tier)
+
+    @property
     def max_score(self) -> int:
         """Greatest number of leading blocks that a rank holds; 0 if no rank holds any."""
         return max(self.scores.values(), default=0)

@@ -151,6 +151,11 @@ class TreeScores(OverlapScores):
         return overlap, effective
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether a rank lacks device copies of some of its blocks."""
+        return self._tiers is not None
+
+    @property
     def max_score(self) -> int:
         """Greatest number of leading blocks that a rank holds; 0 if no rank holds any."""
         return int((self._found & U32_MAX).max()) if self._found.size else 0

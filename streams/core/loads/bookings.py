@@ -29,7 +29,7 @@ from streams.core.loads.observations import (
     PrefillObserved,
     Unreported,
 )
-from streams.core.loads.rank_times import RankTimes, TimedBooking
+from streams.core.loads.rank_times import WAITING_TOKENS, RankTimes, TimedBooking
 from streams.errors import IndexCorrupt
 
 #: The numbers that the table of loads has for each rank, and its number of rows at first.
@@ -265,7 +265,11 @@ class ActiveLoads:
         state = self._state(booking_id, at_ms, clock)
         now_ms = self.times.now_ms if at_ms is None else at_ms
         booking = state.booking
-        if booking is not None and state.node is not None:
+        if booking is not None and state.node is None:  # it counts as over; its rank did complete the prompt
+            row = self._rows.get(booking.rank, 0)
+            if row:
+                self.times.note_prefilled(row, now_ms)
+        elif booking is not None:
             row = self._rows[booking.rank]
             if not state.prefilled:
                 self._cells[_PREFILL * self._n_rows + row] -= state.counted_prefill
@@ -348,9 +352,16 @@ class ActiveLoads:
                 self.observations.append(Unreported(state.booking.rank, ended=True))
             self._uncount(state)
 
-    def backlog_ms(self, rows: Int64Array, now_ms: float) -> Float64Array:
-        """How long the ranks at these rows still compute what was booked with a forecast: float64[n]."""
-        return self.times.backlog_ms(rows, now_ms)
+    def backlog_ms(self, rows: Int64Array, now_ms: float, ms_per_token: float = 0.0) -> Float64Array:
+        """How long the ranks at these rows still compute what was booked: float64[n].
+
+        ms_per_token: for tokens that were booked without a forecast.
+        """
+        backlog = self.times.backlog_ms(rows, now_ms)
+        if ms_per_token:
+            tokens = self._loads[_PREFILL].take(rows) - self.times.table[WAITING_TOKENS].take(rows)
+            backlog = backlog + ms_per_token * np.maximum(0, tokens)
+        return backlog
 
     def forget(self, booking_id: BookingId) -> None:
         """End a booking as if it had never been made. An unknown id is ignored."""

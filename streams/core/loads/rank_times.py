@@ -11,8 +11,8 @@ The backlog must not depend on the order in which a router reads bookings, so it
 
 A booking waits from its add until its prefill is reported, output is reported, it ends, or its forecast says that it
 counts as prefilled. One without a forecast never waits in this sense; what to expect of those is the policy's part. All
-times are append times of the log. Partitions of the log have clocks of their own, so that
-routers agree to within the difference of these clocks.
+times are append times of the log. Partitions of the log have clocks of their own, and a
+booking may age before its report was read, so that routers agree to within these differences and their lag.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ class RankTimes:
                 self._stop_waiting(timed)
                 timed.aged = True
                 aged.append(timed)
-                if over_ms is not None and over_ms > self.now_ms:
-                    self._schedule(timed)
             if over_ms is not None and over_ms <= self.now_ms:
                 self.uncount(timed)
                 over.append(timed)
+            else:
+                self._schedule(timed)
         return aged, over
 
     def charge(self, row: int, us: int) -> None:

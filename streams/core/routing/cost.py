@@ -5,7 +5,7 @@ What lives here: the cost formula, and its terms, which an answer can show. What
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,8 @@ class RankTerms(NamedTuple):
 
     scores: the rank's own leading blocks. effective_cached_blocks: these weighted by tier, plus the weighted
     cxl_accessible_scores and moe_scores. cached_blocks: the same without moe_scores, which express a preference and do
-    not reduce what must be computed.
+    not reduce what must be computed. policy_terms: what a policy's cost is made of, None in modes without a policy; the
+    cost is then not in blocks.
     """
 
     rank: RankId
@@ -45,6 +46,7 @@ class RankTerms(NamedTuple):
     active_prefill_blocks: float
     decode_blocks: float
     cost: float
+    policy_terms: Mapping[str, float] | None = None
 
 
 def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
@@ -59,14 +61,25 @@ def price_terms(
     decode_blocks: Int64Array,
     block_size: int,
     overlap_score_weight: float,
+    more_credit: float = 0.0,
+    request_weight: float = 0.0,
+    requests: Int64Array | None = None,
 ) -> Float64Array:
     """Price a request at n ranks; return float64[4, n]: own prefill, active prefill and decode blocks, and the cost.
 
-    decode_blocks: distinct active blocks of each rank, including this request's.
+    decode_blocks: distinct active blocks of each rank, including this request's. more_credit: how much more than its
+    own prefill a cached block takes off a rank's prefill load, which does not fall below 0. request_weight: in blocks,
+    for each of the requests in flight.
     """
     own = np.maximum(0.0, request_blocks - effective_cached_blocks)
     active = active_prefill_tokens / block_size
-    return np.array([own, active, decode_blocks, overlap_score_weight * (own + active) + decode_blocks])
+    prefill = own + active
+    if more_credit:
+        prefill = np.maximum(0.0, prefill - more_credit * effective_cached_blocks)
+    cost = overlap_score_weight * prefill + decode_blocks
+    if requests is not None:
+        cost = cost + request_weight * requests
+    return np.array([own, active, decode_blocks, cost])
 
 
 class TermColumns:

@@ -7,7 +7,7 @@ policy. What must not: booking (the caller books), HTTP, time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -18,6 +18,8 @@ from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import Int64Array, RankId, WorkerId
 from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking
+from streams.core.loads.observations import NO_FORECAST, Forecast
+from streams.core.routing.by_policy import PolicyColumns, price_by
 from streams.core.routing.cost import (
     CXL_SCORE_WEIGHT,
     MOE_SCORE_WEIGHT,
@@ -30,9 +32,12 @@ from streams.core.routing.eligibility import base_of
 from streams.core.routing.identity_cache import IdentityCache
 from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
+from streams.core.routing.policies.interface import Policy
+from streams.core.routing.policies.registry import built_in_policy
 from streams.core.routing.pricing import NO_PREFERENCE, price
 from streams.core.routing.selection import (
     CUDA_TO_CPU_RATIO,
+    NAMED_MODES,
     Rng,
     RoundRobin,
     RouterMode,
@@ -47,7 +52,13 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import AllWorkersBusy
 
 #: Modes whose choice depends on what ranks hold, unless the weight is 0.
-_OVERLAP_MODES = frozenset({RouterMode.KV, *POLICY_MODES})
+_OVERLAP_MODES = frozenset({RouterMode.KV, *NAMED_MODES, *POLICY_MODES})
+
+#: A policy by its name.
+Policies = Callable[[str], Policy]
+
+#: Observations that policies learn from under one lock.
+LEARNT_TOGETHER_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,10 @@ class RoutePolicy:
 
     temperature: used in mode kv only. cxl_score_weight: weight of a block that a rank reaches in a CXL pool.
     moe_score_weight: additional weight of a cached block whose labels match. track_active_blocks: whether decode blocks
-    are part of the cost.
+    are part of the cost. name: of the policy, in mode policy. overlap_credit: how many blocks of prefill load a cached
+    block takes off a rank's cost; above 1, also those of the requests before it. request_weight: in blocks, for each
+    request in flight. Both are parts of the cost in mode kv, where they are what NVIDIA Dynamo calls overlap score
+    credit and decode active request weight.
     """
 
     mode: RouterMode = RouterMode.KV
@@ -67,6 +81,16 @@ class RoutePolicy:
     moe_score_weight: float = MOE_SCORE_WEIGHT
     track_active_blocks: bool = True
     cuda_to_cpu_ratio: float = CUDA_TO_CPU_RATIO
+    name: str = ""
+    overlap_credit: float = 1.0
+    request_weight: float = 0.0
+
+    @property
+    def policy_name(self) -> str:
+        """The name by which the policy of this mode is found; empty in modes without one."""
+        if self.mode is RouterMode.POLICY:
+            return self.name
+        return self.mode.value if self.mode in NAMED_MODES else ""
 
     @property
     def reads_index(self) -> bool:
@@ -102,10 +126,11 @@ class Decision:
     `fallback`.
     """
 
-    __slots__ = ("_columns", "chosen", "preferred")
+    __slots__ = ("_columns", "_index", "chosen", "preferred")
 
-    def __init__(self, columns: TermColumns, index: int, preferred: bool) -> None:
+    def __init__(self, columns: TermColumns | PolicyColumns, index: int, preferred: bool) -> None:
         self._columns = columns
+        self._index = index
         self.chosen: RankTerms = columns.row(index)
         self.preferred = preferred
 
@@ -113,6 +138,11 @@ class Decision:
     def candidates(self) -> tuple[RankTerms, ...]:
         """Every candidate's terms, in the candidates' order. The tuple is built on each call."""
         return self._columns.rows()
+
+    def forecast(self) -> Forecast:
+        """What the policy expects of the request on the chosen rank; call it before the loads change."""
+        columns = self._columns
+        return columns.forecast(self._index) if isinstance(columns, PolicyColumns) else NO_FORECAST
 
 
 class _CandidateColumns:
@@ -142,8 +172,11 @@ class _CandidateColumns:
 class Chooser:
     """Chooses ranks. Its only state is whose turn it is, the given generator, and caches."""
 
-    def __init__(self, rng: Rng) -> None:
+    def __init__(self, rng: Rng, policies: Policies = built_in_policy) -> None:
+        """policies: finds a policy by name, for the modes that have one; raises SettingsError."""
         self._rng = rng
+        self._find_policy = policies
+        self._policies: dict[str, Policy] = {}
         self._turns = RoundRobin()
         # Looking up 64 ranks takes 20 us.
         self._cached_columns: IdentityCache[_CandidateColumns] = IdentityCache()
@@ -161,6 +194,9 @@ class Chooser:
         n_tokens: int | None = None,
         fleet: FleetState = _NOTHING_REPORTED,
         supplementary: SupplementaryMatches | None = None,
+        model: str = "",
+        capacity_blocks: Int64Array | None = None,
+        expected_output_tokens: int | None = None,
     ) -> Decision:
         """Choose one of `ranks`, which must not be empty.
 
@@ -168,12 +204,39 @@ class Chooser:
 
         sequence: the request's sequence hashes, packed as in its booking. request_blocks: its length in blocks,
         including a partial last one. n_tokens: its length in tokens; if it is left out, all blocks are full. fleet:
-        what engines report, and what was booked since. supplementary: its supplementary matches, or None. Raises
+        what engines report, and what was booked since. supplementary: its supplementary matches, or None. model,
+        capacity_blocks, expected_output_tokens: as in policies.interface.Situation, for policies found by name. Raises
         AllWorkersBusy.
         """
         base, at = base_of(ranks)
         found = self._columns_of(base, loads)
         rows = found.rows if at is None else found.rows[at]
+        if policy.mode in NAMED_MODES:
+            priced = price_by(
+                self.policy(policy.policy_name),
+                ranks,
+                found.candidates,
+                at,
+                rows,
+                scores if policy.reads_index else None,
+                loads,
+                sequence=sequence,
+                request_blocks=request_blocks,
+                n_tokens=n_tokens or request_blocks * block_size,
+                block_size=block_size,
+                model=model,
+                capacity_blocks=capacity_blocks,
+                expected_output_tokens=expected_output_tokens,
+                supplementary=supplementary,
+                label_weight=policy.moe_score_weight,
+                metrics=fleet.metrics,
+            )
+            costs, best = priced.cost, priced.prices.best
+            return Decision(
+                priced,
+                select_by_cost(costs, 0.0, self._rng) if best is None else select_lowest(costs, *best, self._rng),
+                True,
+            )
         n = len(ranks)
         if policy.reads_index:
             own_scores, effective = scores.columns(found.candidates, policy.tier_weights)
@@ -210,6 +273,8 @@ class Chooser:
             cxl_accessible_scores=cxl_accessible_scores,
             moe_scores=moe_scores,
             preference=preference,
+            overlap_credit=policy.overlap_credit,
+            request_weight=policy.request_weight,
         )
         rng = self._rng
         preferred = True
@@ -238,9 +303,31 @@ class Chooser:
             case RouterMode.LOAD_DEVIATION:
                 rates = hit_rates(own_scores, n_tokens or request_blocks * block_size, block_size)
                 index, preferred = self._by_load_deviation(columns, rates, loads.requests(rows), fleet)
+            case RouterMode.EXPECTED_TIME | RouterMode.POLICY:
+                raise AssertionError(policy.mode)  # they have returned above
             case _:
                 assert_never(policy.mode)
         return Decision(columns, index, preferred)
+
+    def policy(self, name: str) -> Policy:
+        """The policy of this name, made when it is first used; raises SettingsError."""
+        found = self._policies.get(name)
+        if found is None:
+            found = self._policies[name] = self._find_policy(name)
+        return found
+
+    def learn(self, loads: ActiveLoads, block_size_of: Callable[[str], int]) -> int:
+        """Let the policies in use learn from some of what happened; return how many observations are left.
+
+        The caller holds the lock of the loads. block_size_of: tokens per block of a model.
+        """
+        observations = loads.observations
+        if not observations:
+            return 0
+        some = [observations.popleft() for _ in range(min(LEARNT_TOGETHER_MAX, len(observations)))]
+        for policy in self._policies.values():
+            policy.observe(some, block_size_of)
+        return len(observations)
 
     def rows_of(self, ranks: Sequence[RankId], loads: ActiveLoads) -> Int64Array:
         """Return the rows of these candidates' loads, int64[n], as ActiveLoads.rows_of does; cached for a tuple."""
@@ -305,6 +392,7 @@ def booking_of(
     block_size: int,
     expected_output_tokens: int | None = None,
     phase: str | None = None,
+    forecast: Forecast = NO_FORECAST,
 ) -> Booking:
     """Return what the chosen rank is charged: the tokens that it must compute, and the request's blocks."""
     return Booking(
@@ -316,4 +404,5 @@ def booking_of(
         request_blocks=request_blocks,
         expected_output_tokens=expected_output_tokens,
         phase=phase,
+        forecast=forecast,
     )

@@ -33,6 +33,8 @@ def price_in_numpy(
     full_blocks: int,
     block_size: int,
     weight: float,
+    more_credit: float,
+    request_weight: float,
     tracked: bool,
     terms: Float64Array,
 ) -> int:
@@ -40,7 +42,10 @@ def price_in_numpy(
     tokens, decode = table[0].take(rows), table[1].take(rows) + full_blocks - shared.take(rows)
     if not tracked:
         decode = np.zeros_like(decode)
-    terms[:] = price_terms(request_blocks, effective, tokens, decode, block_size, weight)
+    requests = table[2].take(rows)
+    terms[:] = price_terms(
+        request_blocks, effective, tokens, decode, block_size, weight, more_credit, request_weight, requests
+    )
     cost = terms[3]
     best = cost == cost.min()
     if preference.size:
@@ -81,6 +86,8 @@ def price(
     cxl_accessible_scores: Int64Array | None = None,
     moe_scores: Int64Array | None = None,
     preference: Int64Array = NO_PREFERENCE,
+    overlap_credit: float = 1.0,
+    request_weight: float = 0.0,
 ) -> Priced:
     """Price a request at each of `ranks`, which must not be empty.
 
@@ -88,6 +95,7 @@ def price(
     effective_cached_blocks: float64[n], what the cost is computed from. cached_blocks, cxl_accessible_scores and
     moe_scores are parts of it, and are only passed on to the terms. Without track_active_blocks, decode blocks are 0.
     preference: int64[n], decides between candidates of exactly the same cost; NO_PREFERENCE decides nothing.
+    overlap_credit, request_weight: as in RoutePolicy.
     """
     terms = np.empty((4, len(rows)))
     lowest = price_ranks(
@@ -100,6 +108,8 @@ def price(
         len(sequence) // _BYTES_PER_HASH,
         block_size,
         overlap_score_weight,
+        overlap_credit - 1.0,
+        request_weight,
         track_active_blocks,
         terms,
     )

@@ -106,13 +106,14 @@ class _Flow:
 class RequestQueue:
     """The waiting requests of one router.
 
-    n_bytes: how much memory they take, by the estimates of those who added them.
+    n_bytes: how much memory they take, by the estimates of those who added them. ms_per_token: time per prompt token,
+    for requests that are added or revalued from now on.
     """
 
     def __init__(self, policy: QueuePolicy, limits: QueueLimits, prefill_us_per_token: float) -> None:
         self._policy = policy
         self._limits = limits
-        self._ms_per_token = prefill_us_per_token / 1000.0
+        self.ms_per_token = prefill_us_per_token / 1000.0
         self._waiting: dict[int, tuple[Waiting, _Place]] = {}
         self._flows: dict[int, dict[str, _Flow]] = {}  # by priority and tenant; only those with waiting requests
         self._by_tenant: Counter[str] = Counter()
@@ -245,7 +246,7 @@ class RequestQueue:
             case QueuePolicy.WSPT:
                 key = -wspt_key(request.uncached_tokens, 0, jump)
             case QueuePolicy.ARRIVAL_PLUS_PREFILL:
-                key = request.arrival_ms - 1000.0 * jump + request.uncached_tokens * self._ms_per_token
+                key = request.arrival_ms - 1000.0 * jump + request.uncached_tokens * self.ms_per_token
             case _:
                 assert_never(self._policy)
         return key, request.number

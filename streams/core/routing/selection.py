@@ -18,7 +18,11 @@ CUDA_TO_CPU_RATIO = 8.0
 
 
 class RouterMode(enum.StrEnum):
-    """How a router chooses. The last two are older cost functions (core.routing.policies)."""
+    """How a router chooses.
+
+    expected-time and policy are policies of core.routing.policies that are found by name: the first one by its own, the
+    second one by a name in the settings. The last two are older cost functions.
+    """
 
     __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
 
@@ -29,9 +33,14 @@ class RouterMode(enum.StrEnum):
     LEAST_LOADED = "least-loaded"
     POWER_OF_TWO = "power-of-two"
     DEVICE_AWARE_WEIGHTED = "device-aware-weighted"
+    EXPECTED_TIME = "expected-time"
+    POLICY = "policy"
     HIT_USAGE_WAITING = "hit-usage-waiting"
     LOAD_DEVIATION = "load-deviation"
 
+
+#: Modes whose policy is found by name.
+NAMED_MODES = frozenset({RouterMode.EXPECTED_TIME, RouterMode.POLICY})
 
 #: Up to this number of candidates, a list of their costs takes less time than operations on the array.
 _FEW = 32

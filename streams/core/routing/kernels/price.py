@@ -28,6 +28,8 @@ _FLOATS = types.Array(float64, 1, "C")
         int64,
         int64,
         float64,
+        float64,
+        float64,
         boolean,
         types.Array(float64, 2, "C"),
     ),
@@ -43,6 +45,8 @@ def price_ranks(
     full_blocks: int,
     block_size: int,
     weight: float,
+    more_credit: float,
+    request_weight: float,
     tracked: bool,
     terms: Float64Array,
 ) -> int:
@@ -52,8 +56,8 @@ def price_ranks(
 
     table: int64[4, n_rows], as of ActiveLoads. rows: int64[n], the row of each candidate. shared: int64[n_rows], how
     many of the request's full_blocks each row has in use. effective: float64[n], cached blocks. preference: int64[n],
-    or int64[0] if there is none. tracked: whether decode blocks are part of the cost. terms: float64[4, n], the output:
-    own prefill, active prefill, decode blocks, cost.
+    or int64[0] if there is none. more_credit, request_weight: as in core.routing.cost. tracked: whether decode blocks
+    are part of the cost. terms: float64[4, n], the output: own prefill, active prefill, decode blocks, cost.
     """
     lowest, first, n_equal, prefers = np.inf, 0, 0, preference.size != 0
     for index in range(rows.size):
@@ -61,7 +65,10 @@ def price_ranks(
         own = max(0.0, request_blocks - effective[index])
         active = table[0, row] / block_size
         decode = float64(table[1, row] + full_blocks - shared[row]) if tracked else 0.0
-        cost = weight * (own + active) + decode
+        prefill = own + active
+        if more_credit != 0.0:
+            prefill = max(0.0, prefill - more_credit * effective[index])
+        cost = weight * prefill + decode + request_weight * table[2, row]
         terms[0, index] = own
         terms[1, index] = active
         terms[2, index] = decode

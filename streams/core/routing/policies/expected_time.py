@@ -23,20 +23,18 @@ import numpy as np
 from streams.core.ids import Float64Array, Int64Array, Tier
 from streams.core.kernels.available import kernels_available
 from streams.core.loads.observations import Forecast, Observation
+from streams.core.routing.policies.expected_time_defaults import (
+    DECODE_WEIGHT,
+    DISK_GB_PER_S,
+    EXTERNAL_GB_PER_S,
+    HOST_GB_PER_S,
+    KV_BYTES_PER_TOKEN,
+    POOL_GB_PER_S,
+    UNCACHED_WEIGHT,
+)
 from streams.core.routing.policies.interface import Prices, Situation
 from streams.core.routing.policies.timings import DECODE_DEFAULT, PREFILL_DEFAULT, Line, Timings
 from streams.errors import SettingsError
-
-#: Of a model of 8B parameters with grouped-query attention and 16-bit caches (32 layers, 8 heads of 128).
-KV_BYTES_PER_TOKEN = 131_072
-
-#: Memory that is loaded over PCIe of the fourth generation, a fast disk, and external memory, which is not credited,
-#: since it is not known which ranks reach it. A CXL pool is read over the same PCIe as host memory.
-HOST_GB_PER_S, DISK_GB_PER_S, EXTERNAL_GB_PER_S, POOL_GB_PER_S = 25.0, 5.0, 0.0, 25.0
-
-#: Source: docs/quality.md, as for the formula.
-UNCACHED_WEIGHT = 1.0
-DECODE_WEIGHT = 0.01
 
 #: The share of a rank's blocks up to which requests do not wait for room.
 ROOM_SHARE = 0.95
@@ -155,6 +153,17 @@ else:
     price_times = price_in_numpy
 
 
+__all__ = [
+    "NAMES",
+    "ExpectedTime",
+    "ExpectedTimeParameters",
+    "Numbers",
+    "expected_time",
+    "price_in_numpy",
+    "price_times",
+]
+
+
 class ExpectedTime:
     """The policy. Its timings belong to one router; all other state is in the loads."""
 
@@ -188,7 +197,7 @@ class ExpectedTime:
         """Price a request at each candidate."""
         given, loads, timings = self.parameters, situation.loads, self.timings.of(situation.model)
         cached = situation.held(self._credits, self._pool_credit)
-        shared = loads.shared_blocks(situation.sequence)
+        shared = situation.shared
         load_ms = _NO_FLOATS
         if not situation.on_device:
             load_ms = self._time_to_load(situation, cached, shared.take(situation.rows))
@@ -229,7 +238,13 @@ class ExpectedTime:
 
     def forecast(self, situation: Situation, prices: Prices, chosen: int) -> Forecast:
         """Return how long the chosen rank will take, by its own speed."""
-        backlog_ms, room_ms, own_ms, load_ms = prices.terms[2:6, chosen].tolist()
+        terms = prices.terms
+        backlog_ms, room_ms, own_ms, load_ms = (
+            terms.item(2, chosen),
+            terms.item(3, chosen),
+            terms.item(4, chosen),
+            terms.item(5, chosen),
+        )
         timings = self.timings.of(situation.model)
         output = float(situation.expected_output_tokens or timings.output_tokens)
         in_use = situation.loads.table.item(1, situation.rows.item(chosen)) + situation.request_blocks

@@ -11,7 +11,7 @@ router, in contrast to bookings, which all routers share (core.loads).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,14 +30,16 @@ ENTRY_POINTS = "kvstreams.policies"
 #: that of a block that the candidate reaches in a CXL pool after its own leading blocks.
 WeighHeld = Callable[[tuple[float, ...], float], Float64Array]
 
+_NO_METRICS: Mapping[RankId, WorkerMetrics] = MappingProxyType({})
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """One request, and what a router knows of the candidates for it.
+
+class Situation(NamedTuple):
+    """One request, and what a router knows of the candidates for it. It is a tuple because one is made per decision.
 
     ranks: the candidates; never empty. The same tuple may come again, so that what follows from it can be cached.
     rows: int64[n], the candidates' rows in `loads`. scores: int64[n], the leading blocks that each candidate holds in
-    any tier. held: the same by value. sequence: the request's sequence hashes from the root, packed. request_blocks:
+    any tier. held: the same by value. shared: int64[n_rows], the leading blocks that running requests use on each row
+    of `loads`. sequence: the request's sequence hashes from the root, packed. request_blocks:
     its length in blocks, including a partial last one. n_tokens: its length in tokens. now_ms: the time, on the clock
     of the bookings in `loads`. capacity_blocks: int64[n], blocks of each candidate's cache, 0 where it is not known;
     None if none is known. on_device: whether all that the candidates hold is on their devices. labelled: float64[n],
@@ -50,6 +52,7 @@ class Situation:
     loads: ActiveLoads
     scores: Int64Array
     held: WeighHeld
+    shared: Int64Array
     sequence: bytes
     request_blocks: int
     n_tokens: int
@@ -60,12 +63,12 @@ class Situation:
     on_device: bool = True
     labelled: Float64Array | None = None
     expected_output_tokens: int | None = None
-    metrics: Mapping[RankId, WorkerMetrics] = field(default_factory=dict)
+    metrics: Mapping[RankId, WorkerMetrics] = _NO_METRICS
 
     def active_overlap(self) -> Int64Array:
         """Leading blocks of the request that running requests use on each candidate: int64[n]."""
-        shared: Int64Array = self.loads.shared_blocks(self.sequence).take(self.rows)
-        return shared
+        active: Int64Array = self.shared.take(self.rows)
+        return active
 
 
 class Prices(NamedTuple):

@@ -179,6 +179,11 @@ class Timings:
             found = self._models[model] = ModelTimings(*self._defaults)
         return found
 
+    def slowest_prefill(self) -> Line:
+        """The line of the model whose tokens take the longest; the default before anything is known."""
+        lines = (each.prefill for each in self._models.values())
+        return max(lines, key=lambda line: line.slope, default=self._defaults[0])
+
     def speed(self, rank: RankId) -> float:
         """How long a rank takes for a prompt, relative to its model's line."""
         return self._speeds.get(rank, 1.0)
