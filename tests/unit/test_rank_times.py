@@ -138,9 +138,9 @@ def test_observations_say_how_long_a_rank_worked_on_a_prompt() -> None:
         OutputObserved(RANKS[0], "m", 4, 100, 7, ended=False),
         OutputObserved(RANKS[0], "m", 4, 200, 7, ended=True),
     ]
-    loads.observations and loads.observations.clear()
     loads.free(request(1), 1450)
-    (first,) = loads.observations or ()
+    assert loads.observations is not None
+    first = loads.observations[-1]
     assert isinstance(first, OutputObserved)
     assert first.prefills_ms == 100.0  # the second prompt was computed in between
 
