@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from click.testing import CliRunner
 from benchmarks import calibrate
 from streams.cli import cli
 from streams.errors import InvalidRequest, SettingsError
+from streams.settings import load
 from streams.sim.lab.engine_config import default_engine
 from streams.sim.lab.experiment import Row, known_policies, load_workload, run_policy, split_name
 from streams.sim.lab.fleet import Failure, FleetConfig
 from streams.sim.lab.generators import PARAMETERS
+from streams.sim.lab.pool import LabPool, LabPoolConfig
 from streams.sim.lab.traces import read_workload, sessions_workload
+from streams.sim.lab.tuning import Objective, loss_of
 from streams.sim.lab.workload import NO_REQUEST, RawRequest, Workload, build
 
 ENGINE = default_engine()
@@ -156,8 +160,8 @@ def test_a_run_by_time_keeps_the_times_of_the_trace(chat: Workload) -> None:
 def test_turns_of_a_session_follow_each_other() -> None:
     """A turn arrives only after the answer before it has ended."""
     workload = load_workload("agentic:requests=200:turns=10", ENGINE, 1)
-    for load in ({"concurrency": 16}, {"concurrency": 0, "speedup": 50.0}):
-        result = simulate(workload, "round-robin", **load).result
+    for how in ({"concurrency": 16}, {"concurrency": 0, "speedup": 50.0}):
+        result = simulate(workload, "round-robin", **how).result
         for number, previous in enumerate(workload.previous.tolist()):
             assert previous == NO_REQUEST or result.arrived_ms[number] >= result.last_ms[previous]
 
@@ -209,6 +213,68 @@ def test_an_impossible_fleet_is_refused(change: dict[str, object]) -> None:
         FleetConfig(ENGINE, **change)  # type: ignore[arg-type]
 
 
+def test_a_queue_shortens_bursts(chat: Workload) -> None:
+    """Requests that wait for a rank go shortest first, so that the mean time to the first token is lower."""
+    direct = simulate(chat, "expected-time", concurrency=200)
+    queued = simulate(chat, "expected-time+queue", concurrency=200)
+    assert (queued.result.last_ms > 0.0).all()
+    assert queued.figures.mean_ttft_ms < direct.figures.mean_ttft_ms
+
+
+def test_modes_have_queues_too(chat: Workload) -> None:
+    """A queue by tokens, as with queue=on in mode kv."""
+    result = simulate(chat, "kv+queue", concurrency=200).result
+    assert (result.last_ms > 0.0).all()
+
+
+#: An engine whose cache holds a few prompts, so that a pool matters.
+TINY = replace(ENGINE, n_blocks=1024)
+
+
+@pytest.fixture(scope="module")
+def returning() -> Workload:
+    return load_workload("agentic:requests=200:turns=8:prefix=2000:working_set=2", TINY, 2)
+
+
+def pooled(workload: Workload, pool: LabPoolConfig | None) -> Row:
+    config = FleetConfig(TINY, 2, concurrency=8, pool=pool)
+    return run_policy(workload, config, "expected-time")
+
+
+def test_a_pool_returns_what_the_engines_have_evicted(returning: Workload) -> None:
+    """Blocks are loaded instead of computed, and the first token comes earlier; a shared link is slower."""
+    without = pooled(returning, None).figures
+    own = pooled(returning, LabPoolConfig(4 * 2 * TINY.n_blocks)).figures
+    shared = pooled(returning, LabPoolConfig(4 * 2 * TINY.n_blocks, gb_per_s=20.0, is_shared=True)).figures
+    assert without.loaded == 0.0 and own.loaded > 0.05
+    assert own.reuse > without.reuse and own.mean_ttft_ms < shared.mean_ttft_ms < without.mean_ttft_ms
+
+
+def test_a_pool_without_room_holds_the_last_blocks(returning: Workload) -> None:
+    """A small pool gives less than a large one, and more than none."""
+    small = pooled(returning, LabPoolConfig(TINY.n_blocks)).figures
+    large = pooled(returning, LabPoolConfig(8 * TINY.n_blocks)).figures
+    assert 0.0 < small.loaded < large.loaded
+
+
+def test_a_pool_evicts_the_ends_of_prompts_first() -> None:
+    """What was used last stays, and of a prompt its beginning."""
+    pool = LabPool(LabPoolConfig(4), 1)
+    assert pool.store([1, 2, 3], 0) == ([3, 2, 1], [])
+    assert pool.store([1, 9, 8], 1) == ([8, 9], [3])
+    assert pool.n_continuing([1, 2, 3]) == 2 and pool.n_continuing([7]) == 0
+
+
+def test_loads_share_a_link() -> None:
+    """With one link for all, the second load waits for the first one."""
+    own, shared = (LabPool(LabPoolConfig(9, gb_per_s=1.0, is_shared=each), 1_000_000) for each in (False, True))
+    for pool in (own, shared):
+        pool.store([1, 2], 0)
+        assert pool.load(0.0, [1, 2]) == pytest.approx(2.0)
+    assert own.load(1.0, [1]) == pytest.approx(1.0)
+    assert shared.load(1.0, [1]) == pytest.approx(2.0)
+
+
 # -- names and the command ---------------------------------------------------------------------------------------------
 
 
@@ -248,3 +314,38 @@ def test_the_command_prints_a_table_and_writes_rows_and_plots(tmp_path: Path) ->
     names = {"policy", "concurrency", "mean_ttft_ms", "p99_ttft_ms", "itl_ms", "requests_per_s", "reuse"}
     assert all(names <= row.keys() for row in record["rows"])
     assert len(list(plots.glob("*.png"))) == 6
+
+
+def test_tuning_prints_settings_that_a_router_accepts(tmp_path: Path) -> None:
+    """The best trial is not worse than the policy's own weights, and its lines are a settings file."""
+    arguments = ["tune", "uniform:requests=120:prefixes=30", "--policy", "dynamo-default", "--trials", "6"]
+    arguments += ["--workers", "2", "--concurrency", "16"]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    *_, aim, mode, credit, scale, weight = done.output.strip().splitlines()
+    own, best = map(float, re.findall(r"[\d.]+", aim))
+    assert best <= own
+    file = tmp_path / "kvstreams.toml"
+    file.write_text("\n".join([mode, credit, scale, weight]))
+    settings = load({}, config_file=file).settings
+    assert settings.router_mode == "kv" and f"{settings.kv_overlap_score_credit:g}" in credit
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_better"), [("mean-ttft", "mean_ttft_ms"), ("p99-ttft", "p99_ttft_ms"), ("goodput", "")]
+)
+def test_objectives_order_runs(chat: Workload, objective: str, is_better: str) -> None:
+    """A lower time has a lower loss, and so has a higher goodput."""
+    slow, fast = simulate(chat, "round-robin", speeds=(3.0, 3.0, 3.0, 3.0)), simulate(chat, "dynamo-tuned")
+    aim = Objective(objective)
+    assert loss_of(fast, aim, 200.0) < loss_of(slow, aim, 200.0)
+    if is_better:
+        assert loss_of(fast, aim, 200.0) == getattr(fast.figures, is_better)
+
+
+@pytest.mark.parametrize("sweep", ["credit", "credit=1", "credit=2..1", "credit=0..1"])
+def test_a_wrong_range_is_refused(sweep: str) -> None:
+    """Before anything runs."""
+    arguments = ["tune", "uniform:requests=20", "--policy", "dynamo-default", "--sweep", sweep, "--trials", "2"]
+    with pytest.raises(SettingsError):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)

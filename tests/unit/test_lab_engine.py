@@ -81,7 +81,7 @@ def run(config: LabEngineConfig, requests: list[tuple[float, int, int, list[int]
 def test_stretches_give_the_same_times_as_single_steps(requests: list[tuple[float, int, int, list[int]]]) -> None:
     """First tokens, ends, reuse and preemptions are those of the reference, which computes token by token."""
     naive = NaiveEngine(SMALL)
-    naive.run([(at_ms, NaiveRequest(number, *rest)) for number, (at_ms, *rest) in enumerate(requests)])
+    naive.run([(each[0], NaiveRequest(number, *each[1:])) for number, each in enumerate(requests)])
     engine, out = run(SMALL, requests)
     assert out["first"] == pytest.approx(naive.first_ms)
     assert out["last"] == pytest.approx(naive.last_ms)

@@ -3,6 +3,9 @@
 What lives here: which requests a step computes, what that does to the blocks, and how long it takes. What must not:
 routing, the index, and the order of several engines' steps (fleet).
 
+Blocks that the engine can load from other memory are loaded in the step that admits a request, which takes longer by
+that, as with connectors that load within the step.
+
 A step continues every running answer by one token, computes prompts in chunks within what is left of its token budget,
 and admits waiting requests while their blocks fit. If a block is missing, the request that was admitted last is
 preempted and waits in front. Blocks can be found from the beginning of the step that computes them; tokens are out at
@@ -43,6 +46,7 @@ class LabRequest:
         "chain",
         "computed",
         "epoch",
+        "loaded_tokens",
         "n_blocks",
         "n_generated",
         "n_in",
@@ -69,12 +73,16 @@ class LabRequest:
         self.order = 0  # of its last admission
         self.epoch = 0  # number of preemptions, so that what was due before them is ignored
         self.reused_tokens = -1  # found in the cache at its first admission
+        self.loaded_tokens = 0  # of other memory, in all admissions
 
 
 #: Called with the engine's number, a request, and the first and last of its prompt's blocks that can be found now.
 Stored = Callable[[int, LabRequest, int, int], None]
 #: Called with the engine's number and the keys that can no longer be found.
 Removed = Callable[[int, list[int]], None]
+#: Called with the keys of a request's blocks after those that the engine has; returns how many leading ones it can load
+#: from other memory, and loads them: how long that takes in ms. The number is at most the second argument.
+Load = Callable[[Sequence[int], int], tuple[int, float]]
 
 
 class LabEngine:
@@ -84,7 +92,14 @@ class LabEngine:
     """
 
     def __init__(
-        self, number: int, config: LabEngineConfig, stored: Stored, removed: Removed, *, speed: float = 1.0
+        self,
+        number: int,
+        config: LabEngineConfig,
+        stored: Stored,
+        removed: Removed,
+        *,
+        speed: float = 1.0,
+        load: Load | None = None,
     ) -> None:
         self.number = number
         self.config = config
@@ -98,6 +113,8 @@ class LabEngine:
         self.running: dict[int, LabRequest] = {}  # by number, in order of admission
         self._stored = stored
         self._removed = removed
+        self._load = load
+        self._loading_ms = 0.0  # of the current step
         self._partial: LabRequest | None = None  # the running request whose prompt is not computed yet, always the last
         self._due: list[tuple[int, int, int, LabRequest]] = []  # heap: tick, order, epoch; when an answer needs care
         self._tick = 0  # steps so far
@@ -203,6 +220,7 @@ class LabEngine:
         """Compute one step; return how long it takes, 0 if there was nothing to compute."""
         self._tick += 1
         n_preempted = self.n_preempted
+        self._loading_ms = 0.0
         ended = self._continue_answers()
         budget = self.config.max_batched_tokens - len(self.running) + (self._partial is not None)
         completed: list[LabRequest] = []
@@ -234,7 +252,7 @@ class LabEngine:
                 n_prompt_tokens += done[1]
                 budget -= done[0]
                 self._settle(request, completed)
-        step_ms = self.config.prefill_step_ms(n_prompt_tokens) * self.speed
+        step_ms = self.config.prefill_step_ms(n_prompt_tokens) * self.speed + self._loading_ms
         if n_decoding or any(each.n_generated for each in completed):
             step_ms += self._decode_ms()
         for request in ended:
@@ -315,7 +333,7 @@ class LabEngine:
         Returns None if it was preempted for lack of blocks.
         """
         block_size = self.config.block_size
-        before = request.computed or n_hits * block_size
+        before = request.computed or (n_hits + self._loaded(request, n_hits)) * block_size
         after = min(before + budget, request.n_in + request.n_generated)
         hits = list(request.chain[:n_hits]) if n_hits else []
         own_hits = [request.own + at for at in range(n_hits - len(hits))]
@@ -330,12 +348,22 @@ class LabEngine:
             request.shared = hits
         request.n_blocks = n_blocks
         request.computed = after
-        first, last = before // block_size, min(after // block_size, len(request.chain))
+        first, last = len(request.shared), min(after // block_size, len(request.chain))
         if first < last:
             request.shared += self.pool.share(list(request.chain[first:last]))
             self._changed += 1
             self._stored(self.number, request, first, last)
         return after - before, min(after, request.n_in) - min(before, request.n_in)
+
+    def _loaded(self, request: LabRequest, n_hits: int) -> int:
+        """Load what follows the cached blocks of a request from other memory; return the number of blocks."""
+        n_max = (request.n_in + request.n_generated - 1) // self.config.block_size - n_hits
+        if self._load is None or n_max <= 0 or n_hits >= len(request.chain):
+            return 0
+        n_loaded, took_ms = self._load(request.chain[n_hits:], n_max)
+        self._loading_ms += took_ms
+        request.loaded_tokens += n_loaded * self.config.block_size
+        return n_loaded
 
     def _preempt(self) -> LabRequest:
         """Take the blocks of the request that was admitted last, which then waits in front; return it."""

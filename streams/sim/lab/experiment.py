@@ -3,18 +3,21 @@
 What lives here: what `kvstreams simulate` and `tune`, benchmarks and tests call. What must not: output. Names of
 policies may lead to entry points of other packages, and names of traces to files.
 
-A name may have parameters: `dynamo-default:credit=2:scale=4`, `agentic:working_set=2`.
+A name may have parameters: `dynamo-default:credit=2:scale=4`, `agentic:working_set=2`. A policy's name may end with
+`+queue`: requests wait while the rank that is best for them is busy, as with `queue=on` in the live router.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from streams.core.routing.decision import RoutePolicy
+from streams.core.routing.policies.expected_time_defaults import EXPECTED_TIME_QUEUE_MS
+from streams.core.routing.queue import QUEUE_BACKLOG_MS
 from streams.core.routing.selection import Rng, RouterMode
 from streams.errors import SettingsError
 from streams.policy_plugins import find_policy, policy_names
@@ -22,7 +25,7 @@ from streams.sim.lab import generators
 from streams.sim.lab.engine_config import LabEngineConfig
 from streams.sim.lab.fleet import FleetConfig, run
 from streams.sim.lab.results import Figures, RunResult
-from streams.sim.lab.router import LabRouter, ModeSelector, PolicySelector, Selector
+from streams.sim.lab.router import LabQueue, LabRouter
 from streams.sim.lab.traces import read_workload
 from streams.sim.lab.workload import Workload
 
@@ -34,6 +37,9 @@ MODES = (
     RouterMode.LEAST_LOADED,
     RouterMode.POWER_OF_TWO,
 )
+
+#: The end of the name of a policy that is used with a queue.
+WITH_QUEUE = "+queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Row:
             "itl_ms": round(figures.itl_ms, 4),
             "requests_per_s": round(figures.requests_per_s, 4),
             "reuse": round(figures.reuse, 5),
+            "loaded": round(figures.loaded, 5),
             "preempted": self.result.n_preempted,
             "took_s": round(self.took_s, 2),
         }
@@ -98,21 +105,27 @@ def load_workload(text: str, engine: LabEngineConfig, n_workers: int) -> Workloa
     return generators.generate(name, parameters, engine.block_size, fleet_tokens)
 
 
-def make_selector(text: str, router: LabRouter, rng: Rng) -> Selector:
-    """The selector of a policy's name. Raises SettingsError."""
-    name, parameters = split_name(text)
-    if name in {str(mode) for mode in MODES}:
-        if parameters:
-            raise SettingsError(f"mode {name} has no parameters")
-        return ModeSelector(router, RoutePolicy(mode=RouterMode(name)), rng)
-    return policy_selector(name, parameters, router, rng)
-
-
-def policy_selector(name: str, parameters: Mapping[str, float], router: LabRouter, rng: Rng) -> Selector:
-    """The selector of a policy that was found by name. Raises SettingsError."""
-    if name not in policy_names():
+def make_router(text: str, config: FleetConfig, rng: Rng) -> LabRouter:
+    """The router of a policy's name. Raises SettingsError."""
+    name, parameters = split_name(text.removesuffix(WITH_QUEUE))
+    modes = {str(mode) for mode in MODES}
+    if name in modes and parameters:
+        raise SettingsError(f"mode {name} has no parameters")
+    if name not in modes and name not in policy_names():
         raise SettingsError(f"there is no policy {name!r}; there are {', '.join(known_policies())}")
-    return PolicySelector(router, find_policy(name, parameters), rng)
+    policy = RoutePolicy(mode=RouterMode(name)) if name in modes else RoutePolicy(mode=RouterMode.POLICY, name=name)
+    queue = None
+    if text.endswith(WITH_QUEUE):
+        queue = LabQueue(EXPECTED_TIME_QUEUE_MS if name == RouterMode.EXPECTED_TIME else QUEUE_BACKLOG_MS)
+    return LabRouter(
+        config.n_workers,
+        config.engine.block_size,
+        config.engine.n_blocks,
+        policy,
+        rng,
+        lambda each: find_policy(each, parameters),
+        queue,
+    )
 
 
 def run_policy(
@@ -124,9 +137,7 @@ def run_policy(
     on_progress: Callable[[int], None] | None = None,
 ) -> Row:
     """Run one policy. Raises SettingsError."""
-    engine = config.engine
-    router = LabRouter(config.n_workers, engine.block_size, engine.n_blocks)
-    router.use(make_selector(policy, router, random.Random(seed)))
+    router = make_router(policy, config, random.Random(seed))
     started = time.perf_counter()
     result = run(workload, config, router, on_progress)
     return Row(policy, config.concurrency, config.speedup, result.figures(), result, time.perf_counter() - started)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from streams.core.ids import EngineHash, HashArray
 from streams.errors import SettingsError
 from streams.sim.lab.engine import LabEngine, LabRequest
 from streams.sim.lab.engine_config import LabEngineConfig
+from streams.sim.lab.pool import LabPool, LabPoolConfig
 from streams.sim.lab.results import RunResult
 from streams.sim.lab.router import LabRouter, RoutedRequest
 from streams.sim.lab.workload import NO_REQUEST, Workload
@@ -49,7 +50,7 @@ class FleetConfig:
 
     concurrency: requests at the same time, each followed by the next one; 0: they come at their times, divided by
     speedup. event_lag_ms: until the router has an engine's event. speeds: for each worker, how many times as long its
-    steps take; missing ones are 1.
+    steps take; missing ones are 1. pool: memory that all engines share, None for none.
     """
 
     engine: LabEngineConfig
@@ -59,6 +60,7 @@ class FleetConfig:
     event_lag_ms: float = 0.0
     speeds: tuple[float, ...] = ()
     failures: tuple[Failure, ...] = field(default=())
+    pool: LabPoolConfig | None = None
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:
@@ -90,9 +92,13 @@ class _Run:
         self.now_ms = 0.0
         n = len(workload)
         self.result = RunResult(workload.name, workload.n_in, workload.n_out, config.n_workers)
+        self.pool = None
+        if config.pool is not None:
+            self.pool = LabPool(config.pool, config.engine.block_size * config.engine.bytes_per_token)
+        load = None if self.pool is None else self._load
         speeds = (*config.speeds, *[1.0] * config.n_workers)
         self.engines = [
-            LabEngine(number, config.engine, self._on_stored, self._on_removed, speed=speeds[number])
+            LabEngine(number, config.engine, self._on_stored, self._on_removed, speed=speeds[number], load=load)
             for number in range(config.n_workers)
         ]
         self._down = [False] * config.n_workers
@@ -115,6 +121,7 @@ class _Run:
         self._n_out: list[int] = workload.n_out.tolist()
         self._own: list[int] = workload.own.tolist()
         self._previous: list[int] = workload.previous.tolist()
+        self._pause_ms: list[float] = (workload.pause_ms / config.speedup).tolist()
         self._at_ms: list[float] = (workload.at_ms / config.speedup).tolist()
 
     def run(self) -> RunResult:
@@ -143,6 +150,9 @@ class _Run:
                 if version == self._version[number]:
                     self._finish(number)
                     touched.add(number)
+            if self.router.wake_ms <= now_ms:
+                for request, worker in self.router.pump(now_ms):
+                    self._submit(request, worker, touched)
             touched.update(number for number, down in enumerate(self._down) if not down and not engines[number].is_busy)
         self.result.close(self.now_ms, [engine.busy_ms for engine in self.engines])
         self.result.n_preempted = sum(engine.n_preempted for engine in self.engines)
@@ -152,7 +162,7 @@ class _Run:
         """The next time at which anything happens."""
         while self._ends and self._ends[0][2] != self._version[self._ends[0][1]]:
             heapq.heappop(self._ends)
-        at_ms = self._ends[0][0] if self._ends else _NEVER
+        at_ms = min(self._ends[0][0] if self._ends else _NEVER, self.router.wake_ms)
         if self._lagged:
             at_ms = min(at_ms, self._lagged[0][0])
         if self._timers:
@@ -182,10 +192,23 @@ class _Run:
             number = self._next
             self._next += 1
             previous = self._previous[number]
-            if previous != NO_REQUEST and not self._done[previous]:
+            if previous == NO_REQUEST:
+                self._route(number, self.now_ms, touched)
+            elif not self._done[previous]:
                 self._held.setdefault(previous, []).append(number)
+            elif self._pause_ms[number] > 0.0:  # its pause has begun when the answer ended
+                ready_ms = float(self.result.last_ms[previous]) + self._pause_ms[number]
+                self._at(max(self.now_ms, ready_ms), lambda number=number: heapq.heappush(self._ready, number))  # type: ignore[misc]
             else:
                 self._route(number, self.now_ms, touched)
+
+    def _let_follow(self, number: int) -> None:
+        """The answer before this request is there: it comes after its pause."""
+        pause_ms = self._pause_ms[number]
+        if pause_ms > 0.0:  # not if it is NaN
+            self._at(self.now_ms + pause_ms, lambda: heapq.heappush(self._ready, number))
+        else:
+            heapq.heappush(self._ready, number)
 
     def _route(self, number: int, arrived_ms: float, touched: set[int]) -> None:
         self._n_in_flight += 1
@@ -197,14 +220,20 @@ class _Run:
         if not self.router.alive:
             self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
             return
-        keys = self.workload.keys_of(number)
-        worker = self.router.route(RoutedRequest(number, self._n_in[number], self.workload.names[keys]), self.now_ms)
+        names = self.workload.names[self.workload.keys_of(number)]
+        worker = self.router.arrive(RoutedRequest(number, self._n_in[number], names, names.tobytes()), self.now_ms)
+        if worker is not None:
+            self._submit(number, worker, touched)
+
+    def _submit(self, number: int, worker: int, touched: set[int]) -> None:
+        """Hand a routed request to its engine."""
         engine = self.engines[worker]
         if self._down[worker]:  # the router does not know yet
             self.router.ended(number, self.now_ms)
             self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
             return
-        request = LabRequest(number, self._n_in[number], self._n_out[number], keys.tolist(), self._own[number])
+        keys: list[int] = self.workload.keys_of(number).tolist()
+        request = LabRequest(number, self._n_in[number], self._n_out[number], keys, self._own[number])
         if not engine.fits(request):
             raise SettingsError(
                 f"request {number} of {self.workload.name} has {request.n_in} + {request.n_out} tokens, which no "
@@ -225,23 +254,40 @@ class _Run:
         for request in first:
             result.first_ms[request.number] = now_ms
             result.reused_tokens[request.number] = request.reused_tokens
+            result.loaded_tokens[request.number] = min(request.loaded_tokens, request.n_in - request.reused_tokens)
             router.first_token(request.number, now_ms)
         for request in ended:
             number = request.number
             result.last_ms[number] = now_ms
-            router.ended(number, now_ms)
+            router.ended(number, now_ms, request.n_out)
             del self._requests[number], self._worker[number]
             self._done[number] = True
             self._n_done += 1
             self._n_in_flight -= 1
             for each in self._held.pop(number, ()):
-                heapq.heappush(self._ready, each)
+                self._let_follow(each)
             if self._on_progress is not None and not self._n_done % PROGRESS_EVERY:
                 self._on_progress(self._n_done)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
+    def _load(self, keys: Sequence[int], n_max: int) -> tuple[int, float]:
+        """Load blocks from the pool into an engine."""
+        assert self.pool is not None
+        n_loaded = min(n_max, self.pool.n_continuing(keys))
+        return (n_loaded, self.pool.load(self.now_ms, keys[:n_loaded])) if n_loaded else (0, 0.0)
+
+    def _offload(self, request: LabRequest, first: int, last: int) -> None:
+        """Write blocks to the pool."""
+        assert self.pool is not None and self.config.pool is not None
+        new, evicted = self.pool.store(request.chain[:last], first)
+        if self.config.pool.is_credited and self.router.reads_index and (new or evicted):
+            names = self.workload.names
+            self._later(lambda: self.router.pool_changed(names[new].tolist(), names[evicted].tolist()))
+
     def _on_stored(self, worker: int, request: LabRequest, first: int, last: int) -> None:
+        if self.pool is not None:
+            self._offload(request, first, last)
         if not self.router.reads_index:
             return
         keys = self.workload.keys_of(request.number)

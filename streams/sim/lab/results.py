@@ -17,7 +17,7 @@ class Figures:
     """The figures of one run.
 
     mean_ttft_ms, p50_ttft_ms, p99_ttft_ms: from arrival to the first token. itl_ms: between two tokens of an answer,
-    over all answers. reuse: share of prompt tokens that were in the engine's cache.
+    over all answers. reuse: share of prompt tokens that were in the engine's cache or in a pool. loaded: in a pool.
     """
 
     mean_ttft_ms: float
@@ -26,12 +26,13 @@ class Figures:
     itl_ms: float
     requests_per_s: float
     reuse: float
+    loaded: float = 0.0
 
 
 class RunResult:
     """Times of each request of a run, float64[n] in milliseconds, and what the engines did.
 
-    worker: int64[n], the engine that served it. reused_tokens: int64[n].
+    worker: int64[n], the engine that served it. reused_tokens, loaded_tokens: int64[n], from its cache and from a pool.
     """
 
     def __init__(self, name: str, n_in: Int64Array, n_out: Int64Array, n_workers: int) -> None:
@@ -43,6 +44,7 @@ class RunResult:
         self.first_ms: Float64Array = np.zeros(n)
         self.last_ms: Float64Array = np.zeros(n)
         self.reused_tokens: Int64Array = np.zeros(n, dtype=np.int64)
+        self.loaded_tokens: Int64Array = np.zeros(n, dtype=np.int64)
         self.worker: Int64Array = np.zeros(n, dtype=np.int64)
         self.ended_ms = 0.0
         self.busy_ms: list[float] = []
@@ -71,5 +73,6 @@ class RunResult:
             p99_ttft_ms=p99,
             itl_ms=float((self.last_ms - self.first_ms)[of].sum()) / n_gaps,
             requests_per_s=len(self.n_in) / (self.ended_ms / 1000.0) if self.ended_ms else 0.0,
-            reuse=int(self.reused_tokens[of].sum()) / int(self.n_in[of].sum()),
+            reuse=int((self.reused_tokens + self.loaded_tokens)[of].sum()) / int(self.n_in[of].sum()),
+            loaded=int(self.loaded_tokens[of].sum()) / int(self.n_in[of].sum()),
         )

@@ -6,46 +6,61 @@ formula, and what engines do (engine).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
-from streams.core.ids import DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
-from streams.core.index.interface import Candidates, OverlapScores, PrefixIndex
+from streams.core.block_facts.fact_sets import PythonFactSets, RankNumbering
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.index.interface import OverlapScores, PrefixIndex
 from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.kernels.available import kernels_available
-from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.loads.bookings import ActiveLoads, BookingId, with_output
+from streams.core.routing.admission import Gate
 from streams.core.routing.cost import prefill_tokens
-from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
-from streams.core.routing.policies.interface import Policy, Situation
-from streams.core.routing.selection import Rng, select_by_cost
+from streams.core.routing.decision import Chooser, Decision, Policies, RoutePolicy, booking_of
+from streams.core.routing.policies.expected_time import ExpectedTime
+from streams.core.routing.policies.registry import built_in_policy
+from streams.core.routing.policies.timings import Timings
+from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QueueLimits, QueuePolicy, RequestQueue, Waiting
+from streams.core.routing.selection import Rng
+from streams.core.routing.supplementary import SupplementaryMatches
+from streams.cxl.events import CxlPool
+from streams.cxl.pooled_index import PooledIndex
+from streams.cxl.records import Placement
+
+#: As in the live router (router_api.admission): the shortest time between two pumps, the longest one while requests
+#: wait, and how many of them a pump examines.
+PUMP_MS, CHECK_MS, LOOKAHEAD = 5.0, 50.0, 64
 
 #: Bookings of a run do not expire.
 _NEVER_MS = 1 << 60
+_NEVER = float("inf")
 
 _NO_SCORES = OverlapScores({})
+_NO_LIMITS = QueueLimits(1 << 30, 1 << 60, 1 << 30)
 _ROUTER_ID = "lab"
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What a router is asked. names: uint64[n], sequence hashes of the prompt's full blocks."""
+    """What a router is asked. names: uint64[n], sequence hashes of the prompt's full blocks. sequence: packed."""
 
     number: int
     n_tokens: int
     names: HashArray
+    sequence: bytes
 
 
-class Selector(Protocol):
-    """Chooses a rank; what a run compares. reads_index: whether it uses what ranks hold."""
+@dataclass(frozen=True, slots=True)
+class LabQueue:
+    """A queue as the live router has one. backlog_ms: a rank with a longer backlog is closed to waiting requests."""
 
-    reads_index: bool
-
-    def choose(self, request: RoutedRequest, sequence: bytes, scores: OverlapScores, now_ms: float) -> Booking:
-        """Return the booking of the chosen rank."""
+    backlog_ms: float
+    policy: QueuePolicy = QueuePolicy.ARRIVAL_PLUS_PREFILL
 
 
 def new_index() -> PrefixIndex:
@@ -57,30 +72,75 @@ def new_index() -> PrefixIndex:
     return PlainPrefixIndex()
 
 
-class LabRouter:
-    """One router in front of all engines. The owner of its index and loads."""
+class _Pool:
+    """The router's index of a pool that all of its workers read."""
 
-    def __init__(self, n_workers: int, block_size: int, capacity_blocks: int) -> None:
-        self.block_size = block_size
+    def __init__(self, ranks: tuple[RankId, ...]) -> None:
+        members = tuple(rank.worker_id for rank in ranks)
+        pool = CxlPool("pool", "default", None, members)
+        self.index = PooledIndex(PythonFactSets(), {"pool": pool})
+        self.numbers = RankNumbering(ranks)
+        self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
+
+
+class LabRouter:
+    """One router in front of all engines. The owner of its index, loads and queue.
+
+    wake_ms: when to call `pump` next.
+    """
+
+    def __init__(
+        self,
+        n_workers: int,
+        block_size: int,
+        capacity_blocks: int,
+        policy: RoutePolicy,
+        rng: Rng,
+        policies: Policies = built_in_policy,
+        queue: LabQueue | None = None,
+    ) -> None:
+        """capacity_blocks: of each engine. policies: finds the policy of mode `policy`. queue: None for no queue."""
         self.ranks = tuple(RankId(WorkerId(number + 1), DpRank(0)) for number in range(n_workers))
-        self.worker_of = {rank: number for number, rank in enumerate(self.ranks)}
-        self.capacity_blocks = np.full(n_workers, capacity_blocks, dtype=np.int64)
-        self.loads = ActiveLoads(_NEVER_MS)
+        self.loads = ActiveLoads(_NEVER_MS, observe=True)
         self.index = new_index()
         self.alive = self.ranks
-        self._selector: Selector | None = None
+        self.wake_ms = _NEVER
+        self.reads_index = policy.reads_index
+        self._block_size = block_size
+        self._worker_of = {rank: number for number, rank in enumerate(self.ranks)}
+        self._capacity_blocks = np.full(n_workers, capacity_blocks, dtype=np.int64)
+        self._capacity = self._capacity_blocks
+        self._policy = policy
+        self._chooser = Chooser(rng, policies)
+        self._pool: _Pool | None = None
+        self._queue: RequestQueue | None = None
+        if queue is not None:
+            self._queue = RequestQueue(queue.policy, _NO_LIMITS, PREFILL_US_PER_TOKEN)
+            self._gate = self._new_gate(queue.backlog_ms)
+        self._requests: dict[int, RoutedRequest] = {}  # by their numbers in the queue
+        self._arrivals = 0
+        self._pumped_ms = -_NEVER
 
-    def use(self, selector: Selector) -> None:
-        """Set what chooses."""
-        self._selector = selector
+    def _new_gate(self, backlog_ms: float) -> Gate:
+        """The gate of the live router: by time in mode expected-time, otherwise by tokens."""
+        timings = self._timings()
+        if timings is not None:
+            return Gate(
+                lambda: _ROUTER_ID,
+                None,
+                backlog_ms_max=backlog_ms,
+                ms_per_token=lambda: timings.slowest_prefill().slope,
+            )
+        return Gate(lambda: _ROUTER_ID, backlog_ms * 1000.0 / PREFILL_US_PER_TOKEN)
+
+    def _timings(self) -> Timings | None:
+        """What the policy has learnt about the time of prefills, if it is one that learns it."""
+        if not self._policy.policy_name:
+            return None
+        found = self._chooser.policy(self._policy.policy_name)
+        return found.timings if isinstance(found, ExpectedTime) else None
 
     # -- from engines --------------------------------------------------------------------------------------------------
-
-    @property
-    def reads_index(self) -> bool:
-        """Whether events of engines matter."""
-        assert self._selector is not None
-        return self._selector.reads_index
 
     def stored(self, worker: int, parent: EngineHash | None, names: HashArray) -> None:
         """Apply an event of an engine."""
@@ -90,117 +150,145 @@ class LabRouter:
         """Apply an event of an engine."""
         self.index.remove(self.ranks[worker], Tier.DEVICE, names)
 
+    def pool_changed(self, new: list[int], evicted: list[int]) -> None:
+        """Blocks came to the pool that all engines read, or left it. new, evicted: sequence hashes."""
+        if self._pool is None:
+            self._pool = _Pool(self.ranks)
+        for each in evicted:
+            self._pool.index.replace(SequenceHash(each), self._pool.placed, None)
+        for each in new:
+            self._pool.index.replace(SequenceHash(each), None, self._pool.placed)
+
     def worker_failed(self, worker: int) -> None:
         """An engine's lease has expired: it gets no more requests, and what it held is gone."""
         self.index.remove_rank(self.ranks[worker])
-        self.alive = tuple(rank for rank in self.alive if rank != self.ranks[worker])
+        self._set_alive({*self.alive} - {self.ranks[worker]})
 
     def worker_returned(self, worker: int) -> None:
         """An engine is back, with an empty cache."""
-        back = {*self.alive, self.ranks[worker]}
-        self.alive = tuple(rank for rank in self.ranks if rank in back)
+        self._set_alive({*self.alive, self.ranks[worker]})
+
+    def _set_alive(self, alive: set[RankId]) -> None:
+        self.alive = tuple(rank for rank in self.ranks if rank in alive)
+        self._capacity = self._capacity_blocks[: len(self.alive)]
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def route(self, request: RoutedRequest, now_ms: float) -> int:
-        """Choose an engine and book it; return its number."""
-        selector = self._selector
-        assert selector is not None
-        scores = self.index.find_matches(request.names) if selector.reads_index else _NO_SCORES
-        booking = selector.choose(request, request.names.tobytes(), scores, now_ms)
-        self.loads.add(self._booking_id(request.number), booking, int(now_ms))
-        return self.worker_of[booking.rank]
+    def arrive(self, request: RoutedRequest, now_ms: float) -> int | None:
+        """Route a request: return the number of its engine, or None if it waits (see `pump`)."""
+        if self._queue is None:
+            return self._book(request, self._choose(request, now_ms), now_ms)
+        if not self._queue:
+            self._gate.begin(now_ms, now_ms, (_ROUTER_ID,))
+            worker = self._try(request, now_ms)
+            if worker is not None:
+                return worker
+        self._arrivals += 1
+        uncached = self._uncached_tokens(request)
+        self._queue.add(Waiting(self._arrivals, now_ms, _NEVER, uncached, 0))
+        self._requests[self._arrivals] = request
+        self._pump_soon(now_ms)
+        return None
+
+    def pump(self, now_ms: float) -> list[tuple[int, int]]:
+        """Send waiting requests whose ranks are open; return their numbers with those of their engines."""
+        queue = self._queue
+        assert queue is not None
+        self._pumped_ms, self.wake_ms = now_ms, _NEVER
+        self.loads.advance(int(now_ms))
+        timings = self._timings()
+        if timings is not None:
+            queue.ms_per_token = timings.slowest_prefill().slope
+        self._gate.begin(now_ms, now_ms, (_ROUTER_ID,))
+        sent = []
+        for number in list(islice(queue.in_order(), LOOKAHEAD)):
+            if not self._gate.may_go(self.alive, self.loads):
+                break
+            request = self._requests[number]
+            queue.revalue(number, self._uncached_tokens(request))
+            worker = self._try(request, now_ms)
+            if worker is not None:
+                queue.leave(number, queue.waiting(number).uncached_tokens, now_ms)
+                del self._requests[number]
+                sent.append((request.number, worker))
+        if queue:
+            self.wake_ms = now_ms + CHECK_MS
+        else:
+            self._gate.end()
+        return sent
 
     def first_token(self, number: int, now_ms: float) -> None:
         """A client reports that the prompt of a request is computed."""
-        self.loads.prefill_complete(self._booking_id(number), int(now_ms))
+        self.loads.prefill_complete(_booking_id(number), int(now_ms))
+        self._pump_soon(now_ms)
 
-    def ended(self, number: int, now_ms: float) -> None:
-        """A client reports the end of a request."""
-        self.loads.free(self._booking_id(number), int(now_ms))
+    def ended(self, number: int, now_ms: float, n_output_tokens: int = 0) -> None:
+        """A client reports the end of a request, and how long its answer was."""
+        booking_id = _booking_id(number)
+        booking = self.loads.booking(booking_id)
+        if n_output_tokens and booking is not None:
+            self.loads.add(booking_id, with_output(booking, n_output_tokens, self._block_size), int(now_ms))
+        self.loads.free(booking_id, int(now_ms))
+        self._pump_soon(now_ms)
 
-    def _booking_id(self, number: int) -> BookingId:
-        return BookingId(str(number), _ROUTER_ID, 0)
+    def _pump_soon(self, now_ms: float) -> None:
+        if self._queue:
+            self.wake_ms = min(self.wake_ms, max(now_ms, self._pumped_ms + PUMP_MS))
 
-
-class ModeSelector:
-    """The selector of the live router (core.routing.decision), with one of its modes."""
-
-    def __init__(self, router: LabRouter, policy: RoutePolicy, rng: Rng) -> None:
-        self.reads_index = policy.reads_index
-        self._router = router
-        self._policy = policy
-        self._chooser = Chooser(rng)
-
-    def choose(self, request: RoutedRequest, sequence: bytes, scores: OverlapScores, now_ms: float) -> Booking:  # noqa: ARG002
-        """See Selector."""
-        router = self._router
-        n_blocks = -(-request.n_tokens // router.block_size)
-        decision = self._chooser.choose(
-            self._policy,
-            router.alive,
-            scores,
-            router.loads,
-            sequence=sequence,
-            request_blocks=n_blocks,
-            block_size=router.block_size,
-            n_tokens=request.n_tokens,
+    def _try(self, request: RoutedRequest, now_ms: float) -> int | None:
+        """Send a request if its rank is open."""
+        decision = self._gate.decide(
+            self.alive, self.loads, lambda: self._choose(request, now_ms), request.n_tokens, self._block_size
         )
-        return booking_of(
+        if decision is None:
+            return None
+        worker = self._book(request, decision, now_ms)
+        self._gate.booked(decision.chosen.rank, self.loads)
+        return worker
+
+    def _choose(self, request: RoutedRequest, now_ms: float) -> Decision:
+        self.loads.advance(int(now_ms))
+        while self._chooser.learn(self.loads, lambda _: self._block_size):
+            pass
+        return self._chooser.choose(
+            self._policy,
+            self.alive,
+            self._scores(request),
+            self.loads,
+            sequence=request.sequence,
+            request_blocks=-(-request.n_tokens // self._block_size),
+            block_size=self._block_size,
+            n_tokens=request.n_tokens,
+            supplementary=self._supplementary(request.names),
+            capacity_blocks=self._capacity,
+        )
+
+    def _book(self, request: RoutedRequest, decision: Decision, now_ms: float) -> int:
+        booking = booking_of(
             decision.chosen,
             model="",
-            sequence=sequence,
+            sequence=request.sequence,
             n_tokens=request.n_tokens,
-            request_blocks=n_blocks,
-            block_size=router.block_size,
+            request_blocks=-(-request.n_tokens // self._block_size),
+            block_size=self._block_size,
+            forecast=decision.forecast(),
         )
+        self.loads.add(_booking_id(request.number), booking, int(now_ms))
+        return self._worker_of[booking.rank]
+
+    def _scores(self, request: RoutedRequest) -> OverlapScores:
+        return self.index.find_matches(request.names) if self.reads_index else _NO_SCORES
+
+    def _supplementary(self, names: HashArray) -> SupplementaryMatches | None:
+        """The blocks of a request that are in the pool; None without a pool. names: uint64[n]."""
+        if self._pool is None:
+            return None
+        query = self._pool.index.query("", self._pool.numbers)
+        return SupplementaryMatches(names, query, None, lambda *_: None, nullcontext())
+
+    def _uncached_tokens(self, request: RoutedRequest) -> int:
+        return prefill_tokens(request.n_tokens, self._scores(request).max_score, self._block_size)
 
 
-class PolicySelector:
-    """A policy that was found by name (core.routing.policies)."""
-
-    def __init__(self, router: LabRouter, policy: Policy, rng: Rng) -> None:
-        self.reads_index = policy.reads_index
-        self._router = router
-        self._policy = policy
-        self._rng = rng
-        self._candidates: Candidates | None = None
-        self._numbering = -1
-        self._rows: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def choose(self, request: RoutedRequest, sequence: bytes, scores: OverlapScores, now_ms: float) -> Booking:
-        """See Selector."""
-        router, ranks = self._router, self._router.alive
-        if self._candidates is None or self._candidates.ranks is not ranks:
-            self._candidates, self._numbering = Candidates(ranks), -1
-        if self._numbering != router.loads.numbering:
-            self._numbering, self._rows = router.loads.numbering, router.loads.rows_of(ranks)
-        candidates = self._candidates
-        overlap = scores.columns(candidates, (1.0, 1.0, 1.0, 1.0))[0]
-        situation = Situation(
-            ranks=ranks,
-            rows=self._rows,
-            loads=router.loads,
-            scores=overlap,
-            held=lambda tiers, _: scores.columns(candidates, tiers)[1],
-            sequence=sequence,
-            request_blocks=-(-request.n_tokens // router.block_size),
-            n_tokens=request.n_tokens,
-            block_size=router.block_size,
-            now_ms=now_ms,
-            capacity_blocks=router.capacity_blocks,
-        )
-        prices = self._policy.price(situation)
-        index = select_by_cost(prices.costs, 0.0, self._rng)
-        return Booking(
-            rank=ranks[index],
-            model="",
-            prefill_tokens=prefill_tokens(request.n_tokens, prices.cached_blocks.item(index), router.block_size),
-            sequence=sequence,
-            overlap_blocks=overlap.item(index),
-            request_blocks=situation.request_blocks,
-        )
-
-
-#: Selectors by name, for those who run several.
-Selectors = Mapping[str, Selector]
+def _booking_id(number: int) -> BookingId:
+    return BookingId(str(number), _ROUTER_ID, 0)

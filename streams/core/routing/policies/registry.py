@@ -12,6 +12,7 @@ from types import MappingProxyType
 from streams.core.routing.policies.dynamo import POLICIES as DYNAMO_POLICIES
 from streams.core.routing.policies.expected_time import expected_time
 from streams.core.routing.policies.interface import Policy, PolicyFactory
+from streams.core.routing.policies.peers import POLICIES as PEERS_POLICIES
 from streams.errors import SettingsError
 
 #: Factories by name. A name is written as users write it, in lower case with hyphens.
@@ -19,6 +20,7 @@ BUILT_IN: Mapping[str, PolicyFactory] = MappingProxyType(
     {
         "expected-time": expected_time,
         **DYNAMO_POLICIES,
+        **PEERS_POLICIES,
     }
 )
 
