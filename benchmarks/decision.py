@@ -30,19 +30,19 @@ from streams.codec import encode_load, encode_metrics, encode_pulse, encode_work
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import pack_hashes, request_hashes
-from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index.run_tree import RunTreeIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.selection import RouterMode
-from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import BridgeLease, Worker
 from streams.kafka import worker_key
 from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode
 from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
 from streams.settings import Settings
+from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.applied_until import SourceOffset
 from streams.tables.records import (
     PartitionRecord,
@@ -247,32 +247,19 @@ class RouterFleet:
 
     def _held(self, worker_id: int, prompt: bytes, number: int) -> list[tuple[bytes, bytes | None]]:
         rank = RankId(WorkerId(worker_id), DpRank(0))
-        local, names = request_hashes(prompt, BLOCK_SIZE)
-        records: list[tuple[bytes, bytes | None]] = []
-        hashes, blocks = names.tolist(), local.tolist()
-        for start in range(0, len(hashes), RUN_BLOCKS_MAX):
-            stop = min(start + RUN_BLOCKS_MAX, len(hashes))
-            run = Run(
-                key=RunKey(rank, Tier.DEVICE, SequenceHash(hashes[start])),
-                epoch=_EPOCH,
-                start=start,
-                parent=SequenceHash(hashes[start - 1]) if start else None,
-                local=blocks[start:stop],
-                engine=hashes[start:stop],
-                sequence=hashes[start:stop],
-                present=(1 << (stop - start)) - 1,
-            )
-            records.append((run_key(run.key), encode_run(run)))
+        local, _ = request_hashes(prompt, BLOCK_SIZE)
+        records: list[tuple[bytes, bytes | None]] = [
+            (run_key(run.key), encode_run(run)) for run in runs_of_chain(rank, local)
+        ]
         records.append((progress_key(rank), encode_progress(_progress(rank, number))))
         return records
 
 
-_EPOCH = Epoch(Incarnation(1), 0)
 _BRIDGE = "bench"
 
 
 def _progress(rank: RankId, sequence: int = N_HELD) -> Progress:
-    return Progress(rank, _EPOCH, sequence, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
+    return Progress(rank, FIRST_EPOCH, sequence, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -426,7 +426,7 @@ _BOOKING_COUNTS = ("prefill_tokens", "request_blocks", "overlap_blocks", "output
 
 def load_key(booking_id: BookingId, phase: BookingPhase) -> bytes:
     """Return the key of one phase's record of router-loads."""
-    parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase.value)
+    parts = (booking_id.request_id, booking_id.router_id, str(booking_id.counter), phase)
     return _KEY_SEPARATOR.join(parts).encode()
 
 

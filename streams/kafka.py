@@ -205,8 +205,8 @@ def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
 def fetched_in_intervals(interval_s: float) -> dict[str, Any]:
     """Configuration of a reader that fetches once in this time, and not once for each record that is appended.
 
-    A fetch that waits for more bytes than will come ends after its longest wait. With the default of one byte, the
-    broker ends and begins a fetch for each batch of each partition.
+    A fetch that waits for more bytes than will come ends after its longest wait, with what has been appended meanwhile.
+    With the default of one byte, the broker ends and begins a fetch for each batch of each partition.
     """
     return {"fetch.min.bytes": 1024 * 1024, "fetch.wait.max.ms": max(1, round(interval_s * 1000))}
 
@@ -414,12 +414,12 @@ async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: 
             log.debug("cannot check for missing topics, trying again: %s", exc)
 
 
-def require_topic(settings: Settings, name: str) -> None:
+def require_topic(settings: Settings, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
     """Raise KvStreamsError if no broker answers, or if the topic does not exist. Needs only a writer's rights."""
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
     try:
-        known = client.list_topics(timeout=ANSWER_TIMEOUT_S).topics
+        known = client.list_topics(timeout=timeout_s).topics
     except KafkaException as exc:
         client.poll(0)
         raise _refused(settings, exc.args[0], reasons) from exc

@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
-from streams.core.routing.policies.expected_time import (
+from streams.core.routing.policies.expected_time_defaults import (
     DECODE_WEIGHT,
     DISK_GB_PER_S,
     EXPECTED_TIME_QUEUE_MS,
@@ -320,6 +320,9 @@ class Settings:
     bodies_bytes_max: int = _setting(
         128 * 1024 * 1024, "most bytes of HTTP bodies over 64 KiB that are read at the same time", low=65_536
     )
+    first_request_timeout_s: float = _setting(
+        10.0, "time within which a new connection must send a request with all its headers", low=0.1, high=3600.0
+    )
     body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
     connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
     drain_notice_s: float = _setting(
@@ -330,6 +333,35 @@ class Settings:
     )
     drain_timeout_s: float = _setting(
         10.0, "a stopping router finishes its requests and sends its records within this time", low=0.1, high=3600.0
+    )
+    front_requests_max: int = _setting(4096, "most requests that a front serves at the same time", low=1)
+    front_attempts_max: int = _setting(
+        3, "engines that a front sends one request to, if those before fail before their first token", low=1, high=64
+    )
+    front_silence_timeout_s: float = _setting(
+        600.0,
+        "a stream of an engine that is silent for this long has failed, its wait for the first token included",
+        low=0.1,
+        high=86_400.0,
+    )
+    front_answer_timeout_s: float = _setting(
+        3600.0,
+        "the same for answers that are not streamed, which are silent until they are complete",
+        low=0.1,
+        high=86_400.0,
+    )
+    front_client_timeout_s: float = _setting(
+        60.0,
+        "a client that reads nothing for this long is disconnected, and its request cancelled",
+        low=0.1,
+        high=86_400.0,
+    )
+    front_queue: bool = _setting(
+        False, "requests of a front wait in the router until a rank has room for them (queue=on)"
+    )
+    front_tokenizer_processes: int = _setting(1, "processes in which a front tokenizes", low=1, high=64)
+    front_tokenizer_cache_mb: int = _setting(
+        64, "memory for the tokens of parts that prompts share, of all these processes together, in MiB", low=0
     )
     stale_after_ms: int = _setting(
         3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100

@@ -19,6 +19,7 @@ from streams.local.kafka import LocalKafka
 from streams.local.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
 from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
+from tests.helpers.order import dealt
 
 #: With --fast, tests of generated examples run one in so many of them, and at least FAST_EXAMPLES_MIN.
 FAST_EXAMPLES_DIVISOR = 5
@@ -36,6 +37,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests for several processes; with --fast, run fewer of them, with fewer generated examples."""
+    _select(config, items)
+    n_processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if n_processes > 1:
+        long = [item for item in items if item.get_closest_marker("long_running")]
+        others = [item for item in items if not item.get_closest_marker("long_running")]
+        heavy = [item for item in others if _starts_processes(item)]
+        # Tests that share the two routers of one process stay together, so that few processes start them.
+        rest = sorted((item for item in others if not _starts_processes(item)), key=lambda item: not _on_kafka(item))
+        items[:] = dealt(long, heavy, rest, n_processes)
+
+
+def _on_kafka(item: pytest.Item) -> bool:
+    return item.path.parent.name in ("kafka", "browser")
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """Whether a test takes seconds, because it starts processes of its own."""
+    return _on_kafka(item) and "fleet" not in getattr(item, "fixturenames", ())
+
+
+def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --fast, deselect tests marked thorough and reduce the number of generated examples of the others."""
     if not config.getoption("--fast"):
         return
@@ -52,6 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the folder of the broker that all worker processes of this run share."""
+    config.addinivalue_line("markers", "long_running: takes 15 s and more by itself; it begins before others")
     config.addinivalue_line("markers", "thorough: takes seconds of computing; `make fast` leaves it out")
     if not hasattr(config, "workerinput"):
         os.environ[DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")

@@ -39,9 +39,17 @@ def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
     """The declarations of every kind of process, by the heading that the docs have for it."""
     from streams.agent_metrics import AGENT_METRICS
     from streams.engines.bridge_metrics import BRIDGE_METRICS
+    from streams.frontend.metrics import FRONT_METRICS
+    from streams.process_metrics import PROCESS_METRICS
     from streams.router_api.metrics import ROUTER_METRICS
 
-    return {"Router": ROUTER_METRICS, "Faust worker": AGENT_METRICS, "Bridge": BRIDGE_METRICS}
+    return {
+        "Router": ROUTER_METRICS,
+        "Faust worker": AGENT_METRICS,
+        "Bridge": BRIDGE_METRICS,
+        "Front": FRONT_METRICS,
+        "Every process": PROCESS_METRICS,
+    }
 
 
 COMMANDS = (metrics,)

@@ -46,14 +46,14 @@ def router(resolved: Resolved, process_number: int | None, process_joins: str) -
         if settings.router_reset_states:
             empty_scope(settings, settings.router_reset_force, may_be_new=True)
         if settings.processes > 1:
-            _run(ProcessGroup(settings).run())
+            run_until_signalled(ProcessGroup(settings).run())
             return
     else:
         end_with_parent()
         place = ProcessPlace(process_number, process_joins == "at-once")
     from streams.router_api.server import serve  # not in the parent of several processes, which needs 150 MB less
 
-    _run(serve(settings, place))
+    run_until_signalled(serve(settings, place))
 
 
 @click.command(cls=GroupedCommand)
@@ -62,30 +62,76 @@ def router(resolved: Resolved, process_number: int | None, process_joins: str) -
     "--engine",
     "engines",
     multiple=True,
-    required=True,
-    metavar="id=1,url=http://HOST:PORT,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,dp=N][,model=NAME][,metrics=URL]"
-    "[,dialect=NAME][,lora=NAME+NAME]",
-    help="one engine; repeat the option for each. replay: address of its replay socket. dp: number of data-parallel "
-    "ranks. model: name of its model, by default as the engine reports it. metrics: its Prometheus page, if not "
-    "at URL/metrics. dialect: format of its events, by default recognised from them; an unknown name is refused with "
-    "a list of all. lora: the LoRA adapters that it serves; requests for others go elsewhere. By default it may "
-    "serve any",
+    metavar="id=1,url=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,dp=N][,model=NAME]"
+    "[,metrics=URL][,dialect=NAME][,role=ROLE][,device_class=NAME][,taints=NAME+NAME]"
+    "[,lora=NAME+NAME]",
+    help="one engine; repeat the option for each. events: address of its event socket; without one, routers predict "
+    "what the engine holds. replay: address of its replay socket. dp: number of data-parallel ranks. model: name of "
+    "its model, by default as the engine reports it. metrics: its Prometheus page, if not at URL/metrics. dialect: "
+    "format of its events, by default recognised from them; an unknown name is refused with a list of all. role "
+    "(prefill, decode or both), device_class, taints: how it is registered, by default as the registry has it. lora: "
+    "the LoRA adapters that it serves; requests for others go elsewhere. By default it may serve any",
 )
-def bridge(resolved: Resolved, engines: tuple[str, ...]) -> None:
+@click.option(
+    "--engines-file",
+    metavar="FILE",
+    default=None,
+    help="TOML file with an [[engine]] table per engine, with the keys of --engine; read again when it changes",
+)
+@click.option(
+    "--engines-registry",
+    is_flag=True,
+    help="the workers of the registry that have an address of events and no bridge",
+)
+@click.option(
+    "--engines-dns",
+    metavar="NAME",
+    default=None,
+    help="one engine at each address of a name, which is resolved every 5 s; needs --engine-template",
+)
+@click.option(
+    "--engines-kubernetes",
+    metavar="[NAMESPACE/]SERVICE",
+    default=None,
+    help="one engine at each ready endpoint of a service, by the pod's service account; needs --engine-template",
+)
+@click.option(
+    "--engine-template",
+    metavar="url=http://{host}:PORT[,events=tcp://{host}:PORT]...",
+    default=None,
+    help="what --engine would say of each engine that was found at an address, without its id, which is derived from "
+    "the url",
+)
+def bridge(
+    resolved: Resolved,
+    engines: tuple[str, ...],
+    engines_file: str | None,
+    engines_registry: bool,
+    engines_dns: str | None,
+    engines_kubernetes: str | None,
+    engine_template: str | None,
+) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
-    from streams.engines.address import check_distinct, engine_address
     from streams.engines.bridge_metrics import run_bridge
+    from streams.engines.sources.named import sources_of
     from streams.schema_compatibility import check_schemas
 
     log.configure(resolved.settings)
     check_schemas()
     # Parsed first, so that a typo is reported without waiting for Kafka.
-    addresses = [engine_address(text) for text in engines]
-    check_distinct(addresses)
-    _run(run_bridge(resolved.settings, addresses))
+    sources = sources_of(
+        resolved.settings,
+        engines,
+        file=engines_file,
+        registry=engines_registry,
+        dns=engines_dns,
+        kubernetes=engines_kubernetes,
+        template=engine_template,
+    )
+    run_until_signalled(run_bridge(resolved.settings, sources))
 
 
-def _run(main: Coroutine[Any, Any, None]) -> None:
+def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
     """Run to the end. Ctrl-C and SIGTERM cancel the coroutine, which then cleans up; no error is raised for them."""
 
     async def until_signalled() -> None:

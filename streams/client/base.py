@@ -12,7 +12,7 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, NamedTuple, Self, Unpack
 
 import aiohttp
 
@@ -69,7 +69,96 @@ class Attempt:
         self.may_be_booked = False
 
 
-class KvRouter(ABC):
+class _Target(NamedTuple):
+    """The client that makes a call, and what it adds to the overrides and to the fields of the request."""
+
+    client: KvRouter
+    override: dict[str, Any]
+    fields: dict[str, Any]
+
+
+class Requests(ABC):
+    """What takes requests: a client, or a client in one mode. A mode's own worker and override are used in any case."""
+
+    @abstractmethod
+    def _target(self) -> _Target: ...
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        model: str | None = None,
+        stop_conditions: Mapping[str, Any] | None = None,
+        sampling_options: Mapping[str, Any] | None = None,
+        router_config_override: Mapping[str, Any] | None = None,
+        worker_id: int | None = None,
+        *,
+        request_id: str | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation:
+        """Route a prompt, send it to the chosen engine, and return an async iterator of dicts with `token_ids`.
+
+        stop_conditions, sampling_options: as in payloads.STOP_CONDITIONS and SAMPLING_OPTIONS. router_config_override,
+        options: fields of the route request (docs/http.md). worker_id: use this worker. request_id: repeating the id of
+        a live booking gets the same worker. extra_args: further fields of the completion.
+
+        Prefill-complete, the number of tokens and the end are reported to the router in the background, also if the
+        caller is cancelled. If the engine fails before its first token, the request goes to another one. Raises
+        InvalidRequest and the other errors of routing, EngineFailed, EngineRefused.
+        """
+        client, override, fields = self._target()
+        packed = pack_tokens(token_ids)
+        lora_name = options.get("lora_name")
+        body = completion_body(unpack_tokens(packed), lora_name or model, stop_conditions, sampling_options, extra_args)
+        expected = (stop_conditions or {}).get("max_tokens")
+        if expected is not None:
+            options.setdefault("expected_output_tokens", expected)
+        booking = await client._book(
+            packed,
+            given({**options, "model": model, "worker_id": worker_id, **fields}),
+            {**(router_config_override or {}), **override},
+            request_id,
+        )
+        generation = Generation(booking, client._engine_session(), client._engine_options, body)
+        client._live.add(generation)
+        await generation.open()
+        return generation
+
+    async def book(
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, Any] | None = None,
+        worker_id: int | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RouteOptions],
+    ) -> Booking:
+        """Choose a rank and book it, for a caller that talks to the engine itself.
+
+        Use the booking with `async with`, and call its `prefill_complete` at the first token.
+        """
+        client, override, fields = self._target()
+        return await client._book(
+            pack_tokens(token_ids),
+            given({**options, "worker_id": worker_id, **fields}),
+            {**(router_config_override or {}), **override},
+            request_id,
+        )
+
+    async def best_worker_id(
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, Any] | None = None,
+        **options: Unpack[RouteOptions],
+    ) -> tuple[int, int]:
+        """Return (worker_id, overlap_blocks) of the best rank, without booking it."""
+        client, override, fields = self._target()
+        override = {**(router_config_override or {}), **override}
+        worker_id, _, overlap_blocks = await client.best_worker(token_ids, override, **fields, **options)
+        return worker_id, overlap_blocks
+
+
+class KvRouter(Requests):
     """Routes requests and generates, through routers elsewhere (KvRouterClient) or in this process (KvPushRouter).
 
     Use it with `async with`, on one event loop. Methods raise the errors of streams.errors that docs/client.md lists.
@@ -84,6 +173,9 @@ class KvRouter(ABC):
         self._reports = Reports(self._send_report)
         self._routed_by: dict[BookingKey, int] = {}  # the router of each live booking, if there are several
         self._live = weakref.WeakSet[Booking | Generation]()
+
+    def _target(self) -> _Target:
+        return _Target(self, {}, {})
 
     # -- what each form provides ---------------------------------------------------------------------------------------
 
@@ -130,44 +222,7 @@ class KvRouter(ABC):
         """Reports that no router accepted in time. Their bookings end by their TTL."""
         return self._reports.lost
 
-    # -- generating ----------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        model: str | None = None,
-        stop_conditions: Mapping[str, Any] | None = None,
-        sampling_options: Mapping[str, Any] | None = None,
-        router_config_override: Mapping[str, Any] | None = None,
-        worker_id: int | None = None,
-        *,
-        request_id: str | None = None,
-        extra_args: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Generation:
-        """Route a prompt, send it to the chosen engine, and return an async iterator of dicts with `token_ids`.
-
-        stop_conditions, sampling_options: as in payloads.STOP_CONDITIONS and SAMPLING_OPTIONS. router_config_override,
-        options: fields of the route request (docs/http.md). worker_id: use this worker. request_id: repeating the id of
-        a live booking gets the same worker. extra_args: further fields of the completion.
-
-        Prefill-complete, the number of tokens and the end are reported to the router in the background, also if the
-        caller is cancelled. If the engine fails before its first token, the request goes to another one. Raises
-        InvalidRequest and the other errors of routing, EngineFailed, EngineRefused.
-        """
-        packed = pack_tokens(token_ids)
-        lora_name = options.get("lora_name")
-        body = completion_body(unpack_tokens(packed), lora_name or model, stop_conditions, sampling_options, extra_args)
-        expected = (stop_conditions or {}).get("max_tokens")
-        if expected is not None:
-            options.setdefault("expected_output_tokens", expected)
-        booking = await self._book(
-            packed, given({**options, "model": model, "worker_id": worker_id}), router_config_override, request_id
-        )
-        generation = Generation(booking, self._engine_session(), self._engine_options, body)
-        self._live.add(generation)
-        await generation.open()
-        return generation
+    # -- modes ---------------------------------------------------------------------------------------------------------
 
     def random(self) -> OneMode:
         """Choose any worker: `await client.random().generate(token_ids=...)`."""
@@ -182,22 +237,6 @@ class KvRouter(ABC):
         return OneMode(self, {"router_mode": "direct"}, worker_id)
 
     # -- routing -------------------------------------------------------------------------------------------------------
-
-    async def book(
-        self,
-        token_ids: Sequence[int],
-        router_config_override: Mapping[str, Any] | None = None,
-        worker_id: int | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[RouteOptions],
-    ) -> Booking:
-        """Choose a rank and book it, for a caller that talks to the engine itself.
-
-        Use the booking with `async with`, and call its `prefill_complete` at the first token.
-        """
-        fields = given({**options, "worker_id": worker_id})
-        return await self._book(pack_tokens(token_ids), fields, router_config_override, request_id)
 
     async def best_worker(
         self,
@@ -218,16 +257,6 @@ class KvRouter(ABC):
         else:
             answer, _ = await self._route(packed, fields, router_config_override, request_id)
         return answer["worker_id"], answer["dp_rank"], answer["overlap_blocks"]
-
-    async def best_worker_id(
-        self,
-        token_ids: Sequence[int],
-        router_config_override: Mapping[str, Any] | None = None,
-        **options: Unpack[RouteOptions],
-    ) -> tuple[int, int]:
-        """Return (worker_id, overlap_blocks) of the best rank, without booking it."""
-        worker_id, _, overlap_blocks = await self.best_worker(token_ids, router_config_override, **options)
-        return worker_id, overlap_blocks
 
     async def get_potential_loads(
         self,
@@ -364,7 +393,7 @@ class KvRouter(ABC):
         return self._engines
 
 
-class OneMode:
+class OneMode(Requests):
     """A client in one router mode, whatever the mode of the routers is. `worker_id`: the worker of mode direct."""
 
     def __init__(self, client: KvRouter, override: dict[str, Any], worker_id: int | None = None) -> None:
@@ -372,53 +401,8 @@ class OneMode:
         self._override = override
         self._fields: dict[str, Any] = {} if worker_id is None else {"worker_id": worker_id}
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        model: str | None = None,
-        stop_conditions: Mapping[str, Any] | None = None,
-        sampling_options: Mapping[str, Any] | None = None,
-        router_config_override: Mapping[str, Any] | None = None,
-        *,
-        request_id: str | None = None,
-        extra_args: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Generation:
-        """As KvRouter.generate."""
-        return await self._client.generate(
-            token_ids,
-            model,
-            stop_conditions,
-            sampling_options,
-            {**(router_config_override or {}), **self._override},
-            request_id=request_id,
-            extra_args=extra_args,
-            **self._fields,
-            **options,
-        )
-
-    async def book(
-        self,
-        token_ids: Sequence[int],
-        router_config_override: Mapping[str, Any] | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[RouteOptions],
-    ) -> Booking:
-        """As KvRouter.book."""
-        override = {**(router_config_override or {}), **self._override}
-        return await self._client.book(token_ids, override, request_id=request_id, **self._fields, **options)
-
-    async def best_worker_id(
-        self,
-        token_ids: Sequence[int],
-        router_config_override: Mapping[str, Any] | None = None,
-        **options: Unpack[RouteOptions],
-    ) -> tuple[int, int]:
-        """As KvRouter.best_worker_id."""
-        override = {**(router_config_override or {}), **self._override}
-        worker_id, _, overlap_blocks = await self._client.best_worker(token_ids, override, **self._fields, **options)
-        return worker_id, overlap_blocks
+    def _target(self) -> _Target:
+        return _Target(self._client, self._override, self._fields)
 
 
 def _check_id(request_id: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from streams.client.trace_context import add_trace_context
 from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
 #: Bytes of one event. With return_token_ids, vLLM's first event repeats the prompt: about 8 bytes for each token.
@@ -101,6 +102,7 @@ class EngineStream:
         if url is None:
             raise EngineFailed(f"worker {worker_id} was removed from the registry", worker_id=worker_id)
         headers = {"Content-Type": "application/json", RANK_HEADER: str(dp_rank)}
+        add_trace_context(headers)
         try:
             response = await http.post(f"{url.rstrip('/')}/v1/completions", data=body, headers=headers)
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:

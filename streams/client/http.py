@@ -30,6 +30,7 @@ from streams.client.base import (
 from streams.client.engine import EngineOptions
 from streams.client.payloads import query_of, unpack_tokens
 from streams.client.reports import BookingKey, Report
+from streams.client.trace_context import add_trace_context
 from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, RouterUnavailable
 
 #: Time for one call, connection included. A decision takes about a millisecond; a router that drains or waits for a
@@ -67,6 +68,9 @@ QUEUE_WAIT_S_MAX = 3600.0
 
 JSON, OCTET_STREAM = "application/json", "application/octet-stream"
 AUTHORIZATION, TENANT_HEADER = "Authorization", "X-Tenant"
+
+#: W3C trace context: fields of a request that are sent as headers.
+TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class KvRouterClient(KvRouter):
@@ -120,10 +124,24 @@ class KvRouterClient(KvRouter):
             await self._routers.close()
             self._routers = None
 
+    async def workers(self) -> list[dict[str, Any]]:
+        """Return the registered workers, as `GET /workers` does. It is not repeated if all routers are away.
+
+        Raises RouterUnavailable, NotReady, Unauthorized, Forbidden: a token needs the right `read`.
+        """
+        try:
+            answer = await self._round("GET", "/workers", Attempt(), None, None, {})
+        except Refused as exc:
+            raise exc.error from exc
+        workers: list[dict[str, Any]] = answer["workers"]
+        return workers
+
     async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
         fields = dict(fields)
         tenant = fields.pop("tenant", None)
         headers = {} if tenant is None else {TENANT_HEADER: tenant}
+        add_trace_context(headers)
+        headers |= {name: fields.pop(name) for name in TRACE_HEADERS if name in fields}
         wait_s = 0.0
         if fields.get("queue") == "on":
             wait_s = fields["queue_timeout_ms"] / 1000.0 if "queue_timeout_ms" in fields else QUEUE_WAIT_S_MAX

@@ -44,11 +44,15 @@ class RequestOptions(TypedDict, total=False):
     """Fields of a route request that every routing method accepts as keyword arguments; docs/http.md describes them.
 
     They are passed on as they are, so a router that is newer than this client may accept more. tenant: the header
-    X-Tenant, in whose name a request with `queue` waits.
+    X-Tenant, in whose name a request with `queue` waits. traceparent, tracestate: W3C trace context, only for
+    KvRouterClient.
     """
 
     lora_name: str | None
     namespace: str | None
+    cache_salt: str | None
+    traceparent: str
+    tracestate: str
     session_id: str | None
     tenant: str | None
     priority: int

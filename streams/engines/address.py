@@ -1,49 +1,64 @@
-"""The address of one engine, and how `--engine` writes it (pure).
+"""The address of one engine, and how `--engine` and files of engines write it (pure).
 
-What lives here: the address, its text form, and the addresses of further ranks. What must not: connections (feed).
+What lives here: the address, its text forms, templates of addresses, and the addresses of further ranks. What must not:
+connections (feed), and where a list of engines comes from (sources).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
+import xxhash
+
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX
+from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX, Role
 from streams.engines.dialects.interface import Dialect
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
-_PARTS = frozenset({"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "lora"})
-_REQUIRED = frozenset({"id", "url", "events"})
+_PARTS = frozenset(
+    {"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "role", "device_class", "taints", "lora"}
+)
+_REQUIRED = frozenset({"id", "url"})
 
 #: The schemes that each URL of an engine may have, and an example of the URL.
 _SCHEMES = {
     "url": (("http", "https"), "http://HOST:PORT"),
     "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
-    "events": (("tcp", "ipc"), "tcp://HOST:PORT"),
+    "events": (("tcp", "ipc", "http", "https"), "tcp://HOST:PORT, or http://HOST:PORT/kv_cache_events"),
     "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
 }
+
+#: What separates taints, and names of adapters, in `--engine`, whose parts are separated by commas.
+_SEPARATOR = "+"
+
+#: What a template has in place of an engine's host.
+HOST = "{host}"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Where one engine is, and which dialect it speaks.
+    """Where one engine is, which dialect it speaks, and how it is registered.
 
-    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. model: None to ask the engine.
-    metrics: the URL of its Prometheus page, if that is not /metrics of `url`. lora_names: the adapters that it serves,
-    None if they are not listed.
+    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events may also be an HTTP URL,
+    which is polled for all ranks, or None for an engine that publishes none. model: None to ask the engine. metrics:
+    the URL of its Prometheus page, if that is not /metrics of `url`. role, device_class, taints: None to leave what the
+    registry has, or the default. lora_names: the adapters that it serves, None if they are not listed.
     """
 
     worker_id: WorkerId
     url: str
-    events: str
+    events: str | None
     replay: str | None = None
     dp_size: int = 1
     model: str | None = None
     metrics: str | None = None
     dialect: Dialect = DEFAULT_DIALECT
+    role: Role | None = None
+    device_class: str | None = None
+    taints: tuple[str, ...] | None = None
     lora_names: tuple[str, ...] | None = None
 
     @property
@@ -58,35 +73,83 @@ class EngineAddress:
 
 
 def engine_address(text: str) -> EngineAddress:
-    """Parse `id=1,url=…,events=…[,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,lora=a+b]`.
+    """Parse `id=1,url=…[,events=…][,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,role=…][,device_class=…]`.
 
-    Raises SettingsError that names the part that cannot be used.
+    `taints=a+b` and `lora=a+b` are also parts. Raises SettingsError that names the part that cannot be used.
     """
-    parts = dict(part.partition("=")[::2] for part in text.split(","))
+    return address_of(dict(part.partition("=")[::2] for part in text.split(",")), f"--engine {text!r}")
+
+
+def address_of(parts: Mapping[str, str], where: str) -> EngineAddress:
+    """Return the address with these parts. where: begins the text of the SettingsError for a part that is unusable."""
     unknown = parts.keys() - _PARTS
     missing = _REQUIRED - {name for name, value in parts.items() if value}
     if unknown or missing:
         faults = [f"{', '.join(sorted(missing))} missing"] if missing else []
         faults += [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
-        raise SettingsError(f"--engine {text!r}: {'; '.join(faults)}")
+        raise SettingsError(f"{where}: {'; '.join(faults)}")
+    if parts.get("replay") and not parts.get("events"):
+        raise SettingsError(f"{where}: replay without events", remedy="Add events=tcp://HOST:PORT")
     try:
         worker_id, dp_size = int(parts["id"]), int(parts.get("dp", "1"))
     except ValueError as exc:
-        raise SettingsError(f"--engine {text!r}: id and dp must be whole numbers") from exc
+        raise SettingsError(f"{where}: id and dp must be whole numbers") from exc
     if not 0 <= worker_id <= U64_MASK or not 1 <= dp_size <= DP_SIZE_MAX:
-        raise SettingsError(f"--engine {text!r}: id must be 0 to 2^64-1, dp 1 to {DP_SIZE_MAX}")
-    _check_urls(text, parts)
+        raise SettingsError(f"{where}: id must be 0 to 2^64-1, dp 1 to {DP_SIZE_MAX}")
+    _check_urls(where, parts)
     return EngineAddress(
         worker_id=WorkerId(worker_id),
         url=parts["url"].rstrip("/"),
-        events=parts["events"],
+        events=parts.get("events") or None,
         replay=parts.get("replay") or None,
         dp_size=dp_size,
         model=parts.get("model") or None,
         metrics=parts.get("metrics") or None,
-        dialect=_dialect(text, parts.get("dialect")),
-        lora_names=_lora_names(text, parts.get("lora")),
+        dialect=_dialect(where, parts.get("dialect")),
+        role=_role(where, parts.get("role")),
+        device_class=parts.get("device_class") or None,
+        taints=tuple(filter(None, parts["taints"].split(_SEPARATOR))) if "taints" in parts else None,
+        lora_names=_lora_names(where, parts.get("lora")),
     )
+
+
+def is_polled(engine: EngineAddress) -> bool:
+    """Whether an engine's events are polled over HTTP."""
+    return engine.events is not None and urlsplit(engine.events).scheme in ("http", "https")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTemplate:
+    """The address of every engine of a group, with `{host}` in place of its host. parts: without an id."""
+
+    parts: Mapping[str, str]
+
+    def at(self, host: str) -> EngineAddress:
+        """Return the address of the engine on a host. Its id is a hash of its URL, so it is always the same."""
+        written = f"[{host}]" if ":" in host else host
+        parts = {name: value.replace(HOST, written) for name, value in self.parts.items()}
+        return address_of({**parts, "id": str(worker_id_of(parts["url"]))}, f"the engine at {host}")
+
+
+def engine_template(text: str) -> EngineTemplate:
+    """Parse `url=http://{host}:8000,events=tcp://{host}:5557`, with the parts of `--engine` except id.
+
+    Raises SettingsError that names the part that cannot be used.
+    """
+    parts = dict(part.partition("=")[::2] for part in text.split(","))
+    where = f"--engine-template {text!r}"
+    if "id" in parts:
+        raise SettingsError(f"{where}: id unknown", remedy="Leave it out: each engine's id is derived from its URL")
+    for name in ("url", "events", "replay", "metrics"):
+        if (name == "url" or parts.get(name)) and HOST not in parts.get(name, ""):
+            raise SettingsError(f"{where}: {name} does not contain {HOST}", remedy=f"{HOST} stands for each engine's")
+    address_of({**{name: value.replace(HOST, "host") for name, value in parts.items()}, "id": "0"}, where)
+    return EngineTemplate(parts)
+
+
+def worker_id_of(url: str) -> WorkerId:
+    """Return the id of an engine that is known by its URL alone: xxh3_64 of the URL."""
+    return WorkerId(xxhash.xxh3_64_intdigest(url.rstrip("/").encode()))
 
 
 def port_above(endpoint: str, offset: int) -> str:
@@ -104,30 +167,39 @@ def port_above(endpoint: str, offset: int) -> str:
     return urlunsplit(("tcp", f"{parts.hostname}:{parts.port + offset}", "", "", ""))
 
 
-def _dialect(text: str, name: str | None) -> Dialect:
+def _dialect(where: str, name: str | None) -> Dialect:
     if not name:
         return DEFAULT_DIALECT
     dialect = DIALECTS.get(name)
     if dialect is None:
         known = ", ".join(sorted(DIALECTS))
-        raise SettingsError(f"--engine {text!r}: dialect {name!r} is unknown", remedy=f"The known ones are: {known}")
+        raise SettingsError(f"{where}: dialect {name!r} is unknown", remedy=f"The known ones are: {known}")
     return dialect
 
 
-def _lora_names(text: str, value: str | None) -> tuple[str, ...] | None:
-    """Read the names of adapters, which "+" separates. An empty value lists none, so that none is served."""
+def _role(where: str, name: str | None) -> Role | None:
+    if not name:
+        return None
+    try:
+        return Role(name)
+    except ValueError as exc:
+        raise SettingsError(f"{where}: role {name!r} is unknown", remedy=f"Use one of {', '.join(Role)}") from exc
+
+
+def _lora_names(where: str, value: str | None) -> tuple[str, ...] | None:
+    """Read the names of adapters. An empty value lists none, so that none is served."""
     if value is None:
         return None
-    names = tuple(value.split("+")) if value else ()
+    names = tuple(value.split(_SEPARATOR)) if value else ()
     if len(names) > LORA_NAMES_MAX or any(not 1 <= len(name) <= LORA_NAME_CHARS_MAX for name in names):
         raise SettingsError(
-            f"--engine {text!r}: lora lists at most {LORA_NAMES_MAX} names of 1 to {LORA_NAME_CHARS_MAX} characters",
+            f"{where}: lora lists at most {LORA_NAMES_MAX} names of 1 to {LORA_NAME_CHARS_MAX} characters",
             remedy="It must look like lora=NAME+NAME",
         )
     return names
 
 
-def _check_urls(text: str, parts: dict[str, str]) -> None:
+def _check_urls(where: str, parts: Mapping[str, str]) -> None:
     """Raise SettingsError for a URL that no client can use: the bridge would retry it for ever, and log each time."""
     for name, (schemes, example) in _SCHEMES.items():
         value = parts.get(name)
@@ -141,7 +213,9 @@ def _check_urls(text: str, parts: dict[str, str]) -> None:
         except ValueError:
             fits = False
         if not fits:
-            raise SettingsError(f"--engine {text!r}: {name} is {value!r}", remedy=f"It must look like {example}")
+            raise SettingsError(f"{where}: {name} is {value!r}", remedy=f"It must look like {example}")
+    if parts.get("replay") and urlsplit(parts.get("events", "")).scheme in ("http", "https"):
+        raise SettingsError(f"{where}: events that are polled have no replay socket", remedy="Remove replay=")
 
 
 def check_distinct(engines: Sequence[EngineAddress]) -> None:
@@ -149,11 +223,18 @@ def check_distinct(engines: Sequence[EngineAddress]) -> None:
 
     One of them would be given the events of the other.
     """
-    for what in ("worker_id", "events"):
+    clash = first_clash(engines)
+    if clash is not None:
+        raise SettingsError(f"two engines have {clash[1]}", remedy="Correct one of the engines' addresses")
+
+
+def first_clash(engines: Sequence[EngineAddress]) -> tuple[EngineAddress, str] | None:
+    """Return the first engine whose id or address of events an earlier one has, and which it is; None without one."""
+    for name, key in (("id", "worker_id"), ("events", "events")):
         seen: set[object] = set()
         for engine in engines:
-            value = getattr(engine, what)
-            if value in seen:
-                name = "id" if what == "worker_id" else what
-                raise SettingsError(f"two engines have {name}={value}", remedy="Correct one of the --engine options")
+            value = getattr(engine, key)
+            if value is not None and value in seen:
+                return engine, f"{name}={value}"
             seen.add(value)
+    return None

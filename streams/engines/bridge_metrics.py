@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streams.core.ids import RankId
-from streams.engines.address import EngineAddress
 from streams.engines.bridge import Bridge
 from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.feed_counters import NOT_INDEXED
+from streams.engines.sources.interface import EngineSource
 from streams.http_server import Startup, monitoring_app, monitoring_server
 from streams.kafka import wait_for_topics
 from streams.kafka_log import unreachable
@@ -31,18 +31,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BridgeSnapshot:
-    """What the declarations read. totals: FeedCounters by name, over all ranks that this bridge has fed."""
+    """What the declarations read. totals: FeedCounters by name, over all ranks that this bridge has fed.
+
+    n_engines: named by the bridge's sources now. n_buffered: records that Kafka has not acknowledged.
+    """
 
     n_ranks: int
     totals: Mapping[str, int]
+    n_engines: int = 0
+    n_buffered: int = 0
 
 
-def bridge_snapshot(counts: Mapping[RankId, Mapping[str, int]]) -> BridgeSnapshot:
+def bridge_snapshot(
+    counts: Mapping[RankId, Mapping[str, int]], n_engines: int = 0, n_buffered: int = 0
+) -> BridgeSnapshot:
     """Sum the counters of `Bridge.feed_counts`."""
     totals: Counter[str] = Counter()
     for of_rank in counts.values():
         totals.update(of_rank)
-    return BridgeSnapshot(len(counts), totals)
+    return BridgeSnapshot(len(counts), totals, n_engines, n_buffered)
 
 
 def _total(name: str, text: str) -> Metric[BridgeSnapshot]:
@@ -55,6 +62,16 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
         "kvstreams_bridge_ranks",
         "Ranks that this bridge has fed since it started",
         lambda now: now.n_ranks,
+    ),
+    gauge(
+        "kvstreams_bridge_engines",
+        "Engines that the bridge's sources name",
+        lambda now: now.n_engines,
+    ),
+    gauge(
+        "kvstreams_bridge_buffered_records",
+        "Records that Kafka has not acknowledged. At 100,000, further batches wait in the engines' sockets",
+        lambda now: now.n_buffered,
     ),
     _total("batches_published", "Batches of engines that were published to `kv-events`"),
     _total("batches_repeated", "Batches that an engine sent a second time, for example from its replay socket"),
@@ -96,10 +113,12 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
 
 def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
     """The registry of a bridge."""
-    return MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(bridge.feed_counts()))
+    return MetricsRegistry(
+        BRIDGE_METRICS, lambda: bridge_snapshot(bridge.feed_counts(), bridge.n_engines, bridge.n_buffered)
+    )
 
 
-async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
+async def run_bridge(settings: Settings, sources: Sequence[EngineSource]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
     A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,
@@ -110,7 +129,7 @@ async def run_bridge(settings: Settings, engines: list[EngineAddress]) -> None:
         startup.note("connecting to Kafka")
         await wait_for_topics(settings, topics(settings).all(), startup.note)
         await warm_while_serving(HASHING, startup.note)
-        bridge = Bridge(settings, engines)
+        bridge = Bridge(settings, sources)
         if server is not None:
 
             def not_ready() -> str | None:

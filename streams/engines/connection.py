@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from typing import Self
 
 import zmq
@@ -20,6 +21,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 #: Batches that wait in the socket. ZMQ drops further ones; the numbers then show a gap, which the replay socket fills.
 RECEIVE_HWM = 100_000
+
+#: Batches that wait in the sockets of all ranks of a bridge, while Kafka is slow: 500 MB of batches with four blocks.
+#: Each rank has its share, but at least the second number.
+RECEIVE_HWM_OF_ALL = 400_000
+RECEIVE_HWM_MIN = 1_000
 
 #: Bytes of one message; a greater one ends the connection. A batch of this size has some 600,000 blocks, more than one
 #: record of kv-events can contain. Decoding it delays the other engines of the bridge by less than a second.
@@ -50,6 +56,11 @@ _FAILURES = frozenset(
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES)
 
 
+def receive_hwm(n_ranks: int) -> int:
+    """Return one rank's share of the batches that may wait in the sockets of a bridge with so many ranks."""
+    return min(RECEIVE_HWM, max(RECEIVE_HWM_MIN, RECEIVE_HWM_OF_ALL // max(1, n_ranks)))
+
+
 class Change(enum.Enum):
     """What happened to the connection."""
 
@@ -61,7 +72,11 @@ class Change(enum.Enum):
 class EventConnection:
     """One rank's connection to its engine's events. All methods run on the loop."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM
+    ) -> None:
+        """receive_hwm: returns how many batches may wait in a socket that is opened now."""
+        self._receive_hwm = receive_hwm
         self._context = context
         self._address = address
         self._socket: zmq.asyncio.Socket | None = None
@@ -155,7 +170,7 @@ class EventConnection:
     def _open(self, now_s: float) -> None:
         self._opened_at_s, self._reached = now_s, False
         self._socket = socket = self._context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+        socket.setsockopt(zmq.RCVHWM, self._receive_hwm())
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(PING_INTERVAL_S * 1000))

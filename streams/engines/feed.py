@@ -88,6 +88,9 @@ MESSAGES_AT_ONCE = 64
 #: Resync requests that wait for the loop. A partition's owner sends one at a time and repeats it.
 REQUESTS_MAX = 4
 
+#: Pause before Kafka's client is offered a record again that it had no space for.
+FULL_S = 0.02
+
 #: How long the loop waits for a batch before it does its other work.
 IDLE_S = 0.25
 
@@ -122,6 +125,7 @@ class RankFeed:
         self._wiring = wiring
         self._recovered = recovered
         self.rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
+        assert wiring.engine.events is not None  # an engine without events has another feed (eventless_feed)
         self._events = port_above(wiring.engine.events, dp_rank)
         self._replay = port_above(wiring.engine.replay, dp_rank) if wiring.engine.replay else None
         self._dialect = wiring.engine.dialect
@@ -137,7 +141,7 @@ class RankFeed:
             wiring.epoch_of,
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
-        self._connection = EventConnection(wiring.context, self._events)
+        self._connection = EventConnection(wiring.context, self._events, wiring.receive_hwm)
         self._evidence = EvidenceReader(wiring, self._replay, self.rank)
         self._events_outage, self._replay_outage = Outage(), Outage()
         self._missing_events = MissingEvents()
@@ -151,6 +155,7 @@ class RankFeed:
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
         self._batch_seen = False  # whether a batch has arrived through this connection
+        self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
         self._fed_alone = False  # whether it was logged that only events show that the engine is running
 
     def counts(self) -> Mapping[str, int]:
@@ -178,6 +183,14 @@ class RankFeed:
     def has_backlog(self) -> bool:
         """Whether a message waits in the socket although the rank's last record says that its feed is live."""
         return self._writer.feed is FeedState.LIVE and self._connection.has_message
+
+    def has_waited_for_kafka(self, now_s: float, longer_than_s: float) -> bool:
+        """Whether a record has waited for space in Kafka's client for so long."""
+        return self._unsent_since_s is not None and now_s - self._unsent_since_s > longer_than_s
+
+    def retire(self, reason: str) -> None:
+        """Let the rank get no requests from now on. The caller then ends the feed."""
+        self._heartbeats.retire(reason)
 
     async def run(self) -> None:
         """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka does not take a batch."""
@@ -501,7 +514,7 @@ class RankFeed:
         await self._publish_beginning()
 
     async def _publish_beginning(self) -> None:
-        await self._wait_for_lease()
+        await self._may_write()
         self._writer.feed = FeedState.UNPROVEN
         self._writer.write(BEFORE_FIRST, 0, _now_us() // 1000, ())
         # The first heartbeat follows at once. Without it, the rank would have no lease in this incarnation yet, so a
@@ -583,7 +596,7 @@ class RankFeed:
         Its number is on Kafka afterwards, whatever the payload contains: otherwise nothing would show that it is
         missing until the engine sends another batch.
         """
-        await self._wait_for_lease()
+        await self._may_write()
         state = self._state
         self._missing_events.on_event()
         digest = state.batches.digests.add(batch)
@@ -592,7 +605,7 @@ class RankFeed:
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)
         unusable = list(decoded.unusable)
-        left_out_before = self._writer.ledger.left_out
+        left_out_before, between_before = self._writer.ledger.left_out, self._writer.ledger.n_between
         try:
             self._writer.write(
                 batch.sequence,
@@ -611,7 +624,11 @@ class RankFeed:
             self.counters.not_indexed[reason] += n
         if self._writer.ledger.left_out > left_out_before:
             self.counters.not_indexed["unplaced"] += self._writer.ledger.left_out - left_out_before
-        if self._stored_block_size is None and any(isinstance(event, BlocksStored) for event in decoded.events):
+        if self._writer.ledger.n_between > between_before:
+            self.counters.not_indexed["cache_group"] += self._writer.ledger.n_between - between_before
+        if self._stored_block_size != self._block_size and any(
+            isinstance(event, BlocksStored) for event in decoded.events
+        ):
             self._note_block_size(self._block_size)
         if unusable:
             self._note_unusable(batch, digest, unusable)
@@ -636,7 +653,13 @@ class RankFeed:
         self._dead_letter(letter, len(batch.payload), unusable[0].error)
 
     def _note_refused(self, unusable: Sequence[UnusableEvent]) -> None:
-        """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used."""
+        """Report the size of the engine's blocks to the bridge if it is the reason why an event cannot be used.
+
+        An engine has one size until it restarts. So once it has stored blocks of the scope's size, an event with
+        another one is damaged.
+        """
+        if self._stored_block_size == self._block_size:
+            return
         for each in unusable:
             size = each.error.detail.get("block_size")
             if each.error.reason == WRONG_BLOCK_SIZE and isinstance(size, int) and size > 0:
@@ -668,7 +691,7 @@ class RankFeed:
         # On a thread: the batches of other ranks and the renewals of all leases would otherwise wait for seconds.
         pieces = await asyncio.to_thread(writer.restatement, now_us)
         for piece in pieces:
-            await self._wait_for_lease()
+            await self._may_write()
             writer.send_chunk(piece, now_us // 1000)
             await asyncio.sleep(0)
         state.restatements.sent(writer.sequence, time.monotonic())
@@ -683,8 +706,20 @@ class RankFeed:
             request.reason,
         )
 
-    async def _wait_for_lease(self) -> None:
-        await self._wiring.lease_handle.allowed(self._wiring.term)
+    async def _may_write(self) -> None:
+        """Wait until a batch may be written: this bridge holds the lease, and Kafka's client has taken the last one.
+
+        Meanwhile nothing is taken from the socket, where at most `receive_hwm` batches wait. Further ones are missing
+        in the engine's numbers, so they are requested from the replay socket, and show as a gap if that lacks them.
+        """
+        while True:
+            await self._wiring.lease_handle.allowed(self._wiring.term)
+            if self._writer.send():
+                self._unsent_since_s = None
+                return
+            if self._unsent_since_s is None:
+                self._unsent_since_s = time.monotonic()
+            await asyncio.sleep(FULL_S)
 
     def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
         """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""

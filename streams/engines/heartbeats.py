@@ -79,6 +79,14 @@ class Heartbeats:
         if self.begun and self._is_heard and not self._ended and self._wiring.lease_handle.may_publish():
             self.renew()
 
+    def retire(self, reason: str) -> None:
+        """Make the rank silent at once and for good, if this bridge may still publish."""
+        if self.begun and self._wiring.lease_handle.may_publish():
+            log.info("rank %s is fed no longer: %s", self._writer.rank, reason)
+            self._publish(ENDED_ENGINE_LEASE_MS)
+
     def _publish(self, lease_ms: int) -> None:
+        if not self._writer.send():
+            return  # Kafka's client has no space; the batch that waits for it shows life as well
         self._writer.heartbeat(self._wiring.lease_handle.lease.bridge, lease_ms, time.time_ns() // 1_000_000)
         self._counters.heartbeats += 1

@@ -75,33 +75,39 @@ class _Sent:
 class EngineLease:
     """One engine's lease as one bridge sees it. Takes records and times, returns writes."""
 
-    def __init__(self, bridge: str, lease_s: float) -> None:
-        """bridge: a name that no other process has. lease_s: the length of the lease."""
+    def __init__(self, bridge: str, lease_s: float, renewal: int = 0) -> None:
+        """bridge: a name that no other process has. lease_s: the length of the lease.
+
+        renewal: the number of the process's last write for this worker, if it had the lease before.
+        """
         self.bridge = bridge
         self.phase = LeasePhase.READING
         self.term = 0  # of ours, once claimed
         self._lease_s = lease_s
         self._own: Worker | None = None
+        self._fixed: tuple[str, ...] = ()
         self._base: Worker | None = None  # the registration that our writes add the lease to
         self._base_number = 0
         self._seen: dict[str, int] = {}  # other bridges' last renewals
         self._known: BridgeLease | None = None  # the lease in effect, ours or another bridge's
         self._known_at_s = 0.0
         self._sent: dict[int, _Sent] = {}
-        self._renewal = 0
+        self.renewal = renewal  # of our last write
         self._renew_at_s = 0.0
         self._confirmed_at_s: float | None = None  # when the last renewal that was read back was sent
         self._not_before_s = float("-inf")  # until then the previous holder may still publish
 
-    def want(self, own: Worker) -> None:
+    def want(self, own: Worker, fixed: tuple[str, ...] = ()) -> None:
         """Claim the lease from now on whenever it is free. own: the registration to write if there is none yet.
 
-        Called again, it changes the addresses and the block size of what a holder has registered.
+        fixed: names of fields, in addition to the addresses, whose values replace those of a registration. Called
+        again, it changes these fields, the addresses and the block size of what a holder has registered.
         """
+        self._fixed = fixed
         changed = self._own is not None and own != self._own
         self._own = own
         if changed and self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING):
-            self._base, self._base_number = _addressed(self._base, own), self._base_number + 1
+            self._base, self._base_number = _addressed(self._base, own, fixed), self._base_number + 1
             self._renew_at_s = float("-inf")
 
     @property
@@ -144,7 +150,7 @@ class EngineLease:
         """
         if lease is None:
             return True
-        seen = self._renewal if lease.bridge == self.bridge else self._seen.pop(lease.bridge, -1)
+        seen = self.renewal if lease.bridge == self.bridge else self._seen.pop(lease.bridge, -1)
         self._seen[lease.bridge] = max(seen, lease.renewal)
         if len(self._seen) > BRIDGES_TRACKED_MAX:
             del self._seen[next(iter(self._seen))]
@@ -191,7 +197,7 @@ class EngineLease:
         if self.phase is LeasePhase.WAITING and self._own is not None and self._is_free(now_s):
             self.term = 1 + (self._known.term if self._known else 0)
             self.phase = LeasePhase.CLAIMING
-            self._base = _addressed(self._base, self._own)
+            self._base = _addressed(self._base, self._own, self._fixed)
             return [self._write(now_s)]
         late = self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING) and now_s >= self._renew_at_s
         if not late or sum(sent.term == self.term for sent in self._sent.values()) >= RENEWALS_IN_FLIGHT_MAX:
@@ -219,23 +225,26 @@ class EngineLease:
         return now_s >= self._known_at_s + known.lease_ms / 1000
 
     def _write(self, now_s: float) -> Write:
-        self._renewal += 1
-        self._sent[self._renewal] = _Sent(now_s, self._base_number, self.term)
+        self.renewal += 1
+        self._sent[self.renewal] = _Sent(now_s, self._base_number, self.term)
         if len(self._sent) > WRITES_TRACKED_MAX:
             del self._sent[next(iter(self._sent))]
         self._renew_at_s = now_s + self._lease_s / RENEWALS_PER_LEASE
         return Write(self._leased(round(self._lease_s * 1000)))
 
     def _leased(self, lease_ms: int) -> Worker:
-        lease = BridgeLease(self.bridge, self.term, lease_ms, self._renewal + (lease_ms == 0))
+        lease = BridgeLease(self.bridge, self.term, lease_ms, self.renewal + (lease_ms == 0))
         worker = self._base or self._own
         assert worker is not None  # only a bridge that wants the lease writes
         # Only the bridge knows the size of its engine's blocks, so no other writer can change it.
         return replace(worker, lease=lease, block_size=worker.block_size if self._own is None else self._own.block_size)
 
 
-def _addressed(found: Worker | None, own: Worker) -> Worker:
-    """Return the registration with this bridge's addresses and adapters; everything else is an operator's choice."""
+def _addressed(found: Worker | None, own: Worker, fixed: tuple[str, ...]) -> Worker:
+    """Return the registration with this bridge's addresses and adapters; everything else is an operator's choice.
+
+    fixed: further fields that the operator has set at this bridge.
+    """
     if found is None:
         return own
     return replace(
@@ -247,4 +256,5 @@ def _addressed(found: Worker | None, own: Worker) -> Worker:
         events_endpoint=own.events_endpoint,
         replay_endpoint=own.replay_endpoint,
         lora_names=found.lora_names if own.lora_names is None else own.lora_names,
+        **{name: getattr(own, name) for name in fixed},
     )

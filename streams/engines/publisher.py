@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Self
@@ -60,16 +61,26 @@ from streams.warming import HASHING, warm
 
 log = logging.getLogger(__name__)
 
-#: How long a batch waits for space in the client's queue, and a flush for the broker.
+#: How long a publisher waits for space in the client's queue, and a flush for the broker.
 PUBLISH_TIMEOUT_S = 30.0
+
+#: Records, and their kilobytes, that wait in the client of one process until Kafka takes them. While this buffer is
+#: full, a bridge takes no further batches from its engines' sockets.
+BUFFERED_RECORDS_MAX = 100_000
+BUFFERED_KBYTES_MAX = 256 * 1024
 
 
 def event_producer(settings: Settings) -> Producer:
     """Return a producer of events. It never drops a record, since only the engine could fill the gap.
 
-    While Kafka does not answer, its queue fills. When the queue is full, `RankWriter.write` raises KvStreamsError.
+    While Kafka is slower than the engines, its queue fills, up to the limits above. `RankWriter.send` then returns
+    False, and the writer keeps the records of the batch that did not fit.
     """
-    return producer(settings, **{"message.timeout.ms": 0})
+    limits = {
+        "queue.buffering.max.messages": BUFFERED_RECORDS_MAX,
+        "queue.buffering.max.kbytes": BUFFERED_KBYTES_MAX,
+    }
+    return producer(settings, **{"message.timeout.ms": 0, **limits})
 
 
 def no_pools(pool_id: str) -> int:  # noqa: ARG001 - the signature is that of every `epoch_of`
@@ -113,6 +124,8 @@ class RankWriter:
         self.published = 0
         self.delivered = 0
         self.failed: list[str] = []
+        self._key = worker_key(rank.worker_id)
+        self._unsent: deque[tuple[str, bytes]] = deque()  # records of the last batch that the client had no space for
         #: If a caller sets a list here, the offsets in `cxl-events` of all later transitions are appended to it.
         self.transitions_at: list[int] | None = None
 
@@ -145,7 +158,7 @@ class RankWriter:
             except BadRecord as exc:
                 refused = refused or exc
         changes += self.ledger.end_batch()
-        n_unindexed += self.ledger.left_out - was_left_out
+        n_unindexed += self.ledger.left_out - was_left_out + self.ledger.n_between
         if is_incomplete or refused:
             self.ledger.lost_events()
         self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
@@ -254,16 +267,32 @@ class RankWriter:
         self.published += 1
 
     def _produce(self, topic: str, value: bytes) -> None:
-        key = worker_key(self.rank.worker_id)
-        deadline = time.monotonic() + PUBLISH_TIMEOUT_S
-        while True:
-            try:
-                self._kafka.produce(topic, key=key, value=value, on_delivery=self._on_delivery)
-                break
-            except BufferError as exc:
-                if time.monotonic() > deadline:
-                    raise KvStreamsError(f"Kafka took no event for {PUBLISH_TIMEOUT_S:g} s") from exc
-                self._kafka.poll(0.05)
+        self._unsent.append((topic, value))
+        self.send()
+
+    def send(self) -> bool:
+        """Hand the records that wait to Kafka's client; return whether none waits any more.
+
+        Call it before a batch, and write no batch while it returns False: the number of records that wait is limited
+        only in that way.
+        """
+        waiting = self._unsent
+        try:
+            while waiting:
+                topic, value = waiting[0]
+                self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery)
+                waiting.popleft()
+        except BufferError:
+            return False
+        return True
+
+    def send_within(self, timeout_s: float) -> None:
+        """Block until no record waits. Raises KvStreamsError after the timeout; the records are kept."""
+        deadline = time.monotonic() + timeout_s
+        while not self.send():
+            if time.monotonic() > deadline:
+                raise KvStreamsError(f"Kafka took no event for {timeout_s:g} s")
+            self._kafka.poll(0.05)
         self._kafka.poll(0)
 
     def begin_incarnation(self, incarnation: Incarnation) -> None:
@@ -276,6 +305,7 @@ class RankWriter:
         self.sequence, self.digest, self.ledger = sequence, digest, ledger
         self.names = names or CxlNames()
         self.failed.clear()
+        self._unsent.clear()
 
     def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
         if error is None:
@@ -376,17 +406,20 @@ class KvEventPublisher:
         """Publish several events as one batch; return its sequence number.
 
         Raises BadRecord for invalid CXL metadata or labels. Nothing was published then, and the caller may publish the
-        batch again without them. After any other exception the batch is missing in the log or has no events there, and
-        its rank is degraded.
+        batch again without them. Raises KvStreamsError if Kafka takes nothing for PUBLISH_TIMEOUT_S: before the batch,
+        if an earlier one still waits; otherwise the batch is sent by the next call. After any other exception the batch
+        is missing in the log or has no events there, and its rank is degraded.
         """
         for event in events:
             announced_states(event)
             if isinstance(event, BlocksStored) and event.moe is not None:
                 check_labels(event.moe)
+        self._writer.send_within(PUBLISH_TIMEOUT_S)
         sequence = self._sequence
         self._sequence += 1
         digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
         self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events)
+        self._writer.send_within(PUBLISH_TIMEOUT_S)
         return sequence
 
     def publish_cxl_state_transition(
@@ -409,7 +442,9 @@ class KvEventPublisher:
         """
         workers = [WorkerId(worker & U64_MASK) for worker in accessible_workers or ()]
         changed = state_changed(event_id, block_hashes, new_state, pool_id, workers)
+        self._writer.send_within(PUBLISH_TIMEOUT_S)
         unknown = self._writer.change_state(changed, time.time_ns() // 1_000_000)
+        self._writer.send_within(PUBLISH_TIMEOUT_S)
         if unknown:
             raise InvalidEvent(
                 f"{len(unknown)} of {len(block_hashes)} hashes name no block that this rank holds or has in a pool",
@@ -433,6 +468,7 @@ class KvEventPublisher:
 
     def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
         """Wait until the broker has acknowledged everything. Raises KvStreamsError if it has not within the timeout."""
+        self._writer.send_within(timeout_s)
         left = self._kafka.flush(timeout_s)
         if left or self._writer.failed:
             why = self._writer.failed[0] if self._writer.failed else "no answer"
@@ -461,5 +497,6 @@ def _end_former_incarnation(
     writer = RankWriter(replace(settings, model_block_sizes=sizes), kafka, rank, model, incarnation, False)
     writer.feed = FeedState.UNPROVEN  # the engine may run, and nothing is known of its cache
     writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
+    writer.send_within(PUBLISH_TIMEOUT_S)
     if kafka.flush(PUBLISH_TIMEOUT_S):
         log.warning("rank %s: Kafka did not take the end of its former incarnation", rank)

@@ -65,6 +65,7 @@ def send_transition(
         sent_at: list[int] = []
         writer.transitions_at = sent_at
         unknown = writer.change_state(changed, time.time_ns() // 1_000_000)
+        writer.send_within(PUBLISH_TIMEOUT_S)
         if kafka.flush(PUBLISH_TIMEOUT_S) or writer.failed:
             raise KvStreamsError(f"Kafka did not take the record: {writer.failed[0] if writer.failed else 'no answer'}")
         if watch is None or wait_s is None or not sent_at:

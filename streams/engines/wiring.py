@@ -13,6 +13,7 @@ import zmq.asyncio
 from confluent_kafka import Producer
 
 from streams.engines.address import EngineAddress
+from streams.engines.connection import RECEIVE_HWM
 from streams.engines.lease_handle import LeaseHandle
 from streams.settings import Settings
 
@@ -27,7 +28,7 @@ class EngineWiring:
 
     on_page_block_size: takes the size of the engine's blocks from its metrics page, None if the page has none.
     on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
-    incarnation.
+    incarnation. receive_hwm: returns how many batches may wait in one rank's socket.
     """
 
     settings: Settings
@@ -41,3 +42,4 @@ class EngineWiring:
     epoch_of: Callable[[str], int]
     on_page_block_size: Callable[[int | None], None] = _ignore
     on_stored_block_size: Callable[[int | None], None] = _ignore
+    receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM

@@ -66,6 +66,14 @@ class RouterProcess:
     settings: Settings
 
 
+@dataclass(frozen=True, slots=True)
+class FrontProcess:
+    """A process that serves OpenAI's API."""
+
+    child: Child
+    url: str
+
+
 class Stack:
     """Starts the processes of one scope; `children` stops them."""
 
@@ -180,6 +188,17 @@ class Stack:
         if wait:
             self._wait_ready(process)
         return process
+
+    def front(
+        self, name: str, routers: Sequence[RouterProcess], options: Sequence[str] = (), **changes: Any
+    ) -> FrontProcess:
+        """Start a front of these routers. options: additional options of `kvstreams front`."""
+        settings = replace(self.settings, port=free_port(), **changes)
+        urls = [each for router in routers for each in ("--router-url", router.url)]
+        child = self._start(name, ["-m", "streams.cli", "front", *urls, *options], as_environ(settings))
+        url = f"http://{settings.host}:{settings.port}"
+        child.wait_ready(lambda: is_ready(url), READY_TIMEOUT_S)
+        return FrontProcess(child, url)
 
     def _start(self, name: str, arguments: list[str], env: Mapping[str, str] | None = None) -> Child:
         child = Child(name, arguments, self.directory / "logs" / f"{name}.log", env or {})

@@ -18,6 +18,7 @@ then.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import time
@@ -34,7 +35,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import KvStreamsError, api_error
-from streams.router_api.bodies import UNCOUNTED_BODY_BYTES
+from streams.router_api.bodies import LARGE_BODY_BYTES
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.router import Router
 from streams.router_api.token_bodies import parse_with_tokens
@@ -72,6 +73,9 @@ _HEADERS_BYTES_MAX = 1024
 #: Queries of POST /route that are remembered as requests, if they are not too long. Beyond the limit all are forgotten.
 _QUERIES_MAX = 1024
 _QUERY_CHARS_MAX = 256
+
+#: Heads of answers that are kept. Within a second, most answers have one of a few lengths.
+_HEADS_MAX = 256
 
 #: Query parameters that are different for each request.
 _OWN_PARAMETERS = ("request_id", "session_id")
@@ -122,7 +126,8 @@ class FastLane:
         self._route_seconds = metrics.route_seconds
         self._errors = metrics.errors
         self._tokens_max = router.settings.request_tokens_max
-        self._body_bytes_max = min(UNCOUNTED_BODY_BYTES, router.settings.body_bytes_max)
+        # Larger bodies are parsed on a thread. aiohttp holds as much of any body until its handler reads it.
+        self._body_bytes_max = min(LARGE_BODY_BYTES, router.settings.body_bytes_max)
         self._retry_after_s = retry_after_s
         self._headers: dict[bytes, _Headers] = {}  # by their bytes, without the first line
         self._requests: dict[str, RouteRequest] = {}  # by query
@@ -314,11 +319,15 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for st
 
 def _response(status: int, body: bytes, more_headers: str = "") -> bytes:
     """A whole response, with the headers that aiohttp would write."""
-    head = (
-        f"{_STATUS_LINES[status]}\r\nContent-Type: application/json\r\n{more_headers}Content-Length: {len(body)}\r\n"
-        f"Date: {rfc822_formatted_time()}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
-    )
-    return head.encode() + body
+    return _head(status, len(body), more_headers, rfc822_formatted_time()) + body
+
+
+@functools.lru_cache(maxsize=_HEADS_MAX)
+def _head(status: int, length: int, more_headers: str, date: str) -> bytes:
+    return (
+        f"{_STATUS_LINES[status]}\r\nContent-Type: application/json\r\n{more_headers}Content-Length: {length}\r\n"
+        f"Date: {date}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
+    ).encode()
 
 
 class FastProtocol(web.RequestHandler):

@@ -18,8 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from confluent_kafka import KafkaError, Message, Producer
 
@@ -49,9 +48,11 @@ _SENT_TOGETHER_MAX = 256
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent(Generic[_T]):
-    """One record. since_ms: when a record of its key began to wait. n_bytes: about how long its value is."""
+class _Sent(NamedTuple, Generic[_T]):
+    """One record. It is a tuple because two are made for every booking.
+
+    since_ms: when a record of its key began to wait. n_bytes: about how long its value is.
+    """
 
     key: bytes
     content: _T

@@ -27,6 +27,10 @@ _CONSUME_RECORDS = 500
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
+#: For topics with an interval, the client gets what has come in one answer of the broker, partition by partition. After
+#: its first message the rest is there within this time.
+_COLLECT_S = 0.001
+
 #: Called with messages without errors, in order for each partition, and with whether all of them were written after
 #: their partitions' ends were first reached. Returns the messages that cannot be used, each with its position.
 Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
@@ -182,7 +186,7 @@ class Feeds:
         while not self._stopping.is_set() and not self._over.is_set():
             batches: dict[tuple[str | None, bool], list[Message]] = {}
             if share.interval_s is not None and not collect_s and self._pending.isdisjoint(share.partitions):
-                collect_s = share.interval_s
+                collect_s = _COLLECT_S
             for message in consume(consumer, _CONSUME_RECORDS, _POLL_S, collect_s):
                 error = message.error()
                 if error is None:

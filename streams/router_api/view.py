@@ -180,6 +180,11 @@ class View:
         ttl_s = settings.router_predicted_ttl_s if settings.kv_events else settings.router_ttl_s
         if settings.kv_overlap_score_weight > 0.0 and ttl_s > 0.0:
             self._predictions = PredictedPrefixIndex(ttl_s)
+        # The same for engines without events, whose blocks nothing else shows. `router_predicted_ttl_s` does not apply
+        # to them, since it is the time until events arrive.
+        self._eventless_predictions: PredictedPrefixIndex | None = None
+        if settings.reads_index and settings.router_ttl_s > 0.0:
+            self._eventless_predictions = PredictedPrefixIndex(settings.router_ttl_s)
         self._reset()
 
     def _reset(self) -> None:
@@ -189,6 +194,9 @@ class View:
         #: The registered workers, each with the state that follows from its cordon.
         self.workers: dict[WorkerId, Worker] = {}
         self._registrations: dict[WorkerId, Worker] = {}  # the records of `workers`, unchanged
+        # Workers that have a bridge and publish no events, and all ranks of these workers.
+        self._eventless: dict[WorkerId, frozenset[RankId]] = {}
+        self._eventless_ranks: frozenset[RankId] = _NO_RANKS
         self._cordons: set[WorkerId] = set()
         self._served: dict[str, ServedModel] = {}  # the registry's models
         self._wrong_size: set[RankId] = set()  # ranks whose events have another block size than the scope's
@@ -347,6 +355,9 @@ class View:
             self._facts.end_stale_labels()
         with self._trust_lock:
             self._trust.note_progress(rank, progress)
+        if rank in self._eventless_ranks and (known is None or known.epoch != progress.epoch):
+            assert self._eventless_predictions is not None
+            self._eventless_predictions.clear(rank)  # its engine restarted
         self._note_silence(rank, silent=progress.silent)
         expected = self._settings.block_size_of(progress.model)
         wrong = progress.block_size not in (0, expected) and progress.health is not Health.REMOVED
@@ -387,6 +398,7 @@ class View:
                 self._forget_worker(worker_id)
                 return
             before = self.workers.get(worker_id)
+            self._note_eventless(worker_id, worker)
             self._registrations[worker_id] = worker
             self.workers[worker_id] = worker = self._with_cordon(worker)
             if before is not None and differs_in_lease_only(before, worker):
@@ -438,6 +450,21 @@ class View:
         if self._predictions is not None:
             for rank in worker.ranks() if worker else ():
                 self._predictions.clear(rank)
+        self._note_eventless(worker_id, None)
+
+    def _note_eventless(self, worker_id: WorkerId, worker: Worker | None) -> None:
+        """Note whether a worker's ranks are predicted, because its bridge gets no events of it."""
+        predictions, former = self._eventless_predictions, self._eventless.get(worker_id, _NO_RANKS)
+        is_eventless = worker is not None and worker.lease is not None and worker.events_endpoint is None
+        ranks = frozenset(worker.ranks()) if worker is not None and is_eventless else _NO_RANKS
+        if predictions is None or ranks == former:
+            return
+        self._eventless[worker_id] = ranks
+        if not ranks:
+            del self._eventless[worker_id]
+        self._eventless_ranks = _NO_RANKS.union(*self._eventless.values())
+        for rank in former - ranks:
+            predictions.clear(rank)
 
     def fold_pooled(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of the changelog of pooled blocks. A record that raises BadRecord changes nothing."""
@@ -572,19 +599,25 @@ class View:
         If this router does not read the index, predictions are the only source.
         """
         known = self.find_matches(local) if self._reads_index else _NO_SCORES
-        if self._predictions is None:
+        if self._predictions is None and not self._eventless_ranks:
             return known, _NO_RANKS
-        with self._lock:
-            self._predictions.expire(self._now_ms() / 1000)
-            predicted = self._predictions.find_matches(local)
-        return with_predictions(known, predicted)
+        ranks = self._eventless_ranks  # nothing is known exactly of these, whatever is predicted
+        for predictions in (self._predictions, self._eventless_predictions if ranks else None):
+            if predictions is not None:
+                with self._lock:
+                    predictions.expire(self._now_ms() / 1000)
+                    predicted = predictions.find_matches(local)
+                known, longer = with_predictions(known, predicted)
+                ranks |= longer
+        return known, ranks
 
     def predict(self, rank: RankId, local: HashArray) -> None:
         """Predict that the rank will hold the blocks of a request that was sent to it. local: uint64[n_blocks]."""
-        if self._predictions is not None and local.size:
+        predictions = self._eventless_predictions if rank in self._eventless_ranks else self._predictions
+        if predictions is not None and local.size:
             with self._lock:
                 self.changes += 1
-                self._predictions.predict(rank, local, self._now_ms() / 1000)
+                predictions.predict(rank, local, self._now_ms() / 1000)
 
     @property
     def has_supplementary(self) -> bool:

@@ -31,12 +31,12 @@ def render(body: dict[str, Any]) -> str:
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a list of messages, and not empty")
     arguments = body.get("chat_template_kwargs") or {}
-    parts = [f"<|tools|>{_json(body['tools'])}<|end|>\n"] if body.get("tools") else []
+    parts = [f"<|tools|>{_json(_tools(body['tools']))}<|end|>\n"] if body.get("tools") else []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest("a message is an object with a role")
         calls = message.get("tool_calls")
-        text = _content(message.get("content")) + (_json(calls) if calls else "")
+        text = _content(message.get("content")) + (_json([_call(call) for call in calls]) if calls else "")
         parts.append(f"<|{message['role']}|>{text}<|end|>\n")
     if isinstance(arguments, dict) and arguments.get("style"):
         parts.append(f"<|style|>{arguments['style']}<|end|>\n")
@@ -53,6 +53,25 @@ def _content(content: object) -> str:
         return "\n".join([part["text"] if part["type"] == "text" else part["no other type"] for part in content])
     except (AssertionError, KeyError, TypeError) as exc:
         raise InvalidRequest("the content of a message is a text or a list of parts of type text") from exc
+
+
+def _tools(tools: object) -> list[Any]:
+    """Return tools as vLLM gives them to templates: what a client left out is null."""
+    try:
+        assert isinstance(tools, list)
+        fields = {"name": None, "description": None, "parameters": None}
+        return [{"type": "function", "function": {**fields, **tool["function"]}} for tool in tools]
+    except (AssertionError, KeyError, TypeError) as exc:
+        raise InvalidRequest("tools is not a list of functions") from exc
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a tool call as vLLM gives it to templates: with its arguments as values instead of their JSON."""
+    try:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function.get("arguments") or "{}")}}
+    except (KeyError, TypeError, ValueError) as exc:
+        raise InvalidRequest("a tool call has no function, or arguments that are not JSON") from exc
 
 
 def _json(value: object) -> str:

@@ -12,6 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from streams.router_api.calls import CALLS
 from streams.settings import Settings
 from tests.helpers.browser import browser
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
@@ -36,7 +37,7 @@ def served() -> Iterator[LocalRouter]:
 
 
 @contextmanager
-def opened(chromium: Browser, url: str, scheme: str = "light") -> Iterator[Page]:
+def opened(chromium: Browser, url: str, scheme: str = "light", path: str = "") -> Iterator[Page]:
     """The page in a tab of its own. At the end: it had no error and asked no other host."""
     problems: list[str] = []
     asked: set[str] = set()
@@ -47,7 +48,7 @@ def opened(chromium: Browser, url: str, scheme: str = "light") -> Iterator[Page]
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda each: problems.append(each.text) if "Content Security Policy" in each.text else None)
         page.on("request", lambda request: asked.add(request.url))
-        page.goto(url)
+        page.goto(f"{url}{path}")
         yield page
         assert problems == []
         assert {each for each in asked if not each.startswith((f"{url}/", "data:"))} == set()
@@ -83,6 +84,27 @@ def test_the_page_shows_the_fleet_and_follows_it(chromium: Browser, served: Loca
         expect(page.locator("#modes-chart svg polygon.degraded")).to_be_attached()
         expect(page.locator("#partitions li")).to_have_count(Settings().partitions)
         assert page.locator("#notice").is_hidden() and page.locator("#token-form").is_hidden()
+
+
+def test_the_page_of_the_api_lists_every_call(chromium: Browser, served: LocalRouter) -> None:
+    """/docs shows each call with its path and right, and the fields of a request when they are opened."""
+    with opened(chromium, served.api.url, path="/docs") as page:
+        errors: list[str] = []
+        page.on("console", lambda each: errors.append(each.text) if each.type == "error" else None)
+        page.reload()
+        calls = page.locator("main > details")
+        expect(calls).to_have_count(len(CALLS), timeout=PATIENCE_MS)
+        listed = {
+            (each.locator(".method").inner_text(), each.locator("> summary > code").inner_text())
+            for each in calls.all()
+        }
+        assert listed == {(call.method, call.path) for call in CALLS}
+        route = page.locator("#route")
+        route.locator("> summary").click()
+        expect(route.get_by_text("Right of the token, if the router has tokens: route")).to_be_visible()
+        route.locator("details > summary", has_text="RouteRequest").first.click()
+        expect(route.locator("td", has_text="token_ids").first).to_be_visible()
+        assert errors == []
 
 
 def test_light_and_dark_follow_the_system_and_are_accessible(chromium: Browser, served: LocalRouter) -> None:

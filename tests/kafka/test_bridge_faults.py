@@ -260,6 +260,7 @@ def assert_truth(router: RouterProcess, engine: EngineDouble) -> None:
     wait_for(lambda: known_blocks(router.url) == truth, VISIBLE_TIMEOUT_S, "what the engine holds", 0.1)
 
 
+@pytest.mark.long_running
 def test_of_two_bridges_one_feeds_and_the_other_takes_over(short: Stack) -> None:
     """The other bridge takes over from a killed or stopped holder, which publishes nothing when it continues."""
     worker = short.worker()

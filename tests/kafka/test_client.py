@@ -251,6 +251,7 @@ async def restart(router: RouterProcess) -> None:
     await asyncio.to_thread(router.child.wait_ready, lambda: is_ready(router.url), READY_TIMEOUT_S)
 
 
+@pytest.mark.long_running
 def test_a_rolling_restart_of_two_routers_loses_no_request(scope: Settings, children: Children, tmp_path: Path) -> None:
     """While both routers restart one after the other, every request is answered; afterwards only live load is left."""
     stack = Stack(scope, tmp_path, children)

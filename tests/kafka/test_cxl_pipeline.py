@@ -148,6 +148,7 @@ def assert_equally_old(settings: Settings) -> None:
         assert None not in positions
 
 
+@pytest.mark.long_running
 def test_rows_outlive_kill_9_a_deleted_disk_and_are_the_same_on_every_router(stack: Stack) -> None:
     """A new owner and a late router recover everything, including parked transitions, from the changelog alone."""
     seed = random.randrange(1 << 16)
@@ -181,6 +182,7 @@ def test_rows_outlive_kill_9_a_deleted_disk_and_are_the_same_on_every_router(sta
     sender.assert_refused()
 
 
+@pytest.mark.long_running
 def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -> None:
     """The broker restarts from its disk; a worker that was running meanwhile and one started later both continue."""
     # This test needs its own broker, since it kills it.
@@ -249,6 +251,7 @@ def script(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60.0, check=False)
 
 
+@pytest.mark.long_running
 def test_members_can_read_a_pooled_block_whatever_happens_to_its_owner(stack: Stack) -> None:
     """Members can read a pooled block after its owner drops its copy, clears its cache, restarts and is removed.
 
@@ -387,6 +390,7 @@ def test_a_request_goes_to_a_worker_that_can_read_a_removed_owners_pooled_prefix
         await_supplementary(router, {2: (2, 0, 0), 3: (2, 0, 0)}, tokens)
 
 
+@pytest.mark.long_running
 def test_stores_in_a_pool_and_scripts_publish_transitions_like_any_other(stack: Stack) -> None:
     """The CXL metadata of a store become transitions, and `kvstreams cxl` publishes transitions by engine hash."""
     worker = stack.worker()

@@ -14,6 +14,7 @@ from streams.local.kafka import KafkaState
 from tests.helpers.commands import Start
 
 
+@pytest.mark.long_running
 def test_the_demo_shows_both_acts_and_writes_its_figures(
     kafka: KafkaState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_the_demo_shows_both_acts_and_writes_its_figures(
     assert f"0 differences, {recovery['killed_to_exact_seconds']:.1f} s after the kill" in printed
 
 
+@pytest.mark.long_running
 def test_the_demo_runs_on_a_kafka_that_requires_credentials_and_with_tokens(tmp_path: Path, start: Start) -> None:
     """The same acts work over SASL_SSL with tokens on, and no secret is in the output, in a log or in an argument."""
     folder = tmp_path / "kafka"

@@ -136,6 +136,7 @@ def paste(text: str, folder: Path, env: dict[str, str]) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.mark.long_running
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_the_examples_of_the_pages_pasted_in_order_into_one_shell_work(
     kafka: KafkaState, stack: Stack, tmp_path: Path

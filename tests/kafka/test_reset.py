@@ -55,6 +55,7 @@ def pooled(process: RouterProcess) -> int:
     return len(get_json(f"{process.url}/state/cxl")["blocks"])
 
 
+@pytest.mark.long_running
 def test_a_scope_is_reset_only_after_its_workers_have_ended(stack: Stack) -> None:
     """The group's members prevent a reset, and so does a killed worker's last record. Then everything is empty."""
     settings = stack.settings
@@ -104,6 +105,7 @@ def topic_ids(settings: Settings) -> dict[str, str]:
     return {name: state.topic_id for name, state in states.items() if state is not None}
 
 
+@pytest.mark.long_running
 def test_a_worker_that_resets_at_start_begins_empty_and_refuses_to_start_next_to_another(stack: Stack) -> None:
     """KVSTREAMS_ROUTER_RESET_STATES is on; another worker with the same setting ends, with the reason and a remedy."""
     settings = stack.settings

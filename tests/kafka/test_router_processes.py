@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
 import pytest
 
+from streams.kafka import ensure_topics
 from streams.local.ports import free_port
 from streams.local.processes import Child, Children
 from streams.local.stack import READY_TIMEOUT_S, Stack, is_ready, wait_workers
 from streams.settings import Settings, as_environ
 from streams.sim.engine_config import EngineConfig
+from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api
 from tests.helpers.commands import environment
+from tests.unit.test_access import Authority
 
 TOKENS = list(range(64))
 
@@ -119,6 +124,50 @@ def test_two_processes_share_a_port_their_bookings_and_their_end(processes: Proc
     assert processes.child.exit_code == 0
     assert not any(map(is_running, [first[1], *pids]))
     assert processes.child.log_path.read_text().count("stopped after") == 2
+
+
+def test_processes_serve_tls_and_renew_their_certificate(scope: Settings, tmp_path: Path) -> None:
+    """Both answer over TLS only, on the common port and on their own, and both use a certificate that replaces it."""
+    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
+    served = tmp_path / "served.pem"
+    served.write_bytes(Path(first.sign("one", "127.0.0.1")).read_bytes())
+    settings = replace(
+        scope,
+        port=free_port(),
+        processes=2,
+        process_port=free_port(),
+        drain_timeout_s=3.0,
+        router_min_initial_workers=0,
+        tls_certificate=str(served),
+    )
+    ensure_topics(settings, topics(settings).all())
+
+    def apis(authority: Authority) -> list[Api]:
+        context = ssl.create_default_context(cafile=authority.file)
+        ports = (settings.port, settings.process_port, settings.process_port + 1)
+        return [Api(f"https://{settings.host}:{port}", tls=context) for port in ports]
+
+    def ready(authority: Authority) -> bool:
+        try:
+            return all(api.call("GET", "/ready").status == 200 for api in apis(authority))
+        except OSError:  # nothing listens yet, or another certificate is served
+            return False
+
+    with Children() as children:
+        arguments = ["-m", "streams.cli", "router"]
+        child = children.add(Child("routers", arguments, tmp_path / "routers.log", as_environ(settings))).start()
+        child.wait_ready(lambda: ready(first), READY_TIMEOUT_S)
+        common, *own = apis(first)
+        assert [answering(api) for api in own] == ["1", "2"]
+        assert {answering(common) for _ in range(64)} == {"1", "2"}
+        with pytest.raises((OSError, HTTPException)):
+            Api(f"http://{settings.host}:{settings.port}").call("GET", "/healthz")
+        served.write_bytes(Path(second.sign("two", "127.0.0.1")).read_bytes())
+        later(lambda: ready(second) and not ready(first), "the new certificate")
+        assert {answering(apis(second)[0]) for _ in range(64)} == {"1", "2"}
+        child.stop()
+        assert child.exit_code == 0
+        assert "Traceback" not in child.log_path.read_text()
 
 
 def test_processes_end_with_their_parent(processes: Processes) -> None:

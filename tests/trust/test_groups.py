@@ -1,4 +1,4 @@
-"""A model whose cache groups are not all full attention: a prefix does not say what a request needs of them."""
+"""A model whose cache groups are not all full attention: a prefix counts as far as every group holds it."""
 
 from __future__ import annotations
 
@@ -49,5 +49,35 @@ def test_a_model_whose_first_group_has_windows_matches_by_its_group_with_full_at
         fleet.bridge(engine_option(worker_id, engine))
         engine.publish(stored(0, "sliding_window", N_BLOCKS - 4), stored(1, "full_attention", 0))
         engine.publish({"type": "BlockRemoved", "block_hashes": names[-4:], "medium": "GPU", "group_idx": 0})
-        answer = fleet.wait_answer(model, tokens, lambda found: found["overlap_blocks"] == N_BLOCKS, "full attention")
-        assert answer["chosen_mode"] == "approximate"
+        fleet.wait_answer(
+            model,
+            tokens,
+            lambda found: (found["overlap_blocks"], found["chosen_mode"]) == (N_BLOCKS, "approximate"),
+            "full attention",
+        )
+
+
+def test_a_window_that_is_held_makes_a_prefix_exact_and_one_that_is_evicted_shortens_it(fleet: TrustFleet) -> None:
+    """A prefix counts as far as every group that a hit needs still holds it, and the answer is exact."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    tokens = list(range(1000, 1000 + N_BLOCKS * BLOCK_SIZE))
+    names = list(range(1, N_BLOCKS + 1))
+    store = {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": BLOCK_SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+    }
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4 * BLOCK_SIZE}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    with EngineDouble(model=model) as engine:
+        fleet.bridge(engine_option(worker_id, engine))
+        engine.publish(store | window, store | full)
+        fleet.wait_exact(model, tokens, N_BLOCKS)
+        engine.publish({"type": "BlockRemoved", "block_hashes": [names[17]], "medium": "GPU", "group_idx": 0})
+        fleet.wait_exact(model, tokens, 17)
+        engine.publish(store | window)
+        fleet.wait_exact(model, tokens, N_BLOCKS)

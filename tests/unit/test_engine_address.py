@@ -16,7 +16,8 @@ ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("id=1,url=http://x", "events missing"),
+        ("id=1,url=http://x,events=http://x/kv_cache_events,replay=tcp://x:1", "have no replay socket"),
+        ("id=1,events=tcp://x:1", "url missing"),
         ("url=http://x,events=tcp://x:1", "id missing"),
         ("id=one,url=http://x,events=tcp://x:1", "whole numbers"),
         ("id=-1,url=http://x,events=tcp://x:1", "0 to 2^64-1"),
@@ -43,6 +44,7 @@ def test_an_unusable_engine_address_is_refused_and_the_wrong_part_named(text: st
 @pytest.mark.parametrize(
     "text",
     [
+        "id=1,url=http://x,events=http://x/kv_cache_events,dp=2",
         "id=1,url=https://x,events=tcp://10.0.0.1:5557,replay=tcp://[::1]:5558",
         "id=1,url=http://[::1]:8000/,events=ipc:///tmp/events,metrics=https://x/metrics",
     ],

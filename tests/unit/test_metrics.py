@@ -259,10 +259,11 @@ def test_every_counter_of_a_feed_is_served_as_the_sum_over_ranks() -> None:
     names = [each.name for each in fields(FeedCounters) if each.name != "not_indexed"]
     by_reason = {f"{NOT_INDEXED}{reason}": 3 for reason in NOT_INDEXED_REASONS}
     counts = {rank: {name: 10 * n + 1 for n, name in enumerate(names)} | by_reason for rank in ranks}
-    found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counts)))
+    found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counts, 3, 4)))
     wanted = {f"kvstreams_bridge_{name}_total": 20.0 * n + 2 for n, name in enumerate(names)}
     wanted |= {f"kvstreams_bridge_not_indexed_total/{reason}": 6.0 for reason in NOT_INDEXED_REASONS}
-    assert found == wanted | {"kvstreams_bridge_ranks": 2.0}
+    gauges = {"kvstreams_bridge_ranks": 2.0, "kvstreams_bridge_engines": 3.0, "kvstreams_bridge_buffered_records": 4.0}
+    assert found == wanted | gauges
 
 
 def report(worker_id: int, n_failed: int, dp_rank: int = 0) -> MetricsReport:

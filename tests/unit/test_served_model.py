@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streams.engines.bridge import first_model
+from streams.engines.bridged_engine import first_model
 from streams.errors import KvStreamsError
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
+from streams.client import KvRouterClient
+from streams.codec import encode_worker
+from streams.core.ids import WorkerId
+from streams.core.workers import Worker
 from streams.errors import SettingsError
+from streams.kafka import worker_key
 from streams.local.ports import free_port
 from streams.router_api import tracing
 from streams.router_api.server import make_router
@@ -26,10 +28,14 @@ from streams.router_api.tracing import SERVICE_NAME, TracedRouter
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
+from tests.helpers.posting import collector, posting_server
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 PARENT_ID = 0xB7AD6B7169203331
 TRACEPARENT = f"00-{TRACE_ID:032x}-{PARENT_ID:016x}-01"
+
+#: An engine's answer of one token.
+COMPLETION = b'data: {"choices": [{"text": "x", "token_ids": [7], "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
 
 BLOCKS = random_blocks(np.random.default_rng(7), 4)
 
@@ -164,33 +170,6 @@ def test_tracing_without_its_packages_is_refused_with_the_remedy(monkeypatch: py
         make_router(Settings(tracing=True))
 
 
-@contextmanager
-def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A server that takes traces by OTLP; gives its URL, and what it received."""
-    received: list[ExportTraceServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.path == "/v1/traces":
-                received.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_spans_reach_a_collector_before_the_router_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """OTEL_EXPORTER_OTLP_ENDPOINT says where spans go; the last ones are sent when the router stops."""
     with collector() as (url, received):
@@ -198,16 +177,45 @@ def test_spans_reach_a_collector_before_the_router_has_stopped(monkeypatch: pyte
         with local_router(Settings(tracing=True), make=make_router) as served:
             served.api.route(token_ids=[1] * 16, update_states=False)
             served.router.stop()
-        spans = {
-            span.name: resource.resource
-            for request in received
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        }
+        spans = received.spans()
     assert spans.keys() == {"route m", "POST /route"}
-    described = {each.key: each.value.string_value for each in spans["route m"].attributes}
-    assert described["service.name"] == SERVICE_NAME
+    assert spans["route m"][1]["service.name"] == SERVICE_NAME
+
+
+def test_the_client_passes_the_trace_of_its_caller_to_routers_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a span, the router's spans and the engine's request are part of its trace; without one, they are not."""
+    asked: list[str | None] = []
+
+    def complete(path: str, headers: Mapping[str, str], body: bytes) -> tuple[str, bytes]:
+        asked.append(headers.get("traceparent"))
+        return "text/event-stream", COMPLETION
+
+    with collector() as (url, received), posting_server(complete) as engine:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        with local_router(Settings(tracing=True), n_workers=0, make=make_router) as served:
+            worker = Worker(WorkerId(1), engine, "m", 16)
+            served.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+            application = TracerProvider().get_tracer("application")
+
+            async def generate() -> None:
+                async with KvRouterClient(served.api.url) as client:
+                    with application.start_as_current_span("application") as around:
+                        context.append(around.get_span_context())
+                        async for _ in await client.generate([1] * 16):
+                            pass
+                    async for _ in await client.generate([1] * 16, model="m"):
+                        pass
+
+            context: list[SpanContext] = []
+            asyncio.run(generate())
+            served.router.stop()
+        calls = [span for span in received.all_spans() if span.name == "POST /route"]
+    (around,) = context
+    trace_id, span_id = around.trace_id.to_bytes(16, "big"), around.span_id.to_bytes(8, "big")
+    assert [(call.trace_id == trace_id, call.parent_span_id) for call in calls] == [(True, span_id), (False, b"")]
+    first, second = asked
+    assert first is not None and first.startswith(f"00-{around.trace_id:032x}-{around.span_id:016x}-")
+    assert second is None
 
 
 def test_a_collector_that_is_away_delays_the_end_of_a_router_briefly(

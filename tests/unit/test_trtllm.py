@@ -11,8 +11,9 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.hashing import content_hash, hash_seed, request_hashes, salted_seed, with_pad_values
 from streams.core.ids import Tier
 from streams.engines.dialects.interface import DecodedBatch
-from streams.engines.dialects.trtllm import TRTLLM, TrtllmDecoder, split_by_rank
+from streams.engines.dialects.trtllm import TRTLLM, TrtllmDecoder
 from streams.engines.ledger import Ledger
+from streams.engines.polling import numbered
 from streams.errors import BadRecord
 from tests.helpers.reference import chain_hashes
 
@@ -142,6 +143,19 @@ def test_only_the_largest_window_is_indexed() -> None:
     assert rank.held() == {(Tier.DEVICE, each) for each in chain(TOKENS)}
 
 
+def test_a_larger_window_that_was_never_created_hides_nothing() -> None:
+    """One damaged event must not replace the window that is indexed; the engine reports the windows at its start."""
+    rank = Rank()
+    rank.take(created(window_size=512), created())
+    batch = rank.take(stored(*prompt([7, 8]), window_size=1 << 31))
+    assert batch.not_indexed == {"cache_group": 2}
+    rank.take(stored(*prompt([1, 2, 3])))
+    assert rank.held() == {(Tier.DEVICE, each) for each in chain(TOKENS)}
+    rank.take(created(window_size=1 << 31))  # damaged as well
+    rank.take(created(), stored(*prompt([1, 2])))  # the engine has restarted
+    assert rank.held() == {(Tier.DEVICE, each) for each in chain(TOKENS)[:2]}
+
+
 def test_blocks_of_a_window_that_proves_to_be_smaller_are_cleared() -> None:
     """Without a `created` event, the first window is taken for the largest until a larger one appears."""
     rank = Rank()
@@ -208,8 +222,16 @@ def test_blocks_whose_content_is_not_known_end_the_prefix(unknown: dict[str, Any
     """They and the blocks after them are counted, and the rank is approximate."""
     rank = Rank()
     batch = rank.take(stored(block(1, TOKENS[:4]), unknown, block(3, TOKENS[8:])))
-    assert (batch.n_unindexed, batch.not_indexed) == (2, {"content_unknown": 2})
+    assert (batch.n_unindexed, batch.not_indexed) == (0, {"content_unknown": 2})
     assert rank.held() == {(Tier.DEVICE, chain(TOKENS)[0])}
+
+
+def test_the_batches_of_an_http_answer_have_the_engines_numbers() -> None:
+    """An event without a usable number is not lost: it belongs to the batch before it, or to the first one."""
+    answer = [7, created(event_id=3), removed(1, event_id="4"), removed(2, event_id=5), removed(3, event_id=-1)]
+    batches = [(number, len(json.loads(payload))) for number, payload in numbered(answer)[0]]
+    assert batches == [(3, 3), (5, 2)]
+    assert numbered([7, {}]) == {0: []}
 
 
 def test_the_events_of_an_http_answer_are_divided_by_rank() -> None:
@@ -219,9 +241,11 @@ def test_the_events_of_an_http_answer_are_divided_by_rank() -> None:
         stored(*prompt([2]), attention_dp_rank=1),
         removed(1, attention_dp_rank=0),
     )
-    parts = split_by_rank(answer)
-    zero, one = (TrtllmDecoder(BLOCK).decode(parts[rank]) for rank in (0, 1))
-    assert [type(each) for each in zero.events] == [BlocksStored, BlocksRemoved]
+    parts = numbered(json.loads(answer))
+    decoder = TrtllmDecoder(BLOCK)
+    zero, later = (decoder.decode(payload) for _, payload in parts[0])
+    (one,) = (TrtllmDecoder(BLOCK).decode(payload) for _, payload in parts[1])
+    assert [type(each) for each in (*zero.events, *later.events)] == [BlocksStored, BlocksRemoved]
     assert (zero.dp_rank, one.dp_rank, len(one.events)) == (0, 1, 1)
     mixed = TrtllmDecoder(BLOCK).decode(answer)
     assert [each.index for each in mixed.unusable] == [1]

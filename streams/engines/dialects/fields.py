@@ -6,6 +6,7 @@ which values a dead letter may show. What must not: the format of any engine (on
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,8 @@ class BatchBuilder:
 
     def count(self, reason: str, n: int) -> None:
         """Count what is not indexed, or not exactly, by its reason (NOT_INDEXED_REASONS)."""
+        if not n:
+            return
         self.not_indexed[reason] = self.not_indexed.get(reason, 0) + n
 
     def lose(self, index: int, error: BadRecord, shown: Mapping[str, object]) -> None:
@@ -126,6 +129,15 @@ def engine_hashes(values: Any) -> HashArray:
     """Return block hashes as uint64[n]. Raises BadRecord, TypeError."""
     if not isinstance(values, list):  # each byte of a bytes value would be read as a hash
         raise BadRecord("bad_event", f"block_hashes is a {type(values).__name__}, not a list")
+    # array() checks and converts in C what most engines send: 20 ns per hash, compared with 150. It takes True for 1.
+    for code in ("Q", "q"):
+        try:
+            packed = array(code, values)
+        except (TypeError, OverflowError):
+            continue
+        hashes = np.frombuffer(packed, dtype=np.uint64)
+        if not any(isinstance(values[at], bool) for at in np.flatnonzero(hashes < 2).tolist()):
+            return hashes
     return np.array([engine_hash(value) for value in values], dtype=np.uint64)
 
 
@@ -137,9 +149,10 @@ def distinct_prefix(values: Sequence[Any], hashes: HashArray, parent: Any) -> tu
     remove the other.
     """
     names = hashes.tolist()
-    seen: dict[int, Any] = {} if parent is None else {int(engine_hash(parent)): parent}
-    if len(seen.keys() | names) == len(seen) + len(names):
+    distinct = set(names)
+    if len(distinct) == len(names) and (parent is None or int(engine_hash(parent)) not in distinct):
         return len(names), ""
+    seen: dict[int, Any] = {} if parent is None else {int(engine_hash(parent)): parent}
     for at, (name, value) in enumerate(zip(names, values, strict=True)):
         if name in seen:
             return at, "duplicate_hash" if seen[name] == value else "colliding_hash"

@@ -43,8 +43,23 @@ class BlocksCopied:
     tier: Tier
 
 
+@dataclass(frozen=True, slots=True)
+class GroupChanged:
+    """A cache group other than the one that is indexed holds blocks, or no longer holds one copy of each.
+
+    needed: how many blocks before the end of a hit the group must hold. engine: uint64[n], under the names that the
+    blocks have in the indexed group. at_root: whether a store names no parent.
+    """
+
+    group: int
+    needed: int
+    engine: HashArray
+    is_stored: bool
+    at_root: bool = False
+
+
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
-EngineEvent = KvEvent | CxlStateChanged | BlocksCopied
+EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | GroupChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ A payload is one event or a list of them. An event is a map:
 
 | field | sent by | what is done with it |
 |---|---|---|
-| event_id | all | ignored: a bridge numbers payloads, and events are numbered per rank |
+| event_id | all | ignored here; the number of the batch if events are polled (engines.polling) |
 | data | all | by `type`, see below |
 | window_size | 1.0 on | tokens of the attention window; only the largest window of the engine is indexed |
-| attention_dp_rank | 1.1 on | the rank; `split_by_rank` divides the events of an HTTP answer |
+| attention_dp_rank | 1.1 on | the rank; an answer over HTTP has the events of all ranks |
 | layer_group_id, hash_algo | V2 cache manager | ignored |
 
 | data.type | fields | what is done |
@@ -62,6 +62,9 @@ from streams.errors import BadRecord
 #: Blocks in lower tiers whose tier a decoder keeps, about 100 bytes each. Removals do not say it.
 LOWER_NAMES_MAX = 1 << 20
 
+#: Attention windows of an engine. Models have two or three.
+WINDOWS_MAX = 64
+
 #: Characters of a block hash of 32 bytes, in hexadecimal.
 _HEX_HASH_CHARS = 64
 
@@ -72,7 +75,9 @@ _LEVELS = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.EXTERNAL)
 class TrtllmDecoder:
     """Decodes TensorRT-LLM's payloads. block_size: tokens, as the scope has it for the model.
 
-    window: the largest attention window that an event has named, None until one does. lower: the tier of each block
+    window: the attention window that is indexed, None until an event has named one. It is the largest one of which the
+    engine has reported the creation, or, if it has reported none, the largest one of any event. created: the windows of
+    which it has reported the creation; a second report means that the cache is new. lower: the tier of each block
     that is not in the device tier. vocabulary: the number that image tokens are counted from, None until a block with
     the beginning of an image shows it. has_stored: whether a block was indexed since the last clear.
     """
@@ -80,6 +85,7 @@ class TrtllmDecoder:
     block_size: int
     pages: Pages = field(init=False)
     window: int | None = None
+    created: set[int] = field(default_factory=set)
     lower: dict[int, Tier] = field(default_factory=dict)
     vocabulary: int | None = None
     has_stored: bool = False
@@ -106,7 +112,12 @@ class TrtllmDecoder:
         return batch.built(0, dp_rank)
 
     def _find_window(self, batch: BatchBuilder, raw_events: list[Any]) -> None:
-        """Find the largest window. If blocks of a smaller one were indexed until now, they are cleared."""
+        """Find the largest window. If blocks of a smaller one were indexed until now, they are cleared.
+
+        Once the engine has reported which windows it has, another one is damaged.
+        """
+        if self.created:
+            return
         windows = [raw.get("window_size") for raw in raw_events if isinstance(raw, dict)]
         largest = max((window for window in windows if type(window) is int), default=None)
         if largest is None or (self.window is not None and largest <= self.window):
@@ -114,6 +125,23 @@ class TrtllmDecoder:
         if self.window is not None and self.has_stored:
             self._clear(batch)
         self.window = largest
+
+    def _create(self, batch: BatchBuilder, window: Any) -> None:
+        """Begin with an empty cache, unless it is that of a window smaller than the one that is indexed."""
+        if window is not None and type(window) is not int:
+            raise BadRecord("bad_event", f"window_size is a {type(window).__name__}, not a number")
+        if window is None or window in self.created:
+            self.created.clear()
+        if window is None:
+            self.window = None
+            self._clear(batch)
+            return
+        if len(self.created) == WINDOWS_MAX:
+            raise BadRecord("over_capacity", f"the engine has more than {WINDOWS_MAX} attention windows")
+        self.created.add(window)
+        if window == max(self.created):
+            self.window = window
+            self._clear(batch)
 
     def _clear(self, batch: BatchBuilder) -> None:
         self.pages.clear()
@@ -128,8 +156,7 @@ class TrtllmDecoder:
             raise BadRecord("bad_event", "the event is of another rank than the first one of its payload")
         kind = data["type"]
         if kind == "created":
-            if window is None or window == self.window:
-                self._clear(batch)
+            self._create(batch, window)
             return
         if kind not in ("stored", "removed", "updated"):
             raise BadRecord("bad_event", "the event is of an unknown type")
@@ -158,7 +185,7 @@ class TrtllmDecoder:
                 break
             padded = self._with_images(tokens, block)
             if padded is None:
-                batch.leave_out("content_unknown", len(data["blocks"]) - at)
+                batch.count("content_unknown", len(data["blocks"]) - at)  # no request can name it either
                 break
             check_tokens(padded)
             seen.add(name)
@@ -270,13 +297,10 @@ def events_of(payload: bytes) -> list[Any]:
     return outer
 
 
-def split_by_rank(payload: bytes) -> dict[int, bytes]:
-    """Divide the events of an HTTP answer by their attention dp rank, in order. Raises BadRecord."""
-    by_rank: dict[int, list[Any]] = {}
-    for raw in events_of(payload):
-        rank = raw.get("attention_dp_rank") if isinstance(raw, dict) else None
-        by_rank.setdefault(rank if type(rank) is int and rank >= 0 else 0, []).append(raw)
-    return {rank: json.dumps(events).encode() for rank, events in by_rank.items()}
+def rank_of_event(raw: Any) -> int:
+    """Return the attention dp rank of an event, 0 if it names none."""
+    rank = raw.get("attention_dp_rank") if isinstance(raw, dict) else None
+    return rank if type(rank) is int and rank >= 0 else 0
 
 
 def block_name(value: Any) -> EngineHash:

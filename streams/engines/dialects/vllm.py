@@ -15,9 +15,9 @@ map with `type`. Fields at the end of an array may be absent, later ones are ign
 | 6 | medium | 0.10.2 on | the tier |
 | 7 | lora_name | 0.16.0 on | part of the seed |
 | 8 | extra_keys | 0.19.0 on | cache salt and images of each block; both are part of the blocks' hashes |
-| 9 | group_idx | 0.22.0 on | one group with full attention is indexed |
+| 9 | group_idx | 0.22.0 on | one group with full attention is indexed, as far as a hit can use it with the others |
 | 10 | kv_cache_spec_kind | 0.22.0 on | says which groups have full attention; removals do not have it |
-| 11 | kv_cache_spec_sliding_window | 0.22.0 on | ignored |
+| 11 | kv_cache_spec_sliding_window | 0.22.0 on | how much of the group a hit needs |
 | - | locality | 0.26.0 on | blocks that are not local are not indexed |
 | - | ownership, session_id | 0.30.0 on | ignored |
 | - | lookahead_token_ids | 0.33.0 on | makes the rank approximate: the last block of a match is uncertain |
@@ -75,7 +75,7 @@ from streams.engines.dialects.fields import (
     tier_of,
     wrong_block_size,
 )
-from streams.engines.dialects.interface import BlocksCopied, DecodedBatch, Dialect, UnusableEvent
+from streams.engines.dialects.interface import BlocksCopied, DecodedBatch, Dialect, GroupChanged, UnusableEvent
 from streams.errors import BadRecord
 
 __all__ = ["PARTIAL_NAMES_MAX", "PAYLOAD_BYTES_MAX", "VLLM", "VllmDecoder", "decode_payload", "engine_hash"]
@@ -85,6 +85,9 @@ PARTIAL_NAMES_MAX = 1024
 
 #: Blocks with a salt or an image whose local hash a decoder keeps, about 150 bytes each.
 SPECIAL_NAMES_MAX = 65_536
+
+#: What a group with full attention needs of a prefix: more blocks than any has.
+ALL_BLOCKS = 1 << 40
 
 #: Cache groups whose kind a decoder keeps. Hybrid models have a few.
 GROUPS_MAX = 256
@@ -135,7 +138,8 @@ class _State:
 
     partial: engine hashes of the last entries that were taken for the beginning of a block. If one of them turns out to
     be the parent of another block, it was a whole block, and the engine has another block size.
-    kinds: the kind of each cache group that a store has named, None if the store did not say it. main: the group that
+    kinds: the kind of each cache group that a store has named, None if the store did not say it.
+    needed: for each other group, how many blocks before its end a hit needs of it. main: the group that
     is indexed: the first with full attention. None until a store shows which one it is; group 0 is indexed until then.
     is_provisional: whether a block of group 0 was indexed although that group has not full attention.
     special: local hashes of the last blocks with a salt or an image, by engine hash. Offloading connectors report such
@@ -144,9 +148,16 @@ class _State:
 
     partial: dict[int, None] = field(default_factory=dict)
     kinds: dict[int, str | None] = field(default_factory=dict)
+    needed: dict[int, int] = field(default_factory=dict)
     main: int | None = None
     is_provisional: bool = False
     special: dict[int, int] = field(default_factory=dict)
+
+    def forget_groups(self) -> None:
+        """Forget which group is indexed, after a clear: a damaged event may have named the wrong one."""
+        self.kinds.clear()
+        self.needed.clear()
+        self.main, self.is_provisional = None, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +209,12 @@ def _decode_opened(outer: Any, block_size: int, state: _State) -> DecodedBatch:
     if state.main is None:
         _find_main_group(batch, state, raw_events)
     for index, raw_event in enumerate(raw_events):
+        n_before = len(batch.events)
         try:
             _read(batch, state, index, raw_event, block_size)
+            if len(batch.events) > n_before and isinstance(batch.events[-1], AllBlocksCleared):
+                state.forget_groups()
+                _find_main_group(batch, state, raw_events[index + 1 :])
         except BadRecord as exc:
             batch.lose(index, exc, _shown(raw_event))
         except FIELD_ERRORS as exc:
@@ -264,7 +279,21 @@ def _find_main_group(batch: BatchBuilder, state: _State, raw_events: list[Any]) 
             continue  # it becomes an unusable event
     if state.main is not None and state.is_provisional:
         batch.events.append(AllBlocksCleared())
+        batch.leave_out("cache_group", 1)  # what the other group holds is not known
         state.is_provisional = False
+
+
+def _blocks_needed(kind: Any, window: Any, block_size: int) -> int | None:
+    """Return how many blocks a group must hold before the end of a hit; None if the event does not say it."""
+    if not isinstance(kind, str):
+        return None
+    if kind in _PREFIX_KINDS:
+        return ALL_BLOCKS
+    if kind == "mamba":
+        return 1
+    if kind in ("sliding_window", "sliding_window_mla") and type(window) is int and 0 < window < ALL_BLOCKS:
+        return -(-(window - 1) // block_size)  # the next token sees window - 1 tokens before it
+    return None
 
 
 def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> None:
@@ -281,7 +310,13 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
     if group not in state.kinds and len(state.kinds) < GROUPS_MAX:
         state.kinds[group] = kind if isinstance(kind, str) else None
     if group != (state.main or 0):
-        batch.leave_out("cache_group", len(hashes))
+        needed = _blocks_needed(kind, get("kv_cache_spec_sliding_window"), block_size)
+        if needed is None or get("block_size") != block_size:
+            batch.leave_out("cache_group", len(hashes))
+            return
+        state.needed[group] = needed
+        at_root = get("parent_block_hash") is None
+        batch.events.append(GroupChanged(group, needed, hashes, is_stored=True, at_root=at_root))
         return
     tokens, size, tier = get("token_ids"), get("block_size"), tier_of(get("medium"))
     if not isinstance(tokens, list):  # bytes would be read as packed tokens, four bytes per token
@@ -351,7 +386,10 @@ def _store_blocks(
             cxl=_cxl_metadata(get("cxl_metadata")),
         )
         batch.events.append(stored)
-    batch.leave_out(reason, len(hashes) - keep)
+    if reason == "content_unknown":
+        batch.count(reason, len(hashes) - keep)  # no request can name the content either, so no answer lacks anything
+    else:
+        batch.leave_out(reason, len(hashes) - keep)
     if get("lookahead_token_ids") is not None:
         # With EAGLE, the engine hashes each block together with the tokens after it. A prompt that continues
         # differently does not match the last block, which the index cannot know.
@@ -395,6 +433,9 @@ def _remove(batch: BatchBuilder, state: _State, index: int, raw: Any, get: Get) 
     if group == (state.main or 0):
         batch.events.append(BlocksRemoved(hashes, tier))
         return
+    if group in state.needed:
+        batch.events.append(GroupChanged(group, state.needed[group], hashes, is_stored=False))
+        return
     batch.leave_out("cache_group", len(hashes))
     if group not in state.kinds:
         # No store has shown this group's kind yet, so it may be the one that is indexed. Groups share the names of
@@ -419,6 +460,8 @@ def _remove_named(batch: BatchBuilder, state: _State, index: int, raw: Any, get:
         tiers = (tier,)
     if group != (state.main or 0):
         batch.leave_out("cache_group", len(values))
+        if names and group in state.needed:
+            batch.events.append(GroupChanged(group, state.needed[group], hashes, is_stored=False))
         return
     if names:
         batch.events += [BlocksRemoved(hashes, tier) for tier in tiers]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streams.core.routing.decision import RoutePolicy
-from streams.core.routing.policies.expected_time import EXPECTED_TIME_QUEUE_MS
+from streams.core.routing.policies.expected_time_defaults import EXPECTED_TIME_QUEUE_MS
 from streams.core.routing.queue import QUEUE_BACKLOG_MS
 from streams.core.routing.selection import Rng, RouterMode
 from streams.errors import SettingsError

@@ -1,0 +1,63 @@
+"""`kvstreams front`: the OpenAI-compatible front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from streams import log
+from streams.cli.options import GroupedCommand, with_settings
+from streams.cli.serving import run_until_signalled
+from streams.settings import Resolved
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+@click.option(
+    "--router-url",
+    "routers",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="a router, such as http://127.0.0.1:8000; repeat the option for each. A call goes to one, and to the next if "
+    "that one does not answer",
+)
+@click.option(
+    "--router-token-file",
+    default="",
+    metavar="FILE",
+    help="file with the front's token for the routers, with the rights route and read",
+)
+@click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    metavar="MODEL=PATH",
+    help="folder with the tokenizer.json of a model, and with its chat template; repeat the option for each model. A "
+    "path alone is for all other models. Without it, engines are asked to tokenize",
+)
+@click.option(
+    "--engine-key",
+    "engine_keys",
+    multiple=True,
+    metavar="MODEL=FILE",
+    help="file with the API key of a model's engines; a file alone is for all other models",
+)
+def front(
+    resolved: Resolved,
+    routers: tuple[str, ...],
+    router_token_file: str,
+    tokenizers: tuple[str, ...],
+    engine_keys: tuple[str, ...],
+) -> None:
+    """Serve OpenAI's API in front of all engines: tokenize, route, and copy the chosen engine's answer."""
+    from streams.frontend.server import FrontOptions, parse_by_model, serve
+
+    log.configure(resolved.settings)
+    paths = {model: Path(path) for model, path in parse_by_model("--tokenizer", tokenizers).items()}
+    keys = parse_by_model("--engine-key", engine_keys)
+    run_until_signalled(serve(resolved.settings, FrontOptions(routers, router_token_file, paths, keys)))
+
+
+COMMANDS = (front,)

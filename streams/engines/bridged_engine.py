@@ -1,0 +1,368 @@
+"""One engine of a bridge: claiming its lease, registering it, and feeding its ranks while the lease is held.
+
+What lives here: connecting the parts that feed one engine. What must not: which engines a bridge has (bridge, sources),
+the order of batches and their incarnation (gap_filling, feed), and which bridge holds a lease (lease).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+
+import aiohttp
+import zmq.asyncio
+from confluent_kafka import KafkaException, Producer
+
+from streams.codec import encode_worker
+from streams.core.events import ResyncRequest
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.workers import Worker
+from streams.engines.address import EngineAddress
+from streams.engines.block_size import EngineBlockSize
+from streams.engines.eventless_feed import EventlessFeed
+from streams.engines.feed import RETRY_S, RankFeed
+from streams.engines.feed_counters import FeedCounters
+from streams.engines.lease import EngineLease
+from streams.engines.lease_handle import LeaseHandle, LeaseLost
+from streams.engines.polling import polled
+from streams.engines.process_start import read_body
+from streams.engines.recovery import RecoveredRank, recover_ranks
+from streams.engines.scraping import Scraper, reported_block_size
+from streams.engines.wiring import EngineWiring
+from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
+from streams.kafka import worker_key
+from streams.model_registry import check_model, claim_model, writer_name
+from streams.outage import Outage, lasting
+from streams.settings import Settings
+from streams.topics import topics
+
+log = logging.getLogger(__name__)
+
+#: A bridge waits this long for Kafka to acknowledge its last records, when it stops and before it reads a table.
+FLUSH_TIMEOUT_S = 3.0
+
+#: How often a bridge checks whether a model's record, which contradicts its settings, is gone after a reset.
+REFUSED_RETRY_S = 30.0
+
+#: Feeds that Kafka refuses start again at once. If they have run for this long, Kafka takes their events.
+REFUSED_FOR_S = 5.0
+
+#: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
+MODELS_BYTES_MAX = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeParts:
+    """What the engines of one bridge share.
+
+    name: the bridge's. recoveries: limits the tables that are read at the same time. counters: of every rank, which
+    outlive their feeds. epoch_of: returns a CXL pool's epoch. receive_hwm: see EngineWiring. refused:
+    called when the block size of an engine's model
+    contradicts the scope's, with True, and with False when it no longer does; raises if the bridge shall end.
+    """
+
+    settings: Settings
+    kafka: Producer
+    name: str
+    http: aiohttp.ClientSession
+    recoveries: asyncio.Semaphore
+    counters: MutableMapping[RankId, FeedCounters]
+    epoch_of: Callable[[str], int]
+    receive_hwm: Callable[[], int]
+    refused: Callable[[WorkerId, BlockSizeContradicted | None], None]
+
+
+class BridgedEngine:
+    """One engine, for as long as the bridge's sources name it."""
+
+    def __init__(self, parts: BridgeParts, engine: EngineAddress, renewal: int) -> None:
+        """renewal: see EngineLease."""
+        self.engine = engine
+        self._parts = parts
+        self._settings = parts.settings
+        self._kafka = parts.kafka
+        # One for each engine: a context has one thread for the network, which waits for each name to be resolved.
+        self._context = zmq.asyncio.Context()
+        self.lease_handle = self._lease_handle(renewal)
+        self._feeds: dict[RankId, RankFeed] = {}
+        self._eventless: EventlessFeed | None = None
+        self._unpublished = Outage()
+        self._refused_at_s: float | None = None  # when Kafka last did not take the engine's events
+        #: Whether the registry has been read to its end for this engine.
+        self.is_read = False
+
+    def on_resync(self, request: ResyncRequest) -> None:
+        """Pass a partition owner's request on to the feed of its rank."""
+        feed = self._feeds.get(request.rank)
+        if feed is not None:  # otherwise another bridge feeds the rank, and reads the same request
+            feed.request_restatement(request)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a message waits in a socket, except where the rank's records say so themselves."""
+        return any(feed.has_backlog for feed in self._feeds.values())
+
+    def is_refused_by_kafka(self, now_s: float) -> bool:
+        """Whether Kafka does not take the engine's events."""
+        refused = self._refused_at_s is not None and now_s - self._refused_at_s < REFUSED_FOR_S
+        return refused or any(feed.has_waited_for_kafka(now_s, REFUSED_FOR_S) for feed in self._feeds.values())
+
+    def release(self) -> None:
+        """Give the lease up, and free the sockets. The engine's task has ended."""
+        self.lease_handle.release()
+        self._context.destroy(linger=0)
+
+    def retire(self, reason: str) -> None:
+        """Let the engine's ranks get no requests from now on, since the bridge has no such engine any more."""
+        for feed in self._feeds.values():
+            feed.retire(reason)
+        if self._eventless is not None:
+            self._eventless.retire(reason)
+
+    async def run(self) -> None:
+        """Claim the engine's lease once its model is known, and feed the engine whenever the lease is held.
+
+        Whatever the engine sends, or does not send, ends nothing but this round; the other engines' tasks continue.
+        """
+        engine, http, lease_handle = self.engine, self._parts.http, self.lease_handle
+        model = engine.model or await _await_model(http, engine)
+        block_size = EngineBlockSize(self._settings.block_size_of(model))
+        block_size.on_page(await reported_block_size(http, engine.metrics_url))
+        await self._claim_model(model, block_size)
+        registration, fixed = self._registration(model), _fixed_fields(engine)
+
+        def register() -> None:
+            """Register the engine with the size that its blocks have."""
+            own = replace(registration, block_size=block_size.size)
+            if own.block_size != lease_handle.lease.wanted_block_size:
+                if block_size.is_wrong:
+                    log.warning("%s", _wrong_block_size(engine, model, block_size))
+                lease_handle.lease.want(own, fixed)
+
+        def on_page(size: int | None) -> None:
+            block_size.on_page(size)
+            register()
+
+        def on_stored(size: int | None) -> None:
+            if size is None:
+                block_size.on_incarnation(page_is_read=self._settings.metrics_interval_s > 0)
+            else:
+                block_size.on_stored(size)
+            register()
+
+        register()
+        while True:
+            term = await lease_handle.held()
+            log.info("worker %d: %s serves %s; this bridge holds term %d", engine.worker_id, engine.url, model, term)
+            wiring = EngineWiring(
+                self._settings,
+                self._kafka,
+                self._context,
+                http,
+                engine,
+                model,
+                lease_handle,
+                term,
+                self._parts.epoch_of,
+                on_page,
+                on_stored,
+                self._parts.receive_hwm,
+            )
+            try:
+                await self._feed(wiring)
+            except* LeaseLost as lost:
+                log.warning("worker %d: %s", engine.worker_id, lost.exceptions[0])
+            except* (KvStreamsError, KafkaException, BufferError) as refused:
+                self._not_published(refused)
+                await asyncio.sleep(RETRY_S)
+            except* Exception:
+                log.exception("worker %d: the feeds failed and start again", engine.worker_id)
+                await asyncio.sleep(RETRY_S)
+
+    def _not_published(self, refused: BaseExceptionGroup[Exception]) -> None:
+        """Log that Kafka does not take the engine's events, once and then once a minute; its feeds start again."""
+        now_s, outage = time.monotonic(), self._unpublished
+        if self._refused_at_s is not None and now_s - self._refused_at_s > REFUSED_FOR_S:
+            outage.answered(now_s)  # the feeds have run since the last time
+        self._refused_at_s = now_s
+        lasted_s = outage.failed(now_s)
+        if lasted_s is not None:
+            first: BaseException = refused
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            # As an error about Kafka, so that the line is left out while Kafka is away, which has lines of its own.
+            reason = KafkaUnreachable(str(first))
+            log.warning(
+                "worker %d: its events are not published: %s%s", self.engine.worker_id, reason, lasting(lasted_s)
+            )
+
+    async def _claim_model(self, model: str, block_size: EngineBlockSize) -> None:
+        """Wait until the scope's record of the model agrees with the settings; write it if there is none.
+
+        An engine with another size than the settings is no reason to write them: the settings may be what is wrong.
+        Raises BlockSizeContradicted if the bridge shall end for that reason.
+        """
+        worker_id, is_refused = self.engine.worker_id, False
+        while True:
+            try:
+                if block_size.is_wrong:
+                    await asyncio.to_thread(check_model, self._settings, model)
+                else:
+                    await asyncio.to_thread(claim_model, self._settings, model, writer_name("bridge"))
+            except BlockSizeContradicted as exc:
+                if not is_refused:
+                    log.error("worker %d is not fed: %s", worker_id, exc)
+                    is_refused = True
+                self._parts.refused(worker_id, exc)
+                await asyncio.sleep(REFUSED_RETRY_S)
+            except KvStreamsError as exc:
+                log.info("worker %d: the record of its model cannot be read yet: %s", worker_id, exc)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._parts.refused(worker_id, None)
+                return
+
+    async def _feed(self, wiring: EngineWiring) -> None:
+        """Feed every rank of an engine, until one of the feeds ends with an exception."""
+        recovered_ranks = await self._recover(wiring.engine.worker_id)
+        if wiring.engine.events is None:
+            await self._feed_without_events(wiring, recovered_ranks)
+            return
+        async with polled(wiring) as read:
+            await self._feed_ranks(read, recovered_ranks)
+
+    async def _feed_ranks(self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank]) -> None:
+        feeds = [
+            RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(wiring.engine.worker_id, dp_rank))
+            for dp_rank in range(wiring.engine.dp_size)
+        ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for feed in feeds:
+                    self._feeds[feed.rank] = feed
+                    tasks.create_task(feed.run())
+                tasks.create_task(
+                    Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running()).run(),
+                )
+        finally:
+            for feed in feeds:
+                self._feeds.pop(feed.rank, None)
+
+    async def _feed_without_events(self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank]) -> None:
+        """State that an engine without events is running, and read its metrics, until one of both ends."""
+        counters = [self._counters_of(wiring.engine.worker_id, dp_rank) for dp_rank in range(wiring.engine.dp_size)]
+        self._eventless = EventlessFeed(wiring, recovered_ranks, counters)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._eventless.run())
+                tasks.create_task(Scraper(wiring).run())
+        finally:
+            self._eventless = None
+
+    def _counters_of(self, worker_id: WorkerId, dp_rank: int) -> FeedCounters:
+        return self._parts.counters.setdefault(RankId(worker_id, DpRank(dp_rank)), FeedCounters())
+
+    async def _recover(self, worker_id: WorkerId) -> dict[int, RecoveredRank]:
+        """Read the state of a worker's ranks from Kafka, once Kafka has everything that this process published."""
+        async with self._parts.recoveries:
+            left = await asyncio.to_thread(self._kafka.flush, FLUSH_TIMEOUT_S)
+            if left:
+                raise KvStreamsError(f"Kafka has not taken {left} records yet")
+            try:
+                return await asyncio.to_thread(recover_ranks, self._settings, worker_id)
+            except KafkaException as exc:
+                raise KvStreamsError(f"the table cannot be read: {exc.args[0].str()}") from exc
+
+    def _lease_handle(self, renewal: int) -> LeaseHandle:
+        worker_id = self.engine.worker_id
+        topic, key = topics(self._settings).workers.name, worker_key(worker_id)
+
+        def write(worker: Worker | None) -> None:
+            try:
+                self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
+            # Kafka does not answer, or the topic was deleted. The lease expires, and is claimed again afterwards.
+            except (BufferError, KafkaException) as exc:
+                log.debug("worker %d: the lease was not written: %s", worker_id, exc)
+
+        return LeaseHandle(EngineLease(self._parts.name, self._settings.bridge_lease_s, renewal), write)
+
+    def _registration(self, model: str) -> Worker:
+        engine = self.engine
+        set_here = {name: getattr(engine, name) for name in _fixed_fields(engine)}
+        return Worker(
+            worker_id=engine.worker_id,
+            url=engine.url,
+            model=model,
+            block_size=self._settings.block_size_of(model),
+            dp_size=engine.dp_size,
+            events_endpoint=engine.events,
+            replay_endpoint=engine.replay,
+            lora_names=engine.lora_names,
+            registered_at_ms=time.time_ns() // 1_000_000,
+            **set_here,
+        )
+
+
+def _fixed_fields(engine: EngineAddress) -> tuple[str, ...]:
+    """Return the names of the registration's fields that the operator has set at this bridge."""
+    return tuple(name for name in ("role", "device_class", "taints") if getattr(engine, name) is not None)
+
+
+def _wrong_block_size(engine: EngineAddress, model: str, block_size: EngineBlockSize) -> str:
+    return (
+        f"worker {engine.worker_id}: the engine at {engine.url} has blocks of {block_size.size} tokens, but this scope "
+        f"has blocks of {block_size.scope} for {model}. The engine gets no requests. Restart it with "
+        f"--block-size {block_size.scope}, or set block_size or model_block_sizes in every process of the scope"
+    )
+
+
+async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> str:
+    """Ask an engine which model it serves, until it answers."""
+    outage = Outage()
+    while True:
+        try:
+            model = await _served_model(http, engine.models_url)
+        except Exception as exc:  # whatever an HTTP server sends, it must not end the bridge
+            lasted_s = outage.failed(time.monotonic())
+            if lasted_s is not None:
+                log.warning(
+                    "worker %d: %s does not name the engine's model, so the engine is not fed: %s%s. "
+                    "To feed it from its events alone, add model=NAME to its --engine",
+                    engine.worker_id,
+                    engine.models_url,
+                    str(exc) or repr(exc),
+                    lasting(lasted_s),
+                )
+            await asyncio.sleep(RETRY_S)
+            continue
+        lasted_s = outage.answered(time.monotonic())
+        if lasted_s is not None:
+            log.info("worker %d: %s answers after %.0f s", engine.worker_id, engine.url, lasted_s)
+        return model
+
+
+async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
+    async with http.get(url) as response:
+        response.raise_for_status()
+        body = await read_body(response, MODELS_BYTES_MAX)
+    return first_model(body)
+
+
+def first_model(body: bytes) -> str:
+    """Return the id of the first model in an answer of /v1/models. Raises KvStreamsError for any other answer."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise KvStreamsError("the answer is not JSON") from exc
+    models = answer.get("data") if isinstance(answer, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not name:
+        raise KvStreamsError("the answer names no model")
+    if not name.isprintable():
+        raise KvStreamsError(f"the answer names the model {name!r}, which contains control characters")
+    return name

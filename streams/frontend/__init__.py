@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: it tokenizes a request, asks a router for a worker, and copies the engine's answer."""

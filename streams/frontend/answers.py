@@ -1,0 +1,148 @@
+"""What the front reads of an engine's answer: when its first token came, and how many there are (pure).
+
+What lives here: splitting the beginning of a stream into events, and counting the rest. What must not: HTTP. Once the
+first token has been found, nothing is parsed: the ends of events are counted in the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+#: Bytes that are examined for a first token. vLLM's first event repeats the prompt's ids, about 8 bytes for each.
+HEAD_BYTES_MAX = 64 << 20
+
+#: Statuses below 500 with which an engine refuses for now, so that another engine may accept: timeout, too many.
+_BUSY_STATUSES = (408, 429)
+
+#: Fields of a chat's delta that tokens become.
+_DELTAS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call", "audio")
+
+_DONE = b"[DONE]"
+
+
+def may_be_served_elsewhere(status: int) -> bool:
+    """Whether another engine may serve a request that one answered with this status."""
+    return status >= 500 or status in _BUSY_STATUSES
+
+
+class StreamWatch:
+    """Finds the first token in a stream of server-sent events, and counts events.
+
+    has_token: the first token, or the end of an answer without one, was seen. error_status: of an error event before
+    the first token; 0 if there was none. n_events: complete events so far, which is about the number of tokens; an
+    engine may put several into one event. at_boundary: whether the bytes so far end with a complete event.
+    """
+
+    __slots__ = ("_end", "_head", "_tail", "at_boundary", "error_status", "has_token", "n_events")
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._end = b"\n\n"
+        self._tail = b""  # the last bytes, one fewer than the end of an event has
+        self.has_token = False
+        self.error_status = 0
+        self.n_events = 0
+        self.at_boundary = False
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
+        if self.has_token:
+            self._count(data)
+        else:
+            self._examine(data)
+
+    def _count(self, data: bytes) -> None:
+        end = self._end
+        joined = self._tail + data  # an end may be cut in two
+        self.n_events += joined.count(end)
+        self.at_boundary = joined.endswith(end)
+        self._tail = joined[1 - len(end) :]
+
+    def _examine(self, data: bytes) -> None:
+        """Parse events until one has a token."""
+        head = self._head
+        head += data
+        while not self.has_token and (at := head.find(b"\n")) >= 0:
+            line = bytes(head[:at])
+            del head[: at + 1]
+            if line.endswith(b"\r"):
+                self._end = b"\r\n\r\n"
+                line = line[:-1]
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip())
+        if len(head) > HEAD_BYTES_MAX:
+            self.has_token = True
+        if self.has_token:
+            # The first half of what ends the event was read with its line.
+            self._tail = self._end[: len(self._end) // 2]
+            self._count(bytes(head))
+            head.clear()
+
+    def _take(self, event: bytes) -> None:
+        if event == _DONE:
+            self.has_token = True
+            return
+        try:
+            chunk = orjson.loads(event)
+        except orjson.JSONDecodeError:
+            self.has_token = True  # nothing that the front knows, so it is the client's
+            return
+        if isinstance(chunk, dict) and chunk.get("error"):
+            self.error_status = _status_of(chunk["error"])
+            self.has_token = True
+        else:
+            self.has_token = _has_token(chunk)
+
+
+def completion_tokens(body: bytes) -> int:
+    """Return the number of tokens of an answer that was not streamed, by its usage; 0 if it has none."""
+    try:
+        tokens = orjson.loads(body)["usage"]["completion_tokens"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return 0
+    return tokens if isinstance(tokens, int) else 0
+
+
+def error_page(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's shape, with the types that vLLM uses."""
+    return {"error": {"message": message, "type": _type_of(status), "param": None, "code": code or status}}
+
+
+def error_event(status: int, message: str, code: str) -> bytes:
+    """Return the end of a stream that broke, as vLLM sends it: an error event, and the mark of the end."""
+    return b"data: " + orjson.dumps(error_page(status, message, code)) + b"\n\ndata: " + _DONE + b"\n\n"
+
+
+def _type_of(status: int) -> str:
+    named = {
+        401: "AuthenticationError",
+        403: "PermissionDeniedError",
+        404: "NotFoundError",
+        408: "RequestTimeoutError",
+        409: "ConflictError",
+        503: "ServiceUnavailableError",
+    }
+    return named.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+
+
+def _status_of(error: Any) -> int:
+    """Return the status of an error event. One without a status, or with a name for it, is a fault of the engine."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def _has_token(chunk: Any) -> bool:
+    """Whether a chunk has more than the role of its message."""
+    try:
+        for choice in chunk["choices"]:
+            delta = choice.get("delta") or {}
+            if choice.get("text") or choice.get("token_ids") or choice.get("finish_reason") is not None:
+                return True
+            if any(delta.get(name) for name in _DELTAS):
+                return True
+        # Usage without choices follows the last token.
+        return not chunk["choices"] and bool(chunk.get("usage"))
+    except (AttributeError, KeyError, TypeError):
+        return True  # not a chunk as the front knows it

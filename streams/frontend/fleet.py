@@ -1,0 +1,97 @@
+"""Which models and engines there are: the registry, as the front reads it from a router.
+
+What lives here: reading it periodically, the list of models, and the choice of an engine for `/tokenize`. What must
+not: which worker a request goes to, which is the router's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from streams.client.http import KvRouterClient
+from streams.errors import Forbidden, KvStreamsError, Unauthorized
+
+log = logging.getLogger(__name__)
+
+#: Interval at which the registry is read.
+FLEET_POLL_S = 2.0
+
+#: A registry that could not be read for this long makes the front unready: its routers are away.
+FLEET_STALE_S = 10.0
+
+
+class Fleet:
+    """The registered engines by model. If routers forbid reading them, the list is empty, and requests are served."""
+
+    def __init__(self, router: KvRouterClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._router = router
+        self._clock = clock
+        self._engines: dict[str, list[str]] = {}
+        self._created_s: dict[str, int] = {}
+        self._turn = 0
+        self._read_s: float | None = None
+        self._error = "the registry has not been read yet"
+        self._forbidden = False
+
+    async def poll_forever(self) -> None:
+        """Read the registry periodically, until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(FLEET_POLL_S)
+
+    async def poll(self) -> None:
+        """Read the registry once."""
+        try:
+            workers = await self._router.workers()
+        except (Unauthorized, Forbidden) as exc:
+            if not self._forbidden:
+                log.warning("the list of models is empty, since the routers do not let the front read it: %s", exc)
+            self._forbidden = True
+            self._read_s = self._clock()
+        except KvStreamsError as exc:
+            self._error = str(exc)
+        else:
+            self._read_s = self._clock()
+            self._take(workers)
+
+    def _take(self, workers: list[dict[str, Any]]) -> None:
+        engines: dict[str, list[str]] = {}
+        created: dict[str, int] = {}
+        for worker in workers:
+            model = worker["model"]
+            created[model] = min(created.get(model, 1 << 62), worker["registered_at_ms"] // 1000)
+            if worker["url"] and worker["state"] == "active" and len(worker["silent_dp_ranks"]) < worker["dp_size"]:
+                engines.setdefault(model, []).append(worker["url"].rstrip("/"))
+        self._engines, self._created_s = engines, created
+
+    def not_ready(self) -> str | None:
+        """Return why the front cannot serve, or None if it can."""
+        if self._read_s is None:
+            return self._error
+        if self._clock() - self._read_s > FLEET_STALE_S:
+            return f"no router has answered for {self._clock() - self._read_s:.0f} s: {self._error}"
+        if not self._engines and not self._forbidden:
+            return "no engine is registered"
+        return None
+
+    def engine(self, model: str | None) -> str | None:
+        """Return the URL of an engine that serves a model, each in turn. Without a model: if there is only one."""
+        if model is None and len(self._engines) == 1:
+            (model,) = self._engines
+        urls = self._engines.get(model or "")
+        if not urls:
+            return None
+        self._turn += 1
+        return urls[self._turn % len(urls)]
+
+    def page(self) -> dict[str, Any]:
+        """Return the page of `GET /v1/models`."""
+        rows = [
+            {"id": model, "object": "model", "created": created_s, "owned_by": "kvstreams"}
+            for model, created_s in sorted(self._created_s.items())
+        ]
+        return {"object": "list", "data": rows}

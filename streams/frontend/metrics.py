@@ -1,0 +1,99 @@
+"""The metrics of a front.
+
+What lives here: their declarations, and what they are read from. What must not: counting, which the front does itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from streams.frontend.tokenizing import SOURCES
+from streams.metrics import Distribution, Label, Metric, counter, gauge, histogram
+
+#: How a request ended. `completed`: the engine's answer reached the client to its end, whatever its status. `refused`:
+#: the front or the router refused it. `failed`: no engine could answer. `broken`: the engine failed after its first
+#: token. `client_gone`: the client disconnected. `client_slow`: it did not read in time.
+COMPLETED, REFUSED, FAILED, BROKEN, CLIENT_GONE, CLIENT_SLOW = OUTCOMES = (
+    "completed",
+    "refused",
+    "failed",
+    "broken",
+    "client_gone",
+    "client_slow",
+)
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(slots=True)
+class FrontCounts:
+    """What a front counts. sources, characters: those of its Tokenizing."""
+
+    sources: Counter[str]
+    characters: Counter[str]
+    outcomes: Counter[str] = field(default_factory=Counter)
+    retries: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    active: int = 0
+    reports_lost: int = 0
+    tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
+    route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
+    first_token_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
+
+
+FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
+    counter(
+        "kvstreams_front_requests_total",
+        "Requests of clients that have ended, by how: `completed` ones got an engine's answer to its end, whatever its "
+        "status; `refused` ones were refused by the front or a router; `failed` ones found no engine that answered; in "
+        "`broken` ones the engine failed after its first token; `client_gone` and `client_slow` ones were cancelled, "
+        "since the client disconnected or did not read.",
+        lambda counts: {outcome: counts.outcomes[outcome] for outcome in OUTCOMES},
+        Label("outcome", OUTCOMES),
+    ),
+    gauge("kvstreams_front_active_requests", "Requests that the front is serving.", lambda counts: counts.active),
+    counter(
+        "kvstreams_front_retries_total",
+        "Requests that were sent to another engine, since one had failed before its first token.",
+        lambda counts: counts.retries,
+    ),
+    counter(
+        "kvstreams_front_prompts_total",
+        "Requests by the source of their tokens: `ids` from the client, `files` from the model's tokenizer, `engine` "
+        "from an engine's `/tokenize`; with `none` they are routed by load.",
+        lambda counts: {source: counts.sources[source] for source in SOURCES},
+        Label("source", SOURCES),
+    ),
+    counter("kvstreams_front_prompt_tokens_total", "Tokens of all prompts.", lambda counts: counts.prompt_tokens),
+    counter(
+        "kvstreams_front_output_tokens_total",
+        "Tokens of all answers. In streams, events are counted, and an engine may send several tokens in one.",
+        lambda counts: counts.output_tokens,
+    ),
+    counter(
+        "kvstreams_front_tokenizer_characters_total",
+        "Characters of prompts by what the tokenizer did: those of a `cached` piece were not encoded again.",
+        lambda counts: {each: counts.characters[each] for each in ("cached", "encoded")},
+        Label("how", ("cached", "encoded")),
+    ),
+    counter(
+        "kvstreams_front_reports_lost_total",
+        "Reports on bookings that no router accepted; these bookings end by their TTL.",
+        lambda counts: counts.reports_lost,
+    ),
+    histogram(
+        "kvstreams_front_tokenize_seconds", "Time to tokenize a prompt.", read=lambda counts: counts.tokenize_seconds
+    ),
+    histogram(
+        "kvstreams_front_route_seconds",
+        "Time to route a request, in the router's queue as well.",
+        read=lambda counts: counts.route_seconds,
+    ),
+    histogram(
+        "kvstreams_front_first_token_seconds",
+        "Time from a request's arrival to its first token, of streams.",
+        read=lambda counts: counts.first_token_seconds,
+    ),
+)

@@ -1,0 +1,388 @@
+"""One request of a client, from its arrival to its end: route, send to the engine, copy the answer, free the booking.
+
+What lives here: the order of these steps, retries before the first token, and what ends a request. What must not:
+reading bodies and headers (requests), events (answers), tokens (tokenizing), and the server (server).
+
+Every path ends in `finally`: the booking is freed, and the engine's connection is closed unless its answer was read to
+its end, which makes the engine cancel its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+from aiohttp import web
+
+from streams.client.engine import RANK_HEADER
+from streams.client.generation import Booking
+from streams.client.http import KvRouterClient
+from streams.client.payloads import RouteOptions
+from streams.errors import EngineFailed, Forbidden, KvStreamsError, RouterUnavailable, Unauthorized
+from streams.frontend import metrics
+from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
+from streams.frontend.fleet import Fleet
+from streams.frontend.metrics import FrontCounts
+from streams.frontend.requests import (
+    DETAILS,
+    REQUEST_ID,
+    FrontRequest,
+    client_headers,
+    engine_headers,
+    route_options,
+)
+from streams.frontend.tokenizing import Tokenizing
+from streams.security.tokens import Grant
+from streams.settings import Settings
+
+#: Time for a connection to an engine, after which another engine is tried.
+CONNECT_TIMEOUT_S = 5.0
+
+#: Connections to engines that no request uses are closed after this time. uvicorn, which serves vLLM and SGLang, closes
+#: them after 5 s; a request that is sent at that moment would fail.
+KEEPALIVE_S = 4.0
+
+#: Bytes of an answer that are held back until it may begin: an answer that was not streamed, or an engine's error. A
+#: longer one is copied as it comes, and can no longer be replaced by another engine's.
+HELD_BYTES_MAX = 4 << 20
+
+#: Tokens of an answer between two reports of its length, and the longest time between two. Both renew the booking.
+OUTPUT_REPORT_TOKENS = 64
+OUTPUT_REPORT_S = 60.0
+
+#: Returns the API key for the engines of a model, None if they need none.
+KeyOf = Callable[[str | None], str | None]
+
+_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request that the front is serving, for the checks that `Proxy.check` makes of all of them.
+
+    n_tokens: of the answer, so far; reported_tokens, reported_s: what the router knows, and since when.
+    writing_since_s: when the client began to be too slow for the bytes that it is being sent.
+    """
+
+    http: web.Request
+    began_s: float
+    booking: Booking | None = None
+    n_tokens: int = 0
+    reported_tokens: int = 0
+    reported_s: float = 0.0
+    writing_since_s: float | None = None
+    outcome: str = metrics.CLIENT_GONE
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """An engine's answer that is passed on if no other engine has a better one."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+class _ClientGone(Exception):
+    """The client's connection is closed. response: what it was being sent."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__("the client's connection is closed")
+        self.response = response
+
+
+class Proxy:
+    """Serves the calls that generate. Used on one loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        router: KvRouterClient,
+        tokenizing: Tokenizing,
+        fleet: Fleet,
+        key_of: KeyOf,
+        counts: FrontCounts,
+    ) -> None:
+        self._settings = settings
+        self._router = router
+        self._tokenizing = tokenizing
+        self._fleet = fleet
+        self._key_of = key_of
+        self.counts = counts
+        self._live: set[Exchange] = set()
+        self._engines: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the session for engines on the running loop."""
+        self._engines = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        )
+
+    async def close(self) -> None:
+        """Close all connections to engines."""
+        if self._engines is not None:
+            await self._engines.close()
+            self._engines = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def check(self) -> None:
+        """Renew bookings of long requests, and disconnect clients that do not read. Called about once a second."""
+        now_s = asyncio.get_running_loop().time()
+        for exchange in self._live:
+            since_s = exchange.writing_since_s
+            if since_s is not None and now_s - since_s > self._settings.front_client_timeout_s:
+                exchange.outcome = metrics.CLIENT_SLOW
+                if exchange.http.transport is not None:
+                    exchange.http.transport.abort()  # which cancels the handler
+            elif now_s - exchange.reported_s > OUTPUT_REPORT_S and exchange.booking is not None:
+                exchange.reported_s = now_s
+                exchange.booking.output(max(1, exchange.n_tokens))
+
+    async def serve(self, http: web.Request, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
+        """Answer a request. Raises KvStreamsError for what the front or the router refuses."""
+        loop = asyncio.get_running_loop()
+        exchange = Exchange(http, loop.time(), reported_s=loop.time())
+        self._live.add(exchange)
+        self.counts.active += 1
+        try:
+            return await self._serve(exchange, request, body, grant)
+        except _ClientGone as exc:
+            return exc.response
+        except KvStreamsError as exc:
+            exchange.outcome = metrics.FAILED if isinstance(exc, EngineFailed) else metrics.REFUSED
+            raise
+        finally:
+            if exchange.booking is not None:
+                exchange.booking.end()
+            self._live.discard(exchange)
+            self.counts.active -= 1
+            self.counts.outcomes[exchange.outcome] += 1
+            self.counts.output_tokens += exchange.n_tokens
+
+    async def _serve(self, exchange: Exchange, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
+        loop, headers = asyncio.get_running_loop(), exchange.http.headers
+        options = route_options(request, headers, grant)
+        key = self._key_of(request.model)
+        at_s = loop.time()
+        prompt = await self._tokenizing.prompt(request, body, self._fleet.engine(request.model), self._session(), key)
+        self.counts.tokenize_seconds.observe(loop.time() - at_s)
+        self.counts.prompt_tokens += len(prompt.tokens) // 4
+        at_s = loop.time()
+        booking = exchange.booking = await self._book(prompt.tokens, options)
+        self.counts.route_seconds.observe(loop.time() - at_s)
+        request_id = headers.get(REQUEST_ID) or booking.request_id
+        sent = engine_headers(headers, request_id, key)
+        refusal: _Refusal | EngineFailed | None = None
+        for attempt in range(self._settings.front_attempts_max):
+            if attempt and not await self._moved(booking):
+                break
+            try:
+                answer = await self._attempt(exchange, request, body, sent, request_id)
+            except EngineFailed as exc:
+                refusal = exc
+                continue
+            if isinstance(answer, _Refusal):
+                refusal = answer
+                continue
+            return answer
+        if isinstance(refusal, _Refusal):
+            exchange.outcome = metrics.COMPLETED
+            return await self._whole(exchange, refusal, request_id)
+        raise refusal or EngineFailed("front_attempts_max is 0")
+
+    async def _book(self, tokens: bytes, options: dict[str, Any]) -> Booking:
+        token_ids = array("I", tokens)
+        if self._settings.front_queue:
+            options["queue"] = "on"
+        try:
+            return await self._router.book(token_ids, **cast(RouteOptions, options))
+        except (Unauthorized, Forbidden) as exc:
+            # The client's token is not the problem, and must not seem to be.
+            raise RouterUnavailable("the router refuses the front's token", remedy="Set --router-token-file") from exc
+
+    async def _moved(self, booking: Booking) -> bool:
+        """Move a booking to an engine that has not failed the request; returns whether there is one."""
+        failed = booking.worker_id
+        try:
+            await booking.move()
+        except KvStreamsError:
+            return False
+        if booking.worker_id == failed:
+            return False
+        self.counts.retries += 1
+        return True
+
+    async def _attempt(
+        self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], request_id: str
+    ) -> web.StreamResponse | _Refusal:
+        """Send the request to the engine that is booked. Returns the client's response once the answer has ended.
+
+        Returns a _Refusal, or raises EngineFailed, if another engine may serve the request.
+        """
+        booking, settings = exchange.booking, self._settings
+        assert booking is not None
+        if booking.url is None:
+            raise EngineFailed(f"worker {booking.worker_id} was removed from the registry", worker_id=booking.worker_id)
+        timeout_s = settings.front_silence_timeout_s if request.stream else settings.front_answer_timeout_s
+        answer: aiohttp.ClientResponse | None = None
+        try:
+            answer = await self._session().post(
+                f"{booking.url.rstrip('/')}{request.kind}",
+                data=body,
+                headers={**sent, RANK_HEADER: str(booking.dp_rank)},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s),
+                allow_redirects=False,
+            )
+            if answer.status == 200 and answer.content_type == "text/event-stream":
+                return await self._stream(exchange, answer, request_id)
+            return await self._page(exchange, answer, request_id)
+        except _FAILURES as exc:
+            reason = str(exc) or ("it was silent for too long" if isinstance(exc, TimeoutError) else type(exc).__name__)
+            raise EngineFailed(
+                f"the engine of worker {booking.worker_id} failed: {reason}", worker_id=booking.worker_id
+            ) from exc
+        finally:
+            if answer is not None and not answer.content.at_eof():
+                answer.close()  # which cancels the request in the engine
+
+    async def _page(
+        self, exchange: Exchange, answer: aiohttp.ClientResponse, request_id: str
+    ) -> web.StreamResponse | _Refusal:
+        """Pass on an answer that is not a stream: whole, so that until then another engine can replace it."""
+        assert exchange.booking is not None
+        body = await _held(answer)
+        page = _Refusal(answer.status, client_headers(answer.headers), bytes(body))
+        if may_be_served_elsewhere(answer.status):
+            return page
+        exchange.booking.prefill_complete()
+        if len(body) <= HELD_BYTES_MAX:
+            exchange.n_tokens = completion_tokens(page.body) if answer.status == 200 else 0
+            exchange.outcome = metrics.COMPLETED
+            return await self._whole(exchange, page, request_id)
+        response = self._response(exchange, answer.status, page.headers, request_id)
+        return await self._copy(exchange, answer, response, page.body, None)
+
+    async def _stream(
+        self, exchange: Exchange, answer: aiohttp.ClientResponse, request_id: str
+    ) -> web.StreamResponse | _Refusal:
+        """Pass on a stream. It begins with the first token, so that until then another engine can replace it."""
+        loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
+        assert booking is not None
+        head = bytearray()
+        while not watch.has_token:
+            data = await answer.content.readany()
+            if not data:
+                raise EngineFailed(
+                    f"the engine of worker {booking.worker_id} ended its answer before the first token",
+                    worker_id=booking.worker_id,
+                )
+            head += data
+            watch.feed(data)
+        headers = client_headers(answer.headers)
+        if watch.error_status and may_be_served_elsewhere(watch.error_status):
+            return _Refusal(200, headers, bytes(head + await _held(answer)))
+        booking.prefill_complete()
+        self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
+        response = self._response(exchange, answer.status, headers, request_id)
+        return await self._copy(exchange, answer, response, bytes(head), watch)
+
+    async def _copy(
+        self,
+        exchange: Exchange,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        data: bytes,
+        watch: StreamWatch | None,
+    ) -> web.StreamResponse:
+        """Copy the rest of an answer as it comes. data: its beginning, which `watch` has seen."""
+        loop, content, booking = asyncio.get_running_loop(), answer.content, exchange.booking
+        assert booking is not None
+        await self._send(exchange, response, response.prepare(exchange.http))
+        while data:
+            await self._send(exchange, response, response.write(data))
+            if watch is not None:
+                n_tokens = exchange.n_tokens = watch.n_events
+                if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
+                    exchange.reported_tokens, exchange.reported_s = n_tokens, loop.time()
+                    booking.output(n_tokens)
+            try:
+                data = await content.readany()
+            except _FAILURES as exc:
+                return await self._broken(exchange, response, watch, exc)
+            if watch is not None:
+                watch.feed(data)
+        await self._send(exchange, response, response.write_eof())
+        exchange.outcome = metrics.COMPLETED
+        return response
+
+    async def _broken(
+        self, exchange: Exchange, response: web.StreamResponse, watch: StreamWatch | None, exc: Exception
+    ) -> web.StreamResponse:
+        """End an answer that its engine broke off: by an error event, or else by breaking the client's connection."""
+        assert exchange.booking is not None
+        exchange.outcome = metrics.BROKEN
+        if watch is not None and watch.at_boundary:
+            silent = isinstance(exc, TimeoutError)
+            message = f"the engine failed after {exchange.n_tokens} tokens: it {'is silent' if silent else 'ended'}"
+            event = error_event(EngineFailed.http_status, message, EngineFailed.code)
+            await self._send(exchange, response, response.write_eof(event))
+        elif exchange.http.transport is not None:
+            exchange.http.transport.abort()
+        return response
+
+    async def _whole(self, exchange: Exchange, page: _Refusal, request_id: str) -> web.StreamResponse:
+        """Answer with a whole page."""
+        response = self._response(exchange, page.status, page.headers, request_id)
+        response.content_length = len(page.body)
+        await self._send(exchange, response, response.prepare(exchange.http))
+        await self._send(exchange, response, response.write_eof(page.body))
+        return response
+
+    @staticmethod
+    async def _send(exchange: Exchange, response: web.StreamResponse, sending: Awaitable[Any]) -> None:
+        """Wait until the client has taken what it is being sent. Raises _ClientGone."""
+        exchange.writing_since_s = asyncio.get_running_loop().time()
+        try:
+            await sending
+        except ConnectionError as exc:
+            exchange.outcome = metrics.CLIENT_GONE
+            raise _ClientGone(response) from exc
+        exchange.writing_since_s = None
+
+    @staticmethod
+    def _response(
+        exchange: Exchange, status: int, headers: list[tuple[str, str]], request_id: str
+    ) -> web.StreamResponse:
+        booking = exchange.booking
+        assert booking is not None
+        response = web.StreamResponse(status=status)
+        for name, value in headers:
+            response.headers.add(name, value)
+        response.headers.setdefault(REQUEST_ID, request_id)
+        if DETAILS in exchange.http.headers:
+            response.headers["X-Kvstreams-Worker"] = f"{booking.worker_id}/{booking.dp_rank}"
+            response.headers["X-Kvstreams-Overlap-Blocks"] = f"{booking.overlap_blocks}/{booking.request_blocks}"
+            response.headers["X-Kvstreams-Mode"] = booking.chosen_mode
+        return response
+
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._engines is not None  # start() was called
+        return self._engines
+
+
+async def _held(answer: aiohttp.ClientResponse) -> bytearray:
+    """Read an answer to its end, or until it is longer than HELD_BYTES_MAX."""
+    body = bytearray()
+    while len(body) <= HELD_BYTES_MAX and (data := await answer.content.readany()):
+        body += data
+    return body

@@ -1,0 +1,181 @@
+"""What the front reads of a client's request, and what it passes on (pure).
+
+What lives here: the few fields of a body that decide where a request goes, the headers that become fields of the route
+request, and the headers that reach an engine. What must not: HTTP, and tokens (tokenizing). The body itself is
+forwarded as it came, so that a field that the front does not know reaches the engine.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from streams.errors import InvalidRequest
+from streams.security.tokens import PRIORITY_MAX, Grant
+
+#: Characters of a model's name and of each header that becomes a field of the route request; the limit of routers.
+NAME_CHARS_MAX = 512
+
+#: Taints that one request may require.
+TAINTS_MAX = 64
+
+PRIORITY, SESSION, TENANT, TAINTS = "X-Priority", "X-Session-Id", "X-Tenant", "X-Required-Taints"
+REQUEST_ID, TRACE_PARENT, TRACE_STATE = "X-Request-Id", "traceparent", "tracestate"
+
+#: A client that sends this header, with any value, gets headers that say how its request was routed.
+DETAILS = "X-Kvstreams-Details"
+
+#: The headers of a request that reach an engine. A list of what is forwarded, and not of what is withheld, so that no
+#: credential of a client does, whatever its header is called.
+FORWARDED = ("Content-Type", "Accept", "User-Agent", REQUEST_ID, TRACE_PARENT, TRACE_STATE)
+
+#: Headers of an answer that belong to one connection; all others reach the client.
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "content-length",  # set again where the length is known
+    }
+)
+
+
+class Kind(enum.StrEnum):
+    """The calls that generate, by their paths."""
+
+    COMPLETION = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+class _Body(msgspec.Struct):
+    """The fields of a body that the front reads. Long ones stay bytes, so that megabytes are skipped and not parsed."""
+
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    cache_salt: Any = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontRequest:
+    """A request as far as the front has to know it.
+
+    prompt: the JSON of `prompt`; empty for chats. expected_output_tokens: the client's limit, None without one.
+    """
+
+    kind: Kind
+    model: str | None
+    stream: bool
+    expected_output_tokens: int | None
+    cache_salt: str | None
+    prompt: bytes
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the prompt is a list of token ids, or several, which needs no tokenizer."""
+        return _TOKEN_IDS.match(self.prompt) is not None
+
+
+#: The beginning of the JSON of a list of numbers, or of lists of numbers.
+_TOKEN_IDS = re.compile(rb"\[\s*(\[\s*)?\d")
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+def read_request(kind: Kind, body: bytes) -> FrontRequest:
+    """Read what the front needs. Raises InvalidRequest if the body is not a JSON object.
+
+    A field of a wrong type is ignored: the engine refuses it, with an error of its own.
+    """
+    try:
+        read = _DECODER.decode(body)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest("the body is not a JSON object") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        # Without the decoder's message, which may quote the body.
+        raise InvalidRequest("the body is not JSON") from exc
+    model = read.model if isinstance(read.model, str) and read.model else None
+    if model is not None and len(model) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"model has more than {NAME_CHARS_MAX} characters")
+    limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
+    salt = read.cache_salt
+    return FrontRequest(
+        kind,
+        model,
+        stream=read.stream is True,
+        expected_output_tokens=limit if type(limit) is int and 0 < limit <= PRIORITY_MAX else None,
+        cache_salt=salt if isinstance(salt, str) and 0 < len(salt) <= NAME_CHARS_MAX else None,
+        prompt=bytes(read.prompt) if kind is Kind.COMPLETION else b"",
+    )
+
+
+def route_options(request: FrontRequest, headers: Mapping[str, str], grant: Grant) -> dict[str, Any]:
+    """Return the fields of the route request. A token's tenant and highest priority override the headers.
+
+    Raises InvalidRequest for a header that cannot be used.
+    """
+    options: dict[str, Any] = {
+        "model": request.model,
+        "expected_output_tokens": request.expected_output_tokens,
+        "cache_salt": request.cache_salt,
+        "session_id": _name(headers, SESSION),
+        "tenant": grant.tenant or _name(headers, TENANT),
+    }
+    taints = [each.strip() for each in headers.get(TAINTS, "").split(",") if each.strip()]
+    if len(taints) > TAINTS_MAX or any(len(each) > NAME_CHARS_MAX for each in taints):
+        raise InvalidRequest(f"{TAINTS} has more than {TAINTS_MAX} taints, or one of over {NAME_CHARS_MAX} characters")
+    options["required_taints"] = taints or None
+    priority = _priority(headers)
+    if grant.priority_max is not None:
+        priority = min(priority, grant.priority_max)
+    options["priority"] = priority or None
+    for name in (TRACE_PARENT, TRACE_STATE):
+        options[name] = headers.get(name)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def engine_headers(headers: Mapping[str, str], request_id: str, key: str | None) -> dict[str, str]:
+    """Return the headers for an engine. key: the engine's own, if it needs one."""
+    sent = {name: headers[name] for name in FORWARDED if name in headers}
+    sent.setdefault("Content-Type", "application/json")
+    sent[REQUEST_ID] = request_id
+    if key is not None:
+        sent["Authorization"] = f"Bearer {key}"
+    return sent
+
+
+def client_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the headers of an engine's answer that reach the client."""
+    named = {each.strip().lower() for each in headers.get("Connection", "").split(",")}
+    return [(name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named]
+
+
+def _name(headers: Mapping[str, str], header: str) -> str | None:
+    value = headers.get(header)
+    if value is not None and len(value) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"{header} has more than {NAME_CHARS_MAX} characters")
+    return value or None
+
+
+def _priority(headers: Mapping[str, str]) -> int:
+    text = headers.get(PRIORITY, "0")
+    try:
+        priority = int(text)
+    except ValueError:
+        priority = PRIORITY_MAX + 1
+    if abs(priority) > PRIORITY_MAX:
+        raise InvalidRequest(f"{PRIORITY} is not a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")
+    return priority

@@ -1,0 +1,364 @@
+"""`kvstreams front`: the calls of the front on a server of its own.
+
+What lives here: the table of calls, bodies and their limits, errors in OpenAI's shape, starting and stopping. What must
+not: what becomes of a request (proxy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from streams.client.http import KvRouterClient
+from streams.errors import (
+    KvStreamsError,
+    NotReady,
+    Overloaded,
+    RequestTimeout,
+    RequestTooLarge,
+    SettingsError,
+    UnsupportedEncoding,
+)
+from streams.frontend.answers import error_page
+from streams.frontend.fleet import Fleet
+from streams.frontend.metrics import FRONT_METRICS, FrontCounts
+from streams.frontend.proxy import Proxy
+from streams.frontend.requests import Kind, read_request
+from streams.frontend.tokenizing import Tokenizing
+from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
+from streams.interpreter import exempt_from_collection, prefer_request_threads
+from streams.metrics import MetricsRegistry
+from streams.process_metrics import metrics_response
+from streams.router_api.connections import LINGERING_S, Connections
+from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
+from streams.security.files import Watched, read_secret
+from streams.security.tokens import Right
+from streams.settings import Settings
+
+log = logging.getLogger(__name__)
+
+#: Interval of `Proxy.check`.
+CHECK_EXCHANGES_S = 1.0
+
+#: Bodies of up to this size do not count towards bodies_bytes_max: there are at most front_requests_max of them.
+SMALL_BODY_BYTES = 64 << 10
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_RIGHTS = {"/healthz": None, "/ready": None, "/metrics": Right.READ}
+
+
+@dataclass(frozen=True, slots=True)
+class FrontOptions:
+    """What a front needs in addition to the settings.
+
+    router_urls: of the routers that it asks. router_token_file: with its token there. tokenizers: folders of tokenizers
+    by model. engine_key_files: with the API keys of engines, by model. In both, "" is for all other models.
+    """
+
+    router_urls: tuple[str, ...]
+    router_token_file: str = ""
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    engine_key_files: Mapping[str, str] = field(default_factory=dict)
+
+
+class Secrets:
+    """The front's own credentials, from files that are read again when they change."""
+
+    def __init__(self, options: FrontOptions) -> None:
+        """Raises SettingsError for a file that cannot be used."""
+        token = options.router_token_file
+        self._token = _watched("--router-token-file", token) if token else None
+        self._keys = {model: _watched("--engine-key", file) for model, file in options.engine_key_files.items()}
+
+    def token(self) -> str:
+        """Return the token for routers."""
+        assert self._token is not None
+        return self._token.value
+
+    @property
+    def has_token(self) -> bool:
+        """Whether routers are sent a token."""
+        return self._token is not None
+
+    def key_of(self, model: str | None) -> str | None:
+        """Return the API key for engines of a model."""
+        watched = self._keys.get(model or "") or self._keys.get("")
+        return None if watched is None else watched.value
+
+    async def check_forever(self) -> None:
+        """Read files again that have changed, until cancelled."""
+        watched = [*self._keys.values(), *([] if self._token is None else [self._token])]
+        while watched:
+            await asyncio.sleep(CHECK_S)
+            for each in watched:
+                await asyncio.to_thread(each.check)
+
+
+def _watched(setting: str, file: str) -> Watched[str]:
+    return Watched(f"the secret of {setting}", [file], lambda: read_secret(setting, file))
+
+
+class Front:
+    """The calls of one front, and what they use. Used on one loop."""
+
+    def __init__(self, settings: Settings, options: FrontOptions, access: Access) -> None:
+        self.settings = settings
+        self._access = access
+        self._secrets = Secrets(options)
+        self.router = KvRouterClient(
+            options.router_urls, token=self._secrets.token if self._secrets.has_token else None
+        )
+        cache_bytes = settings.front_tokenizer_cache_mb << 20
+        self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)
+        self.fleet = Fleet(self.router)
+        self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
+        self.proxy = Proxy(settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts)
+        self.connections = Connections(
+            settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
+        )
+        self.registry = MetricsRegistry(FRONT_METRICS, self._snapshot)
+        self.stopping = False
+        self._body_bytes = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Load the tokenizers and begin to read the registry. Raises SettingsError."""
+        await self.tokenizing.start()
+        await self.router.start()
+        await self.proxy.start()
+        await self.fleet.poll()
+        for background in (self.fleet.poll_forever(), self._secrets.check_forever(), self._check_forever()):
+            self._tasks.append(asyncio.create_task(background))
+
+    async def close(self) -> None:
+        """End everything; the last reports on bookings are sent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.proxy.close()
+        await self.router.close()
+        await self.tokenizing.close()
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_EXCHANGES_S)
+            self.proxy.check()
+
+    def _snapshot(self) -> FrontCounts:
+        self.counts.reports_lost = self.router.reports_lost
+        return self.counts
+
+    # -- the application -----------------------------------------------------------------------------------------------
+
+    def runner(self) -> FrontRunner:
+        """Return what serves the calls."""
+        middlewares: list[Any] = [self._error_shape(), *self._access.middlewares(_right_of)]
+        app = web.Application(middlewares=middlewares)
+        app.add_routes(
+            [
+                *(web.post(kind, self._generate) for kind in Kind),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/healthz", self._healthz),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        return FrontRunner(app, self.connections, self.settings.drain_timeout_s)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        if len(self.proxy) >= self.settings.front_requests_max:
+            raise Overloaded(f"the front serves {len(self.proxy)} requests, which is front_requests_max")
+        async with self._body(http) as body:
+            return await self.proxy.serve(http, read_request(Kind(http.path), body), body, grant_of(http))
+
+    @asynccontextmanager
+    async def _body(self, http: web.Request) -> AsyncIterator[bytes]:
+        """Read a body within the limits, and count its bytes until the request has ended."""
+        settings = self.settings
+        if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise UnsupportedEncoding("the front reads bodies without Content-Encoding only")
+        body, counted = bytearray(), 0
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                while data := await http.content.readany():
+                    body += data
+                    if len(body) > settings.body_bytes_max:
+                        raise RequestTooLarge(f"the body has more than body_bytes_max, {settings.body_bytes_max} bytes")
+                    if len(body) > SMALL_BODY_BYTES:
+                        self._body_bytes += len(body) - counted
+                        counted = len(body)
+                        if self._body_bytes > settings.bodies_bytes_max:
+                            raise Overloaded("the bodies of all requests have more than bodies_bytes_max")
+            yield bytes(body)
+        except TimeoutError as exc:
+            raise RequestTimeout(f"the body did not arrive within {settings.body_timeout_s:g} s") from exc
+        finally:
+            self._body_bytes -= counted
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json(self.fleet.page())
+
+    async def _model(self, http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        for row in self.fleet.page()["data"]:
+            if row["id"] == name:
+                return _json(row)
+        raise web.HTTPNotFound(reason="the model is not served here")
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        reason = "the front is stopping" if self.stopping else self.fleet.not_ready()
+        if reason is None:
+            return _json({"ready": True})
+        return _json({"ready": False, "reason": reason}, status=NotReady.http_status)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return metrics_response(self.registry)
+
+    def _error_shape(self) -> Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]:
+        """Make the middleware that answers every error in OpenAI's shape. Messages never quote a prompt."""
+
+        @web.middleware
+        async def errors(http: web.Request, handler: _Handler) -> web.StreamResponse:
+            self.connections.note_request(http.protocol)
+            try:
+                response = await handler(http)
+            except KvStreamsError as exc:
+                response = _json(error_page(exc.http_status, str(exc), exc.code), exc.http_status)
+                response.headers.update(error_headers(exc))
+                if exc.http_status == NotReady.http_status:
+                    response.headers["Retry-After"] = str(exc.detail.get("retry_after_s", RETRY_AFTER_S))
+            except web.HTTPException as exc:
+                response = _json(error_page(exc.status, exc.reason), exc.status)
+            if self.stopping and not response.prepared:
+                response.force_close()
+            return response
+
+        return errors
+
+
+def _right_of(http: web.Request) -> str | None:
+    """The right that a call needs. Models are listed for everyone who may use one."""
+    if isinstance(http.match_info.http_exception, web.HTTPException):
+        return ANY_RIGHT
+    return _RIGHTS.get(http.path, Right.GENERATE)
+
+
+class FrontRunner(web.AppRunner):
+    """Runs the front's application within the limits of Connections; a request ends when its client disconnects."""
+
+    def __init__(self, app: web.Application, connections: Connections, shutdown_timeout_s: float) -> None:
+        """shutdown_timeout_s: limits the time that a stop takes. Requests that last for half of it are cut off."""
+        super().__init__(
+            app,
+            access_log=None,
+            # Otherwise a request would go on, and its engine compute, after its client has left.
+            handler_cancellation=True,
+            auto_decompress=False,
+            lingering_time=LINGERING_S,
+            shutdown_timeout=shutdown_timeout_s / 2,  # aiohttp waits twice: for answers, and after cutting requests off
+        )
+        self._connections = connections
+
+    @property
+    def server(self) -> Callable[[], asyncio.BaseProtocol] | None:  # type: ignore[override]  # sites only call it
+        """The factory of protocols that a site gives to the event loop."""
+        server = super().server
+        if server is None:
+            return None
+        connections = self._connections
+
+        def new_protocol() -> web.RequestHandler:
+            return _FrontProtocol(server, loop=server._loop, **server._kwargs)
+
+        return connections.accepting_for(server, new_protocol)
+
+
+class _FrontProtocol(web.RequestHandler):
+    """The protocol of one connection, which gives the errors of aiohttp itself OpenAI's shape."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - it quotes the request
+    ) -> web.StreamResponse:
+        """Answer what cannot be read as HTTP, and faults, in OpenAI's shape.
+
+        aiohttp would log the request with the bytes that are wrong: they may be a prompt's.
+        """
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of an answer has been sent already") from exc
+        if status >= 500:
+            log.error("a request failed", exc_info=exc)
+        response = _json(error_page(status, "a fault of the front" if status >= 500 else "not a valid request"), status)
+        response.force_close()
+        return response
+
+
+def _json(page: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(page), status=status, content_type="application/json")
+
+
+def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:
+    """Read repeated MODEL=VALUE; a value without a model is for all other models, under "". Raises SettingsError."""
+    found: dict[str, str] = {}
+    for text in values:
+        model, equals, value = text.rpartition("=")
+        if not value or (equals and not model):
+            raise SettingsError(f"{option} {text!r} is not MODEL=PATH or PATH")
+        if model in found:
+            raise SettingsError(f"{option} names {model or 'no model'} twice")
+        found[model] = value
+    return found
+
+
+async def serve(settings: Settings, options: FrontOptions) -> None:
+    """Serve until cancelled. Raises KvStreamsError if the port is not available, or a file cannot be used."""
+    startup, access = Startup(), Access(settings)
+    server = HttpServer(settings.host, settings.port, access=access)
+    front: Front | None = None
+    try:
+        await server.serve(starting_app(startup))
+        front = Front(settings, options, access)
+        startup.note("loading tokenizers" if options.tokenizers else "starting")
+        await front.start()
+        prefer_request_threads()
+        exempt_from_collection()
+        await server.serve(front.runner())
+        log.info("serving on %s, with the routers %s", server.url, ", ".join(options.router_urls))
+        await asyncio.Event().wait()
+    finally:
+        if front is None:
+            await server.close()
+        else:
+            await _drain(front, server)
+
+
+async def _drain(front: Front, server: HttpServer) -> None:
+    """Stop: say so, finish requests within drain_timeout_s, and send the last reports."""
+    began_s, settings = time.monotonic(), front.settings
+    front.stopping = True
+    try:
+        await asyncio.sleep(settings.drain_notice_s)
+    finally:
+        n_running = len(front.proxy)
+        await server.close()
+        await front.close()
+        log.info("stopped after %.1f s, in which %d requests ended", time.monotonic() - began_s, n_running)

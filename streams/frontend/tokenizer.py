@@ -1,0 +1,257 @@
+"""One model's tokenizer: from the text of a prompt to its token ids, with a cache of the parts that prompts share.
+
+What lives here: reading a model's files, encoding, and the cache. What must not: processes (tokenizing). It runs in
+worker processes, each of which has its own caches.
+
+Prompts of one application share a beginning: a system prompt, tools, earlier turns. A tokenizer first splits a text at
+its special tokens, such as `<|im_end|>`, and encodes what is between them independently. So the pieces between special
+tokens are encoded and cached one by one, and of a chat's next turn only the new message is encoded. Whether a tokenizer
+is of this kind is tried out when it is loaded; the texts of others are cached as a whole.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import orjson
+from tokenizers import Tokenizer
+
+from streams.errors import InvalidRequest, SettingsError
+from streams.frontend.requests import Kind
+from streams.frontend.templates import ChatTemplate
+
+#: Memory that a cached piece takes in addition to its text and its tokens: its objects and its place in the table.
+ENTRY_BYTES = 250
+
+#: Bytes of a file of a model. The largest tokenizers have 40 MB.
+FILE_BYTES_MAX = 256 << 20
+
+#: Texts with which it is tried out whether pieces may be encoded one by one; SPECIAL stands for a special token.
+_PROBES = (
+    "SPECIALHello, world. SPECIAL 12 34SPECIAL\n\n  indented\n\tand moreSPECIAL",
+    "plain SPECIAL plain",
+    "SPECIAL SPECIALSPECIAL\n SPECIAL'll don't 3.14 ÄÖ 你好 🙂SPECIAL🙂",
+    "a\nSPECIAL\nb SPECIALc",
+)
+
+#: Special tokens of `tokenizer_config.json` that templates use.
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt's tokens as u32 LE. whole: otherwise the prompt goes on after them, with an image for example.
+
+    n_characters, n_cached: of the prompt's text, and how many of these were found in the cache.
+    """
+
+    tokens: bytes
+    whole: bool
+    n_characters: int
+    n_cached: int
+
+
+class TokenCache:
+    """Tokens by text, at most bytes_max of both; the least recently used are dropped first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._entries: OrderedDict[str, array[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, text: str) -> array[int] | None:
+        """Return the tokens of a text, if they are cached."""
+        found = self._entries.get(text)
+        if found is not None:
+            self._entries.move_to_end(text)
+        return found
+
+    def put(self, text: str, tokens: array[int]) -> None:
+        """Keep the tokens of a text that is not cached; one that would take a quarter of the cache is not kept."""
+        size = _size(text, tokens)
+        if size > self._bytes_max // 4:
+            return
+        self._entries[text] = tokens
+        self._bytes += size
+        while self._bytes > self._bytes_max:
+            dropped, its_tokens = self._entries.popitem(last=False)
+            self._bytes -= _size(dropped, its_tokens)
+
+
+def _size(text: str, tokens: array[int]) -> int:
+    return sys.getsizeof(text) + 4 * len(tokens) + ENTRY_BYTES
+
+
+class ModelTokenizer:
+    """The tokenizer and the chat template of one model. Used by one thread."""
+
+    def __init__(self, path: Path, cache_bytes: int) -> None:
+        """path: a folder with tokenizer.json, as on Hugging Face's hub, or such a file. Raises SettingsError."""
+        folder = path if path.is_dir() else path.parent
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(_read(file))
+        except SettingsError:
+            raise
+        except Exception as exc:  # the library raises no other class
+            raise SettingsError(f"--tokenizer: {file} is not a tokenizer: {exc}") from exc
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _config(folder / "tokenizer_config.json")
+        self._template = _template(folder, config)
+        self._before, self._after = self._added()
+        self._cache = TokenCache(cache_bytes)
+        self._pieces = self._pattern()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether chats can be tokenized."""
+        return self._template is not None
+
+    @property
+    def shares_pieces(self) -> bool:
+        """Whether the pieces between special tokens are cached one by one."""
+        return self._pieces is not None
+
+    def encode(self, kind: Kind, raw: bytes) -> Encoded:
+        """Return the tokens of a request's prompt, as the engine will have them. Raises InvalidRequest."""
+        body = orjson.loads(raw)
+        if kind is Kind.CHAT:
+            if self._template is None:
+                raise InvalidRequest("the model has no chat template")
+            try:
+                text, whole = self._template.render(body)
+            except jinja2.TemplateError as exc:
+                raise InvalidRequest(f"the messages do not fit the model's chat template: {exc}") from exc
+        else:
+            text, whole = _first_prompt(body), True
+        special = body.get("add_special_tokens", kind is Kind.COMPLETION)
+        tokens, n_cached = self._encode(text)
+        if special:
+            tokens = self._before + tokens + (self._after if whole else array("I"))
+        return Encoded(_packed(tokens), whole, len(text), n_cached)
+
+    def _encode(self, text: str) -> tuple[array[int], int]:
+        if self._pieces is None:
+            return self._piece(text)
+        tokens, n_cached = array("I"), 0
+        for piece in self._pieces.split(text):
+            if piece:
+                found, n = self._piece(piece)
+                tokens += found
+                n_cached += n
+        return tokens, n_cached
+
+    def _piece(self, text: str) -> tuple[array[int], int]:
+        found = self._cache.get(text)
+        if found is not None:
+            return found, len(text)
+        tokens = self._direct(text)
+        self._cache.put(text, tokens)
+        return tokens, 0
+
+    def _direct(self, text: str) -> array[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return array("I", encoding.ids)
+
+    def _added(self) -> tuple[array[int], array[int]]:
+        """Return what is added before and after a completion's prompt, such as the token that begins every text."""
+        plain = self._direct("a")
+        (encoding,) = self._tokenizer.encode_batch_fast(["a"], add_special_tokens=True)
+        around = array("I", encoding.ids)
+        for at in range(len(around) - len(plain) + 1):
+            if around[at : at + len(plain)] == plain:
+                return around[:at], around[at + len(plain) :]
+        return array("I"), array("I")
+
+    def _pattern(self) -> re.Pattern[str] | None:
+        """Return the pattern that splits a text at special tokens, or None if pieces depend on each other."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = [
+            each.content
+            for each in added
+            if each.content and not (each.lstrip or each.rstrip or each.normalized or each.single_word)
+        ]
+        if not special:
+            return None
+        special.sort(key=len, reverse=True)  # the longest is matched first, as the tokenizer does
+        pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
+        for probe in _PROBES:
+            for each in (special[0], special[-1]):
+                text = probe.replace("SPECIAL", each)
+                tokens = array("I")
+                for piece in pattern.split(text):
+                    tokens += self._direct(piece) if piece else array("I")
+                if tokens != self._direct(text):
+                    return None
+        return pattern
+
+
+def _packed(tokens: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        tokens = array("I", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def _first_prompt(body: Mapping[str, Any]) -> str:
+    """Return the prompt of a completion; of several, the first, which is the one that the worker is chosen for."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise InvalidRequest("prompt is not a text")
+    return prompt
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.stat().st_size > FILE_BYTES_MAX:
+            raise SettingsError(f"--tokenizer: {file} has more than {FILE_BYTES_MAX} bytes")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or "it is not UTF-8 text"
+        raise SettingsError(f"--tokenizer: {file} cannot be read: {reason}") from exc
+
+
+def _config(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(_read(file))
+    except ValueError as exc:
+        raise SettingsError(f"--tokenizer: {file} is not JSON: {exc}") from exc
+    return config if isinstance(config, dict) else {}
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    """Return the template of `chat_template.jinja` or of `tokenizer_config.json`, None if there is none."""
+    file = folder / "chat_template.jinja"
+    source = _read(file) if file.exists() else config.get("chat_template")
+    if isinstance(source, list):  # several by name; engines use `default` unless a request names another one
+        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    special = {name: _content(config[name]) for name in _SPECIAL if config.get(name)}
+    try:
+        return ChatTemplate(source, special, datetime.datetime.now)
+    except jinja2.TemplateError as exc:
+        raise SettingsError(f"--tokenizer: the chat template in {folder} cannot be used: {exc}") from exc
+
+
+def _content(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)

@@ -1,0 +1,195 @@
+"""Tokenizing without waiting: a pool of processes with the models' tokenizers, or the engines themselves.
+
+What lives here: the processes, what may wait for them, and the calls of an engine's `/tokenize`. What must not: how a
+text becomes tokens (tokenizer). A request that cannot be tokenized is not refused: the front routes it by load, and the
+engine says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from streams.client.payloads import pack_tokens
+from streams.errors import InvalidRequest, KvStreamsError, SettingsError
+from streams.frontend.requests import FrontRequest
+from streams.frontend.tokenizer_process import TokenizerEnded, TokenizerProcess, Tokens, packed_ids
+
+log = logging.getLogger(__name__)
+
+#: Requests that wait for the processes. Beyond it they are routed by load.
+TOKENIZING_MAX = 1024
+
+#: Time for one request in the processes, waiting included; and for an engine's answer to `/tokenize`.
+TOKENIZE_TIMEOUT_S = 10.0
+
+#: Bytes of a prompt of token ids that are read on the event loop, which takes 0.1 ms; longer ones go to the processes.
+IDS_ON_LOOP_BYTES = 64 << 10
+
+#: Bytes of an engine's answer to `/tokenize`: about 7 for each token.
+TOKENIZED_BYTES_MAX = 64 << 20
+
+#: How long starting waits until the processes have loaded the tokenizers.
+START_TIMEOUT_S = 120.0
+
+#: Interval at which it is checked whether the processes run. One that has ended is started again.
+CHECK_PROCESSES_S = 0.5
+
+#: Stands for a prompt whose tokens are not known: no worker holds a block of it, so the load decides.
+UNKNOWN_TOKENS = b"\0\0\0\0"
+
+#: Where a prompt's tokens came from: they are the values of a label. `ids`: from the client. `none`: routed by load.
+IDS, FILES, ENGINE, NONE = "ids", "files", "engine", "none"
+SOURCES = (IDS, FILES, ENGINE, NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's tokens as u32 LE, and where they came from."""
+
+    tokens: bytes
+    source: str
+
+
+class Tokenizing:
+    """Tokenizes for one front. Used on one loop.
+
+    sources: requests by the source of their tokens. characters: of texts, by whether they were found in a cache.
+    """
+
+    def __init__(self, paths: Mapping[str, Path], processes: int, cache_bytes: int) -> None:
+        """paths: folders of tokenizers by model; "" is for every model without one of its own."""
+        self._paths = dict(paths)
+        n = processes if paths else 0
+        self._processes = [TokenizerProcess(paths, cache_bytes // n) for _ in range(n)]
+        self._keeping: asyncio.Task[None] | None = None
+        self._waiting = 0
+        self.sources: Counter[str] = Counter()
+        self.characters: Counter[str] = Counter()
+        self._logged: set[str] = set()
+
+    async def start(self) -> None:
+        """Start the processes, if there are tokenizers. Raises SettingsError if one cannot be loaded."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.gather(*(process.start() for process in self._processes))
+        except (TokenizerEnded, TimeoutError, OSError) as exc:
+            raise SettingsError(f"--tokenizer: the tokenizers cannot be loaded: {exc!r}") from exc
+        self._keeping = asyncio.create_task(self._keep_running())
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        await asyncio.gather(*(process.kill() for process in self._processes))
+
+    async def _keep_running(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PROCESSES_S)
+            for process in self._processes:
+                if process.running:
+                    continue
+                log.error("a tokenizer process ended; it is started again")
+                try:
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        await process.kill()
+                        await process.start()
+                except (KvStreamsError, TimeoutError, OSError) as exc:
+                    log.error("a tokenizer process cannot be started, trying again: %s", exc)
+
+    async def prompt(
+        self, request: FrontRequest, body: bytes, engine: str | None, http: aiohttp.ClientSession, key: str | None
+    ) -> Prompt:
+        """Return a request's tokens. engine: URL of one that serves the model. key: its API key."""
+        found = await self._found(request, body, engine, http, key)
+        prompt = found or Prompt(UNKNOWN_TOKENS, NONE)
+        self.sources[prompt.source] += 1
+        return prompt
+
+    async def _found(
+        self, request: FrontRequest, body: bytes, engine: str | None, http: aiohttp.ClientSession, key: str | None
+    ) -> Prompt | None:
+        try:
+            if request.has_token_ids:
+                if len(request.prompt) <= IDS_ON_LOOP_BYTES or not self._processes:
+                    return _known(packed_ids(request.prompt), IDS)
+                return _known((await self._in_process(request, None, request.prompt)).tokens, IDS)
+            name = request.model if request.model in self._paths else ""
+            if name in self._paths:
+                found = await self._in_process(request, name, body)
+                self.characters["cached"] += found.n_cached
+                self.characters["encoded"] += found.n_characters - found.n_cached
+                return _known(found.tokens, FILES)
+            if engine is not None:
+                return _known(await self._by_engine(request, body, engine, http, key), ENGINE)
+        except InvalidRequest:
+            return None  # the engine says what is wrong
+        except (TokenizerEnded, TimeoutError, aiohttp.ClientError, OSError, _TooMany) as exc:
+            self._log_once(type(exc).__name__, "requests are routed by load, since tokenizing failed: %s", repr(exc))
+        return None
+
+    async def _in_process(self, request: FrontRequest, name: str | None, raw: bytes) -> Tokens:
+        """Ask the process that has the fewest requests. name: of the tokenizer, None for a prompt of token ids."""
+        if self._waiting >= TOKENIZING_MAX:
+            raise _TooMany(f"{self._waiting} requests wait for the tokenizers")
+        running = [process for process in self._processes if process.running]
+        process = min(running or self._processes, key=len)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
+                return await (process.ids(raw) if name is None else process.encode(name, request.kind, raw))
+        except TimeoutError:
+            log.error("a tokenizer process is killed, since it took more than %g s", TOKENIZE_TIMEOUT_S)
+            await process.kill()
+            raise
+        finally:
+            self._waiting -= 1
+
+    async def _by_engine(
+        self, request: FrontRequest, body: bytes, engine: str, http: aiohttp.ClientSession, key: str | None
+    ) -> bytes:
+        """Ask an engine. It gets the request's own body, whose other fields it ignores."""
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        timeout = aiohttp.ClientTimeout(total=TOKENIZE_TIMEOUT_S)
+        async with http.post(f"{engine}/tokenize", data=body, headers=headers, timeout=timeout) as response:
+            raw = await response.content.read(TOKENIZED_BYTES_MAX)
+            while not response.content.at_eof() and len(raw) < TOKENIZED_BYTES_MAX:
+                raw += await response.content.read(TOKENIZED_BYTES_MAX - len(raw))
+        try:
+            if response.status == 200:
+                return pack_tokens(orjson.loads(raw)["tokens"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise InvalidRequest("the engine's answer to /tokenize has no tokens") from exc
+        if response.status in (404, 405, 501):
+            self._log_once(
+                engine,
+                "requests for model %s are routed by load: its engine has no /tokenize (status %d). Set --tokenizer",
+                request.model,
+                response.status,
+            )
+        raise InvalidRequest(f"the engine answered {response.status} to /tokenize")
+
+    def _log_once(self, what: str, text: str, *arguments: Any) -> None:
+        if what not in self._logged and len(self._logged) < TOKENIZING_MAX:
+            self._logged.add(what)
+            log.warning(text, *arguments)
+
+
+class _TooMany(Exception):
+    """More requests wait for the processes than may."""
+
+
+def _known(tokens: bytes, source: str) -> Prompt | None:
+    """Return a prompt; one without tokens cannot be routed by them."""
+    return Prompt(tokens, source) if tokens else None

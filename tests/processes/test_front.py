@@ -1,0 +1,508 @@
+"""The front on real sockets, with a real router and engines that break off, stall, refuse, and are left by clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from streams.codec import encode_worker
+from streams.core.ids import WorkerId
+from streams.core.workers import Worker
+from streams.frontend.answers import error_event
+from streams.frontend.server import Front, FrontOptions
+from streams.http_server import HttpServer
+from streams.kafka import worker_key
+from streams.security.access import Access
+from streams.settings import Settings
+from streams.sim.chat_template import tokenizer_files
+from tests.helpers.local_router import LocalRouter, local_router
+from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
+
+#: Only a hang is a failure. Nothing here is a measurement.
+PATIENCE_S = 30.0
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+IDS = {"model": "m", "prompt": list(range(40)), "stream": True}
+
+
+class Stage:
+    """A front with its router and engines. url: the front's."""
+
+    def __init__(self, front: Front, url: str, router: LocalRouter, engines: list[ScriptedEngine]) -> None:
+        self.front = front
+        self.url = url
+        self.router = router
+        self.engines = engines
+
+    def script(self, *scripts: Script) -> None:
+        for engine, script in zip(self.engines, scripts, strict=True):
+            engine.script = script
+
+    async def post(
+        self, body: Any = None, path: str = "/v1/chat/completions", **headers: str
+    ) -> tuple[int, Any, bytes]:
+        """Return status, headers and body."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + path, data=orjson.dumps(body or BODY), headers=headers) as response,
+        ):
+            return response.status, response.headers, await response.read()
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not condition():
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise AssertionError(f"still waiting for {what}") from None
+
+    async def until_free(self) -> None:
+        """Wait until neither the front, the engines nor the router have a request, and all reports are sent."""
+
+        def active() -> int:
+            loads = self.router.api.get("/loads")["loads"]
+            return sum(row["active_requests"] for row in loads)
+
+        await self.until(lambda: len(self.front.proxy) == 0, "the front's requests")
+        await self.until(lambda: sum(engine.n_open for engine in self.engines) == 0, "the engines' requests")
+        async with asyncio.timeout(PATIENCE_S):
+            while await asyncio.to_thread(active):
+                await asyncio.sleep(0.01)
+        assert self.front.router.reports_lost == 0
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[tuple[LocalRouter, list[ScriptedEngine]]]:
+    """Give a router and two engines that it knows."""
+    with local_router(Settings(), n_workers=0) as router, scripted_engines(2) as engines:
+        for number, engine in enumerate(engines, start=1):
+            worker = Worker(WorkerId(number), engine.url, "m", 16)
+            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+        yield router, engines
+
+
+Backend = tuple[LocalRouter, list[ScriptedEngine]]
+
+
+def on_stage(
+    backend: Backend,
+    scenario: Callable[[Stage], Awaitable[None]],
+    options: dict[str, Any] | None = None,
+    patience_s: float = 2 * PATIENCE_S,
+    **settings: Any,
+) -> None:
+    """Run a scenario with a front of its own; afterwards every booking must have ended."""
+    router, engines = backend
+
+    async def main() -> None:
+        own = Settings(**settings)
+        access = Access(own)
+        front = Front(own, FrontOptions((router.api.url,), **(options or {})), access)
+        server = HttpServer("127.0.0.1", 0, access=access)
+        try:
+            await front.start()
+            await server.serve(front.runner())
+            stage = Stage(front, server.url, router, engines)
+            for engine in engines:
+                engine.script, engine.received, engine.bodies = Script(), [], []
+                engine.counts.clear()
+            async with asyncio.timeout(patience_s):
+                await scenario(stage)
+                await stage.until_free()
+        finally:
+            await server.close()
+            await front.close()
+
+    asyncio.run(main())
+
+
+def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend) -> None:
+    """The engine gets the client's body byte for byte, and the client the engine's answer."""
+
+    async def scenario(stage: Stage) -> None:
+        raw = orjson.dumps({**BODY, "tools": [{"odd": None}], "n": 2, "unknown": {"é": [1.50, 1e3]}}) + b"\n "
+        headers = {
+            "Authorization": "Bearer the client's own",
+            "Cookie": "a=b",
+            "X-Request-Id": "mine",
+            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            "X-Kvstreams-Details": "1",
+        }
+        url = f"{stage.url}/v1/chat/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, data=raw, headers=headers) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            assert response.headers["X-Request-Id"] == "mine"
+            worker = int(response.headers["X-Kvstreams-Worker"].partition("/")[0])
+            assert await response.read() == answer_bytes()
+        engine = stage.engines[worker - 1]
+        assert engine.bodies == [raw]
+        (received,) = engine.received
+        assert received["traceparent"] == headers["traceparent"]
+        assert received["X-Request-Id"] == "mine"
+        assert received["X-data-parallel-rank"] == "0"
+        assert "the client's own" not in str(received) and "Cookie" not in received
+
+    on_stage(backend, scenario)
+
+
+def test_bytes_arrive_as_they_come(backend: Backend) -> None:
+    """A token reaches the client while the engine still works on the next one."""
+
+    async def scenario(stage: Stage) -> None:
+        answer = answer_bytes()
+        role_and_first = answer.index(b"t1")
+        stage.script(*[Script(stalls_at=role_and_first)] * 2)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{stage.url}/v1/completions", json=IDS) as response,
+        ):
+            got = b""
+            while len(got) < role_and_first:
+                got += await response.content.readany()
+            assert got == answer[:role_and_first]
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_an_engine_that_cannot_serve_is_replaced_by_another(backend: Backend, status: int) -> None:
+    """The client sees one whole answer, and the booking has moved."""
+
+    async def scenario(stage: Stage) -> None:
+        for failing in (0, 1):
+            stage.script(*[Script(status=status) if at == failing else Script() for at in range(2)])
+            for _ in range(2):
+                code, headers, body = await stage.post(**{"X-Kvstreams-Details": "1"})
+                assert (code, body) == (200, answer_bytes())
+                assert headers["X-Kvstreams-Worker"] == f"{2 - failing}/0"
+        assert (
+            stage.front.counts.retries == sum(sum(1 for _ in engine.received) for engine in stage.engines) - 4
+        )  # each request beyond the four of the client
+        assert stage.front.counts.retries > 0
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize("breaks_at", [0, 10, answer_bytes().index(b"t0")])
+def test_an_engine_that_ends_before_its_first_token_is_replaced(backend: Backend, breaks_at: int) -> None:
+    """The role that it had sent is not shown, so the client gets one answer and not parts of two."""
+
+    async def scenario(stage: Stage) -> None:
+        for failing in (0, 1):
+            stage.script(*[Script(breaks_at=breaks_at) if at == failing else Script() for at in range(2)])
+            assert (await stage.post())[2] == answer_bytes()
+
+    on_stage(backend, scenario)
+
+
+def test_a_silent_engine_is_replaced_before_its_first_token(backend: Backend) -> None:
+    """It counts as failed after front_silence_timeout_s."""
+
+    async def scenario(stage: Stage) -> None:
+        for failing in (0, 1):
+            stage.script(*[Script(stalls_at=20) if at == failing else Script() for at in range(2)])
+            assert (await stage.post())[2] == answer_bytes()
+
+    on_stage(backend, scenario, front_silence_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        (Script(status=503, refusal=b'{"error": {"message": "overloaded"}}'), 503),
+        (Script(status=400, refusal=b'{"error": {"message": "bad \xc3\xbc"}}'), 400),
+        (Script(status=418, refusal=b"not JSON"), 418),
+    ],
+)
+def test_an_engines_error_keeps_its_status_and_body(backend: Backend, script: Script, status: int) -> None:
+    """Also if every engine has refused; what is invalid is sent to one engine only."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.script(script, script)
+        code, _, body = await stage.post()
+        assert (code, body) == (status, script.refusal)
+        assert sum(engine.counts["begun"] for engine in stage.engines) == (2 if status == 503 else 1)
+
+    on_stage(backend, scenario)
+
+
+def test_engines_that_do_not_answer_are_an_error_in_openais_shape(backend: Backend) -> None:
+    """After front_attempts_max engines the client gets 502."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.script(Script(breaks_at=0), Script(breaks_at=0))
+        code, _, body = await stage.post()
+        assert (code, orjson.loads(body)["error"]["code"]) == (502, "engine_failed")
+        assert sum(engine.counts["begun"] for engine in stage.engines) == 1
+
+    on_stage(backend, scenario, front_attempts_max=1)
+
+
+def test_an_engine_that_dies_at_a_random_byte_ends_the_answer_cleanly(backend: Backend) -> None:
+    """What was generated reaches the client, then an error event, or a broken connection if an event was cut in two."""
+
+    async def scenario(stage: Stage) -> None:
+        answer = answer_bytes()
+        first = answer.index(b"\n\n", answer.index(b"t0")) + 2
+        seed = random.randrange(1 << 32)
+        print("seed", seed)
+        rng = random.Random(seed)
+        boundaries = [at + 2 for at in range(first, len(answer) - 40) if answer[at : at + 2] == b"\n\n"]
+        for at in [*rng.sample(range(first, len(answer) - 20), 12), *rng.sample(boundaries, 4)]:
+            stage.script(*[Script(breaks_at=at)] * 2)
+            try:
+                _, _, body = await stage.post()
+            except aiohttp.ClientPayloadError:
+                assert answer[at - 2 : at] != b"\n\n"
+                continue
+            assert answer[at - 2 : at] == b"\n\n"
+            assert body.startswith(answer[:at])
+            event = orjson.loads(body[at:].split(b"\n\n")[0].removeprefix(b"data: "))
+            assert event["error"]["code"] == "engine_failed"
+            assert body.endswith(b"\n\ndata: [DONE]\n\n")
+        assert stage.front.counts.outcomes["broken"] == 16
+
+    on_stage(backend, scenario)
+
+
+def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Backend) -> None:
+    """Before or after the first token, the engine's request ends and the booking is freed."""
+
+    async def scenario(stage: Stage) -> None:
+        # The end of the answer never comes, so that no request can end by itself.
+        stage.script(*[Script(pause_s=0.002, stalls_at=len(answer_bytes()) - 30)] * 2)
+        seed = random.randrange(1 << 32)
+        print("seed", seed)
+        rng = random.Random(seed)
+
+        async def vanish(n_bytes: int) -> None:
+            async with aiohttp.ClientSession() as session:
+                posting = asyncio.ensure_future(session.post(f"{stage.url}/v1/completions", json=IDS))
+                if n_bytes == 0:
+                    await asyncio.sleep(rng.random() * 0.01)
+                    posting.cancel()
+                    return
+                response, got = await posting, 0
+                while got < n_bytes and (data := await response.content.readany()):
+                    got += len(data)
+                response.close()
+
+        await asyncio.gather(*(vanish(rng.choice([0, rng.randrange(1, 3000)])) for _ in range(40)))
+        await stage.until_free()
+        outcomes = stage.front.counts.outcomes
+        assert outcomes.keys() == {"client_gone"}
+        assert outcomes["client_gone"] > 20
+
+    on_stage(backend, scenario)
+
+
+def test_a_client_that_does_not_read_is_disconnected(backend: Backend) -> None:
+    """Meanwhile the engine is not read either, so nothing piles up in the front."""
+
+    async def scenario(stage: Stage) -> None:
+        answer = answer_bytes(2000, padding=20_000)
+        stage.script(*[Script(answer=answer, piece=65_536)] * 2)
+        loop = asyncio.get_running_loop()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            host, port = stage.url.removeprefix("http://").split(":")
+            await loop.sock_connect(slow, (host, int(port)))
+            body = orjson.dumps(IDS)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            await loop.sock_sendall(slow, head + body)
+            await stage.until(lambda: stage.front.counts.outcomes["client_slow"] == 1, "the disconnection")
+
+    on_stage(backend, scenario, front_client_timeout_s=0.5)
+
+
+def test_prefill_and_output_are_reported_while_a_stream_runs(backend: Backend) -> None:
+    """The router sees the end of the prefill at the first token, and the length of the answer from time to time."""
+
+    async def scenario(stage: Stage) -> None:
+        answer = answer_bytes(400)
+        until = answer.index(b"t200")
+        stage.script(*[Script(answer=answer, stalls_at=until)] * 2)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{stage.url}/v1/completions", json=IDS) as response,
+        ):
+            got = 0
+            while got < until:
+                got += len(await response.content.readany())
+
+            def seen() -> bool:
+                rows = stage.router.api.get("/loads")["loads"]
+                return [row["active_prefill_tokens"] for row in rows if row["active_requests"]] == [0]
+
+            async with asyncio.timeout(PATIENCE_S):
+                while not await asyncio.to_thread(seen):
+                    await asyncio.sleep(0.01)
+        assert stage.front.counts.output_tokens == 0  # it is counted when a request has ended
+        await stage.until_free()
+        assert 200 <= stage.front.counts.output_tokens <= 202
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (b"{", {}, 400, "invalid_request"),
+        (b'{"model": "other", "prompt": [1]}', {}, 404, "unknown_model"),
+        (b'{"model": "m", "prompt": [1]}', {"X-Priority": "x"}, 400, "invalid_request"),
+        (b'{"model": "m", "prompt": [1]}', {"Content-Encoding": "gzip"}, 415, "unsupported_encoding"),
+        (b" " * 5000, {}, 413, "too_large"),
+        (b'{"model": "m", "prompt": [1]}', {"X-Required-Taints": "none-has-it"}, 503, "no_eligible_worker"),
+    ],
+)
+def test_refusals_have_openais_shape(
+    backend: Backend, body: bytes, headers: dict[str, str], status: int, code: str
+) -> None:
+    """No engine sees a request that the front or the router refuses."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.front.router._retry_timeout_s = 0.0
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{stage.url}/v1/completions", data=body, headers=headers) as response,
+        ):
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (status, code)
+            assert {"message", "type", "param"} < error.keys()
+            assert ("Retry-After" in response.headers) == (status == 503)
+        assert not any(engine.bodies for engine in stage.engines)
+
+    on_stage(backend, scenario, body_bytes_max=4096)
+
+
+def test_a_token_needs_the_right_to_generate(backend: Backend, tmp_path: Path) -> None:
+    """Each call has its right; without a known token there is none."""
+    tokens = {"generate": "g" * 20, "read": "r" * 20}
+    file = tmp_path / "tokens.toml"
+    file.write_text("".join(f'[{right}]\ntoken = "{token}"\nrights = ["{right}"]\n' for right, token in tokens.items()))
+
+    async def scenario(stage: Stage) -> None:
+        async def status(method: str, path: str, token: str | None) -> int:
+            headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.request(method, stage.url + path, json=BODY if method == "POST" else None) as response,
+            ):
+                await response.read()
+                return response.status
+
+        for method, path, right in (
+            ("POST", "/v1/chat/completions", "generate"),
+            ("GET", "/v1/models", "generate"),
+            ("GET", "/v1/models/m", "generate"),
+            ("GET", "/metrics", "read"),
+        ):
+            assert [await status(method, path, tokens[each]) for each in tokens] == [
+                200 if each == right else 403 for each in tokens
+            ]
+            assert await status(method, path, None) == await status(method, path, "x" * 20) == 401
+        for path in ("/healthz", "/ready"):
+            assert await status("GET", path, None) == 200
+        assert await status("GET", "/no/such/path", tokens["generate"]) == 404
+        assert not any("g" * 20 in str(engine.received) for engine in stage.engines)
+
+    on_stage(backend, scenario, tokens_file=str(file))
+
+
+def test_engines_get_their_key_from_a_file(backend: Backend, tmp_path: Path) -> None:
+    """The client's own header does not replace it."""
+    (tmp_path / "key").write_text("engine-key\n")
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.post(Authorization="Bearer client"))[0] == 200
+        (received,) = [each for engine in stage.engines for each in engine.received]
+        assert received["Authorization"] == "Bearer engine-key"
+
+    on_stage(backend, scenario, {"engine_key_files": {"": str(tmp_path / "key")}})
+
+
+def test_a_full_front_refuses_and_says_when_to_return(backend: Backend) -> None:
+    """front_requests_max requests are served; the next one gets 503."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.script(*[Script(stalls_at=3000)] * 2)
+        async with aiohttp.ClientSession() as session:
+            first = await session.post(f"{stage.url}/v1/completions", json=IDS)
+            async with session.post(f"{stage.url}/v1/completions", json=IDS) as second:
+                assert second.status == 503
+                assert (await second.json())["error"]["code"] == "overloaded"
+            first.close()
+
+    on_stage(backend, scenario, front_requests_max=1)
+
+
+def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_path: Path) -> None:
+    """The request that meets the dead process is routed by load, and the next one has its tokens again."""
+    for name, text in tokenizer_files().items():
+        (tmp_path / name).write_text(text)
+
+    async def scenario(stage: Stage) -> None:
+        sources = stage.front.counts.sources
+        assert (await stage.post())[0] == 200
+        assert sources == {"files": 1}
+        (process,) = stage.front.tokenizing._processes
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        while sources["none"] == 0:
+            assert (await stage.post())[0] == 200
+        before = sources["files"]
+        await stage.until(lambda: process.running, "the next process")
+        assert (await stage.post())[0] == 200
+        assert sources["files"] == before + 1
+
+    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
+
+
+def test_a_fleet_without_tokenizers_routes_by_load(backend: Backend) -> None:
+    """These engines have no /tokenize; their answers reach the client all the same."""
+
+    async def scenario(stage: Stage) -> None:
+        assert (await stage.post())[2] == answer_bytes()
+        assert stage.front.counts.sources == {"none": 1}
+
+    on_stage(backend, scenario)
+
+
+def test_a_stopping_front_says_so_and_finishes_its_streams(backend: Backend) -> None:
+    """/ready turns to 503 during the notice, and a running stream reaches its end."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.front.stopping = True
+        async with aiohttp.ClientSession() as session, session.get(f"{stage.url}/ready") as response:
+            assert response.status == 503
+            assert "stopping" in (await response.json())["reason"]
+        assert (await stage.post())[2] == answer_bytes()
+
+    on_stage(backend, scenario)
+
+
+def test_an_error_event_before_the_first_token_is_an_error_of_this_engine(backend: Backend) -> None:
+    """Engines whose HTTP status has been sent report a failure as an event; another engine then answers."""
+
+    async def scenario(stage: Stage) -> None:
+        failed = Script(answer=error_event(503, "the engine is stopping", "stopping").replace(b'"stopping"}', b"503}"))
+        for failing in (0, 1):
+            stage.script(*[failed if at == failing else Script() for at in range(2)])
+            assert (await stage.post())[2] == answer_bytes()
+        stage.script(failed, replace(failed))
+        assert (await stage.post())[2] == failed.answer
+
+    on_stage(backend, scenario)

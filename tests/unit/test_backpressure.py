@@ -1,0 +1,134 @@
+"""A feed while Kafka's client has no space: what waits, what is filled in later, and what shows as a gap."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import msgpack
+import pytest
+import zmq.asyncio
+from confluent_kafka import Producer
+
+from streams.codec import decode_batch
+from streams.core.events import EngineEvents, FeedState
+from streams.core.ids import WorkerId
+from streams.core.workers import Worker
+from streams.engines.address import EngineAddress
+from streams.engines.connection import RECEIVE_HWM, RECEIVE_HWM_MIN, RECEIVE_HWM_OF_ALL, receive_hwm
+from streams.engines.feed import RankFeed
+from streams.engines.wiring import EngineWiring
+from streams.settings import Settings
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.unit.test_feed import held_lease
+
+#: Records that the client of these tests buffers, and batches that wait in a socket.
+BUFFERED_MAX = 20
+RECEIVED_MAX = 30
+
+N_BLOCKS = 64
+PATIENCE_S = 30.0
+
+
+class SmallBuffer(Producer):
+    """A real client with a small queue and no broker. `purge` empties the queue, as a broker would; it keeps a list."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            {"bootstrap.servers": "127.0.0.1:1", "log_level": 0, "queue.buffering.max.messages": BUFFERED_MAX}
+        )
+        self.taken: list[bytes] = []
+
+    def produce(self, topic: str, *_: Any, **record: Any) -> None:
+        del record["on_delivery"]
+        super().produce(topic, **record)
+        if topic.endswith("kv-events"):
+            self.taken.append(record["value"])
+
+
+def payload(number: int) -> bytes:
+    """A batch that stores the blocks of a prompt of its own."""
+    tokens = list(range(number * 10_000, number * 10_000 + N_BLOCKS * BLOCK_SIZE))
+    names = [number * 1000 + block for block in range(N_BLOCKS)]
+    return bytes(msgpack.packb([time.time(), [["BlockStored", names, None, tokens, BLOCK_SIZE, None, "GPU"]], 0]))
+
+
+# Without a replay socket, more batches than the engine's own socket (1,000) and the operating system's buffers keep.
+@pytest.mark.parametrize(("with_replay", "n_batches"), [(True, 300), (False, 2500)])
+def test_batches_wait_while_kafka_is_slow_and_none_is_lost_silently(with_replay: bool, n_batches: int) -> None:
+    """The loop goes on, memory is bounded, and every number is published or a gap that the feed counts."""
+
+    async def main() -> None:
+        settings = Settings(bridge_lease_s=600.0)
+        context, kafka = zmq.asyncio.Context(), SmallBuffer()
+        address = EngineAddress(WorkerId(7), engine.url, engine.events, engine.replay if with_replay else None)
+        async with aiohttp.ClientSession() as http:
+            handle = held_lease(settings, Worker(address.worker_id, address.url, "m", 16))
+            wiring = EngineWiring(
+                settings, kafka, context, http, address, "m", handle, 1, lambda _: 0, receive_hwm=lambda: RECEIVED_MAX
+            )
+            feed = RankFeed(wiring, 0, None)
+            running = asyncio.create_task(feed.run())
+            deadline_s = time.monotonic() + PATIENCE_S
+
+            async def until(condition: Any, *, purges: bool = False) -> float:
+                """Wait for a condition; return the longest time for which the loop stood still."""
+                longest_s = 0.0
+                while not condition():
+                    assert time.monotonic() < deadline_s and not running.done(), feed.counters
+                    before_s = time.monotonic()
+                    await asyncio.sleep(0.005)
+                    longest_s = max(longest_s, time.monotonic() - before_s)
+                    if purges:
+                        kafka.purge()
+                        kafka.poll(0)
+                return longest_s
+
+            try:
+                await until(lambda: kafka.taken and feed._connection.completed_at_s is not None)
+                for n in range(n_batches):
+                    engine.send(payload(n))
+                    if n % 20 == 0:
+                        await asyncio.sleep(0)
+                stood_still_s = await until(lambda: feed.has_waited_for_kafka(time.monotonic(), 1.0))
+                assert stood_still_s < 1.0
+                assert len(kafka.taken) == BUFFERED_MAX
+                if with_replay:
+                    await until(lambda: feed.counters.batches_published >= n_batches, purges=True)
+                else:
+                    await until(lambda: not feed.has_waited_for_kafka(time.monotonic(), 0.0), purges=True)
+                    last, quiet_from_s = 0, time.monotonic()
+                    while time.monotonic() - quiet_from_s < 1.0:  # until what the sockets kept has been read
+                        kafka.purge()
+                        kafka.poll(0)
+                        await asyncio.sleep(0.01)
+                        if feed.counters.batches_published != last:
+                            last, quiet_from_s = feed.counters.batches_published, time.monotonic()
+                engine.send(payload(n_batches))
+                await until(lambda: decode_batch(kafka.taken[-1]).sequence >= n_batches, purges=True)
+                assert not feed.has_waited_for_kafka(time.monotonic(), 0.0)
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                context.destroy(linger=0)
+        batches = [decode_batch(value) for value in kafka.taken]
+        numbers = [batch.sequence for batch in batches if isinstance(batch.body, EngineEvents) and batch.sequence >= 0]
+        missing = set(range(n_batches + 1)) - set(numbers)
+        assert numbers == sorted(set(numbers))  # in order, and none twice
+        assert feed.counters.gap_batches_lost == len(missing)
+        assert (not missing) if with_replay else (len(missing) > n_batches // 10)
+        if missing:
+            assert not feed._writer.ledger.complete
+        assert any(batch.feed is FeedState.CATCHING_UP for batch in batches)
+
+    with EngineDouble() as engine:
+        asyncio.run(main())
+
+
+def test_all_sockets_of_a_bridge_hold_a_bounded_number_of_batches() -> None:
+    """Each rank has its share, and never so little that a short pause loses batches."""
+    assert receive_hwm(0) == receive_hwm(1) == RECEIVE_HWM
+    assert receive_hwm(200) * 200 == RECEIVE_HWM_OF_ALL
+    assert receive_hwm(10_000) == RECEIVE_HWM_MIN
