@@ -114,7 +114,7 @@ def generated() -> list[Check]:
 
 def pools() -> list[Check]:
     """Pools of 1, 2 and 4 times the device memory, with sessions of twice that."""
-    workload, checks = workload_of("agentic:working_set=2"), []
+    workload, checks = workload_of("agentic:working_set=2:requests=3000"), []
     config = replace(FLEET, concurrency=64)
     policy = OURS_AT_ONCE + ":pool_gb_per_s=64"
     without = run_policy(workload, config, policy)

@@ -85,6 +85,8 @@ def fleet_options(command: _F) -> _F:
                 help="whether each engine has that bandwidth, or all of them together",
             ),
             click.option("--credit-pool/--no-credit-pool", default=True, help="whether the router knows of the pool"),
+            click.option("--host", default=0.0, metavar="X", help="host memory, X times each engine's device memory"),
+            click.option("--host-gb-per-s", default=25.0, show_default=True, help="bandwidth of the link to it"),
             click.option("--engine", "engine_file", type=click.Path(path_type=Path, exists=True), help="TOML file"),
             click.option("--requests", "n_requests", default=0, help="only the first requests of the trace"),
             click.option("--seed", default=1, show_default=True, help="of random choices between equal engines"),
@@ -104,6 +106,8 @@ def fleet_of(
     pool_gb_per_s: float,
     pool_link: str,
     credit_pool: bool,
+    host: float,
+    host_gb_per_s: float,
     engine_file: Path | None,
 ) -> FleetConfig:
     """The fleet that these options describe. Raises SettingsError."""
@@ -123,6 +127,7 @@ def fleet_of(
         speeds=tuple(_numbers(speeds, float)),
         failures=tuple(Failure(*each) for each in _failures(fail)),
         pool=shared,
+        host=LabPoolConfig(round(host * engine.n_blocks), host_gb_per_s) if host else None,
     )
 
 

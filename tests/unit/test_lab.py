@@ -250,6 +250,17 @@ def test_a_pool_returns_what_the_engines_have_evicted(returning: Workload) -> No
     assert own.reuse > without.reuse and own.mean_ttft_ms < shared.mean_ttft_ms < without.mean_ttft_ms
 
 
+def test_the_memory_of_a_host_serves_its_own_engine(returning: Workload) -> None:
+    """Blocks that were evicted from the device are loaded from the host, which the router knows by its tier."""
+    config = FleetConfig(TINY, 2, concurrency=8)
+    host = LabPoolConfig(4 * TINY.n_blocks, gb_per_s=25.0)
+    for policy in ("expected-time", "kv"):
+        without = run_policy(returning, config, policy).figures
+        figures = run_policy(returning, replace(config, host=host), policy).figures
+        assert figures.loaded > 0.03 and figures.reuse > without.reuse
+        assert figures.mean_ttft_ms < without.mean_ttft_ms
+
+
 def test_a_pool_without_room_holds_the_last_blocks(returning: Workload) -> None:
     """A small pool gives less than a large one, and more than none."""
     small = pooled(returning, LabPoolConfig(TINY.n_blocks)).figures

@@ -13,6 +13,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -50,7 +51,8 @@ class FleetConfig:
 
     concurrency: requests at the same time, each followed by the next one; 0: they come at their times, divided by
     speedup. event_lag_ms: until the router has an engine's event. speeds: for each worker, how many times as long its
-    steps take; missing ones are 1. pool: memory that all engines share, None for none.
+    steps take; missing ones are 1. pool: memory that all engines share, None for none. host: memory of each
+    engine's host, from which only that engine loads, None for none.
     """
 
     engine: LabEngineConfig
@@ -61,6 +63,7 @@ class FleetConfig:
     speeds: tuple[float, ...] = ()
     failures: tuple[Failure, ...] = field(default=())
     pool: LabPoolConfig | None = None
+    host: LabPoolConfig | None = None
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:
@@ -95,10 +98,20 @@ class _Run:
         self.pool = None
         if config.pool is not None:
             self.pool = LabPool(config.pool, config.engine.block_size * config.engine.bytes_per_token)
-        load = None if self.pool is None else self._load
+        self._hosts: list[LabPool] = []
+        if config.host is not None:
+            self._hosts = [self._new_host(config.host) for _ in range(config.n_workers)]
+        loads = self.pool is not None or bool(self._hosts)
         speeds = (*config.speeds, *[1.0] * config.n_workers)
         self.engines = [
-            LabEngine(number, config.engine, self._on_stored, self._on_removed, speed=speeds[number], load=load)
+            LabEngine(
+                number,
+                config.engine,
+                self._on_stored,
+                self._on_removed,
+                speed=speeds[number],
+                load=partial(self._load, number) if loads else None,
+            )
             for number in range(config.n_workers)
         ]
         self._down = [False] * config.n_workers
@@ -123,6 +136,9 @@ class _Run:
         self._previous: list[int] = workload.previous.tolist()
         self._pause_ms: list[float] = (workload.pause_ms / config.speedup).tolist()
         self._at_ms: list[float] = (workload.at_ms / config.speedup).tolist()
+
+    def _new_host(self, config: LabPoolConfig) -> LabPool:
+        return LabPool(config, self.config.engine.block_size * self.config.engine.bytes_per_token)
 
     def run(self) -> RunResult:
         n = len(self.workload)
@@ -271,11 +287,27 @@ class _Run:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _load(self, keys: Sequence[int], n_max: int) -> tuple[int, float]:
-        """Load blocks from the pool into an engine."""
-        assert self.pool is not None
-        n_loaded = min(n_max, self.pool.n_continuing(keys))
-        return (n_loaded, self.pool.load(self.now_ms, keys[:n_loaded])) if n_loaded else (0, 0.0)
+    def _load(self, worker: int, keys: Sequence[int], n_max: int) -> tuple[int, float]:
+        """Load blocks into an engine: from its host as far as possible, then from the pool."""
+        n_loaded, took_ms = 0, 0.0
+        pools = [self._hosts[worker]] if self._hosts else []
+        for pool in [*pools, *([] if self.pool is None else [self.pool])]:
+            left = keys[n_loaded:n_max]
+            n_more = pool.n_continuing(left)
+            if n_more:
+                took_ms += pool.load(self.now_ms, left[:n_more])
+                n_loaded += n_more
+        return n_loaded, took_ms
+
+    def _keep_on_host(self, worker: int, request: LabRequest, first: int, last: int) -> None:
+        """Write blocks to an engine's host."""
+        assert self.config.host is not None
+        _, evicted = self._hosts[worker].store(request.chain[:last], first)
+        if self.config.host.is_credited and self.router.reads_index:
+            keys, names = self.workload.keys_of(request.number), self.workload.names
+            parent = EngineHash(int(names[keys[first - 1]])) if first else None
+            stored, gone = names[keys[first:last]], names[evicted]
+            self._later(lambda: self.router.kept_on_host(worker, parent, stored, gone))
 
     def _offload(self, request: LabRequest, first: int, last: int) -> None:
         """Write blocks to the pool."""
@@ -288,6 +320,8 @@ class _Run:
     def _on_stored(self, worker: int, request: LabRequest, first: int, last: int) -> None:
         if self.pool is not None:
             self._offload(request, first, last)
+        if self._hosts:
+            self._keep_on_host(worker, request, first, last)
         if not self.router.reads_index:
             return
         keys = self.workload.keys_of(request.number)
@@ -321,6 +355,8 @@ class _Run:
         self._down[worker] = True
         self._version[worker] += 1
         lost = [request.number for request in self.engines[worker].fail()]
+        if self.config.host is not None:
+            self._hosts[worker] = self._new_host(self.config.host)
         self._at(self.now_ms + failure.for_ms, lambda: self._return(worker))
         self._at(self.now_ms + min(failure.known_after_ms, failure.for_ms), lambda: self.router.worker_failed(worker))
         for number in lost:  # clients see a broken connection at once, and try again

@@ -1,4 +1,4 @@
-"""Memory that a fleet's engines share, behind a link (pure).
+"""Memory behind a link: a pool that a fleet's engines share, or the memory of one engine's host (pure).
 
 What lives here: which blocks are in the pool, and how long loading them takes. What must not: engines and routers.
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from streams.core.block_facts.fact_sets import PythonFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import CompiledFactSets, PythonFactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores, PrefixIndex
@@ -31,6 +31,7 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
+from streams.errors import UnknownParent
 
 #: As in the live router (router_api.admission): the shortest time between two pumps, the longest one while requests
 #: wait, and how many of them a pump examines.
@@ -78,7 +79,7 @@ class _Pool:
     def __init__(self, ranks: tuple[RankId, ...]) -> None:
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool("pool", "default", None, members)
-        self.index = PooledIndex(PythonFactSets(), {"pool": pool})
+        self.index = PooledIndex(CompiledFactSets() if kernels_available() else PythonFactSets(), {"pool": pool})
         self.numbers = RankNumbering(ranks)
         self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
 
@@ -149,6 +150,16 @@ class LabRouter:
     def removed(self, worker: int, names: HashArray) -> None:
         """Apply an event of an engine."""
         self.index.remove(self.ranks[worker], Tier.DEVICE, names)
+
+    def kept_on_host(self, worker: int, parent: EngineHash | None, names: HashArray, gone: HashArray) -> None:
+        """Apply an engine's events of its host memory: it stored these blocks, and evicted others."""
+        rank = self.ranks[worker]
+        try:
+            self.index.store(rank, Tier.HOST, parent, names, names)
+        except UnknownParent:
+            pass  # the block before them is neither on the device nor on the host any more
+        if gone.size:
+            self.index.remove(rank, Tier.HOST, gone)
 
     def pool_changed(self, new: list[int], evicted: list[int]) -> None:
         """Blocks came to the pool that all engines read, or left it. new, evicted: sequence hashes."""
