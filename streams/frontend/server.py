@@ -123,7 +123,9 @@ class Front:
         self.fleet = Fleet(self.router)
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
         self.proxy = Proxy(settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts)
-        self.connections = Connections(settings.connections_max, uses_tls=access.scheme == "https")
+        self.connections = Connections(
+            settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
+        )
         self.registry = MetricsRegistry(FRONT_METRICS, self._snapshot)
         self.stopping = False
         self._body_bytes = 0

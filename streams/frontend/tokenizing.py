@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
 
 from streams.client.payloads import pack_tokens
-from streams.errors import InvalidRequest, SettingsError
-from streams.frontend.requests import FrontRequest, Kind
-
-if TYPE_CHECKING:
-    from streams.frontend.tokenizer import Encoded, ModelTokenizer
+from streams.errors import InvalidRequest, KvStreamsError, SettingsError
+from streams.frontend.requests import FrontRequest
+from streams.frontend.tokenizer_process import TokenizerEnded, TokenizerProcess, Tokens, packed_ids
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +39,9 @@ TOKENIZED_BYTES_MAX = 64 << 20
 
 #: How long starting waits until the processes have loaded the tokenizers.
 START_TIMEOUT_S = 120.0
+
+#: Interval at which it is checked whether the processes run. One that has ended is started again.
+CHECK_PROCESSES_S = 0.5
 
 #: Stands for a prompt whose tokens are not known: no worker holds a block of it, so the load decides.
 UNKNOWN_TOKENS = b"\0\0\0\0"
@@ -74,9 +68,9 @@ class Tokenizing:
     def __init__(self, paths: Mapping[str, Path], processes: int, cache_bytes: int) -> None:
         """paths: folders of tokenizers by model; "" is for every model without one of its own."""
         self._paths = dict(paths)
-        self._processes = processes
-        self._cache_bytes = cache_bytes // max(1, processes)
-        self._pool: ProcessPoolExecutor | None = None
+        n = processes if paths else 0
+        self._processes = [TokenizerProcess(paths, cache_bytes // n) for _ in range(n)]
+        self._keeping: asyncio.Task[None] | None = None
         self._waiting = 0
         self.sources: Counter[str] = Counter()
         self.characters: Counter[str] = Counter()
@@ -84,24 +78,33 @@ class Tokenizing:
 
     async def start(self) -> None:
         """Start the processes, if there are tokenizers. Raises SettingsError if one cannot be loaded."""
-        if not self._paths:
-            return
-        self._pool = self._new_pool()
-        loop = asyncio.get_running_loop()
-        for _ in range(self._processes):  # each submission starts another process
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    error = await loop.run_in_executor(self._pool, _loading_error)
-            except (BrokenProcessPool, TimeoutError) as exc:
-                raise SettingsError(f"--tokenizer: the tokenizers cannot be loaded: {exc!r}") from exc
-            if error is not None:
-                raise SettingsError(error)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.gather(*(process.start() for process in self._processes))
+        except (TokenizerEnded, TimeoutError, OSError) as exc:
+            raise SettingsError(f"--tokenizer: the tokenizers cannot be loaded: {exc!r}") from exc
+        self._keeping = asyncio.create_task(self._keep_running())
 
     async def close(self) -> None:
         """End the processes."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        await asyncio.gather(*(process.kill() for process in self._processes))
+
+    async def _keep_running(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PROCESSES_S)
+            for process in self._processes:
+                if process.running:
+                    continue
+                log.error("a tokenizer process ended; it is started again")
+                try:
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        await process.kill()
+                        await process.start()
+                except (KvStreamsError, TimeoutError, OSError) as exc:
+                    log.error("a tokenizer process cannot be started, trying again: %s", exc)
 
     async def prompt(
         self, request: FrontRequest, body: bytes, engine: str | None, http: aiohttp.ClientSession, key: str | None
@@ -117,48 +120,39 @@ class Tokenizing:
     ) -> Prompt | None:
         try:
             if request.has_token_ids:
-                if len(request.prompt) <= IDS_ON_LOOP_BYTES or self._pool is None:
-                    return _known(_packed_ids(request.prompt), IDS)
-                return _known(await self._in_pool(_packed_ids, request.prompt), IDS)
+                if len(request.prompt) <= IDS_ON_LOOP_BYTES or not self._processes:
+                    return _known(packed_ids(request.prompt), IDS)
+                return _known((await self._in_process(request, None, request.prompt)).tokens, IDS)
             name = request.model if request.model in self._paths else ""
             if name in self._paths:
-                encoded: Encoded = await self._in_pool(_encode, name, request.kind, body)
-                self.characters["cached"] += encoded.n_cached
-                self.characters["encoded"] += encoded.n_characters - encoded.n_cached
-                return _known(encoded.tokens, FILES)
+                found = await self._in_process(request, name, body)
+                self.characters["cached"] += found.n_cached
+                self.characters["encoded"] += found.n_characters - found.n_cached
+                return _known(found.tokens, FILES)
             if engine is not None:
                 return _known(await self._by_engine(request, body, engine, http, key), ENGINE)
         except InvalidRequest:
             return None  # the engine says what is wrong
-        except (BrokenProcessPool, TimeoutError, aiohttp.ClientError, OSError, _TooMany) as exc:
+        except (TokenizerEnded, TimeoutError, aiohttp.ClientError, OSError, _TooMany) as exc:
             self._log_once(type(exc).__name__, "requests are routed by load, since tokenizing failed: %s", repr(exc))
         return None
 
-    async def _in_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        pool = self._pool
-        if pool is None or self._waiting >= TOKENIZING_MAX:
+    async def _in_process(self, request: FrontRequest, name: str | None, raw: bytes) -> Tokens:
+        """Ask the process that has the fewest requests. name: of the tokenizer, None for a prompt of token ids."""
+        if self._waiting >= TOKENIZING_MAX:
             raise _TooMany(f"{self._waiting} requests wait for the tokenizers")
+        running = [process for process in self._processes if process.running]
+        process = min(running or self._processes, key=len)
         self._waiting += 1
         try:
             async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
-                return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
-        except BrokenProcessPool:
-            if self._pool is pool:  # the first request that notices it
-                log.error("a tokenizer process ended; all of them are started again")
-                pool.shutdown(wait=False, cancel_futures=True)
-                self._pool = self._new_pool()
+                return await (process.ids(raw) if name is None else process.encode(name, request.kind, raw))
+        except TimeoutError:
+            log.error("a tokenizer process is killed, since it took more than %g s", TOKENIZE_TIMEOUT_S)
+            await process.kill()
             raise
         finally:
             self._waiting -= 1
-
-    def _new_pool(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self._processes,
-            # A forked process would have the front's sockets, and uvloop's state.
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_load,
-            initargs=(self._paths, self._cache_bytes),
-        )
 
     async def _by_engine(
         self, request: FrontRequest, body: bytes, engine: str, http: aiohttp.ClientSession, key: str | None
@@ -199,50 +193,3 @@ class _TooMany(Exception):
 def _known(tokens: bytes, source: str) -> Prompt | None:
     """Return a prompt; one without tokens cannot be routed by them."""
     return Prompt(tokens, source) if tokens else None
-
-
-def _packed_ids(raw: bytes) -> bytes:
-    """Return the JSON of a prompt of token ids as u32 LE. Raises InvalidRequest."""
-    try:
-        ids = orjson.loads(raw)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidRequest("prompt is not JSON") from exc
-    return pack_tokens(ids[0] if ids and isinstance(ids[0], list) else ids)
-
-
-# -- in the processes --------------------------------------------------------------------------------------------------
-
-_tokenizers: dict[str, ModelTokenizer] = {}
-_error: str | None = None
-
-
-def _load(paths: Mapping[str, Path], cache_bytes: int) -> None:
-    """Load the tokenizers of one process. An error is kept: raised here, it would be lost in the pool."""
-    global _error
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the front, which then ends this process
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool has one process per core that it may use
-    try:
-        from streams.frontend.tokenizer import ModelTokenizer
-
-        for model, path in paths.items():
-            _tokenizers[model] = ModelTokenizer(path, cache_bytes // len(paths))
-    except ImportError as exc:
-        _error = f"--tokenizer needs {exc.name}. `pip install 'kvstreams[front]'` installs it"
-    except SettingsError as exc:
-        _error = str(exc)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _loading_error() -> str | None:
-    return _error
-
-
-def _encode(model: str, kind: Kind, body: bytes) -> Encoded:
-    return _tokenizers[model].encode(kind, body)

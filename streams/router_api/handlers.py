@@ -109,7 +109,11 @@ class Handlers:
         self._router = router
         self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
-        self._connections = Connections(router.settings.connections_max, uses_tls=bool(router.settings.tls_certificate))
+        self._connections = Connections(
+            router.settings.connections_max,
+            router.settings.first_request_timeout_s,
+            uses_tls=bool(router.settings.tls_certificate),
+        )
         self._inspections = Inspections()
         self._admission = Admission(router)
         self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission, process)
