@@ -172,9 +172,13 @@ class Proxy:
     async def _serve(self, exchange: Exchange, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         loop, headers = asyncio.get_running_loop(), exchange.http.headers
         options = route_options(request, headers, grant)
-        key = self._key_of(request.model)
+        model, adapter = self._fleet.resolve(request.model)
+        if adapter is not None:
+            options |= {"model": model, "lora_name": adapter}
+        key = self._key_of(model)
         at_s = loop.time()
-        prompt = await self._tokenizing.prompt(request, body, self._fleet.engine(request.model), self._session(), key)
+        engine = self._fleet.engine(model)
+        prompt = await self._tokenizing.prompt(request, body, model, engine, self._session(), key)
         self.counts.tokenize_seconds.observe(loop.time() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
         at_s = loop.time()
