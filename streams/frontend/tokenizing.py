@@ -115,7 +115,10 @@ class Tokenizing:
         http: aiohttp.ClientSession,
         key: str | None,
     ) -> Prompt:
-        """Return a request's tokens. model: whose tokenizer it is. engine: URL of one that serves it. key: for that one."""
+        """Return a request's tokens. model: whose tokenizer it is. engine: URL of one that serves it. key: its API key.
+
+        Never raises for what a client sent: what cannot be tokenized is routed by load.
+        """
         found = await self._found(request, body, model, engine, http, key)
         prompt = found or Prompt(UNKNOWN_TOKENS, NONE)
         self.sources[prompt.source] += 1
