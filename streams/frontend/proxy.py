@@ -157,6 +157,8 @@ class Proxy:
         try:
             return await self._serve(exchange, request, body, grant)
         except _ClientGone as exc:
+            if exchange.outcome == metrics.COMPLETED:  # only its last bytes did not arrive
+                exchange.outcome = metrics.CLIENT_GONE
             return exc.response
         except KvStreamsError as exc:
             exchange.outcome = metrics.FAILED if isinstance(exc, EngineFailed) else metrics.REFUSED
@@ -313,7 +315,13 @@ class Proxy:
         assert booking is not None
         await self._send(exchange, response, response.prepare(exchange.http))
         while data:
-            await self._send(exchange, response, response.write(data))
+            # As `_send`, without another coroutine for each token.
+            exchange.writing_since_s = loop.time()
+            try:
+                await response.write(data)
+            except ConnectionError as exc:
+                raise _ClientGone(response) from exc
+            exchange.writing_since_s = None
             if watch is not None:
                 n_tokens = exchange.n_tokens = watch.n_events
                 if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
@@ -359,7 +367,6 @@ class Proxy:
         try:
             await sending
         except ConnectionError as exc:
-            exchange.outcome = metrics.CLIENT_GONE
             raise _ClientGone(response) from exc
         exchange.writing_since_s = None
 
