@@ -30,14 +30,14 @@ from streams.codec import encode_worker
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
-from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
+from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import encode_run, run_key
 
 SEED = 7
@@ -132,20 +132,8 @@ class Fleet:
         return router
 
     def _runs(self, prompt: Prompt, holder: int, *, labelled: bool) -> Iterator[tuple[bytes, bytes]]:
-        local, sequence = prompt.local.tolist(), prompt.sequence.tolist()
-        for first in range(0, N_OWN, RUN_BLOCKS_MAX):
-            last = min(first + RUN_BLOCKS_MAX, N_OWN)
-            run = Run(
-                key=RunKey(RankId(WorkerId(holder), DpRank(0)), Tier.DEVICE, SequenceHash(sequence[first])),
-                epoch=Epoch(Incarnation(1), 0),
-                start=first,
-                parent=SequenceHash(sequence[first - 1]) if first else None,
-                local=local[first:last],
-                engine=sequence[first:last],
-                sequence=sequence[first:last],
-                present=(1 << (last - first)) - 1,
-                moe=dict.fromkeys(range(last - first), LABELS) if labelled else {},
-            )
+        rank = RankId(WorkerId(holder), DpRank(0))
+        for run in runs_of_chain(rank, prompt.local, last=N_OWN, labels=LABELS if labelled else None):
             yield run_key(run.key), encode_run(run)
 
     def _rows(self, prompt: Prompt) -> Iterator[tuple[bytes, bytes]]:

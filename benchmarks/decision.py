@@ -30,18 +30,19 @@ from streams.codec import encode_load, encode_metrics, encode_pulse, encode_work
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import pack_hashes, request_hashes
-from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index.run_tree import RunTreeIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
-from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.core.routing.selection import RouterMode
 from streams.core.workers import BridgeLease, Worker
 from streams.kafka import worker_key
 from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode
 from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
 from streams.settings import Settings
+from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.applied_until import SourceOffset
 from streams.tables.records import (
     PartitionRecord,
@@ -58,6 +59,9 @@ SEED = 7
 BLOCK_SIZE = 16
 #: The bar, for 64 ranks and 2,048 tokens.
 P50_US_MAX = 28.0
+
+#: The bar for mode expected-time, relative to mode kv.
+EXPECTED_TIME_RATIO_MAX = 1.5
 
 #: The bar for a large fleet: a whole answer takes at most this many times as long as in the small one.
 LARGE_RATIO_MAX = 3.0
@@ -79,6 +83,7 @@ class Fleet:
         self.loads = ActiveLoads(1 << 60)
         self.chooser = Chooser(random.Random(SEED))
         self.policy = RoutePolicy()
+        self.capacity = np.full(n_ranks, 100_000, dtype=np.int64)
         self.prompts: list[bytes] = []
         for rank in self.ranks:
             for number in range(N_HELD):
@@ -117,6 +122,8 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
         sequence=sequence,
         request_blocks=n_blocks,
         block_size=BLOCK_SIZE,
+        model="m",
+        capacity_blocks=fleet.capacity,
     )
     chosen = clock()
     booking = booking_of(
@@ -126,6 +133,7 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
         n_tokens=fleet.n_tokens,
         request_blocks=n_blocks,
         block_size=BLOCK_SIZE,
+        forecast=decision.forecast(),
     )
     booking_id = BookingId(str(number), "bench", number)
     fleet.loads.add(booking_id, booking, 0)
@@ -145,6 +153,29 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
         "all": booked - begun,
         "encode the record": encoded - booked,
     }
+
+
+def compare(samples: Samples, case: str, fleet: Fleet, n_decisions: int, repeats: int) -> None:
+    """Measure decisions of mode kv and of expected-time in turns, on the same loads and prompts.
+
+    Each decision is followed by one of the other mode, so that noise of the machine meets both alike.
+    """
+    prompts = [
+        fleet.prompts[int(fleet.rng.integers(len(fleet.prompts)))] if number % 2 else fleet.prompt()
+        for number in range(n_decisions)
+    ]
+    policies = (RoutePolicy(), RoutePolicy(mode=RouterMode.EXPECTED_TIME))
+    for repeat in range(repeats + 1):
+        gc.collect()
+        taken: dict[RouterMode, list[int]] = {policy.mode: [] for policy in policies}
+        for number, prompt in enumerate(prompts):
+            for fleet.policy in policies if number % 2 else reversed(policies):
+                fleet.loads.advance(number)
+                taken[fleet.policy.mode].append(decide(fleet, prompt, number)["all"])
+        if repeat:
+            for mode, ns in taken.items():
+                samples.add(case, f"{mode} p50", "us", OURS, statistics.median(ns) / 1000)
+    fleet.policy = policies[0]
 
 
 def measure(samples: Samples, case: str, fleet: Fleet, n_decisions: int, repeats: int) -> None:
@@ -216,32 +247,19 @@ class RouterFleet:
 
     def _held(self, worker_id: int, prompt: bytes, number: int) -> list[tuple[bytes, bytes | None]]:
         rank = RankId(WorkerId(worker_id), DpRank(0))
-        local, names = request_hashes(prompt, BLOCK_SIZE)
-        records: list[tuple[bytes, bytes | None]] = []
-        hashes, blocks = names.tolist(), local.tolist()
-        for start in range(0, len(hashes), RUN_BLOCKS_MAX):
-            stop = min(start + RUN_BLOCKS_MAX, len(hashes))
-            run = Run(
-                key=RunKey(rank, Tier.DEVICE, SequenceHash(hashes[start])),
-                epoch=_EPOCH,
-                start=start,
-                parent=SequenceHash(hashes[start - 1]) if start else None,
-                local=blocks[start:stop],
-                engine=hashes[start:stop],
-                sequence=hashes[start:stop],
-                present=(1 << (stop - start)) - 1,
-            )
-            records.append((run_key(run.key), encode_run(run)))
+        local, _ = request_hashes(prompt, BLOCK_SIZE)
+        records: list[tuple[bytes, bytes | None]] = [
+            (run_key(run.key), encode_run(run)) for run in runs_of_chain(rank, local)
+        ]
         records.append((progress_key(rank), encode_progress(_progress(rank, number))))
         return records
 
 
-_EPOCH = Epoch(Incarnation(1), 0)
 _BRIDGE = "bench"
 
 
 def _progress(rank: RankId, sequence: int = N_HELD) -> Progress:
-    return Progress(rank, _EPOCH, sequence, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
+    return Progress(rank, FIRST_EPOCH, sequence, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +342,7 @@ def main(
         for name, shared in (("shared system prompt", True), ("nothing shared", False)):
             fleet = Fleet(n_ranks, tokens, shared=shared)
             measure(samples, f"{n_ranks} ranks, {tokens} tokens, {name}", fleet, decisions, repeats)
+            compare(samples, f"modes, {n_ranks} ranks, {tokens} tokens, {name}", fleet, decisions, repeats)
         if answers:
             measure_answers(samples, n_ranks, tokens, decisions, repeats)
     rows = samples.rows()
@@ -334,7 +353,15 @@ def main(
         max(totals.values()) <= P50_US_MAX if wanted else None,
         ", ".join(f"{value:.1f}" for value in totals.values()) + " us",
     )
-    bars = [bar]
+    medians = {(row.case, row.metric): row.value for row in rows if row.case.startswith(f"modes, {ranks} ")}
+    cases = sorted({case for case, _ in medians})
+    ratios = [medians[case, "expected-time p50"] / medians[case, "kv p50"] for case in cases]
+    of_modes = Bar(
+        f"a decision by expected-time takes at most {EXPECTED_TIME_RATIO_MAX:g} times as long as one of mode kv",
+        max(ratios) <= EXPECTED_TIME_RATIO_MAX if wanted else None,
+        ", ".join(f"{ratio:.2f}" for ratio in ratios),
+    )
+    bars = [bar, of_modes]
     for asked in ASKED if answers else ():
         of = {row.case: row.value for row in rows if row.metric == f"{asked.name} p50"}
         small_us, large_us = (of[f"whole answers, {n_ranks} ranks"] for n_ranks in (ranks, large))

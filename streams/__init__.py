@@ -26,6 +26,7 @@ The map of the package. docs/architecture.md describes every file.
                       one concern each, used everywhere
     sim/              simulated engines without GPUs, and the CXL pool that they share
     local/            a Kafka, child processes and the demo for one machine
+    doctor/           what is wrong with a fleet, in words
     cli/              the command line, one module per group of commands
 
 The attribute `streams.app` is created when it is first used, because importing a part must not build a Faust App.
@@ -36,7 +37,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
+from streams.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> Any:

@@ -414,12 +414,12 @@ async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: 
             log.debug("cannot check for missing topics, trying again: %s", exc)
 
 
-def require_topic(settings: Settings, name: str) -> None:
+def require_topic(settings: Settings, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
     """Raise KvStreamsError if no broker answers, or if the topic does not exist. Needs only a writer's rights."""
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
     try:
-        known = client.list_topics(timeout=ANSWER_TIMEOUT_S).topics
+        known = client.list_topics(timeout=timeout_s).topics
     except KafkaException as exc:
         client.poll(0)
         raise _refused(settings, exc.args[0], reasons) from exc

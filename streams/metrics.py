@@ -1,8 +1,8 @@
-"""Prometheus metrics as data: declared once, read when they are scraped, served over HTTP, printed as the docs' table.
+"""Prometheus metrics as data: declared once, read when they are scraped, printed as the docs' table.
 
 What lives here: what a declaration is, and the registry that a process serves. What must not: the metrics of any
 process, which are router_api.metrics for the router, agent_metrics for the Faust worker and engines.bridge_metrics for
-the bridge; and servers (http_server).
+the bridge, and process_metrics for all; and servers (http_server).
 
 A metric holds no number. The router, the indexer and the bridge count for themselves; a declaration names the function
 that reads the current number from a snapshot of them. So counting costs nothing here, and the core needs no metrics
@@ -19,8 +19,6 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.utils import floatToGoString
 
 from streams.tables.applied_until import Lag
@@ -149,6 +147,7 @@ class MetricsRegistry(Generic[S]):
         assert len(set(names)) == len(names), "a metric is declared twice"
         self._metrics = metrics
         self._snapshot = snapshot
+        self.process = process
         self._constant = [f'{PROCESS}="{_escaped_value(process)}"'] if process else []
         self._histograms = {metric.name: Distribution(*metric.buckets) for metric in metrics if metric.buckets}
 
@@ -254,15 +253,6 @@ def _lag_reading(lags: Mapping[int, float | None]) -> dict[str, float]:
             key = str(partition) if partition < VALUES_MAX else OTHER
             reading[key] = max(lag, reading.get(key, 0.0))
     return reading
-
-
-# -- HTTP --------------------------------------------------------------------------------------------------------------
-
-
-def metrics_response(*registries: MetricsRegistry[Any]) -> web.Response:
-    """Answer GET /metrics with these registries, one after the other; their metrics have different names."""
-    page = b"".join(registry.page() for registry in registries)
-    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 # -- the docs ----------------------------------------------------------------------------------------------------------

@@ -320,6 +320,9 @@ class Settings:
     bodies_bytes_max: int = _setting(
         128 * 1024 * 1024, "most bytes of HTTP bodies over 64 KiB that are read at the same time", low=65_536
     )
+    first_request_timeout_s: float = _setting(
+        10.0, "time within which a new connection must send a request with all its headers", low=0.1, high=3600.0
+    )
     body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
     connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
     drain_notice_s: float = _setting(

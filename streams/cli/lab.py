@@ -1,4 +1,4 @@
-"""`kvstreams simulate`: what routing policies would do to a fleet, in simulated time."""
+"""`kvstreams simulate` and `tune`: what routing policies would do to a fleet, in simulated time."""
 
 from __future__ import annotations
 
@@ -199,4 +199,110 @@ def simulate(
             click.echo(str(path))
 
 
-COMMANDS = (simulate,)
+def _range(text: str) -> tuple[str, tuple[float, float]]:
+    from streams.errors import SettingsError
+
+    name, _, values = text.partition("=")
+    low, _, high = values.partition("..")
+    try:
+        return name, (float(low), float(high))
+    except ValueError as exc:
+        raise SettingsError(f"--sweep {text!r} is not NAME=LOW..HIGH, for example decode_weight=0.001..0.1") from exc
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("trace")
+@click.option(
+    "--policy", default="expected-time", show_default=True, help="dynamo-default is the cost of mode kv, by its weights"
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["mean-ttft", "p99-ttft", "goodput"]),
+    default="mean-ttft",
+    show_default=True,
+    help="goodput: requests per second with a first token within --ttft-limit-ms",
+)
+@click.option("--ttft-limit-ms", default=1000.0, show_default=True, help="for goodput")
+@click.option("--sweep", multiple=True, metavar="NAME=LOW..HIGH", help="a parameter to vary, instead of the usual ones")
+@click.option("--trials", default=30, show_default=True, help="number of runs")
+@click.option("--queue/--no-queue", default=False, help="whether requests wait in the router's queue")
+@click.option("--concurrency", default=64, show_default=True, help="requests at the same time; 0: by time")
+@click.option("--speedup", default=1.0, show_default=True, help="with --concurrency 0: time runs so many times as fast")
+@fleet_options
+def tune(
+    trace: str,
+    policy: str,
+    objective: str,
+    ttft_limit_ms: float,
+    sweep: tuple[str, ...],
+    trials: int,
+    queue: bool,
+    concurrency: int,
+    speedup: float,
+    n_requests: int,
+    seed: int,
+    **fleet_settings: Any,
+) -> None:
+    """Search for the weights of a policy that serve a trace best, and print settings to paste.
+
+    TRACE is as for `simulate`. Weights are drawn at random from their ranges; the first trial has the policy's own.
+    Choose with one trace and check with another one: weights that are best for one hour need not be for the next.
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from streams.errors import SettingsError
+    from streams.progress import shown
+    from streams.sim.lab import tuning
+    from streams.sim.lab.experiment import load_workload
+
+    ranges = dict(map(_range, sweep)) or dict(tuning.RANGES.get(policy, {}))
+    if not ranges:
+        raise SettingsError(f"it is not known what to vary of policy {policy}", remedy="Name it with --sweep")
+    fleet = replace(fleet_of(**fleet_settings), concurrency=concurrency, speedup=speedup)
+    errors = Console(stderr=True)
+    with shown(errors, f"reading {trace}"):
+        workload = load_workload(trace, fleet.engine, fleet.n_workers)
+        if n_requests:
+            workload = workload.limited(n_requests)
+    aim = tuning.Objective(objective)
+    with shown(errors, policy, trials) as step:
+        found = tuning.tune(
+            workload,
+            fleet,
+            policy,
+            ranges,
+            objective=aim,
+            limit_ms=ttft_limit_ms,
+            n_trials=trials,
+            seed=seed,
+            with_queue=queue,
+            on_trial=lambda _: step.advance(),
+        )
+    table = Table(box=None, pad_edge=False)
+    for column in (*ranges, "mean TTFT ms", "p99", "ITL ms", "goodput/s"):
+        table.add_column(column, justify="right")
+    own = next(trial for trial in found if not trial.parameters)
+    for each in (*found[:5], *(() if own in found[:5] else (own,))):
+        figures = each.row.figures
+        values = (f"{each.parameters[name]:g}" if each.parameters else "own" for name in ranges)
+        good = tuning.goodput_per_s(each.row, ttft_limit_ms)
+        table.add_row(
+            *values, f"{figures.mean_ttft_ms:.0f}", f"{figures.p99_ttft_ms:.0f}", f"{figures.itl_ms:.1f}", f"{good:.2f}"
+        )
+    console().print(table)
+    best = found[0]
+    if not best.parameters:
+        click.echo("The policy's own weights were the best.")
+        return
+    gain = f"{own.loss:.4g} with the policy's own, {best.loss:.4g} with these".replace("-", "")
+    click.echo(f"{objective}: {gain}")
+    for line in tuning.settings_of(policy, best.parameters) or [
+        f"{name} = {value:g}" for name, value in best.parameters.items()
+    ]:
+        click.echo(line)
+
+
+COMMANDS = (simulate, tune)

@@ -40,6 +40,7 @@ def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
     from streams.agent_metrics import AGENT_METRICS
     from streams.engines.bridge_metrics import BRIDGE_METRICS
     from streams.frontend.metrics import FRONT_METRICS
+    from streams.process_metrics import PROCESS_METRICS
     from streams.router_api.metrics import ROUTER_METRICS
 
     return {
@@ -47,6 +48,7 @@ def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
         "Faust worker": AGENT_METRICS,
         "Bridge": BRIDGE_METRICS,
         "Front": FRONT_METRICS,
+        "Every process": PROCESS_METRICS,
     }
 
 

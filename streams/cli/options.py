@@ -9,7 +9,7 @@ value that is not given on the command line comes from `KVSTREAMS_*`, then from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,12 +75,16 @@ class GroupedGroup(click.Group):
     group_class = type
 
 
-def with_settings(command: _F) -> _F:
-    """Give a command every setting as an option; it is called with `resolved`."""
+def with_settings(command: _F, without: Collection[str] = ()) -> _F:
+    """Give a command every setting as an option; it is called with `resolved`.
+
+    without: settings that are no options of this command, since it has an option of the same name.
+    """
+    no_options = SECRETS | set(without)
 
     def run(config: Path | None, **options: Any) -> Any:
         names = (*(setting.name for setting in fields(Settings)), *UNNEEDED_OPTIONS, *ALIASES)
-        given = {name: options.pop(f"{_SETTING_PARAM}{name}") for name in names if name not in SECRETS}
+        given = {name: options.pop(f"{_SETTING_PARAM}{name}") for name in names if name not in no_options}
         resolved = load(given, config_file=config)
         for warning in resolved.warnings:
             click.echo(f"kvstreams: {warning}", err=True)
@@ -92,7 +96,7 @@ def with_settings(command: _F) -> _F:
     run.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
     wrapped: Any = run
     for setting in reversed(fields(Settings)):
-        if setting.name in SECRETS:
+        if setting.name in no_options:
             continue
         flag, param = setting.name.replace("_", "-"), f"{_SETTING_PARAM}{setting.name}"
         text = str(setting.metadata["help"])

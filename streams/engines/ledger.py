@@ -491,26 +491,52 @@ class Ledger:
         return next(name for name in names if all(table.get(name, block) == block for table in self._published))
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
-        names, counted = self._names[event.tier], self._copies[event.tier]
         engines: list[int] = event.engine.tolist()
+        removed = self._drop_blocks(engines, event.tier)
+        if removed is None:
+            removed = self._remove_each(engines, event.tier)
+        if removed == engines:
+            return [event] if engines else []
+        return [replace(event, engine=np.array(removed, dtype=np.uint64))] if removed else []
+
+    def _drop_blocks(self, engines: list[int], tier: Tier) -> list[int] | None:
+        """Drop blocks that have one name and one copy each; return the names that they were published under.
+
+        This is what most removals have, and needs a third of the time. Returns None, and drops nothing, for any other.
+        """
+        names = self._names[tier]
+        if self._copies[tier] or self._more_names[tier]:
+            return None
+        if len(set(engines)) < len(engines) or not all(map(names.__contains__, engines)):
+            return None
+        blocks = list(map(names.pop, engines))
+        removed = [held[0] for held in map(self._held[tier].pop, blocks)]
+        for name in removed:
+            del self._published[tier][name]
+        if self._labels[tier]:
+            for block in blocks:
+                self._labels[tier].pop(block, None)
+        return removed
+
+    def _remove_each(self, engines: list[int], tier: Tier) -> list[int]:
+        """Remove one copy of each block; return the published names of those that are no longer held."""
+        names, counted = self._names[tier], self._copies[tier]
         removed: list[int] = []
         for engine in engines:
             if engine not in names:
                 self.unknown_removals += 1
-                if engine not in self._published[event.tier]:  # otherwise a block with other names would be removed
+                if engine not in self._published[tier]:  # otherwise a block with other names would be removed
                     removed.append(engine)
                 continue
-            copies = counted.get(engine, 1) if counted else 1
+            copies = counted.get(engine, 1)
             if abs(copies) > 1:
                 counted[engine] = copies + (1 if copies < 0 else -1)
                 continue
             self.removed_early |= copies < 0
-            published_as = self._drop_name(engine, event.tier)
+            published_as = self._drop_name(engine, tier)
             if published_as is not None:
                 removed.append(published_as)
-        if removed == engines:
-            return [event] if engines else []
-        return [replace(event, engine=np.array(removed, dtype=np.uint64))] if removed else []
+        return removed
 
     def _drop_name(self, engine: int, tier: Tier) -> int | None:
         """Drop a name; if its block has no other, drop the block and return the name that it was published under."""

@@ -36,7 +36,8 @@ from streams.frontend.requests import Kind, read_request
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads
-from streams.metrics import MetricsRegistry, metrics_response
+from streams.metrics import MetricsRegistry
+from streams.process_metrics import metrics_response
 from streams.router_api.connections import LINGERING_S, Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
@@ -122,7 +123,9 @@ class Front:
         self.fleet = Fleet(self.router)
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
         self.proxy = Proxy(settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts)
-        self.connections = Connections(settings.connections_max, uses_tls=access.scheme == "https")
+        self.connections = Connections(
+            settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
+        )
         self.registry = MetricsRegistry(FRONT_METRICS, self._snapshot)
         self.stopping = False
         self._body_bytes = 0

@@ -20,10 +20,6 @@ from streams.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
-#: A new connection must send a request, up to the end of its headers, within this time. Between two requests, it may be
-#: idle for an hour, since proxies keep connections open.
-FIRST_REQUEST_S = 10.0
-
 #: After an error, the rest of the request is received and dropped for this long. Otherwise the client's system would
 #: drop the answer.
 LINGERING_S = 2.0
@@ -44,8 +40,13 @@ REFUSAL_REASONS = (TOO_MANY, NO_REQUEST)
 class Connections:
     """The open connections of one server. refused: how many were closed before they had a request, by reason."""
 
-    def __init__(self, connections_max: int, *, uses_tls: bool = False) -> None:
+    def __init__(self, connections_max: int, first_request_timeout_s: float, *, uses_tls: bool = False) -> None:
+        """first_request_timeout_s: how long a new connection may take until the end of its first request's headers.
+
+        Between two requests, a connection may be idle for an hour, since proxies keep connections open.
+        """
         self.connections_max = _within_descriptors(connections_max)
+        self._first_request_timeout_s = first_request_timeout_s
         self._uses_tls = uses_tls
         self.refused: Counter[str] = Counter()
         self._server: web.Server | None = None
@@ -67,7 +68,7 @@ class Connections:
             n_open = len(server.connections) + self._n_accepting
             if self._uses_tls:
                 # The server's list has a connection once its TLS handshake has ended. The other one has it from its
-                # beginning, for FIRST_REQUEST_S even if it ends earlier.
+                # beginning, for first_request_timeout_s even if it ends earlier.
                 n_open = max(n_open, len(self._without_request))
             if n_open >= self.connections_max:
                 self.refused[TOO_MANY] += 1
@@ -76,7 +77,9 @@ class Connections:
             # The loop accepts many connections in one step, and adds them to the server's list in the next one.
             self._n_accepting += 1
             loop.call_soon(self._made)
-            self._without_request[protocol] = loop.call_later(FIRST_REQUEST_S, self._close_silent, protocol)
+            self._without_request[protocol] = loop.call_later(
+                self._first_request_timeout_s, self._close_silent, protocol
+            )
             return protocol
 
         return accept

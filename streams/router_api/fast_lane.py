@@ -35,7 +35,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import KvStreamsError, api_error
-from streams.router_api.bodies import UNCOUNTED_BODY_BYTES
+from streams.router_api.bodies import LARGE_BODY_BYTES
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.router import Router
 from streams.router_api.token_bodies import parse_with_tokens
@@ -126,7 +126,8 @@ class FastLane:
         self._route_seconds = metrics.route_seconds
         self._errors = metrics.errors
         self._tokens_max = router.settings.request_tokens_max
-        self._body_bytes_max = min(UNCOUNTED_BODY_BYTES, router.settings.body_bytes_max)
+        # Larger bodies are parsed on a thread. aiohttp holds as much of any body until its handler reads it.
+        self._body_bytes_max = min(LARGE_BODY_BYTES, router.settings.body_bytes_max)
         self._retry_after_s = retry_after_s
         self._headers: dict[bytes, _Headers] = {}  # by their bytes, without the first line
         self._requests: dict[str, RouteRequest] = {}  # by query

@@ -34,7 +34,8 @@ from streams.errors import (
     api_error,
 )
 from streams.http_server import error_headers
-from streams.metrics import MetricsRegistry, metrics_response
+from streams.metrics import MetricsRegistry
+from streams.process_metrics import metrics_response
 from streams.router_api import fast_lane
 from streams.router_api.admission import Admission, may_wait
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
@@ -108,7 +109,11 @@ class Handlers:
         self._router = router
         self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
-        self._connections = Connections(router.settings.connections_max, uses_tls=bool(router.settings.tls_certificate))
+        self._connections = Connections(
+            router.settings.connections_max,
+            router.settings.first_request_timeout_s,
+            uses_tls=bool(router.settings.tls_certificate),
+        )
         self._inspections = Inspections()
         self._admission = Admission(router)
         self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission, process)

@@ -498,6 +498,7 @@ def worker_filter(request: RouteRequest) -> WorkerFilter:
         and not request.excluded_worker_ids
         and request.phase is None
         and not request.required_taints
+        and not request.lora_name
     ):
         return UNFILTERED
     return WorkerFilter(

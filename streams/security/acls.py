@@ -82,6 +82,17 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "index_changelog": ("Read", "Write", "DescribeConfigs"),
         "cxl_changelog": ("Read", "Write", "DescribeConfigs"),
     },
+    "doctor": {
+        "kv_events": CHECK,
+        "cxl_events": CHECK,
+        "workers": ("Read", "DescribeConfigs"),
+        "worker_metrics": ("Read", "DescribeConfigs"),
+        "router_loads": ("Read", "DescribeConfigs"),
+        "kv_control": CHECK,
+        "dead_letters": ("Read", "DescribeConfigs"),
+        "index_changelog": ("Read", "DescribeConfigs"),
+        "cxl_changelog": CHECK,
+    },
     "cxl pool": {"workers": ("Read", "Write")},
     "cxl transition": {
         "kv_events": ("Read",),
@@ -108,7 +119,7 @@ def acls_of(process: str, settings: Settings) -> list[Acl]:
         acls.append(Acl("group", f"{settings.app_id}-reader", ("Describe",)))
     if process == "worker":
         acls.append(Acl("group", settings.app_id, ("Read",)))
-    if process == "reset":
+    if process in ("reset", "doctor"):
         acls.append(Acl("group", settings.app_id, ("Describe",)))
     if process in _TRANSACTIONAL:
         acls.append(Acl("transactional-id", f"{settings.app_id}-", ("Write",), prefixed=True))

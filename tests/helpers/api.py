@@ -23,14 +23,14 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from streams.core.hashing import local_hashes, sequence_hashes
-from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.kafka import ensure_topics, partition_of, producer
 from streams.local.ports import free_port
 from streams.local.stack import READY_TIMEOUT_S, is_ready
 from streams.router_api.server import serve
 from streams.settings import Settings
+from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import (
     PartitionRecord,
     SourceProgress,
@@ -238,18 +238,8 @@ class Agents:
         """
         local = local_hashes(list(tokens), self.settings.block_size)
         sequence = sequence_hashes(local)
-        for start in range(0, len(local), RUN_BLOCKS_MAX):
-            stop = min(start + RUN_BLOCKS_MAX, len(local))
-            run = Run(
-                key=RunKey(rank, tier, SequenceHash(int(sequence[start]))),
-                epoch=Epoch(Incarnation(incarnation), 0),
-                start=start,
-                parent=SequenceHash(int(sequence[start - 1])) if start else None,
-                local=local[start:stop].tolist(),
-                engine=sequence[start:stop].tolist(),
-                sequence=sequence[start:stop].tolist(),
-                present=sum(1 << (at - start) for at in range(start, stop) if at not in absent),
-            )
+        epoch = Epoch(Incarnation(incarnation), 0)
+        for run in runs_of_chain(rank, local, epoch=epoch, tier=tier, absent=absent):
             self.write(rank, run_key(run.key), encode_run(run))
         return sequence
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from streams.codec import encode_worker
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import Worker
 from streams.http_server import HttpServer
 from streams.interpreter import prefer_request_threads
@@ -27,6 +26,7 @@ from streams.router_api.router import Router
 from streams.router_api.server import api_runner, tick_forever
 from streams.security.access import Access
 from streams.settings import Settings
+from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.api import Api
 
@@ -94,27 +94,13 @@ def register(router: Router, number: int, model: str = "m") -> None:
 
 def hold(router: Router, rank: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> HashArray:
     """Fold run records with which a rank holds a chain of blocks; return their sequence hashes."""
-    epoch = Epoch(Incarnation(1), 0)
-    sequence = sequence_hashes(local)
-    names, locals_ = sequence.tolist(), local.tolist()
-    records: list[tuple[bytes, bytes | None]] = []
-    for start in range(0, len(names), RUN_BLOCKS_MAX):
-        stop = min(start + RUN_BLOCKS_MAX, len(names))
-        run = Run(
-            key=RunKey(rank, tier, SequenceHash(names[start])),
-            epoch=epoch,
-            start=start,
-            parent=SequenceHash(names[start - 1]) if start else None,
-            local=locals_[start:stop],
-            engine=names[start:stop],
-            sequence=names[start:stop],
-            present=(1 << (stop - start)) - 1,
-        )
-        records.append((run_key(run.key), encode_run(run)))
-    progress = Progress(rank, epoch, 0, health=Health.EXACT, model="m", block_size=16)
+    records: list[tuple[bytes, bytes | None]] = [
+        (run_key(run.key), encode_run(run)) for run in runs_of_chain(rank, local, tier=tier)
+    ]
+    progress = Progress(rank, FIRST_EPOCH, 0, health=Health.EXACT, model="m", block_size=16)
     records.append((progress_key(rank), encode_progress(progress)))
     assert router.view.fold_index_batch(records) == []
-    return sequence
+    return sequence_hashes(local)
 
 
 def random_blocks(rng: np.random.Generator, n: int) -> HashArray:

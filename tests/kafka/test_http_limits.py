@@ -88,8 +88,8 @@ def test_slow_uploads_take_little_memory_and_delay_nobody(server: str, stack: St
 #: Clients that connect and send nothing, and clients that send one byte of a request per second.
 N_SILENT, N_TRICKLING = 2000, 500
 
-#: How long they do so: longer than a new connection may be without a request.
-TRICKLE_S = 12.0
+#: How long a new connection may be without a request, and how long they send nothing or too little: longer.
+FIRST_REQUEST_S, TRICKLE_S = 4.0, 6.0
 
 
 @pytest.mark.long_running
@@ -100,7 +100,7 @@ def test_silent_and_trickling_connections_delay_nobody(stack: Stack) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"this system allows {hard} open files, and the test needs {needed}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
-    process = stack.router("router", router_min_initial_workers=0)
+    process = stack.router("router", router_min_initial_workers=0, first_request_timeout_s=FIRST_REQUEST_S)
     api = Api(process.url)
     address = (urlsplit(process.url).hostname, urlsplit(process.url).port)
     request = b"POST /route HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"

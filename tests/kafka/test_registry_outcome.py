@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +25,10 @@ from tests.helpers.commands import Run, Start
 AUTO_CREATE = {"auto.create.topics.enable": "true"}
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[LocalKafka]:
-    """Give a broker of this test alone, which creates topics on demand; it is paused and stopped."""
-    own = LocalKafka(LocalKafkaConfig(tmp_path / "kafka", AUTO_CREATE, class_archive=False))
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
+    """Give a broker of this module alone, which creates topics on demand; tests pause it and kill it."""
+    own = LocalKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka"), AUTO_CREATE, class_archive=False))
     own.up()
     yield own
     own.down()

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +21,8 @@ from streams.errors import BadRecord
 from streams.kafka import dead_letter_headers, partition_of, producer
 from streams.local.ports import free_port
 from streams.local.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_workers
+from streams.metrics import Metric
+from streams.process_metrics import PROCESS_METRICS
 from streams.router_api.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
 from streams.router_api.metrics import ROUTER_METRICS
 from streams.settings import Settings, as_environ
@@ -145,7 +149,12 @@ def test_a_router_serves_every_metric_that_is_declared_and_no_other(scope: Setti
         assert kafka.flush(PATIENCE_S) == 0
         wait_for(lambda: bool(of(api, "kvstreams_dead_letters_total")), PATIENCE_S, "a dead letter to be counted")
         page = api.call("GET", "/metrics").body.decode()
-    assert declared_types(page) == {metric.name: str(metric.kind) for metric in ROUTER_METRICS}
+    assert declared_types(page) == types_of(ROUTER_METRICS)
+
+
+def types_of(declared: Sequence[Metric[Any]]) -> dict[str, str]:
+    """Metrics and their kinds as declared, with those that every process has."""
+    return {metric.name: str(metric.kind) for metric in (*declared, *PROCESS_METRICS)}
 
 
 def declared_types(page: str) -> dict[str, str]:
@@ -157,9 +166,9 @@ def declared_types(page: str) -> dict[str, str]:
 def test_every_process_serves_its_own_metrics(stack: Stack) -> None:
     """A worker with the API serves its own metrics after the router's; other workers and bridges use metrics_port."""
     ports = [free_port(), free_port()]
-    agents = {metric.name: str(metric.kind) for metric in AGENT_METRICS}
-    routers = {metric.name: str(metric.kind) for metric in ROUTER_METRICS}
-    bridges = {metric.name: str(metric.kind) for metric in BRIDGE_METRICS}
+    agents = types_of(AGENT_METRICS)
+    routers = types_of(ROUTER_METRICS)
+    bridges = types_of(BRIDGE_METRICS)
     worker = stack.worker()
     stack.worker("second", router=False, env={"KVSTREAMS_METRICS_PORT": str(ports[0])})
     (engine,) = stack.engines(1, EngineConfig(block_size=16, n_blocks=64), "m", 100.0)

@@ -16,7 +16,7 @@ from streams.router_api.router import Router
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
-from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Fleet, rank_of, served
+from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, TOKENS_MAX, Api, Fleet, rank_of, served
 
 
 @pytest.mark.parametrize(
@@ -219,3 +219,53 @@ def test_any_number_of_threads_folds_the_same(threads: int, fleet: Fleet) -> Non
 
 def _worker(worker_id: int) -> Worker:
     return Worker(WorkerId(worker_id), "http://w", "m", BLOCK_SIZE)
+
+
+def test_routers_agree_on_backlogs_in_milliseconds(fleet: Fleet) -> None:
+    """What one router books and forecasts is another one's backlog, until a client reports its prefill at either."""
+    model = fleet.model()
+    fleet.register(model, 2)
+    settings = replace(fleet.settings, router_mode=RouterMode.EXPECTED_TIME)
+
+    def backlogs(api: Api) -> dict[int, float]:
+        asked = {"model": model, "token_ids": TOKENS, "update_states": False, "explain": True}
+        found = api.call("POST", "/route", asked).given()["candidates"]
+        return {each["worker_id"]: each["policy_terms"]["backlog_ms"] for each in found}
+
+    with served(settings) as first, served(settings) as second:
+        booked = {}
+        for number in range(60):  # of 143 ms each, so that a slow machine has time to compare
+            tokens = [1000 + number] * TOKENS_MAX
+            body = {"request_id": f"{model}-{number}", "model": model, "token_ids": tokens}
+            answer = first.call("POST", "/route", body).given()
+            booked[f"{model}-{number}"] = answer["worker_id"]
+        assert len(set(booked.values())) == 2
+
+        def agree() -> bool:
+            mine, theirs = backlogs(first), backlogs(second)
+            return all(abs(mine[each] - theirs[each]) < 30.0 for each in mine)
+
+        fleet.wait(lambda: min(backlogs(second).values()) > 0.0 and agree(), "the second router to have the bookings")
+        for request_id in booked:
+            second.call("POST", f"/loads/{request_id}/prefill-complete").given()
+        fleet.wait(lambda: set(backlogs(first).values()) == {0.0}, "the first router to have the reports")
+        for request_id in booked:
+            first.call("DELETE", f"/loads/{request_id}").given()
+
+
+def test_a_client_that_reports_nothing_does_not_block_a_rank(fleet: Fleet) -> None:
+    """Its bookings leave the backlog and then the loads by themselves, on every router, long before their TTL."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model, 1)
+    settings = replace(fleet.settings, router_mode=RouterMode.EXPECTED_TIME)
+    with served(settings) as first, served(settings) as second:
+        body = {"request_id": model, "model": model, "token_ids": TOKENS, "expected_output_tokens": 40}
+        first.call("POST", "/route", body).given()
+
+        def requests(api: Api) -> int:
+            rows = api.call("GET", "/loads").given()["loads"]
+            return sum(each["active_requests"] for each in rows if each["worker_id"] == worker_id)
+
+        assert requests(first) == 1
+        fleet.wait(lambda: requests(first) == requests(second) == 0, "the booking to count as over")
+        first.call("DELETE", f"/loads/{model}").given()

@@ -9,7 +9,7 @@ from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api, metrics, served
 
-#: A rank with more tokens still to prefill is closed.
+#: A rank with more tokens still to prefill is closed, or with half as many again once a router knows the other one.
 BACKLOG_TOKENS = 1000
 
 
@@ -19,7 +19,7 @@ def waiting(api: Api) -> float:
 
 def long_prompt(seed: int) -> list[int]:
     """A prompt that closes a rank. Prompts with different seeds share no block."""
-    return [seed * 10_000 + number for number in range(BACKLOG_TOKENS + 500)]
+    return [seed * 10_000 + number for number in range(2 * BACKLOG_TOKENS)]
 
 
 def test_routers_share_a_rank_that_opens(scope: Settings) -> None:

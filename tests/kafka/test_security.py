@@ -256,6 +256,10 @@ def test_each_process_works_with_the_least_acls(
     api.call("PUT", "/workers/50/cordon").given()
     api.call("DELETE", "/workers/50").given()
 
+    # The doctor may read everything that it needs, and finds nothing.
+    output.append(ran("doctor", "--router", router.url, "--json"))
+    assert json.loads(output[-1])["findings"] == []
+
     # An engine that ends is removed after its grace, by the partition's owner.
     bridge.kill()
     wait_for(lambda: not known_blocks(router.url), PATIENCE_S, "the engine's blocks to be removed")

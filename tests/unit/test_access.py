@@ -310,10 +310,10 @@ def test_a_router_serves_tls_within_its_limits(
 ) -> None:
     """One connection too many gets 503 over TLS; a client that does not shake hands is closed after some time."""
     authority = Authority(tmp_path, "a")
-    settings = Settings(tls_certificate=authority.sign("server", "127.0.0.1"), connections_max=3)
+    certificate = authority.sign("server", "127.0.0.1")
+    settings = Settings(tls_certificate=certificate, connections_max=3, first_request_timeout_s=1.0)
     context = ssl.create_default_context(cafile=authority.file)
-    for limit in ("streams.http_server.TLS_HANDSHAKE_S", "streams.router_api.connections.FIRST_REQUEST_S"):
-        monkeypatch.setattr(limit, 1.0)
+    monkeypatch.setattr("streams.http_server.TLS_HANDSHAKE_S", 1.0)
     with local_router(settings, new_loop=new_loop) as local:
         port = int(local.api.url.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]

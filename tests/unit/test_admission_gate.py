@@ -12,7 +12,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import Forecast
-from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, Gate, is_first
+from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, SEVERAL_ROUTERS_FACTOR, Gate, is_first
 from streams.core.routing.decision import Chooser, Decision, RoutePolicy
 from streams.core.routing.selection import RouterMode
 
@@ -21,6 +21,8 @@ RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, 4))
 ONE, TWO, THREE = RANKS
 ROUTERS = [f"router-{number}" for number in range(4)]
 LIMIT = 1000
+#: The limit where there are several routers.
+LIMIT_OF_SEVERAL = int(SEVERAL_ROUTERS_FACTOR * LIMIT)
 
 
 class Fleet:
@@ -86,6 +88,26 @@ def test_a_request_waits_while_its_rank_has_too_much_to_compute(backlog: int, li
     assert (fleet.decide() is not None) == goes
 
 
+@pytest.mark.parametrize(
+    ("backlog", "routers", "goes"),
+    [
+        (LIMIT_OF_SEVERAL, ROUTERS, True),
+        (LIMIT_OF_SEVERAL + 1, ROUTERS, False),
+        (LIMIT + 1, ROUTERS, True),
+        (LIMIT + 1, ROUTERS[:1], False),
+    ],
+)
+def test_several_routers_have_a_higher_threshold(backlog: int, routers: Sequence[str], goes: bool) -> None:
+    """A router that knows others closes a rank later, also to the second request of a pump."""
+    fleet = Fleet(busy=(TWO, THREE))
+    fleet.book(ONE, backlog)
+    fleet.gate.begin(0.0, 0.0, routers)
+    assert (fleet.decide(0) is not None) == goes
+    fleet.book(ONE, LIMIT_OF_SEVERAL)
+    fleet.gate.begin(1.0, 0.0, routers)
+    assert fleet.decide(0) is None
+
+
 def test_a_request_waits_for_the_best_rank_although_another_one_is_open() -> None:
     """A request whose prompt is cached on a closed rank waits for it, if that costs less than going elsewhere."""
     fleet = Fleet()
@@ -141,7 +163,7 @@ def test_busy_ranks_are_closed() -> None:
 def opened_after(router_id: str, wait_ms: float, routers: Sequence[str] = ROUTERS, wall_ms: float = 0.0) -> bool:
     """Whether a router may send to a rank, this long after it saw that it has room again."""
     fleet = Fleet(router_id=router_id, busy=(TWO, THREE))
-    full = fleet.book(ONE, LIMIT + 1)
+    full = fleet.book(ONE, LIMIT_OF_SEVERAL + 1)
     fleet.gate.begin(0.0, wall_ms, routers)
     assert fleet.decide() is None
     fleet.loads.free(full, 0)
@@ -206,7 +228,7 @@ def test_nothing_is_kept_when_nothing_waits() -> None:
     """After the last request has left, a rank that was closed is open to the next request at once."""
     fleet = Fleet(router_id=next(each for each in ROUTERS if not is_first(each, ROUTERS, ONE.worker_id, 0)))
     fleet.busy = [TWO, THREE]
-    full = fleet.book(ONE, LIMIT + 1)
+    full = fleet.book(ONE, LIMIT_OF_SEVERAL + 1)
     fleet.gate.begin(0.0, 0.0, ROUTERS)
     assert fleet.decide() is None
     fleet.loads.free(full, 0)

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from streams.router_api import fast_lane
-from streams.router_api.bodies import UNCOUNTED_BODY_BYTES
+from streams.router_api.bodies import LARGE_BODY_BYTES
 from streams.router_api.fast_lane import HOLD_S, FastLane
 from streams.settings import Settings
 from streams.waiting import wait_for
@@ -25,7 +25,7 @@ from tests.helpers.local_router import LocalRouter, local_router
 
 TOKENS = list(range(64))
 BODY_TIMEOUT_S = 1.0
-SETTINGS = Settings(body_timeout_s=BODY_TIMEOUT_S, body_bytes_max=256 * 1024)
+SETTINGS = Settings(body_timeout_s=BODY_TIMEOUT_S, body_bytes_max=2 * LARGE_BODY_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,8 @@ FREE = request("DELETE", "/loads/r1")
         (request("POST", "/route", b'{"token_ids": [1], "worker_id": 99}'), True),
         (request("POST", "/route", b" [{}, 1]"), False),
         (request("POST", "/route", ROUTE, Content_Encoding="gzip"), False),
-        (request("POST", "/route", b" " * (UNCOUNTED_BODY_BYTES + 1)), False),
+        (request("POST", "/route", b" " * (LARGE_BODY_BYTES + 1)), False),
+        (request("POST", "/route", ROUTE.ljust(LARGE_BODY_BYTES)), True),
         (request("POST", "/route", b" " * (SETTINGS.body_bytes_max + 1)), False),
         (request("POST", "/routes", ROUTE), False),
         (request("PUT", "/route", ROUTE), False),
@@ -175,7 +176,8 @@ def test_both_ways_give_the_same_answer(client: Client, api: Api, fast: Counter[
     free(client, first)
     n_known = fast["known"]
     again = client.ask(sent)  # its headers are remembered now
-    assert (fast["known"] > n_known) == (taken and not any(part in sent for part in UNUSUAL))
+    if len(sent) < LARGE_BODY_BYTES:  # a larger one may arrive in pieces, which go through the parser
+        assert (fast["known"] > n_known) == (taken and not any(part in sent for part in UNUSUAL))
     assert again[:1] == first[:1] and comparable(again[2]) == comparable(first[2])
     free(client, again)
     with closing(Client(api)) as other:

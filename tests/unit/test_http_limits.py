@@ -142,10 +142,9 @@ def test_connections_are_limited(api: Api) -> None:
     assert metrics(api)["kvstreams_connections_refused_total/too_many"] > before
 
 
-def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_request_is_closed() -> None:
     """A connection that sends nothing, or only a part of its headers, is closed; one that sent a request stays."""
-    monkeypatch.setattr(connections_module, "FIRST_REQUEST_S", 0.3)
-    with local_router(SETTINGS) as served, ExitStack() as opened:
+    with local_router(replace(SETTINGS, first_request_timeout_s=0.3)) as served, ExitStack() as opened:
         address = urlsplit(served.api.url)
         silent, partial = (
             opened.enter_context(closing(socket.create_connection((address.hostname, address.port), PATIENCE_S)))
@@ -167,7 +166,7 @@ def test_the_limit_of_connections_leaves_file_descriptors(monkeypatch: pytest.Mo
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
     for soft, hard, limit in ((1024, 1024, 896), (5000, 5000, 4096), (10, 10, 1), (1024, 8192, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
-        assert connections_module.Connections(4096).connections_max == limit
+        assert connections_module.Connections(4096, 10.0).connections_max == limit
     assert set_to[-1] == (4096 + 128, 8192)
 
 

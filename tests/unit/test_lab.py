@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from click.testing import CliRunner
 from benchmarks import calibrate
 from streams.cli import cli
 from streams.errors import InvalidRequest, SettingsError
+from streams.settings import load
 from streams.sim.lab.engine_config import default_engine
 from streams.sim.lab.experiment import Row, known_policies, load_workload, run_policy, split_name
 from streams.sim.lab.fleet import Failure, FleetConfig
 from streams.sim.lab.generators import PARAMETERS
 from streams.sim.lab.pool import LabPool, LabPoolConfig
 from streams.sim.lab.traces import read_workload, sessions_workload
+from streams.sim.lab.tuning import Objective, loss_of
 from streams.sim.lab.workload import NO_REQUEST, RawRequest, Workload, build
 
 ENGINE = default_engine()
@@ -157,8 +160,8 @@ def test_a_run_by_time_keeps_the_times_of_the_trace(chat: Workload) -> None:
 def test_turns_of_a_session_follow_each_other() -> None:
     """A turn arrives only after the answer before it has ended."""
     workload = load_workload("agentic:requests=200:turns=10", ENGINE, 1)
-    for load in ({"concurrency": 16}, {"concurrency": 0, "speedup": 50.0}):
-        result = simulate(workload, "round-robin", **load).result
+    for how in ({"concurrency": 16}, {"concurrency": 0, "speedup": 50.0}):
+        result = simulate(workload, "round-robin", **how).result
         for number, previous in enumerate(workload.previous.tolist()):
             assert previous == NO_REQUEST or result.arrived_ms[number] >= result.last_ms[previous]
 
@@ -311,3 +314,38 @@ def test_the_command_prints_a_table_and_writes_rows_and_plots(tmp_path: Path) ->
     names = {"policy", "concurrency", "mean_ttft_ms", "p99_ttft_ms", "itl_ms", "requests_per_s", "reuse"}
     assert all(names <= row.keys() for row in record["rows"])
     assert len(list(plots.glob("*.png"))) == 6
+
+
+def test_tuning_prints_settings_that_a_router_accepts(tmp_path: Path) -> None:
+    """The best trial is not worse than the policy's own weights, and its lines are a settings file."""
+    arguments = ["tune", "uniform:requests=120:prefixes=30", "--policy", "dynamo-default", "--trials", "6"]
+    arguments += ["--workers", "2", "--concurrency", "16"]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    *_, aim, mode, credit, scale, weight = done.output.strip().splitlines()
+    own, best = map(float, re.findall(r"[\d.]+", aim))
+    assert best <= own
+    file = tmp_path / "kvstreams.toml"
+    file.write_text("\n".join([mode, credit, scale, weight]))
+    settings = load({}, config_file=file).settings
+    assert settings.router_mode == "kv" and f"{settings.kv_overlap_score_credit:g}" in credit
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_better"), [("mean-ttft", "mean_ttft_ms"), ("p99-ttft", "p99_ttft_ms"), ("goodput", "")]
+)
+def test_objectives_order_runs(chat: Workload, objective: str, is_better: str) -> None:
+    """A lower time has a lower loss, and so has a higher goodput."""
+    slow, fast = simulate(chat, "round-robin", speeds=(3.0, 3.0, 3.0, 3.0)), simulate(chat, "dynamo-tuned")
+    aim = Objective(objective)
+    assert loss_of(fast, aim, 200.0) < loss_of(slow, aim, 200.0)
+    if is_better:
+        assert loss_of(fast, aim, 200.0) == getattr(fast.figures, is_better)
+
+
+@pytest.mark.parametrize("sweep", ["credit", "credit=1", "credit=2..1", "credit=0..1"])
+def test_a_wrong_range_is_refused(sweep: str) -> None:
+    """Before anything runs."""
+    arguments = ["tune", "uniform:requests=20", "--policy", "dynamo-default", "--sweep", sweep, "--trials", "2"]
+    with pytest.raises(SettingsError):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)

@@ -105,7 +105,7 @@ def test_the_last_minutes_are_kept_and_nothing_older(served: LocalRouter) -> Non
 
 
 def metrics_of(served: LocalRouter) -> RouterMetrics:
-    return RouterMetrics(served.router, Connections(1), Bodies(served.router.settings), Admission(served.router))
+    return RouterMetrics(served.router, Connections(1, 10.0), Bodies(served.router.settings), Admission(served.router))
 
 
 def test_the_answer_has_the_fleet_and_what_was_decided(served: LocalRouter, monkeypatch: pytest.MonkeyPatch) -> None:

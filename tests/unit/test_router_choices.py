@@ -12,11 +12,13 @@ from typing import Any
 import orjson
 import pytest
 
+from streams import kafka_log
 from streams.codec import encode_load
 from streams.core.hashing import local_hashes, pack_hashes
 from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health
+from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
@@ -24,7 +26,14 @@ from streams.kafka import Record
 from streams.router_api import prompt_matches
 from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
-from streams.router_api.wire import BookRequest, answer_json, parse_route, parse_route_query
+from streams.router_api.wire import (
+    UNFILTERED,
+    BookRequest,
+    answer_json,
+    parse_route,
+    parse_route_query,
+    worker_filter,
+)
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.api import TOKENS, packed
@@ -469,7 +478,9 @@ def route_prompts(router: Router, n: int, first: int = 0, **fields: Any) -> None
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    """Warnings of routers. Clients of Kafka, also those of earlier tests, log on threads of their own."""
+    found = [record for record in caplog.records if record.name != kafka_log.__name__]
+    return [record.getMessage() for record in found if record.levelname == "WARNING"]
 
 
 def test_a_model_whose_prompts_never_match_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -604,3 +615,28 @@ def test_credit_and_request_weight_change_the_cost_of_mode_kv() -> None:
     assert costs[1] == 4.0 * max(0, 6 + 4 - 2 * 4) + (6 + 4) + 64.0
     assert costs[2] == 4.0 * (6 + 4) + (6 + 4) + 64.0
     assert costs[3] == 4.0 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "filtered"),
+    [
+        ("worker_id", 1, "worker_id"),
+        ("dp_rank", 0, "dp_rank"),
+        ("allowed_worker_ids", [], "allowed"),
+        ("excluded_worker_ids", [1], "excluded"),
+        ("phase", "decode", "phase"),
+        ("required_taints", ["gpu"], "required_taints"),
+        ("lora_name", "a", "lora_name"),
+    ],
+)
+def test_every_filter_of_a_request_counts(field: str, value: Any, filtered: str) -> None:
+    """A request with any filter is not taken for one without filters, which share a filter for each model."""
+    request = parse_route(orjson.dumps({"token_ids": TOKENS, field: value}))
+    assert getattr(worker_filter(request), filtered) != getattr(UNFILTERED, filtered)
+
+
+def test_all_filters_are_tested() -> None:
+    """A filter that is new has a row in the test above; the model and its block size come from the view."""
+    tested = {"worker_id", "dp_rank", "allowed", "excluded", "phase", "required_taints", "lora_name"}
+    assert {*WorkerFilter._fields} == tested | {"model", "block_size"}
+    assert worker_filter(parse_route(orjson.dumps({"token_ids": TOKENS}))) is UNFILTERED

@@ -68,6 +68,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "request_tokens_max": (1, NUMBER_MAX),
     "body_bytes_max": (1024, NUMBER_MAX),
     "bodies_bytes_max": (65_536, NUMBER_MAX),
+    "first_request_timeout_s": (0.1, 3600.0),
     "body_timeout_s": (0.1, 3600.0),
     "connections_max": (1, NUMBER_MAX),
     "processes": (1, 64),

@@ -11,12 +11,11 @@ import pytest
 from streams.codec import encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
-from streams.core.hashing import local_hashes, sequence_hashes
-from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.hashing import local_hashes
+from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.core.index.run_fold import PlainRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.eligibility import WorkerFilter
-from streams.core.runs import Run, RunKey
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
 from streams.kafka import partition_of
@@ -24,6 +23,7 @@ from streams.router_api import engine_reports, trust
 from streams.router_api.trust import AnswerMode, DegradedReason
 from streams.router_api.view import View
 from streams.settings import Settings
+from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.records import (
     PartitionRecord,
     encode_partition,
@@ -70,20 +70,9 @@ def report(view: View, of: RankId, **gauges: Any) -> None:
 
 def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
     """Fold records by which a rank holds these blocks and is exact, and its partition's owner is running."""
-    sequence = sequence_hashes(local).tolist()
-    epoch = Epoch(Incarnation(1), 0)
-    run = Run(
-        RunKey(of, tier, SequenceHash(sequence[0])),
-        epoch,
-        0,
-        None,
-        local.tolist(),
-        sequence,
-        sequence,
-        (1 << len(sequence)) - 1,
-    )
-    view.fold_index(run_key(run.key), encode_run(run))
-    progress = Progress(of, epoch, 0, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
+    for run in runs_of_chain(of, local, tier=tier):
+        view.fold_index(run_key(run.key), encode_run(run))
+    progress = Progress(of, FIRST_EPOCH, 0, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
     view.fold_index(progress_key(of), encode_progress(progress))
     partition = partition_of(of.worker_id, Settings().partitions)
     view.fold_index(partition_key(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))

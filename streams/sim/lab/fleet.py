@@ -121,6 +121,7 @@ class _Run:
         self._n_out: list[int] = workload.n_out.tolist()
         self._own: list[int] = workload.own.tolist()
         self._previous: list[int] = workload.previous.tolist()
+        self._pause_ms: list[float] = (workload.pause_ms / config.speedup).tolist()
         self._at_ms: list[float] = (workload.at_ms / config.speedup).tolist()
 
     def run(self) -> RunResult:
@@ -191,10 +192,23 @@ class _Run:
             number = self._next
             self._next += 1
             previous = self._previous[number]
-            if previous != NO_REQUEST and not self._done[previous]:
+            if previous == NO_REQUEST:
+                self._route(number, self.now_ms, touched)
+            elif not self._done[previous]:
                 self._held.setdefault(previous, []).append(number)
+            elif self._pause_ms[number] > 0.0:  # its pause has begun when the answer ended
+                ready_ms = float(self.result.last_ms[previous]) + self._pause_ms[number]
+                self._at(max(self.now_ms, ready_ms), lambda number=number: heapq.heappush(self._ready, number))  # type: ignore[misc]
             else:
                 self._route(number, self.now_ms, touched)
+
+    def _let_follow(self, number: int) -> None:
+        """The answer before this request is there: it comes after its pause."""
+        pause_ms = self._pause_ms[number]
+        if pause_ms > 0.0:  # not if it is NaN
+            self._at(self.now_ms + pause_ms, lambda: heapq.heappush(self._ready, number))
+        else:
+            heapq.heappush(self._ready, number)
 
     def _route(self, number: int, arrived_ms: float, touched: set[int]) -> None:
         self._n_in_flight += 1
@@ -251,7 +265,7 @@ class _Run:
             self._n_done += 1
             self._n_in_flight -= 1
             for each in self._held.pop(number, ()):
-                heapq.heappush(self._ready, each)
+                self._let_follow(each)
             if self._on_progress is not None and not self._n_done % PROGRESS_EVERY:
                 self._on_progress(self._n_done)
 

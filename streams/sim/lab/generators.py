@@ -10,7 +10,7 @@ continues it has the same id there, so that engines share every full block of bo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 from types import MappingProxyType
 
@@ -24,7 +24,9 @@ ID_TOKENS = 512
 
 #: Parameters by name. requests: about how many. rate: per second, for runs by time. prompt, output: mean tokens of what
 #: is new in each request. prefix: tokens of a shared beginning. prefixes: how many of these there are. working_set, for
-#: agents: tokens of all histories divided by the tokens that the fleet's caches hold together.
+#: agents: tokens of the histories of all sessions that are alive, divided by the tokens that the fleet's caches hold
+#: together. turns: mean length of a session. pause_s: mean pause between an answer and the next turn, log-normal with
+#: pause_sigma, at most 60 s.
 _COMMON = {"requests": 4000.0, "seed": 1.0, "rate": 20.0, "prompt": 2000.0, "output": 250.0}
 _CHAT = _COMMON | {"prefix": 3000.0, "prefixes": 300.0}
 
@@ -36,16 +38,17 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "cold": _COMMON | {"prompt": 6000.0, "rate": 12.0},
         "bursts": _CHAT | {"burst": 100.0},
         "agentic": {
-            "requests": 5000.0,
+            "requests": 6000.0,
             "seed": 1.0,
-            "prompt": 900.0,
+            "prompt": 1200.0,
+            "prompt_sigma": 1.3,
             "output": 350.0,
             "prefix": 14000.0,
-            "prefixes": 4.0,
-            "turns": 60.0,
+            "prefixes": 8.0,
+            "turns": 40.0,
             "working_set": 0.75,
-            "pause_s": 4.0,
-            "pause_sigma": 1.4,
+            "pause_s": 6.0,
+            "pause_sigma": 1.6,
         },
     }
 )
@@ -104,38 +107,69 @@ def _chat(name: str, given: Mapping[str, float], rng: np.random.Generator) -> li
 def _agentic(given: Mapping[str, float], rng: np.random.Generator, fleet_tokens: int) -> list[RawRequest]:
     """Sessions of agents: long prompts of tools, histories that grow turn by turn, and pauses with a heavy tail.
 
-    As many sessions are alive at a time as the working set allows. A session that ends is followed by another one.
+    Each lane is one session after the other. There are as many lanes as the working set allows.
     """
     ids = count()
     n_prefix = int(given["prefix"]) // ID_TOKENS
     tools = [[next(ids) for _ in range(n_prefix)] for _ in range(int(given["prefixes"]))]
-    grows = given["prompt"] + given["output"]
-    mean_history = min(_HISTORY_MAX, given["prefix"] + grows * given["turns"])
-    n_alive = max(1, round(given["working_set"] * fleet_tokens / mean_history))
-    n_requests = int(given["requests"])
-    n_each = -(-n_requests // n_alive)
-    turn_ms = _FIRST_TOKEN_MS + given["output"] * _ANSWER_MS_PER_TOKEN + 1000.0 * given["pause_s"]
+    sessions = _Sessions(given, rng, tools, ids)
+    # A session's history when it is looked at: drawn as often as needed for a stable mean, from another generator.
+    probe = _Sessions(given, np.random.default_rng(0), tools, ids)
+    own_tokens = probe.mean_history() - n_prefix * ID_TOKENS
+    room = given["working_set"] * fleet_tokens - len(tools) * n_prefix * ID_TOKENS
+    n_lanes = max(1, round(room / own_tokens))
+    n_each = -(-int(given["requests"]) // n_lanes)
     requests: list[RawRequest] = []
-    for _ in range(n_alive):
-        # Sessions are at different turns when the run begins, as in a fleet that has been running for long.
-        at_ms = float(rng.random()) * turn_ms
-        left = n_each
-        n_before = int(rng.integers(0, max(1, int(given["turns"]))))
+    for _ in range(n_lanes):
+        at_ms, left, previous, is_first = float(rng.random()) * 1000.0 * given["pause_s"], n_each, NO_REQUEST, True
         while left > 0:
-            content = list(tools[int(rng.integers(len(tools)))])
-            n_in = n_prefix * ID_TOKENS + _log_normal(rng, given["prompt"]) + round(n_before * grows)
-            n_turns = max(1, int(rng.geometric(1.0 / given["turns"])) - n_before)
-            n_before = 0
-            previous = NO_REQUEST
-            for _ in range(min(n_turns, left)):
-                if n_in > _HISTORY_MAX:
-                    break
-                content = content + [next(ids) for _ in range(-(-n_in // ID_TOKENS) - len(content))]
-                n_out = _log_normal(rng, given["output"])
-                requests.append(RawRequest(at_ms, n_in, n_out, content, previous))
-                previous = len(requests) - 1
-                left -= 1
+            # The first session of a lane has begun before the run, as in a fleet that has been running for long.
+            for content, n_in, n_out in sessions.draw(is_first):
                 pause_s = min(_PAUSE_S_MAX, _log_normal(rng, 1000.0 * given["pause_s"], given["pause_sigma"]) / 1000.0)
-                at_ms += _FIRST_TOKEN_MS + n_out * _ANSWER_MS_PER_TOKEN + 1000.0 * pause_s
-                n_in += n_out + _log_normal(rng, given["prompt"])
+                pause_ms = None if previous == NO_REQUEST else 1000.0 * pause_s
+                at_ms += pause_ms or 0.0
+                requests.append(RawRequest(at_ms, n_in, n_out, content, previous, pause_ms))
+                previous = len(requests) - 1
+                at_ms += _FIRST_TOKEN_MS + n_out * _ANSWER_MS_PER_TOKEN
+                left -= 1
+                if not left:
+                    break
+            is_first = False
     return requests
+
+
+class _Sessions:
+    """Draws sessions of agents."""
+
+    def __init__(
+        self, given: Mapping[str, float], rng: np.random.Generator, tools: list[list[int]], ids: Iterator[int]
+    ) -> None:
+        self._given, self._rng, self._tools, self._ids = given, rng, tools, ids
+
+    def draw(self, has_begun: bool = False) -> Iterator[tuple[list[int], int, int]]:
+        """Give content, prompt and answer of each turn. has_begun: turns before a random one are left out."""
+        lengths = self._lengths()
+        first = int(self._rng.integers(len(lengths))) if has_begun else 0
+        content = list(self._tools[int(self._rng.integers(len(self._tools)))])
+        for n_in, n_out in lengths[first:]:
+            content = content + [next(self._ids) for _ in range(-(-n_in // ID_TOKENS) - len(content))]
+            yield content, n_in, n_out
+
+    def mean_history(self) -> float:
+        """The mean prompt of sessions, each turn counted once."""
+        lengths = [n_in for _ in range(200) for n_in, _ in self._lengths()]
+        return sum(lengths) / len(lengths)
+
+    def _lengths(self) -> list[tuple[int, int]]:
+        """Prompt and answer of each turn."""
+        given, rng = self._given, self._rng
+        n_in = len(self._tools[0]) * ID_TOKENS
+        lengths: list[tuple[int, int]] = []
+        for _ in range(_log_normal(rng, given["turns"], 1.0)):
+            n_in += _log_normal(rng, given["prompt"], given["prompt_sigma"])
+            if n_in > _HISTORY_MAX:
+                break
+            n_out = _log_normal(rng, given["output"])
+            lengths.append((n_in, n_out))
+            n_in += n_out
+        return lengths or self._lengths()

@@ -9,6 +9,7 @@ A key is a small number that stands for one engine block's content and everythin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,7 +29,8 @@ class RawRequest(NamedTuple):
     """One request of a trace.
 
     at_ms: since the beginning. content: one id per ids_tokens of the prompt (see `build`). previous: the request of the
-    same session whose answer it needs, by its number in the same sequence, or NO_REQUEST.
+    same session whose answer it needs, by its number in the same sequence, or NO_REQUEST. pause_ms: how long after that
+    answer it comes; None: at at_ms, or as soon as the answer is there.
     """
 
     at_ms: float
@@ -36,13 +38,15 @@ class RawRequest(NamedTuple):
     n_out: int
     content: Sequence[int]
     previous: int = NO_REQUEST
+    pause_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in the order of their times.
 
-    at_ms: float64[n]. n_in, n_out, previous: int64[n]; n_in and n_out are tokens, previous is as in RawRequest. first:
+    at_ms: float64[n]. n_in, n_out, previous: int64[n]; n_in and n_out are tokens, previous is as in RawRequest.
+    pause_ms: float64[n], NaN for none. first:
     int64[n + 1], offsets into `keys`, where the keys of each prompt's full blocks are. own: int64[n], the first key of
     each request's answer. names: uint64[n_keys], sequence hashes.
     """
@@ -53,6 +57,7 @@ class Workload:
     n_in: Int64Array
     n_out: Int64Array
     previous: Int64Array
+    pause_ms: Float64Array
     first: Int64Array
     keys: npt.NDArray[np.int32]
     own: Int64Array
@@ -81,6 +86,7 @@ class Workload:
             n_in=self.n_in[of],
             n_out=self.n_out[of],
             previous=self.previous[of],
+            pause_ms=self.pause_ms[of],
             first=self.first[: n_requests + 1],
             own=self.own[of],
         )
@@ -147,6 +153,9 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
         n_in=n_in,
         n_out=n_out,
         previous=np.array([place.get(each.previous, NO_REQUEST) for each in sorted_requests], dtype=np.int64),
+        pause_ms=np.array(
+            [math.nan if each.pause_ms is None else each.pause_ms for each in sorted_requests], dtype=np.float64
+        ),
         first=first,
         keys=np.concatenate(keys),
         own=own_keys,

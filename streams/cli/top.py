@@ -1,0 +1,204 @@
+"""`kvstreams top`: workers, loads, hit share, lag and modes of a router, live in the terminal."""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from streams.cli.options import GroupedCommand
+from streams.cli.output import console
+from streams.errors import KvStreamsError, ProcessError
+
+#: A router answers GET /live within milliseconds.
+TIMEOUT_S = 5.0
+
+#: Samples that the figures of the header cover. One is taken every 2 s, so this is about a minute.
+SAMPLES_SHOWN = 30
+
+#: Workers that fit on a screen; the router orders them by their requests.
+WORKERS_SHOWN_MAX = 40
+
+#: Workers in these states get no requests, or their answers may be wrong.
+_STYLES = {"exact": "green", "approximate": "yellow", "degraded": "red", "fallback": "yellow"}
+
+_COLUMNS = ("worker", "model", "ranks", "state", "requests", "prefill tokens", "decode blocks", "hit share", "cache")
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("url", default="http://127.0.0.1:8000")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="file with a token for the router, which has the right `read`",
+)
+@click.option(
+    "--every", "every_s", type=click.FloatRange(0.2, 60.0), default=2.0, show_default=True, help="seconds between reads"
+)
+@click.option("--once", is_flag=True, help="print the figures once; also without a terminal")
+@click.option("--json", "as_json", is_flag=True, help="print the router's answer of GET /live once, as JSON")
+def top(url: str, token_file: Path | None, every_s: float, once: bool, as_json: bool) -> None:
+    """Show what the router at URL is doing, live: workers, loads, hit share, lag and modes. Ctrl-C ends it."""
+    from streams.security.files import read_secret
+
+    token = None if token_file is None else read_secret("--token-file", str(token_file))
+    live = read_live(url, token)
+    if as_json:
+        click.echo(orjson.dumps(live, option=orjson.OPT_INDENT_2))
+        return
+    screen = console()
+    if once or not sys.stdout.isatty():
+        screen.print(shown(url, live))
+        return
+    with Live(shown(url, live), console=screen, screen=True, auto_refresh=False) as display:
+        try:
+            while True:
+                time.sleep(every_s)
+                problem = ""
+                try:
+                    live = read_live(url, token)
+                except KvStreamsError as exc:
+                    problem = f"{exc.message}; these are the last figures"
+                display.update(shown(url, live, problem), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+COMMANDS = (top,)
+
+
+def read_live(url: str, token: str | None) -> dict[str, Any]:
+    """Read GET /live. Raises ProcessError if no router answers as one should."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/live", headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            answer = orjson.loads(response.read())
+    except urllib.error.HTTPError as exc:
+        with exc:
+            raise ProcessError(
+                f"the router at {url} answers GET /live with {exc.code}: {_message(exc.read())}",
+                remedy="--token-file names a file with a token that has the right `read`" * (exc.code in (401, 403)),
+            ) from exc
+    except (OSError, ValueError, http.client.HTTPException) as exc:
+        reason = getattr(exc, "reason", None) or exc
+        raise ProcessError(f"no router answers at {url}: {reason}", remedy="Give its URL as an argument") from exc
+    if not isinstance(answer, dict) or not {"router", "samples", "partitions", "workers"} <= answer.keys():
+        raise ProcessError(f"what answers at {url} is no router of kvstreams")
+    return answer
+
+
+def _message(body: bytes) -> str:
+    """The message of an error in the shape of all errors."""
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "no reason is given"
+
+
+def shown(url: str, live: Mapping[str, Any], problem: str = "") -> Group:
+    """The figures of one answer of GET /live. problem: why there is no newer one."""
+    lines = [Text(problem, style="red")] * bool(problem)
+    return Group(*lines, *_header(url, live), _table(live))
+
+
+def _header(url: str, live: Mapping[str, Any]) -> list[Text]:
+    router, samples = live["router"], live["samples"]
+    state = Text(f"router {url}  mode {router['router_mode']}  ", style="bold")
+    if router["not_ready_because"]:
+        state.append(f"not ready: {router['not_ready_because']}", style="red")
+    else:
+        state.append("ready", style="green")
+    if not router["bookings_in_sync"]:
+        state.append("  bookings not in sync", style="red")
+    figures = (
+        ("decisions/s", _number(_mean(samples["decisions_per_s"]), 1)),
+        ("hit share", _share(_mean(samples["hit_rate"]))),
+        ("p50", _number(_last(samples["latency_ms_p50"]), 2, " ms")),
+        ("p99", _number(_last(samples["latency_ms_p99"]), 2, " ms")),
+        ("requests", _number(_last(samples["requests"]))),
+        ("waiting", _number(_last(samples["queue"]))),
+        ("imbalance", _number(_last(samples["imbalance"]), 2)),
+        ("blocks", _number(router["index_blocks"])),
+        ("dead letters", _number(router["dead_letters"])),
+    )
+    modes = {mode: _mean(rates) or 0.0 for mode, rates in samples["modes"].items()}
+    total = sum(modes.values())
+    by_mode = "  ".join(f"{mode} {_share(rate / total)}" for mode, rate in modes.items() if rate) if total else "-"
+    return [
+        state,
+        Text("  ".join(f"{name} {value}" for name, value in figures)),
+        Text(f"modes {by_mode}"),
+        Text(f"lag {_lags(live['partitions'])}"),
+        Text(""),
+    ]
+
+
+def _lags(partitions: Sequence[Mapping[str, Any]]) -> str:
+    """The greatest lag, and how many partitions have one that is not known."""
+    known = [each for each in partitions if each["lag_s"] is not None]
+    unknown = len(partitions) - len(known)
+    parts = []
+    if known:
+        worst = max(known, key=lambda each: each["lag_s"])
+        records = sum(each["lag_records"] or 0 for each in known)
+        parts.append(f"at most {worst['lag_s']:.2f} s (partition {worst['partition']}), {records} records in all")
+    if unknown:
+        parts.append(f"unknown for {unknown} of {len(partitions)} partitions")
+    return "; ".join(parts) or "-"
+
+
+def _table(live: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("worker", "model", "state") else "right", no_wrap=True)
+    workers = live["workers"]
+    for row in workers[:WORKERS_SHOWN_MAX]:
+        state = row["state"] if row["reason"] is None else f"{row['state']}: {row['reason']}"
+        table.add_row(
+            row["worker_id"],
+            row["model"],
+            str(row["ranks"]),
+            Text(state, style=_STYLES.get(row["state"], "red")),
+            str(row["requests"]),
+            str(row["prefill_tokens"]),
+            str(row["decode_blocks"]),
+            _share(row["hit_rate"]),
+            _share(row["cache_usage"]),
+        )
+    left_out = live["workers_left_out"] + max(len(workers) - WORKERS_SHOWN_MAX, 0)
+    if left_out:
+        table.add_row(f"and {left_out} more")
+    return table
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    """The newest known value of the last minute."""
+    return next((value for value in reversed(values[-SAMPLES_SHOWN:]) if value is not None), None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the known values of the last minute."""
+    known = [value for value in values[-SAMPLES_SHOWN:] if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _number(value: float | None, digits: int = 0, unit: str = "") -> str:
+    return "-" if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"

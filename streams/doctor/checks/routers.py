@@ -1,0 +1,144 @@
+"""Routers: readiness, the registry that they have, agreement among them, and ranks that are degraded (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from streams.doctor.findings import Finding, Group, listed
+from streams.doctor.observations import Observations, RouterSeen
+
+#: What to do about a rank that is degraded for a reason. Reasons about owners and bridges have checks of their own,
+#: but show here as well when Kafka cannot be read.
+_REMEDIES = {
+    "no_events_yet": "Check events= and replay= of its --engine option. An idle engine without a replay socket stays "
+    "so until its next request",
+    "bridge_silent": "Check the bridge that feeds it",
+    "feed_behind": "Its bridge lags: give it more processor, or divide its engines among several bridges",
+    "events_lost": "Give the engine a replay socket; a restatement, a clear or a restart of the engine ends it",
+    "removed": "Start a bridge for it, or remove it with DELETE /workers/{id}",
+    "over_capacity": "The router's index is full: use more block per token, or fewer engines per scope",
+    "owner_silent": "Check the Faust workers",
+    "owner_behind": "Check the Faust workers; they lag behind the events",
+}
+
+
+def check_routers(seen: Observations) -> Iterator[Finding]:
+    """Every router is ready, in sync, and has the registry of the scope; all have the same blocks."""
+    settings = seen.settings
+    logs = None if seen.kafka is None else seen.kafka.logs
+    for router in seen.routers:
+        yield from _one(router)
+        if logs is not None and router.workers:
+            registered = frozenset(logs.workers)
+            missing = frozenset.intersection(*(registered - each for each in router.workers))
+            added = frozenset.intersection(*(each - registered for each in router.workers))
+            if missing or added:
+                differ = [f"lacks {listed(sorted(missing))}"] * bool(missing)
+                differ += [f"has {listed(sorted(added))} in addition"] * bool(added)
+                yield Finding(
+                    Group.ROUTERS,
+                    "other_scope",
+                    f"router {router.url}",
+                    f"its workers are not those of scope {settings.topic_prefix!r}: it {' and '.join(differ)}",
+                    "It reads another Kafka or another topic_prefix: compare `kvstreams config` of both",
+                )
+    for one, other in combinations([each for each in seen.routers if each.digests], 2):
+        ranks = disagreements(one, other)
+        if ranks:
+            yield Finding(
+                Group.ROUTERS,
+                "routers_disagree",
+                f"routers {one.url} and {other.url}",
+                f"they have different blocks of {len(ranks)} ranks after the same batch, for example of worker "
+                f"{ranks[0][0]} rank {ranks[0][1]}",
+                "Compare Kafka, topic_prefix and version of both. If they are equal, restart the one whose answers are "
+                "wrong, and report the difference as a fault",
+            )
+
+
+def _one(router: RouterSeen) -> Iterator[Finding]:
+    subject = f"router {router.url}"
+    if router.error is not None:
+        yield Finding(
+            Group.ROUTERS,
+            "router_unreachable",
+            subject,
+            f"it does not answer as a router: {router.error}",
+            "Start it, or correct the address",
+        )
+    if router.refused is not None:
+        yield Finding(
+            Group.ROUTERS,
+            "router_refuses",
+            subject,
+            f"it answers with {router.refused}: the token is missing, unknown, or lacks the right `read`",
+            "--token-file names a file with a token that has it (docs/security.md)",
+        )
+    if router.not_ready is not None:
+        yield Finding(
+            Group.ROUTERS,
+            "router_not_ready",
+            subject,
+            f"it is not ready: {router.not_ready}",
+            "A router that starts is ready within seconds, or after its kernels are compiled. Otherwise the reason "
+            "says what it waits for",
+        )
+    if router.in_sync and not any(router.in_sync):
+        yield Finding(
+            Group.ROUTERS,
+            "bookings_not_in_sync",
+            subject,
+            "it does not read the bookings of other routers",
+            "Check that it reaches Kafka; its log says since when it does not",
+        )
+    yield from _ranks(router, subject)
+    if router.page is None:
+        return
+    for name, labels, number in router.page.samples:
+        if name == "kvstreams_unmatched_prompts" and number > 0:
+            yield Finding(
+                Group.ROUTERS,
+                "unmatched_prompts",
+                subject,
+                f"{number:.0f} prompts of {labels.get('model')} were routed, and none has ever matched a block, "
+                "although its engines hold blocks",
+                "The prompts are not hashed like the engines' blocks: their token ids (chat template), block size, "
+                "lora_name, namespace or cache_salt differ. --probe shows whether an engine agrees",
+            )
+
+
+def _ranks(router: RouterSeen, subject: str) -> Iterator[Finding]:
+    lasting = frozenset.intersection(*router.degraded) if router.degraded else frozenset()
+    for reason in sorted({reason for reason, _ in lasting}):
+        ids = sorted(worker_id for each, worker_id in lasting if each == reason)
+        yield Finding(
+            Group.ROUTERS,
+            f"degraded_{reason}",
+            subject,
+            f"its answers for workers {listed(ids)} are degraded: {reason}",
+            _REMEDIES.get(reason, "docs/http.md explains the reason"),
+        )
+    silent = frozenset.intersection(*router.silent) if router.silent else frozenset()
+    if silent:
+        yield Finding(
+            Group.ROUTERS,
+            "ranks_silent",
+            subject,
+            f"workers {listed(sorted(silent))} have ranks that were not heard from within their lease, and get no "
+            "requests",
+            "Check these engines and the bridge that feeds them",
+        )
+
+
+def disagreements(one: RouterSeen, other: RouterSeen) -> list[tuple[int, int]]:
+    """Ranks of which two routers had different blocks in every round, each time after the same batch."""
+    rounds: Sequence[set[tuple[int, int]]] = [
+        {
+            rank
+            for rank in here.keys() & there.keys()
+            if here[rank].at == there[rank].at and here[rank].digest != there[rank].digest
+        }
+        for here, there in zip(one.digests, other.digests, strict=False)
+    ]
+    return sorted(set.intersection(*rounds)) if rounds else []

@@ -1,0 +1,103 @@
+"""`--tokenizer`: whether each engine tokenizes as a model's files do, chat template included.
+
+What lives here: asking engines' /tokenize and the files of --tokenizer for the same prompts. What must not: the prompts
+and the comparison (frontend.parity), and what is wrong with the result (checks). No text and no token id is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+from streams.client.payloads import unpack_tokens
+from streams.doctor.http_reading import call
+from streams.doctor.observations import EngineSeen
+from streams.errors import InvalidRequest, SettingsError
+from streams.frontend.parity import PROMPTS, compare
+
+if TYPE_CHECKING:
+    from streams.frontend.tokenizer import ModelTokenizer
+
+#: Engines that are asked at a time.
+ENGINES_AT_ONCE = 8
+
+#: Bytes that a tokenizer may cache; the prompts are few and short.
+_CACHE_BYTES = 1 << 20
+
+#: By the name of a prompt, its tokens by the files; None if the files cannot make them.
+_Ours = Mapping[str, list[int] | None]
+
+
+async def read_tokenizers(
+    http: aiohttp.ClientSession, engines: Sequence[EngineSeen], paths: Mapping[str, str], headers: Mapping[str, str]
+) -> tuple[EngineSeen, ...]:
+    """Compare the engines that answer. paths: by model, "" for all others. Raises SettingsError for a bad file."""
+    ours: dict[str, _Ours] = {}
+    for engine in engines:
+        path = paths.get(engine.worker.model, paths.get(""))
+        if path is not None and path not in ours:
+            ours[path] = await asyncio.to_thread(_tokens_of_files, path)
+    turns = asyncio.Semaphore(ENGINES_AT_ONCE)
+
+    async def one(engine: EngineSeen) -> EngineSeen:
+        path = paths.get(engine.worker.model, paths.get(""))
+        if path is None or engine.error is not None:
+            return engine
+        async with turns:
+            return replace(engine, tokens=await _differences(http, engine, ours[path], headers))
+
+    return tuple(await asyncio.gather(*map(one, engines)))
+
+
+def _tokens_of_files(path: str) -> _Ours:
+    tokenizer = _load(path)
+    ours: dict[str, list[int] | None] = {}
+    for name, (kind, body) in PROMPTS.items():
+        try:
+            ours[name] = unpack_tokens(tokenizer.encode(kind, orjson.dumps(body)).tokens)
+        except InvalidRequest:  # no chat template, or one that refuses a system message or tools
+            ours[name] = None
+    return ours
+
+
+def _load(path: str) -> ModelTokenizer:
+    try:
+        from streams.frontend.tokenizer import ModelTokenizer
+    except ImportError as exc:
+        raise SettingsError(
+            f"--tokenizer needs {exc.name}", remedy="`pip install 'kvstreams[front]'` installs it"
+        ) from exc
+    return ModelTokenizer(Path(path), _CACHE_BYTES)
+
+
+async def _differences(
+    http: aiohttp.ClientSession, engine: EngineSeen, ours: _Ours, headers: Mapping[str, str]
+) -> Mapping[str, str]:
+    """What differs, by the name of the prompt; "" if nothing does."""
+    found: dict[str, str] = {}
+    for name, tokens in ours.items():
+        answer = await call(
+            http, f"{engine.worker.url}/tokenize", headers, {"model": engine.worker.model, **PROMPTS[name][1]}
+        )
+        theirs = _token_ids(answer.json()) if answer.ok else None
+        if answer.error is not None:
+            found[name] = answer.error
+        elif answer.status in (404, 405, 501):
+            return {}  # an engine without /tokenize
+        elif (theirs is None) != (tokens is None):
+            refuses = "the files make" if theirs is None else "the engine makes"
+            found[name] = f"only {refuses} tokens of it (the status of the engine's answer is {answer.status})"
+        elif tokens is not None and theirs is not None:
+            found[name] = str(compare(tokens, theirs) or "")
+    return found
+
+
+def _token_ids(answer: Any) -> list[int] | None:
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    return tokens if isinstance(tokens, list) else None

@@ -1,0 +1,171 @@
+"""`kvstreams top` against a real router: once, as JSON, live in a terminal, and when the router cannot be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streams.cli.top import SAMPLES_SHOWN, WORKERS_SHOWN_MAX, shown
+from streams.local.ports import free_port
+from streams.router_api import live
+from streams.settings import Settings
+from streams.waiting import wait_for
+from tests.helpers.commands import PATIENCE_S, Run, assert_one_line, environment
+from tests.helpers.local_router import LocalRouter, local_router
+
+TOKEN = "a-token-of-twenty-characters"
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRouter, Path]]:
+    """Give a router with two workers and some requests, and the file with its token."""
+    folder = tmp_path_factory.mktemp("top")
+    (folder / "tokens.toml").write_text(f'[top]\ntoken = "{TOKEN}"\nrights = ["read", "route"]\n')
+    (folder / "token").write_text(TOKEN)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(live, "SAMPLE_EVERY_S", 0.1)
+    with local_router(Settings(tokens_file=str(folder / "tokens.toml")), n_workers=2) as served:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        for number in range(6):
+            body = {"request_id": f"r{number}", "model": "m", "token_ids": list(range(64))}
+            served.api.call("POST", "/route", body, headers=headers).given()
+        yield served, folder / "token"
+    patch.undo()
+
+
+def test_once_and_json_are_for_scripts(router: tuple[LocalRouter, Path], run: Run) -> None:
+    """--once prints the header and a row per worker; --json is the router's own answer."""
+    served, token = router
+    options = (served.api.url, "--token-file", str(token))
+    done = run("top", *options, "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:4] == ["router", served.api.url, "mode", "kv"]
+    assert "requests 6" in lines[1]
+    assert lines[3].startswith("lag ")
+    rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]
+    assert sorted(row[0] for row in rows) == ["1", "2"]
+    assert sum(int(row[5]) for row in rows) == 6  # `degraded: no_events_yet` is two words
+    assert run("top", *options).stdout.splitlines()[0] == lines[0]  # without a terminal, it prints once
+    done = run("top", *options, "--json")
+    assert done.returncode == 0
+    answer = json.loads(done.stdout)
+    assert {row["worker_id"] for row in answer["workers"]} == {"1", "2"}
+    assert sum(row["requests"] for row in answer["workers"]) == 6
+
+
+def test_live_it_follows_the_router_until_it_is_interrupted(router: tuple[LocalRouter, Path], tmp_path: Path) -> None:
+    """In a terminal, the figures change with the router, and Ctrl-C ends the command with status 0."""
+    served, token = router
+    leader, follower = pty.openpty()
+    arguments = ["top", served.api.url, "--token-file", str(token), "--every", "0.2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "streams.cli", *arguments],
+        env=environment({"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}),
+        cwd=tmp_path,
+        stdin=follower,
+        stdout=follower,
+        stderr=subprocess.PIPE,
+    )
+    os.close(follower)
+    os.set_blocking(leader, False)
+    screen = bytearray()
+
+    def saw(text: bytes) -> bool:
+        try:
+            screen.extend(os.read(leader, 65536))
+        except BlockingIOError:
+            pass
+        return text in screen
+
+    try:
+        wait_for(lambda: saw(b"requests 6"), PATIENCE_S, "the figures")
+        served.api.call("DELETE", "/loads/r0", headers={"Authorization": f"Bearer {TOKEN}"}).given()
+        wait_for(lambda: saw(b"requests 5"), PATIENCE_S, "newer figures")
+        process.send_signal(signal.SIGINT)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while process.poll() is None and time.monotonic() < deadline_s:
+            saw(b"")  # a full terminal would block the process
+            time.sleep(0.02)
+        assert process.returncode == 0
+        assert process.stderr is not None and process.stderr.read() == b""
+    finally:
+        with process:
+            process.kill()
+        os.close(leader)
+
+
+def test_a_router_that_cannot_be_read_is_one_line(router: tuple[LocalRouter, Path], run: Run) -> None:
+    """Without a router, and without its token, the command says what is wrong."""
+    assert "no router answers at" in assert_one_line(run("top", f"http://127.0.0.1:{free_port()}", "--once"))
+    line = assert_one_line(run("top", router[0].api.url, "--once"))
+    assert "with 401" in line and "--token-file" in line
+
+
+def answer(n_workers: int, **changes: Any) -> dict[str, Any]:
+    """An answer of GET /live."""
+    columns = ("decisions_per_s", "hit_rate", "latency_ms_p50", "latency_ms_p99", "requests", "queue", "imbalance")
+    worker = {"model": "m", "ranks": 1, "state": "degraded", "reason": "owner_silent", "requests": 1}
+    worker |= {"prefill_tokens": 2, "decode_blocks": 3, "hit_rate": None, "cache_usage": 0.25}
+    return {
+        "router": {
+            "router_mode": "kv",
+            "not_ready_because": None,
+            "bookings_in_sync": True,
+            "index_blocks": 7,
+            "dead_letters": 0,
+        },
+        "samples": {**{name: [None, 0.5, None] for name in columns}, "modes": {"exact": [3.0], "degraded": [1.0]}},
+        "partitions": [
+            {"partition": 0, "lag_s": 0.25, "lag_records": 3},
+            {"partition": 1, "lag_s": None, "lag_records": None},
+        ],
+        "workers": [{"worker_id": str(number), **worker} for number in range(n_workers)],
+        "workers_left_out": 5,
+        **changes,
+    }
+
+
+def text_of(live_answer: dict[str, Any], problem: str = "") -> str:
+    from rich.console import Console
+
+    console = Console(width=200, markup=False)
+    with console.capture() as captured:
+        console.print(shown("http://r", live_answer, problem))
+    return captured.get()
+
+
+def test_the_header_has_the_newest_known_figures_and_the_lag() -> None:
+    """Samples without a value are skipped; a lag that is not known is said to be so."""
+    text = text_of(answer(1))
+    assert "hit share 50 %" in text
+    assert "modes exact 75 %  degraded 25 %" in text
+    assert "lag at most 0.25 s (partition 0), 3 records in all; unknown for 1 of 2 partitions" in text
+    assert "degraded: owner_silent" in text and "25 %" in text
+    old = [9.0] + [None] * SAMPLES_SHOWN
+    assert "p99 -" in text_of(answer(1, samples={**answer(1)["samples"], "latency_ms_p99": old}))
+
+
+def test_workers_that_do_not_fit_are_counted() -> None:
+    """The router leaves some out, and the screen has room for some of the others."""
+    text = text_of(answer(WORKERS_SHOWN_MAX + 2))
+    assert "and 7 more" in text
+    assert f"\n{WORKERS_SHOWN_MAX - 1} " in text and f"\n{WORKERS_SHOWN_MAX} " not in text
+
+
+def test_trouble_is_in_the_first_lines() -> None:
+    """A router that is not ready, or stopped answering, shows so above its last figures."""
+    router = {**answer(1)["router"], "not_ready_because": "topics are missing", "bookings_in_sync": False}
+    text = text_of(answer(1, router=router), "no router answers")
+    assert text.startswith("no router answers\n")
+    assert "not ready: topics are missing  bookings not in sync" in text
