@@ -112,6 +112,11 @@ def bridge(
     engine_template: str | None,
 ) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
+    if not (engines or engines_file or engines_registry or engines_dns or engines_kubernetes):
+        raise click.UsageError(
+            "the bridge has no engines. Use --engine, --engines-file, --engines-registry, --engines-dns or "
+            "--engines-kubernetes"
+        )
     from streams.engines.bridge_metrics import run_bridge
     from streams.engines.sources.named import sources_of
     from streams.schema_compatibility import check_schemas
