@@ -242,7 +242,9 @@ class RouterFleet:
 
     def _register(self, worker_id: int) -> None:
         lease = BridgeLease(_BRIDGE, 1, 6000, 1)
-        worker = Worker(WorkerId(worker_id), f"http://engine-{worker_id}:8000", "m", BLOCK_SIZE, lease=lease)
+        url = f"http://engine-{worker_id}:8000"
+        # With an address of events, since what engines without events hold is predicted.
+        worker = Worker(WorkerId(worker_id), url, "m", BLOCK_SIZE, lease=lease, events_endpoint="tcp://engine:5557")
         self.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
 
     def _held(self, worker_id: int, prompt: bytes, number: int) -> list[tuple[bytes, bytes | None]]:
