@@ -46,6 +46,7 @@ fuzz-events: warm
 # A real Kafka, 100,000 records, and workers that are killed at every effect: about 10 minutes.
 chaos: warm
 	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.engine_restarts
 
 # Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm
@@ -73,6 +74,7 @@ bench-stream: warm
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.failover
+	$(BIN)/python -m benchmarks.bridge
 
 # Decisions and bookings over HTTP, next to Dynamo's selection service if .venv-dynamo has it (benchmarks/http.py says how to
 # install it there): about ten minutes on a machine that runs nothing else. BENCH="--quick" runs a smoke test.

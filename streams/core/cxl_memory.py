@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from streams.core.ids import WorkerId
 from streams.errors import InvalidEvent
@@ -35,13 +36,25 @@ class CxlMemoryMetadata:
     pool_id: str | None
     accessible_workers: tuple[WorkerId, ...]
 
-    def __init__(self, state: str = "local_gpu", pool_id: str | None = None, accessible_workers: Sequence[int] = ()):
-        """Take a state by its value, and the workers in any sequence; raises InvalidEvent for an unknown state."""
+    def __init__(
+        self, state: str = "local_gpu", pool_id: str | int | None = None, accessible_workers: Sequence[int] = ()
+    ):
+        """Take a state by its value, a pool by its id or number, and the workers in any sequence.
+
+        Raises InvalidEvent for an unknown state.
+        """
         if type(state) is not CxlMemoryState:
             state = state_of(state)
+        if type(pool_id) is not str:
+            pool_id = pool_name(pool_id)
         object.__setattr__(self, "state", state)
         object.__setattr__(self, "pool_id", pool_id)
         object.__setattr__(self, "accessible_workers", tuple(accessible_workers))
+
+
+def pool_name(pool_id: Any) -> Any:
+    """Return a pool's number as decimal text; any other value as it is."""
+    return str(pool_id) if isinstance(pool_id, int) and not isinstance(pool_id, bool) else pool_id
 
 
 def state_of(value: str) -> CxlMemoryState:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streams.core.cxl_memory import CxlMemoryState, state_of
+from streams.core.cxl_memory import CxlMemoryState, pool_name, state_of
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.states import RULES
 from streams.errors import InvalidEvent, InvalidRequest
@@ -63,17 +63,17 @@ def state_changed(
     event_id: int,
     block_hashes: Sequence[int],
     new_state: str,
-    pool_id: str | None,
+    pool_id: str | int | None,
     accessible_workers: Sequence[WorkerId] | None,
 ) -> CxlStateChanged:
-    """Check a caller's arguments and build the event; hashes and event id may be signed.
+    """Check a caller's arguments and build the event; hashes and event id may be signed, and the pool a number.
 
     Raises InvalidEvent for an unknown state, too many workers, or in_transit without a pool, and InvalidRequest for an
     invalid pool id.
     """
     engine = np.array([value & U64_MASK for value in block_hashes], dtype=np.uint64)
     state, workers = state_of(new_state), tuple(accessible_workers or ())
-    changed = CxlStateChanged(event_id & U64_MASK, engine, state, pool_id, workers)
+    changed = CxlStateChanged(event_id & U64_MASK, engine, state, pool_name(pool_id), workers)
     check_change(changed)
     return changed
 

@@ -10,11 +10,12 @@ order, a writer that crashed between the two and resumed after its last batch wo
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -35,6 +36,7 @@ from streams.core.events import (
     KvEvent,
     MoeLabels,
     RestatementChunk,
+    ResyncRequest,
     check_labels,
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes, salted_seed
@@ -50,8 +52,10 @@ from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.engines.cxl_names import CxlNames, announced_states
 from streams.engines.dialects.interface import EngineEvent
+from streams.engines.held_lease import HeldLease
 from streams.engines.ledger import Ledger
-from streams.engines.restatements import chunks
+from streams.engines.restatements import Restatements, chunks
+from streams.engines.stored_blocks import StoredBlock, store_events
 from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import producer, require_topic, worker_key
 from streams.model_registry import claim_model, writer_name
@@ -319,12 +323,16 @@ class RankWriter:
 class KvEventPublisher:
     """Publishes one rank's cache events from inside the engine's process.
 
-    Each call publishes one batch with the next sequence number. A publisher is one incarnation of its rank. It is not
-    thread-safe.
+    Each call publishes one batch with the next sequence number. A publisher is one incarnation of its rank. Threads may
+    share it; `async_publisher` has it for asyncio.
 
-        with KvEventPublisher(settings, worker_id=7, model="m") as publisher:
+        with KvEventPublisher(settings, worker_id=7, model="m", lease_s=6.0) as publisher:
             publisher.stored([11, 12], token_ids, parent=None)
             publisher.removed([12])
+
+    With a lease, a thread publishes heartbeats and answers requests to restate the rank. So an engine that is killed
+    gets no more requests after one lease, and a rank that lost a batch is exact again, because the publisher knows what
+    it holds. `close` ends the lease at once.
     """
 
     def __init__(
@@ -336,8 +344,11 @@ class KvEventPublisher:
         incarnation: int | None = None,
         counts_copies: bool = False,
         kafka: Producer | None = None,
+        lease_s: float = 0.0,
     ) -> None:
         """incarnation: greater than any earlier one of the rank; the current time in microseconds by default.
+
+        lease_s: length of the lease; 0 holds none, and the rank then stays as it is when the process ends.
 
         kafka: a producer to share, if the caller has checked that a broker answers and has called `claim_model`.
         Without one, a producer is created. KvStreamsError is then raised after some seconds if no broker answers or
@@ -361,8 +372,13 @@ class KvEventPublisher:
         self._block_size = settings.block_size_of(model)
         self._writer = RankWriter(settings, self._kafka, rank, model, own_incarnation, counts_copies, self._epoch_of)
         self._sequence = 0
+        self._lock = threading.RLock()  # guards the writer, which the lease's thread uses as well
+        self._restatements = Restatements()
+        self._lease: HeldLease | None = None
         # This empties the rank of everything that an earlier incarnation held, before the first batch of this one.
         self._writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
+        if lease_s:
+            self._lease = HeldLease(settings, rank, lease_s, self._heartbeat, self._restate)
 
     def stored(
         self,
@@ -393,6 +409,39 @@ class KvEventPublisher:
         parent_hash = None if parent is None else EngineHash(parent & U64_MASK)
         self.publish([BlocksStored(parent_hash, engine, local, tier, moe, cxl)])
 
+    def stored_blocks(
+        self,
+        blocks: Sequence[StoredBlock],
+        parent: int | None = None,
+        *,
+        lora_name: str | None = None,
+        namespace: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Publish that the rank now holds these blocks, which follow each other and `parent`, as one batch.
+
+        Each block has its own tier, labels and CXL metadata. Raises InvalidRequest for a block that is not full, and
+        what `publish` raises.
+        """
+        seed = hash_seed(lora_name, namespace)
+        first_seed = salted_seed(seed, cache_salt) if parent is None else None
+        self.publish(store_events(blocks, parent, self._block_size, seed, first_seed))
+
+    def create_kv_block(
+        self, block_hash: int, token_ids: Tokens, parent_hash: int | None = None, **attributes: Any
+    ) -> StoredBlock:
+        """Publish that the rank now holds one block, and return it. attributes: those of StoredBlock.
+
+        It has the name that users of NVIDIA Dynamo know; `stored_blocks` publishes several blocks for the price of one.
+        """
+        block = StoredBlock(block_hash, token_ids, **attributes)
+        self.stored_blocks([block], parent_hash)
+        return block
+
+    def remove_kv_block(self, block_hash: int, *, tier: Tier = Tier.DEVICE) -> None:
+        """Publish that the rank no longer holds one block; see `create_kv_block`."""
+        self.removed([block_hash], tier=tier)
+
     def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
         """Publish that the rank no longer holds these blocks."""
         engine: HashArray = np.array([value & U64_MASK for value in engine_hashes], dtype=np.uint64)
@@ -414,12 +463,13 @@ class KvEventPublisher:
             announced_states(event)
             if isinstance(event, BlocksStored) and event.moe is not None:
                 check_labels(event.moe)
-        self._writer.send_within(PUBLISH_TIMEOUT_S)
-        sequence = self._sequence
-        self._sequence += 1
-        digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
-        self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events)
-        self._writer.send_within(PUBLISH_TIMEOUT_S)
+        with self._lock:
+            self._writer.send_within(PUBLISH_TIMEOUT_S)
+            sequence = self._sequence
+            self._sequence += 1
+            digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
+            self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events)
+            self._writer.send_within(PUBLISH_TIMEOUT_S)
         return sequence
 
     def publish_cxl_state_transition(
@@ -427,24 +477,26 @@ class KvEventPublisher:
         event_id: int,
         block_hashes: Sequence[int],
         new_state: str,
-        pool_id: str | None = None,
+        pool_id: str | int | None = None,
         accessible_workers: Sequence[int] | None = None,
     ) -> None:
         """Publish that blocks, named by the engine's own hashes, enter a state of CXL memory.
 
-        new_state: local_gpu, in_transit, cxl_pooled or evicted. accessible_workers: the workers that can read the
-        blocks, for in_transit; all members of the pool by default. An engine hash is known while the rank holds the
-        block, and from in_transit until the block is evicted or local_gpu. The agents decide whether the state may
-        follow the block's last one; a transition that may not becomes a dead letter.
+        new_state: local_gpu, in_transit, cxl_pooled or evicted. pool_id: a number is written as decimal text.
+        accessible_workers: the workers that can read the blocks, for in_transit; all members of the pool by default. An
+        engine hash is known while the rank holds the block, and from in_transit until the block is evicted or
+        local_gpu. The agents decide whether the state may follow the block's last one; a transition that may not
+        becomes a dead letter.
 
         Raises InvalidEvent for an unknown state, for in_transit without a pool, or if a hash names no block. In the
         last case the transition is published for the other blocks.
         """
         workers = [WorkerId(worker & U64_MASK) for worker in accessible_workers or ()]
         changed = state_changed(event_id, block_hashes, new_state, pool_id, workers)
-        self._writer.send_within(PUBLISH_TIMEOUT_S)
-        unknown = self._writer.change_state(changed, time.time_ns() // 1_000_000)
-        self._writer.send_within(PUBLISH_TIMEOUT_S)
+        with self._lock:
+            self._writer.send_within(PUBLISH_TIMEOUT_S)
+            unknown = self._writer.change_state(changed, time.time_ns() // 1_000_000)
+            self._writer.send_within(PUBLISH_TIMEOUT_S)
         if unknown:
             raise InvalidEvent(
                 f"{len(unknown)} of {len(block_hashes)} hashes name no block that this rank holds or has in a pool",
@@ -458,7 +510,10 @@ class KvEventPublisher:
         return self._pools.epoch_of(pool_id)
 
     def close(self) -> None:
-        """Wait until the broker has acknowledged everything, as `flush` does, and close the reader of CXL pools."""
+        """End the lease, and wait until the broker has acknowledged everything, as `flush` does."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
         try:
             self.flush()
         finally:
@@ -466,9 +521,29 @@ class KvEventPublisher:
                 self._pools.close()
                 self._pools = None
 
+    def _heartbeat(self, bridge: str, lease_ms: int) -> None:
+        """Publish a heartbeat, unless the last batch still waits for space."""
+        with self._lock:
+            if self._writer.send():
+                self._writer.heartbeat(bridge, lease_ms, time.time_ns() // 1_000_000)
+            self._kafka.poll(0)
+
+    def _restate(self, request: ResyncRequest) -> None:
+        """Publish what the rank holds, if the request has not been answered yet. Calls of other threads wait."""
+        with self._lock:
+            writer, now_ns = self._writer, time.time_ns()
+            if not self._restatements.answers(request, writer.incarnation, writer.sequence, time.monotonic()):
+                return
+            for piece in writer.restatement(now_ns // 1000):
+                writer.send_chunk(piece, now_ns // 1_000_000)
+                writer.send_within(PUBLISH_TIMEOUT_S)
+            self._restatements.sent(writer.sequence, time.monotonic())
+            log.info("rank %s: restated to batch %d: %s", writer.rank, writer.sequence, request.reason)
+
     def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
         """Wait until the broker has acknowledged everything. Raises KvStreamsError if it has not within the timeout."""
-        self._writer.send_within(timeout_s)
+        with self._lock:
+            self._writer.send_within(timeout_s)
         left = self._kafka.flush(timeout_s)
         if left or self._writer.failed:
             why = self._writer.failed[0] if self._writer.failed else "no answer"

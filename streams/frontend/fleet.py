@@ -1,7 +1,7 @@
 """Which models and engines there are: the registry, as the front reads it from a router.
 
-What lives here: reading it periodically, the list of models, and the choice of an engine for `/tokenize`. What must
-not: which worker a request goes to, which is the router's decision.
+What lives here: reading it periodically, the list of models and their adapters, and an engine for `/tokenize`. What
+must not: which worker a request goes to, which is the router's decision.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Fleet:
         self._clock = clock
         self._engines: dict[str, list[str]] = {}
         self._created_s: dict[str, int] = {}
+        self._adapters: dict[str, str] = {}  # the model of each LoRA adapter
         self._turn = 0
         self._read_s: float | None = None
         self._error = "the registry has not been read yet"
@@ -61,12 +62,16 @@ class Fleet:
     def _take(self, workers: list[dict[str, Any]]) -> None:
         engines: dict[str, list[str]] = {}
         created: dict[str, int] = {}
-        for worker in workers:
+        adapters: dict[str, str] = {}
+        for worker in sorted(workers, key=lambda worker: str(worker["model"])):
             model = worker["model"]
             created[model] = min(created.get(model, 1 << 62), worker["registered_at_ms"] // 1000)
+            for adapter in worker.get("lora_names") or ():
+                adapters.setdefault(adapter, model)
             if worker["url"] and worker["state"] == "active" and len(worker["silent_dp_ranks"]) < worker["dp_size"]:
                 engines.setdefault(model, []).append(worker["url"].rstrip("/"))
         self._engines, self._created_s = engines, created
+        self._adapters = {adapter: model for adapter, model in adapters.items() if adapter not in created}
 
     def not_ready(self) -> str | None:
         """Return why the front cannot serve, or None if it can."""
@@ -77,6 +82,14 @@ class Fleet:
         if not self._engines and not self._forbidden:
             return "no engine is registered"
         return None
+
+    def resolve(self, name: str | None) -> tuple[str | None, str | None]:
+        """Return the model and the LoRA adapter that a request's `model` stands for; an adapter is named like a model.
+
+        A name that is not registered is a model's, so that the router says that it is not served.
+        """
+        model = self._adapters.get(name or "")
+        return (name, None) if model is None else (model, name)
 
     def engine(self, model: str | None) -> str | None:
         """Return the URL of an engine that serves a model, each in turn. Without a model: if there is only one."""
@@ -91,7 +104,20 @@ class Fleet:
     def page(self) -> dict[str, Any]:
         """Return the page of `GET /v1/models`."""
         rows = [
-            {"id": model, "object": "model", "created": created_s, "owned_by": "kvstreams"}
+            {
+                "id": model,
+                "object": "model",
+                "created": created_s,
+                "owned_by": "kvstreams",
+                "root": model,
+                "parent": None,
+            }
             for model, created_s in sorted(self._created_s.items())
+        ]
+        rows += [
+            {**row, "id": adapter, "root": adapter, "parent": row["id"]}
+            for row in list(rows)
+            for adapter, model in sorted(self._adapters.items())
+            if model == row["id"]
         ]
         return {"object": "list", "data": rows}

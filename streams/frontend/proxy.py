@@ -157,6 +157,8 @@ class Proxy:
         try:
             return await self._serve(exchange, request, body, grant)
         except _ClientGone as exc:
+            if exchange.outcome == metrics.COMPLETED:  # only its last bytes did not arrive
+                exchange.outcome = metrics.CLIENT_GONE
             return exc.response
         except KvStreamsError as exc:
             exchange.outcome = metrics.FAILED if isinstance(exc, EngineFailed) else metrics.REFUSED
@@ -172,9 +174,13 @@ class Proxy:
     async def _serve(self, exchange: Exchange, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         loop, headers = asyncio.get_running_loop(), exchange.http.headers
         options = route_options(request, headers, grant)
-        key = self._key_of(request.model)
+        model, adapter = self._fleet.resolve(request.model)
+        if adapter is not None:
+            options |= {"model": model, "lora_name": adapter}
+        key = self._key_of(model)
         at_s = loop.time()
-        prompt = await self._tokenizing.prompt(request, body, self._fleet.engine(request.model), self._session(), key)
+        engine = self._fleet.engine(model)
+        prompt = await self._tokenizing.prompt(request, body, model, engine, self._session(), key)
         self.counts.tokenize_seconds.observe(loop.time() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
         at_s = loop.time()
@@ -309,7 +315,13 @@ class Proxy:
         assert booking is not None
         await self._send(exchange, response, response.prepare(exchange.http))
         while data:
-            await self._send(exchange, response, response.write(data))
+            # As `_send`, without another coroutine for each token.
+            exchange.writing_since_s = loop.time()
+            try:
+                await response.write(data)
+            except ConnectionError as exc:
+                raise _ClientGone(response) from exc
+            exchange.writing_since_s = None
             if watch is not None:
                 n_tokens = exchange.n_tokens = watch.n_events
                 if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
@@ -355,7 +367,6 @@ class Proxy:
         try:
             await sending
         except ConnectionError as exc:
-            exchange.outcome = metrics.CLIENT_GONE
             raise _ClientGone(response) from exc
         exchange.writing_since_s = None
 

@@ -107,23 +107,38 @@ class Tokenizing:
                     log.error("a tokenizer process cannot be started, trying again: %s", exc)
 
     async def prompt(
-        self, request: FrontRequest, body: bytes, engine: str | None, http: aiohttp.ClientSession, key: str | None
+        self,
+        request: FrontRequest,
+        body: bytes,
+        model: str | None,
+        engine: str | None,
+        http: aiohttp.ClientSession,
+        key: str | None,
     ) -> Prompt:
-        """Return a request's tokens. engine: URL of one that serves the model. key: its API key."""
-        found = await self._found(request, body, engine, http, key)
+        """Return a request's tokens. model: whose tokenizer it is. engine: URL of one that serves it. key: its API key.
+
+        Never raises for what a client sent: what cannot be tokenized is routed by load.
+        """
+        found = await self._found(request, body, model, engine, http, key)
         prompt = found or Prompt(UNKNOWN_TOKENS, NONE)
         self.sources[prompt.source] += 1
         return prompt
 
     async def _found(
-        self, request: FrontRequest, body: bytes, engine: str | None, http: aiohttp.ClientSession, key: str | None
+        self,
+        request: FrontRequest,
+        body: bytes,
+        model: str | None,
+        engine: str | None,
+        http: aiohttp.ClientSession,
+        key: str | None,
     ) -> Prompt | None:
         try:
             if request.has_token_ids:
                 if len(request.prompt) <= IDS_ON_LOOP_BYTES or not self._processes:
                     return _known(packed_ids(request.prompt), IDS)
                 return _known((await self._in_process(request, None, request.prompt)).tokens, IDS)
-            name = request.model if request.model in self._paths else ""
+            name = model if model in self._paths else ""
             if name in self._paths:
                 found = await self._in_process(request, name, body)
                 self.characters["cached"] += found.n_cached

@@ -34,9 +34,13 @@ WAITING_BYTES_MAX = 256 * 1024 * 1024
 #: Records handed to the client at a time. They can no longer be dropped, or replaced by a newer record of their key.
 IN_FLIGHT_RECORDS_MAX = 10_000
 
-#: Records are collected for this long and then sent together. It is part of the time after which other routers know a
-#: booking, which should stay below 50 ms (benchmarks/http.py measures it).
+#: Records are sent at most once in this time, those of that time together. It is part of the time after which other
+#: routers know a booking, which should stay below 50 ms (benchmarks/http.py measures it). A shorter one would cost the
+#: broker more requests for each booking.
 SEND_INTERVAL_S = 0.010
+
+#: The first record after a pause waits this long, so that the request that put it is answered before it is sent.
+_SEND_DELAY_S = 0.002
 
 #: How often reports are fetched while records are in flight and no others are put.
 _REPORTS_INTERVAL_S = 0.05
@@ -95,7 +99,7 @@ class Outbox(Generic[_T]):
         return len(self._waiting) + len(self._in_flight)
 
     def start(self) -> None:
-        """Send what is put from now on, SEND_INTERVAL_S later. Without this, `pump` must be called for that."""
+        """Send what is put from now on, at most SEND_INTERVAL_S later. Without this, `pump` must be called for that."""
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
@@ -154,11 +158,13 @@ class Outbox(Generic[_T]):
         return self._now_ms() - min(ages)
 
     def _run(self) -> None:
+        next_s = 0.0
         while not self._stopping:
             # Reports of records in flight come a few milliseconds after they were sent, or when Kafka is back.
             self._wake.wait(_REPORTS_INTERVAL_S if self._in_flight or self._waiting else None)
             if self._wake.is_set() and not self._stopping:
-                time.sleep(SEND_INTERVAL_S)
+                time.sleep(max(next_s - time.monotonic(), _SEND_DELAY_S))
+                next_s = time.monotonic() + SEND_INTERVAL_S
             self._wake.clear()
             try:
                 self.pump()

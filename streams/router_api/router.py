@@ -86,6 +86,9 @@ LEARNT_MAX = 512
 #: Models whose filter is kept; a new one takes a microsecond.
 _UNFILTERED_MAX = 256
 
+#: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
+_LINGER_MS = 0.5
+
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
 _NOTHING_REPORTED = FleetState()
@@ -159,7 +162,7 @@ class Router:
         self._had_enough_workers = False
         self._topics = topics(settings)
         self._sources = (self._topics.kv_events, self._topics.cxl_events)
-        self._kafka: Producer = producer(settings)
+        self._kafka: Producer = producer(settings, **{"linger.ms": _LINGER_MS})
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
         self.registry = Registry(settings, self.view, self.check_topics)

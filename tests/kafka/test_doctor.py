@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AlterConfigOpType,
     ConfigEntry,
@@ -66,12 +67,12 @@ class DoctorsFleet:
     worker: RouterProcess
     routers: tuple[str, ...]
     spare: EngineDouble
+    kafka: Producer
 
     def write(self, settings: Settings, key: bytes, value: bytes | None, topic: str = "workers", **more: Any) -> None:
         """Write a record to a topic of a scope, given by the name of its field."""
-        kafka = producer(settings)
-        kafka.produce(getattr(topics(settings), topic).name, key=key, value=value, **more)
-        assert kafka.flush(PATIENCE_S) == 0
+        self.kafka.produce(getattr(topics(settings), topic).name, key=key, value=value, **more)
+        assert self.kafka.flush(PATIENCE_S) == 0
 
     @contextmanager
     def registered(self, **changes: Any) -> Iterator[Worker]:
@@ -104,7 +105,7 @@ def well(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> I
             for url in (worker.url, second.url):
                 wait_workers(url, 2)
                 wait_for(lambda url=url: all_exact(url), PATIENCE_S, "exact answers")  # type: ignore[misc]
-            yield DoctorsFleet(settings, quiet, worker, (worker.url, second.url), spare)
+            yield DoctorsFleet(settings, quiet, worker, (worker.url, second.url), spare, producer(settings))
 
 
 def all_exact(url: str) -> bool:
@@ -570,7 +571,7 @@ def test_the_command_prints_findings_and_its_status_is_for_scripts(well: Doctors
     alone = [
         "--router",
         url,
-        *(each for group in ROUTERS_ALONE - {Group.PROBE, Group.TOKENIZERS} for each in ("--skip", group)),
+        *(each for group in ROUTERS_ALONE - {Group.PROBE, Group.TOKENIZERS} for each in ("--skip", group.value)),
     ]
     done = run("doctor", *alone, "--json", env=env)
     assert (done.returncode, done.stderr) == (1, "")

@@ -19,6 +19,7 @@ import pytest
 from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
+from streams.frontend import tokenizing
 from streams.frontend.answers import error_event
 from streams.frontend.server import Front, FrontOptions
 from streams.http_server import HttpServer
@@ -467,6 +468,29 @@ def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_pa
         await stage.until(lambda: process.running, "the next process")
         assert (await stage.post())[0] == 200
         assert sources["files"] == before + 1
+
+    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
+
+
+def test_a_tokenizer_that_takes_too_long_is_killed(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template may loop for hours; its request is routed by load, and the process is replaced."""
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for name, text in tokenizer_files().items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "chat_template.jinja").write_text(endless)
+    monkeypatch.setattr(tokenizing, "TOKENIZE_TIMEOUT_S", 0.5)
+
+    async def scenario(stage: Stage) -> None:
+        (process,) = stage.front.tokenizing._processes
+        before = process.pid
+        assert (await stage.post())[2] == answer_bytes()
+        assert stage.front.counts.sources == {"none": 1}
+        await stage.until(lambda: process.running and process.pid != before, "the next process")
+        monkeypatch.setattr(tokenizing, "TOKENIZE_TIMEOUT_S", PATIENCE_S)
+        await stage.post({"model": "m", "prompt": "text"}, "/v1/completions")
+        assert stage.front.counts.sources == {"none": 1, "files": 1}
 
     on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
 

@@ -175,7 +175,8 @@ def test_nothing_of_a_prompt_is_on_kafka_or_in_a_log(fleet: TrustFleet) -> None:
             return (ranks.get(worker_id), ranks.get(well_id)) == (engine.sequence, well.sequence)
 
         wait_for(applied, PATIENCE_S, "the last batches")
-        booked = fleet.api.route(model=model, token_ids=secret, request_id=f"secret-{model}")
+        asked = {"model": model, "token_ids": secret, "allowed_worker_ids": [well_id]}
+        booked = fleet.api.route(**asked, request_id=f"secret-{model}")
         assert (booked["worker_id"], booked["overlap_blocks"]) == (well_id, 2)
         settings = fleet.stack.settings
         kafka = producer(settings)

@@ -148,7 +148,8 @@ def test_the_cxl_metadata_of_a_store_is_read() -> None:
     "event",
     [
         {**TRANSITION, "new_state": "elsewhere"},
-        {**TRANSITION, "pool_id": 5},
+        {**TRANSITION, "pool_id": 5.5},
+        {**TRANSITION, "pool_id": True},
         {**TRANSITION, "pool_id": ""},
         {**TRANSITION, "block_hashes": None},
         {**TRANSITION, "accessible_workers": 7},

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -255,9 +256,9 @@ def test_every_group_has_a_check_and_a_row_in_the_docs_and_most_can_be_skipped()
     assert made <= shown, made - shown
     assert set(Group) - set(Order().groups) == {Group.PROBE, Group.TOKENIZERS}
     assert set(Order(probe=True, tokenizers={"": "path"}).groups) == set(Group)
-    for group in set(Group) - {Group.PROBE, Group.TOKENIZERS}:
-        done = CliRunner().invoke(cli, ["doctor", "--skip", group, "--help"])
-        assert done.exit_code == 0
+    (skip,) = (param for param in cli.commands["doctor"].params if param.name == "skip")
+    assert isinstance(skip.type, click.Choice)
+    assert set(skip.type.choices) == set(Group) - {Group.PROBE, Group.TOKENIZERS}
 
 
 def test_a_wrong_option_and_a_wrong_setting_are_the_status_of_a_doctor_that_could_not_run() -> None:

@@ -174,7 +174,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, n_rows = int(rng.integers(1, 9)), 16
     table = rng.integers(0, 5000, (4, n_rows))
-    times = rng.integers(0, 3000, (6, n_rows)) * rng.integers(0, 2, (6, n_rows))
+    times = rng.integers(0, 3000, (7, n_rows)) * rng.integers(0, 2, (7, n_rows))
     shared = rng.integers(0, 9, n_rows)
     some = bool(rng.integers(0, 2))
     given = (
@@ -251,6 +251,13 @@ def test_steps_and_lengths_of_outputs_are_learnt_from_reports() -> None:
         timings.observe([OutputObserved(A, "m", 10, 9.5 * BLOCK * 20.0, 1000, ended=True)], block_size_of)
     assert timings.of("m").output_tokens == pytest.approx(9.5 * BLOCK, rel=0.05)
     assert timings.of("m").decode.at(1000 * BLOCK) == pytest.approx(20.0, rel=0.1)
+    mixed = Timings(PREFILL, DECODE)
+    for _ in range(1000):  # half of the time went to the prompts of others
+        mixed.observe(
+            [OutputObserved(A, "m", 10, 9.5 * BLOCK * 40.0, 1000, ended=True, prefills_ms=9.5 * BLOCK * 20.0)],
+            block_size_of,
+        )
+    assert mixed.of("m").decode.at(1000 * BLOCK) == pytest.approx(20.0, rel=0.1)
     silent = Timings(PREFILL, DECODE)
     for _ in range(1000):
         silent.observe([OutputObserved(A, "m", 0, 4000.0, 1000, ended=True)], block_size_of)

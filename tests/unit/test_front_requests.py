@@ -258,6 +258,19 @@ def test_models_are_those_of_the_registry_and_silent_engines_are_not_asked_to_to
     assert fleet.engine("n") is None and fleet.engine("other") is None
 
 
+def test_adapters_are_listed_and_requested_like_models() -> None:
+    """A request for an adapter goes to its model, and a model's own name is never an adapter's."""
+    fleet = Fleet(router=None)  # type: ignore[arg-type]  # nothing is read
+    fleet._take(
+        [{**worker("m", "http://a"), "lora_names": ["tuned", "n"]}, {**worker("n", "http://b"), "lora_names": None}]
+    )
+    assert [(row["id"], row["parent"]) for row in fleet.page()["data"]] == [("m", None), ("n", None), ("tuned", "m")]
+    assert fleet.resolve("tuned") == ("m", "tuned")
+    assert [fleet.resolve(name) for name in ("m", "n", "other", None)] == [
+        (name, None) for name in ("m", "n", "other", None)
+    ]
+
+
 def test_a_front_is_ready_while_a_router_answers_and_engines_are_registered() -> None:
     """It says why it is not."""
     now_s = [0.0]

@@ -7,6 +7,7 @@ lines.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -834,6 +835,29 @@ def test_a_started_router_sends_without_being_asked() -> None:
     first.sync.stop(PATIENCE_S)
     assert len(world.log.written) == 2
     assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
+
+
+def test_a_started_router_sends_the_records_of_an_interval_together() -> None:
+    """However many bookings are made one after another, the client gets at most one batch per interval."""
+    world = World()
+    first = world.replicas[0]
+    batches: list[int] = []
+    send = first.client.produce_batch
+
+    def counting(topic: str, messages: list[dict[str, Any]], on_delivery: Any) -> int:
+        batches.append(len(messages))
+        return send(topic, messages, on_delivery)
+
+    first.client.produce_batch = counting  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    first.sync.start()
+    for number in range(100):
+        first.sync.book(f"r{number}", booking(1))
+        time.sleep(0.0005)
+    wait_for(lambda: sum(batches) == 100, PATIENCE_S, "the bookings to be sent")
+    took_s = time.monotonic() - began_s
+    first.sync.stop(PATIENCE_S)
+    assert len(batches) <= took_s / outbox_module.SEND_INTERVAL_S + 1
 
 
 @contextmanager

@@ -420,7 +420,7 @@ def test_a_choice_among_a_selection_is_that_among_its_ranks(seed: int, mode: Rou
         names = pack_hashes([rng.randrange(4) * 100 + at for at in range(rng.randrange(8))])
         loads.add(BookingId(str(number), "r", 1), Booking(rng.choice(RANKS), "m", rng.randrange(99), names, 0, 8), 0)
     scores = OverlapScores({each: rng.randrange(1, 9) for each in RANKS if rng.random() < 0.6})
-    policy = RoutePolicy(mode=mode, temperature=temperature)
+    policy = RoutePolicy(mode=mode, temperature=temperature, name="dynamo-tuned")
     one, other = Chooser(random.Random(seed)), Chooser(random.Random(seed))
     for _ in range(3):
         at = np.flatnonzero(np.array([rng.random() < 0.5 for _ in RANKS]))

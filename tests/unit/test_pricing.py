@@ -49,11 +49,19 @@ def chain_of(rng: random.Random) -> bytes:
     seed=st.integers(0, 2**32),
     n_ranks=st.sampled_from([1, 3, 64, 130]),
     weight=WEIGHTS,
+    more_credit=st.sampled_from([0.0, 1.55]),
+    request_weight=st.sampled_from([0.0, 278.0]),
     tracked=st.booleans(),
     preferring=st.booleans(),
 )
 def test_the_kernel_gives_the_bits_of_the_formula(
-    seed: int, n_ranks: int, weight: float, tracked: bool, preferring: bool
+    seed: int,
+    n_ranks: int,
+    weight: float,
+    more_credit: float,
+    request_weight: float,
+    tracked: bool,
+    preferring: bool,
 ) -> None:
     """For any loads, shared blocks and overlaps the kernel returns the formula's bits, and decode blocks are those of
     sets."""
@@ -68,8 +76,8 @@ def test_the_kernel_gives_the_bits_of_the_formula(
 
     def by(priced: Any) -> tuple[int, Float64Array]:
         terms = np.empty((4, len(ranks)))
-        sizes = (request_blocks, full_blocks, block_size)
-        return priced(loads.table, rows, shared, effective, preference, *sizes, weight, tracked, terms), terms
+        sizes, weights = (request_blocks, full_blocks, block_size), (weight, more_credit, request_weight)
+        return priced(loads.table, rows, shared, effective, preference, *sizes, *weights, tracked, terms), terms
 
     (lowest, by_kernel), (lowest_in_numpy, by_formula) = by(price_ranks), by(price_in_numpy)
     assert lowest == lowest_in_numpy
@@ -131,7 +139,9 @@ def test_a_preference_decides_exact_ties_and_nothing_else(by: Any, rows: list[tu
     # Without loads, a candidate's cost is the part of the request that it does not hold.
     held, none = 4.0 - np.array(costs), np.zeros(len(rows), dtype=np.int64)
     terms = np.empty((4, len(rows)))
-    found = by(ActiveLoads(1000).table, none, np.zeros(64, np.int64), held, preference, 4, 0, 16, 1.0, False, terms)
+    sizes, weights = (4, 0, 16), (1.0, 0.0, 0.0)
+    table, shared = ActiveLoads(1000).table, np.zeros(64, np.int64)
+    found = by(table, none, shared, held, preference, *sizes, *weights, False, terms)
     assert terms[3].tolist() == costs
     assert (found >> 32, found & 0xFFFFFFFF) == (best[0], len(best))
     ours, theirs = random.Random(seed), random.Random(seed)

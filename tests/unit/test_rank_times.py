@@ -138,6 +138,11 @@ def test_observations_say_how_long_a_rank_worked_on_a_prompt() -> None:
         OutputObserved(RANKS[0], "m", 4, 100, 7, ended=False),
         OutputObserved(RANKS[0], "m", 4, 200, 7, ended=True),
     ]
+    loads.free(request(1), 1450)
+    assert loads.observations is not None
+    first = loads.observations[-1]
+    assert isinstance(first, OutputObserved)
+    assert first.prefills_ms == 100.0  # the second prompt was computed in between
 
 
 def test_ended_bookings_do_not_pile_up_behind_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,8 @@ class _State:
 
     booking: None once it has ended, since its hashes would take most of the memory until the TTL. phase: the booking's,
     also after it has ended. since_ms: time of its last add. prefilled_ms: time of its prefill-complete, 0 without one.
-    timed: its part in the times of its rank, if it has a forecast or is observed.
+    timed: its part in the times of its rank, if it has a forecast or is observed. computed_us: of its rank, when its
+    prefill was reported.
     """
 
     booking_id: BookingId
@@ -168,6 +169,7 @@ class _State:
     since_ms: int = 0
     prefilled_ms: int = 0
     timed: TimedBooking | None = None
+    computed_us: int = 0
 
     @property
     def live(self) -> bool:
@@ -279,6 +281,7 @@ class ActiveLoads:
                 self.times.note_prefilled(row, now_ms)
             else:
                 took_ms = self.times.prefilled(state.timed, now_ms)
+                state.computed_us = self.times.computed_us(row)
                 if self.observations is not None and took_ms is not None:
                     self.observations.append(
                         PrefillObserved(booking.rank, booking.model, booking.prefill_tokens, took_ms, booking.forecast)
@@ -708,10 +711,14 @@ class ActiveLoads:
     def _observe_output(self, state: _State, booking: Booking, now_ms: int, *, ended: bool) -> None:
         """Note how long a request has generated tokens; -1 if it is not known since when."""
         if self.observations is not None:
+            row = self._rows.get(booking.rank, 0)
             took_ms = max(0, now_ms - state.prefilled_ms) if state.prefilled_ms else -1
-            n_active = self._cells[_DECODE * self._n_rows + self._rows.get(booking.rank, 0)]
+            prefills_ms = max(0, self.times.computed_us(row) - state.computed_us) / 1000.0
+            n_active = self._cells[_DECODE * self._n_rows + row]
             self.observations.append(
-                OutputObserved(booking.rank, booking.model, booking.output_blocks, took_ms, n_active, ended)
+                OutputObserved(
+                    booking.rank, booking.model, booking.output_blocks, took_ms, n_active, ended, prefills_ms
+                )
             )
 
     def _end(self, booking_id: BookingId, state: _State) -> None:

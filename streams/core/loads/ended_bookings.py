@@ -306,7 +306,8 @@ class EndedBookings:
             if not n or places[-1] < (1 << bits) + _TAIL - 1:
                 break
             bits += 1
-        for old, column in zip(columns, new.entries(), strict=True):
+        entries: tuple[npt.NDArray[Any], ...] = new.entries()
+        for old, column in zip(columns, entries, strict=True):
             column[places] = old[order]
         new.n_used = n
         for index in range(request & ((1 << depth) - 1), len(self._directory), 1 << depth):

@@ -47,7 +47,8 @@ class OutputObserved(NamedTuple):
     """A rank generated tokens for a request.
 
     output_blocks: blocks of tokens generated so far; 0 if the client did not report any. took_ms: since the prompt was
-    completed. active_blocks: distinct blocks in use on the rank. ended: whether the request is over.
+    completed. active_blocks: distinct blocks in use on the rank. ended: whether the request is over. prefills_ms: the
+    forecasts of prompts that the rank computed meanwhile, during which it generated nothing.
     """
 
     rank: RankId
@@ -56,6 +57,7 @@ class OutputObserved(NamedTuple):
     took_ms: float
     active_blocks: int
     ended: bool
+    prefills_ms: float = 0.0
 
 
 class Unreported(NamedTuple):

@@ -27,10 +27,11 @@ from streams.core.loads.observations import Forecast
 from streams.errors import IndexCorrupt
 
 #: The numbers that the table has for each rank: sum of forecasts of waiting bookings; their number; the time of the
-#: earliest one, 0 if none waits; the time of the last prefill-complete; what is charged for requests in the queue; and
-#: the tokens of waiting bookings. Bookings without a forecast are in none of them.
-WAITING_US, N_WAITING, EARLIEST_MS, PREFILLED_MS, CHARGED_US, WAITING_TOKENS = range(6)
-N_NUMBERS = 6
+#: earliest one, 0 if none waits; the time of the last prefill-complete; what is charged for requests in the queue; the
+#: tokens of waiting bookings; and the sum of forecasts of reported prefills, which only grows. Bookings without a
+#: forecast are in none of them.
+WAITING_US, N_WAITING, EARLIEST_MS, PREFILLED_MS, CHARGED_US, WAITING_TOKENS, COMPUTED_US = range(7)
+N_NUMBERS = 7
 
 #: Times of bookings that ended or were renewed stay in a heap until they are due. If there are more than this many, and
 #: more than twice as many as bookings, they are removed.
@@ -143,10 +144,16 @@ class RankTimes:
         before_ms = self._cells[PREFILLED_MS * self._n_rows + timed.row]
         self._stop_waiting(timed)
         timed.prefilled_ms = at_ms
+        self._cells[COMPUTED_US * self._n_rows + timed.row] += timed.forecast.prefill_us
         if at_ms < before_ms:
             return None
         self.note_prefilled(timed.row, at_ms)
         return max(0, at_ms - max(timed.since_ms, before_ms))
+
+    def computed_us(self, row: int) -> int:
+        """The sum of forecasts of all prefills that were reported for a rank."""
+        found: int = self._cells[COMPUTED_US * self._n_rows + row]
+        return found
 
     def note_prefilled(self, row: int, at_ms: int) -> None:
         """A rank completed a prompt at this time."""
@@ -191,7 +198,7 @@ class RankTimes:
 
     def backlog_ms(self, rows: Int64Array, now_ms: float) -> Float64Array:
         """The backlog of these rows, float64[n], with what is charged for requests in the queue."""
-        waiting_us, _, earliest_ms, prefilled_ms, charged_us, _ = self._table.take(rows, axis=1)
+        waiting_us, _, earliest_ms, prefilled_ms, charged_us, *_ = self._table.take(rows, axis=1)
         elapsed_ms = np.maximum(0.0, now_ms - np.maximum(earliest_ms, prefilled_ms))
         backlog: Float64Array = np.maximum(0.0, waiting_us / 1000.0 - elapsed_ms) + charged_us / 1000.0
         return backlog
@@ -199,7 +206,8 @@ class RankTimes:
     def check(self, timed: Iterable[TimedBooking]) -> None:
         """Raise IndexCorrupt unless the numbers are those of these bookings. Slow; for tests."""
         found = np.zeros_like(self._table)
-        found[[PREFILLED_MS, CHARGED_US]] = self._table[[PREFILLED_MS, CHARGED_US]]
+        others = [PREFILLED_MS, CHARGED_US, COMPUTED_US]
+        found[others] = self._table[others]
         for each in timed:
             if not (each.counted and each.waiting):
                 continue

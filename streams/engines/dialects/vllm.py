@@ -40,7 +40,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
+from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState, pool_name
 from streams.core.events import (
     LABEL_NAMES,
     AllBlocksCleared,
@@ -497,6 +497,7 @@ def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMemoryMetadata | None:
 
 def _placed(state: Any, pool_id: Any, workers: Any) -> tuple[CxlMemoryState, str | None, tuple[WorkerId, ...]]:
     """Check the state, pool and workers that an engine names. Raises ValueError, TypeError, InvalidRequest."""
+    pool_id = pool_name(pool_id)  # some engines number their pools
     if pool_id is not None:
         check_pool_id(pool_id)
     if len(workers or ()) > POOL_MEMBERS_MAX:

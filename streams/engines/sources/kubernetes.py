@@ -99,16 +99,16 @@ class KubernetesEngines:
         self._version: str | None = None  # what the slices are as of; None before they are listed
         self._outage = Outage()
         account.text("token")
+        try:
+            self._tls = ssl.create_default_context(cafile=str(Path(account.folder, "ca.crt")))
+        except (OSError, ssl.SSLError) as exc:
+            raise SettingsError(f"the service account's ca.crt cannot be used: {exc}") from exc
 
     def __str__(self) -> str:
         return f"the service {self._namespace}/{self._service} of Kubernetes"
 
     async def run(self, wanted: Wanted) -> None:
         """See EngineSource."""
-        try:
-            tls = ssl.create_default_context(cafile=str(Path(self._account.folder, "ca.crt")))
-        except (OSError, ssl.SSLError) as exc:
-            raise SettingsError(f"{self}: the service account's ca.crt cannot be used: {exc}") from exc
         reported: list[str] | None = None
 
         def report() -> None:
@@ -121,7 +121,7 @@ class KubernetesEngines:
 
         pause_s = RETRY_S_MIN
         async with aiohttp.ClientSession(
-            self._account.server, connector=aiohttp.TCPConnector(ssl=tls), read_bufsize=BODY_BYTES_MAX
+            self._account.server, connector=aiohttp.TCPConnector(ssl=self._tls), read_bufsize=BODY_BYTES_MAX
         ) as http:
             while True:
                 try:

@@ -113,7 +113,7 @@ def price_in_numpy(
     """The same as kernels.price_times.price_times, with the same bits."""
     given = Numbers(*numbers.tolist())
     _, active_blocks, n_requests, output_blocks = table.take(rows, axis=1)
-    waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens = times.take(rows, axis=1)
+    waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens, _ = times.take(rows, axis=1)
     used = shared.take(rows)
     blocks = used.astype(np.float64)
     if cached.size:

@@ -62,6 +62,9 @@ _OUTPUT_TOKENS_MAX = 1_000_000.0
 #: Blocks of output from which a request shows how long a step takes, since its last block is partly filled.
 _DECODE_BLOCKS_MIN = 4
 
+#: The least share of the time between two tokens that is taken for decoding.
+_DECODE_SHARE_MIN = 0.2
+
 #: Weight of one request in the shares of those that report.
 _REPORT_WEIGHT = 0.02
 
@@ -237,11 +240,13 @@ class Timings:
         in_use = each.active_blocks * block_size
         # The last block is half full on average.
         n_tokens = (each.output_blocks - 0.5) * block_size
+        # What prefills took from it is in their own forecasts. The rest is at least a part of the time, as these err.
+        own_ms = max(each.took_ms - each.prefills_ms, _DECODE_SHARE_MIN * each.took_ms)
         if each.output_blocks >= _DECODE_BLOCKS_MIN and each.took_ms > 0:
-            timings.note_step(in_use, each.took_ms / n_tokens)
+            timings.note_step(in_use, own_ms / n_tokens)
         if not each.ended:
             return
         if each.output_blocks:
             timings.note_output(n_tokens)
         elif each.took_ms > 0:  # its client reports no output: what matters is the product of both
-            timings.note_output(each.took_ms / timings.decode.at(in_use))
+            timings.note_output(own_ms / timings.decode.at(in_use))

@@ -1,0 +1,338 @@
+"""`python -m benchmarks.bridge`: what a bridge costs, from an engine's bytes to records on Kafka.
+
+What lives here: the cost per block without sockets; a bridge as a real process for 200 ranks that report 80 blocks per
+second each; the bytes on Kafka, and the time from an engine's event to its record. What must not: what follows from the
+records (pipeline).
+
+The engines are sockets in a process of their own. Each batch stores 4 blocks and, once the cache is full, removes the 4
+oldest, as an engine that decodes does. Exits 1 if the bridge did not publish every batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import msgpack
+import numpy as np
+import psutil
+import zmq
+from aiohttp import web
+from confluent_kafka import OFFSET_END, TopicPartition
+from rich.console import Console
+
+from benchmarks.machinery import Machinery, cpu_seconds, machinery
+from benchmarks.report import OURS, Report, Samples, select, value_bar
+from streams.codec import decode_batch
+from streams.core.events import EngineEvents
+from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
+from streams.engines.dialects.registry import DIALECTS
+from streams.engines.publisher import RankWriter, event_producer
+from streams.engines.replay import END_MARKER, SEQUENCE
+from streams.kafka import reader
+from streams.local.processes import Child
+from streams.settings import as_environ
+from streams.topics import topics
+from streams.waiting import wait_for
+from streams.warming import HASHING, warm
+
+MODEL = "m"
+BLOCK_SIZE = 16
+BLOCKS_PER_BATCH = 4
+BATCHES_PER_S = 20
+N_RANKS = 200
+DP_SIZE = 8
+
+#: Blocks of one prompt and its answer, and those that a rank holds before it evicts the oldest.
+CHAIN_BLOCKS = 256
+CACHE_BLOCKS = 2048
+
+FIRST_PORT = 21_000
+READY_TIMEOUT_S = 120.0
+
+#: The bars of the issue.
+US_MAX = 1.5
+CORES_MAX = 1.0
+P99_MS_MAX = 50.0
+
+
+@dataclass(slots=True)
+class _Cache:
+    """One rank: what it stores next, and what it evicts."""
+
+    number: int
+    rng: np.random.Generator
+    names: deque[int] = field(default_factory=deque)
+    chain: int = 0
+    parent: int | None = None
+
+    def payload(self, n_blocks: int = BLOCKS_PER_BATCH) -> bytes:
+        """The next batch, in vLLM's format."""
+        first = self.number << 40 | len(self.names) + self.chain
+        self.chain += n_blocks
+        names = [first + 7919 * n for n in range(n_blocks)]
+        if self.chain % CHAIN_BLOCKS < n_blocks:
+            self.parent = None
+        tokens = self.rng.integers(0, 1 << 17, n_blocks * BLOCK_SIZE).tolist()
+        events: list[Any] = [["BlockStored", names, self.parent, tokens, BLOCK_SIZE, None, "GPU", None]]
+        self.parent = names[-1]
+        self.names.extend(names)
+        if len(self.names) > CACHE_BLOCKS:
+            events.append(["BlockRemoved", [self.names.popleft() for _ in range(n_blocks)], "GPU"])
+        return bytes(msgpack.packb([time.time(), events, 0]))
+
+
+class _RankSockets:
+    """The sockets of one rank, and what it has sent."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], number: int, port: int, replay_port: int) -> None:
+        self.cache = _Cache(number, np.random.default_rng(number))
+        self.events, self.replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.events.setsockopt(zmq.SNDHWM, 100_000)
+        self.events.bind(f"tcp://127.0.0.1:{port}")
+        self.replay.bind(f"tcp://127.0.0.1:{replay_port}")
+        self.sent: deque[tuple[int, bytes]] = deque(maxlen=10_000)
+        self.n_sent = 0
+
+    def publish(self) -> None:
+        payload = self.cache.payload()
+        self.sent.append((self.n_sent, payload))
+        self.events.send_multipart([b"", SEQUENCE.pack(self.n_sent), payload])
+        self.n_sent += 1
+
+    def answer(self) -> None:
+        client, *_, start = self.replay.recv_multipart()
+        first = SEQUENCE.unpack(start)[0]
+        found = []
+        for number, payload in reversed(self.sent):
+            if number < first:
+                break
+            found.append((number, payload))
+        for number, payload in reversed(found):
+            self.replay.send_multipart([client, b"", SEQUENCE.pack(number), payload])
+        self.replay.send_multipart([client, b"", END_MARKER, b""])
+
+
+async def _generate(n_engines: int, dp_size: int, out: str) -> None:
+    """Be the engines: wait for the line `start SECONDS`, send, and print how many batches were sent."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, 4096)
+    ranks: list[_RankSockets] = []
+    for engine in range(n_engines):
+        base = FIRST_PORT + engine * 2 * dp_size
+        ranks += [_RankSockets(context, len(ranks), base + n, base + dp_size + n) for n in range(dp_size)]
+    page = f"process_start_time_seconds {time.time()}\n".encode()
+    models = json.dumps({"data": [{"id": MODEL}]}).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=models if request.path.endswith("/v1/models") else page)
+
+    app = web.Application()
+    app.router.add_get("/{any:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    poller = zmq.Poller()
+    by_socket = {rank.replay: rank for rank in ranks}
+    for socket in by_socket:
+        poller.register(socket, zmq.POLLIN)
+    Path(out).write_text(str(runner.addresses[0][1]))
+    loop = asyncio.get_running_loop()
+    command = loop.run_in_executor(None, sys.stdin.readline)
+    until_s, turn, began_s = 0.0, 0, 0.0
+    while True:
+        for socket, _ in poller.poll(0):
+            by_socket[socket].answer()
+        if command.done():
+            line = command.result().split()
+            if not line or line[0] == "end":
+                break
+            began_s, turn = time.monotonic(), 0
+            until_s = began_s + float(line[1])
+            command = loop.run_in_executor(None, sys.stdin.readline)
+        now_s = time.monotonic()
+        if now_s < until_s:
+            due = int((now_s - began_s) * BATCHES_PER_S * len(ranks))
+            for _ in range(due - turn):  # the ranks by turns, so that their batches are spread over each interval
+                ranks[turn % len(ranks)].publish()
+                turn += 1
+        elif until_s:
+            until_s = 0.0
+            sys.stdout.write(f"{sum(rank.n_sent for rank in ranks)}\n")
+            sys.stdout.flush()
+        await asyncio.sleep(0.002)
+    await runner.cleanup()
+    context.destroy(linger=0)
+
+
+def _per_block(machine: Machinery, samples: Samples, n_blocks: int, n_batches: int) -> None:
+    """Measure decode, hash, ledger, encode and produce in this process, until Kafka has all records."""
+    settings = machine.settings
+    cache = _Cache(1, np.random.default_rng(1))
+    payloads = [cache.payload(n_blocks) for _ in range(n_batches)]
+    warm(HASHING)
+    kafka = event_producer(settings)
+    decoder = DIALECTS["vllm"].decoder(BLOCK_SIZE)
+    writer = RankWriter(settings, kafka, RankId(WorkerId(9_999_999), DpRank(0)), MODEL, Incarnation(1), True)
+    case = f"batches of {n_blocks} blocks"
+    process = psutil.Process()
+    cpu = process.cpu_times()
+    began_s = time.perf_counter()
+    for number, payload in enumerate(payloads):
+        decoded = decoder.decode(payload)
+        writer.write(number, number, decoded.emitted_at_ms or 0, decoded.events)
+        while not writer.send():
+            kafka.poll(0.01)
+    called_s = time.perf_counter()
+    assert kafka.flush(60.0) == 0
+    drained_s = time.perf_counter()
+    used = process.cpu_times()
+    total = n_batches * n_blocks
+    samples.add(case, "until the last call", "us per block", OURS, (called_s - began_s) * 1e6 / total)
+    samples.add(case, "until Kafka has all", "us per block", OURS, (drained_s - began_s) * 1e6 / total)
+    cpu_s = used.user + used.system - cpu.user - cpu.system
+    samples.add(case, "processor time", "us per block", OURS, cpu_s * 1e6 / total)
+
+
+def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, seconds: float, profile: bool) -> bool:
+    """Measure a real bridge; return whether it published every batch."""
+    settings, case = machine.settings, f"{n_engines} engines with dp {dp_size}"
+    folder = Path(settings.data_dir).parent / f"fleet-{n_engines}"
+    folder.mkdir()
+    port_file = folder / "port"
+    generator = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.bridge", "--be-engines", f"{n_engines},{dp_size},{port_file}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert generator.stdin is not None and generator.stdout is not None
+    bridge: Child | None = None
+    try:
+        wait_for(lambda: port_file.exists() and port_file.read_text() != "", READY_TIMEOUT_S, "the engines")
+        port, tables = port_file.read_text(), []
+        for engine in range(n_engines):
+            base = FIRST_PORT + engine * 2 * dp_size
+            tables.append(
+                f'[[engine]]\nid = {n_engines * 10_000 + engine}\nurl = "http://127.0.0.1:{port}/{engine}"\n'
+                f'events = "tcp://127.0.0.1:{base}"\nreplay = "tcp://127.0.0.1:{base + dp_size}"\ndp = {dp_size}\n'
+            )
+        engines = folder / "engines.toml"
+        engines.write_text("\n".join(tables))
+        program = ["-m", "streams.cli", "bridge", "--engines-file", str(engines)]
+        if profile:
+            program = ["-m", "cProfile", "-o", str(Path.cwd() / f"bridge-{n_engines}.prof"), *program]
+        bridge = Child("bridge", program, folder / "bridge.log", as_environ(settings)).start()
+        records = _Records(machine, n_engines * 10_000)
+        began_s = time.monotonic()
+        wait_for(lambda: records.read() and len(records.live) == N_RANKS, READY_TIMEOUT_S, "all ranks to be live")
+        samples.add(case, "until all ranks are live", "s", OURS, time.monotonic() - began_s)
+        idle_from_s, idle_cpu_s = time.monotonic(), cpu_seconds(bridge.pid)
+        deadline_s = idle_from_s + 5.0
+        while time.monotonic() < deadline_s:
+            records.read()
+        idle = (cpu_seconds(bridge.pid) - idle_cpu_s) / (time.monotonic() - idle_from_s)
+        samples.add(case, "without batches", "cores", OURS, idle)
+        generator.stdin.write(f"start {seconds}\n")
+        generator.stdin.flush()
+        began_s, cpu_s = time.monotonic(), cpu_seconds(bridge.pid)
+        while time.monotonic() < began_s + seconds:
+            records.read()
+        used = (cpu_seconds(bridge.pid) - cpu_s) / (time.monotonic() - began_s)
+        sent = int(generator.stdout.readline())
+        wait_for(lambda: records.read() and records.n_batches >= sent, READY_TIMEOUT_S, f"{sent} batches on Kafka")
+        samples.add(case, "with batches", "cores", OURS, used)
+        samples.add(case, "batches", "per s", OURS, sent / seconds)
+        latency = np.array(records.latencies_ms)
+        samples.add(case, "event to record, p50", "ms", OURS, float(np.percentile(latency, 50)))
+        samples.add(case, "event to record, p99", "ms", OURS, float(np.percentile(latency, 99)))
+        samples.add(case, "bytes of records", "per stored block", OURS, records.n_bytes / max(1, records.n_blocks))
+        samples.add(
+            case, "bytes of heartbeats", "per s", OURS, records.heartbeat_bytes / (time.monotonic() - idle_from_s)
+        )
+        samples.add(case, "memory", "MB", OURS, psutil.Process(bridge.pid).memory_info().rss / 1e6)
+        return records.n_batches == sent
+    finally:
+        if bridge is not None:
+            bridge.stop()
+        generator.stdin.write("end\n")
+        generator.stdin.close()
+        generator.wait(30.0)
+
+
+class _Records:
+    """The records of `kv-events` as they arrive."""
+
+    def __init__(self, machine: Machinery, first_worker: int) -> None:
+        settings = machine.settings
+        self._consumer = reader(settings)
+        topic = topics(settings).kv_events.name
+        self._consumer.assign([TopicPartition(topic, n, OFFSET_END) for n in range(settings.partitions)])
+        self._first_worker = first_worker
+        self.live: set[RankId] = set()
+        self.n_batches = self.n_blocks = self.n_bytes = self.heartbeat_bytes = 0
+        self.latencies_ms: list[int] = []
+
+    def read(self) -> bool:
+        """Take the records that have arrived."""
+        for message in self._consumer.consume(2000, 0.05):
+            value = message.value()
+            if message.error() is not None or value is None:
+                continue
+            batch = decode_batch(value)
+            if batch.rank.worker_id < self._first_worker:
+                continue
+            if not batch.feed:
+                self.live.add(batch.rank)
+            if not isinstance(batch.body, EngineEvents):
+                self.heartbeat_bytes += len(value)
+            elif batch.sequence >= 0:
+                self.n_batches += 1
+                self.n_bytes += len(value)
+                self.n_blocks += BLOCKS_PER_BATCH
+                self.latencies_ms.append(message.timestamp()[1] - batch.emitted_at_ms)
+        return True
+
+
+@click.command()
+@click.option("--seconds", default=20.0, show_default=True, help="length of each measurement of a fleet")
+@click.option("--quick", is_flag=True, help="a smoke test of a few seconds")
+@click.option("--profile", is_flag=True, help="write the bridge's profile to bridge-N.prof (cProfile, which slows it)")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="write the report there too")
+@click.option("--be-engines", hidden=True, default=None)
+def main(seconds: float, quick: bool, profile: bool, json_path: Path | None, be_engines: str | None) -> None:
+    """Measure what a bridge costs."""
+    if be_engines is not None:
+        numbers = be_engines.split(",", 2)
+        asyncio.run(_generate(int(numbers[0]), int(numbers[1]), numbers[2]))
+        return
+    samples, complete = Samples(), True
+    with machinery() as machine:
+        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 2_000)):
+            _per_block(machine, samples, n_blocks, n_batches // (10 if quick else 1))
+        for n_engines, dp_size in ((N_RANKS, 1), (N_RANKS // DP_SIZE, DP_SIZE)):
+            complete &= _fleet(machine, samples, n_engines, dp_size, 4.0 if quick else seconds, profile)
+    rows = samples.rows()
+    report = Report("bridge", {"vLLM's format": "0.33.0"}, rows)
+    report.bars = [
+        value_bar("cost per block", [row for row in rows if "128" in row.case and "all" in row.metric], US_MAX, "us"),
+        value_bar(f"{N_RANKS} ranks in one process", select(rows, "with batches"), CORES_MAX, "cores"),
+        value_bar("event to record, p99", select(rows, "event to record, p99"), P99_MS_MAX, "ms"),
+    ]
+    report.wrong += [] if complete else ["the bridge did not publish every batch"]
+    report.print(Console())
+    if json_path is not None:
+        report.write(json_path)
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
