@@ -231,13 +231,14 @@ class _Run:
         self.result.arrived_ms[number] = arrived_ms
         self._send(number, touched)
 
-    def _send(self, number: int, touched: set[int]) -> None:
-        """Route a request and submit it to its engine."""
+    def _send(self, number: int, touched: set[int], excluded: int | None = None) -> None:
+        """Route a request and submit it to its engine. excluded: the engine that failed it."""
         if not self.router.alive:
             self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
             return
         names = self.workload.names[self.workload.keys_of(number)]
-        worker = self.router.arrive(RoutedRequest(number, self._n_in[number], names, names.tobytes()), self.now_ms)
+        request = RoutedRequest(number, self._n_in[number], names, names.tobytes(), excluded)
+        worker = self.router.arrive(request, self.now_ms)
         if worker is not None:
             self._submit(number, worker, touched)
 
@@ -246,7 +247,7 @@ class _Run:
         engine = self.engines[worker]
         if self._down[worker]:  # the router does not know yet
             self.router.ended(number, self.now_ms)
-            self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
+            self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched, worker))
             return
         keys: list[int] = self.workload.keys_of(number).tolist()
         request = LabRequest(number, self._n_in[number], self._n_out[number], keys, self._own[number])
@@ -362,7 +363,7 @@ class _Run:
         for number in lost:  # clients see a broken connection at once, and try again
             self.router.ended(number, self.now_ms)
             del self._requests[number]
-            self._at(self.now_ms + _RETRY_MS, lambda number=number: self._send(number, set()))  # type: ignore[misc]
+            self._at(self.now_ms + _RETRY_MS, lambda number=number: self._send(number, set(), worker))  # type: ignore[misc]
 
     def _return(self, worker: int) -> None:
         self._down[worker] = False

@@ -48,12 +48,16 @@ _ROUTER_ID = "lab"
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What a router is asked. names: uint64[n], sequence hashes of the prompt's full blocks. sequence: packed."""
+    """What a router is asked. names: uint64[n], sequence hashes of the prompt's full blocks. sequence: packed.
+
+    excluded: a worker that just failed the request, as excluded_worker_ids; None for none.
+    """
 
     number: int
     n_tokens: int
     names: HashArray
     sequence: bytes
+    excluded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class LabRouter:
         self.loads = ActiveLoads(_NEVER_MS, observe=True)
         self.index = new_index()
         self.alive = self.ranks
+        self._without: dict[RankId, tuple[tuple[RankId, ...], tuple[RankId, ...]]] = {}
         self.wake_ms = _NEVER
         self.reads_index = policy.reads_index
         self._block_size = block_size
@@ -213,9 +218,9 @@ class LabRouter:
         self._gate.begin(now_ms, now_ms, (_ROUTER_ID,))
         sent = []
         for number in list(islice(queue.in_order(), LOOKAHEAD)):
-            if not self._gate.may_go(self.alive, self.loads):
-                break
             request = self._requests[number]
+            if not self._gate.may_go(self._ranks_for(request), self.loads):
+                break
             queue.revalue(number, self._uncached_tokens(request))
             worker = self._try(request, now_ms)
             if worker is not None:
@@ -246,10 +251,23 @@ class LabRouter:
         if self._queue:
             self.wake_ms = min(self.wake_ms, max(now_ms, self._pumped_ms + PUMP_MS))
 
+    def _ranks_for(self, request: RoutedRequest) -> tuple[RankId, ...]:
+        """The candidates for a request; the same object for the same ranks."""
+        if request.excluded is None:
+            return self.alive
+        out = self.ranks[request.excluded]
+        if out not in self._without or self._without[out][0] is not self.alive:
+            self._without[out] = (self.alive, tuple(rank for rank in self.alive if rank != out) or self.alive)
+        return self._without[out][1]
+
     def _try(self, request: RoutedRequest, now_ms: float) -> int | None:
         """Send a request if its rank is open."""
         decision = self._gate.decide(
-            self.alive, self.loads, lambda: self._choose(request, now_ms), request.n_tokens, self._block_size
+            self._ranks_for(request),
+            self.loads,
+            lambda: self._choose(request, now_ms),
+            request.n_tokens,
+            self._block_size,
         )
         if decision is None:
             return None
@@ -261,9 +279,10 @@ class LabRouter:
         self.loads.advance(int(now_ms))
         while self._chooser.learn(self.loads, lambda _: self._block_size):
             pass
+        ranks = self._ranks_for(request)
         return self._chooser.choose(
             self._policy,
-            self.alive,
+            ranks,
             self._scores(request),
             self.loads,
             sequence=request.sequence,
@@ -271,7 +290,7 @@ class LabRouter:
             block_size=self._block_size,
             n_tokens=request.n_tokens,
             supplementary=self._supplementary(request.names),
-            capacity_blocks=self._capacity,
+            capacity_blocks=self._capacity[: len(ranks)],
         )
 
     def _book(self, request: RoutedRequest, decision: Decision, now_ms: float) -> int:
