@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import signal
 import sys
-import time
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -63,18 +64,17 @@ def top(url: str, token_file: Path | None, every_s: float, once: bool, as_json: 
     if once or not sys.stdout.isatty():
         screen.print(shown(url, live))
         return
+    # Not KeyboardInterrupt, which is lost if it is raised while an object is being destroyed.
+    over = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: over.set())
     with Live(shown(url, live), console=screen, screen=True, auto_refresh=False) as display:
-        try:
-            while True:
-                time.sleep(every_s)
-                problem = ""
-                try:
-                    live = read_live(url, token)
-                except KvStreamsError as exc:
-                    problem = f"{exc.message}; these are the last figures"
-                display.update(shown(url, live, problem), refresh=True)
-        except KeyboardInterrupt:
-            return
+        while not over.wait(every_s):
+            problem = ""
+            try:
+                live = read_live(url, token)
+            except KvStreamsError as exc:
+                problem = f"{exc.message}; these are the last figures"
+            display.update(shown(url, live, problem), refresh=True)
 
 
 COMMANDS = (top,)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
@@ -178,12 +179,13 @@ def _partitions(client: AdminClient, names: list[str]) -> tuple[tuple[str, ...],
 
 
 def _other_prefixes(settings: Settings, names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of other scopes on this Kafka: those that have the topics of events and of workers."""
+    """Prefixes of scopes on this Kafka that have the topics of events and of workers, the most similar first."""
     known = set(names)
     plain = topics(replace(settings, topic_prefix=""))
     prefixes = {name.removesuffix(plain.kv_events.name) for name in known if name.endswith(plain.kv_events.name)}
     complete = {prefix for prefix in prefixes if f"{prefix}{plain.workers.name}" in known}
-    return tuple(sorted(complete - {settings.topic_prefix}))
+    others = sorted(complete - {settings.topic_prefix})
+    return tuple(sorted(others, key=lambda each: -SequenceMatcher(None, each, settings.topic_prefix).ratio()))
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------

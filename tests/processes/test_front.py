@@ -181,16 +181,17 @@ def test_bytes_arrive_as_they_come(backend: Backend) -> None:
 def test_an_engine_that_cannot_serve_is_replaced_by_another(backend: Backend, status: int) -> None:
     """The client sees one whole answer, and the booking has moved."""
 
+    n_requests = 8  # without a known prompt a router chooses at random: one of them begins at the engine that fails
+
     async def scenario(stage: Stage) -> None:
         for failing in (0, 1):
             stage.script(*[Script(status=status) if at == failing else Script() for at in range(2)])
-            for _ in range(2):
+            for _ in range(n_requests):
                 code, headers, body = await stage.post(**{"X-Kvstreams-Details": "1"})
                 assert (code, body) == (200, answer_bytes())
                 assert headers["X-Kvstreams-Worker"] == f"{2 - failing}/0"
-        assert (
-            stage.front.counts.retries == sum(sum(1 for _ in engine.received) for engine in stage.engines) - 4
-        )  # each request beyond the four of the client
+        n_received = sum(sum(1 for _ in engine.received) for engine in stage.engines)
+        assert stage.front.counts.retries == n_received - 2 * n_requests
         assert stage.front.counts.retries > 0
 
     on_stage(backend, scenario)

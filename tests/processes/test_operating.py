@@ -130,7 +130,7 @@ def answers(url: str) -> bool:
 
 RUN = """
 import asyncio, sys
-from streams.cli.serving import _run
+from streams.cli.serving import run_until_signalled
 
 async def main():
     print(type(asyncio.get_running_loop()).__module__, flush=True)
@@ -140,7 +140,7 @@ async def main():
         await asyncio.sleep(0.1)
         print("cleaned up", flush=True)
 
-_run(main())
+run_until_signalled(main())
 print("ended", flush=True)
 """
 
