@@ -150,7 +150,10 @@ class EngineDouble:
             while not self._stopping.is_set():
                 if not socket.poll(_POLL_MS):
                     continue
-                client, _, start = socket.recv_multipart()
+                frames = socket.recv_multipart()
+                if len(frames) != 3:
+                    continue  # from a socket of another test, whose engine had this port before
+                client, _, start = frames
                 if not self._replays.is_set():
                     continue
                 with self._lock:

@@ -30,6 +30,7 @@ LEFT_OUT = {
     "make ": "starts a broker of its own, or runs for minutes; tests of the demo and CI run these",
     ".venv/bin/pytest ": "runs the tests",
     "pip install .": "the test runs from a checkout whose dependencies are installed",
+    "kvstreams front ": "needs the files of a model",
     "kvstreams cxl transition --worker-id 7": "names blocks of an engine of the reader's own",
 }
 

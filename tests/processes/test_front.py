@@ -301,11 +301,13 @@ def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Ba
                     got += len(data)
                 response.close()
 
-        await asyncio.gather(*(vanish(rng.choice([0, rng.randrange(1, 3000)])) for _ in range(40)))
+        read = [rng.choice([0, rng.randrange(1, 3000)]) for _ in range(40)]
+        await asyncio.gather(*map(vanish, read))
         await stage.until_free()
         outcomes = stage.front.counts.outcomes
         assert outcomes.keys() == {"client_gone"}
-        assert outcomes["client_gone"] > 20
+        # The others may have left before the front had read their requests.
+        assert outcomes["client_gone"] >= sum(n_bytes > 0 for n_bytes in read)
 
     on_stage(backend, scenario)
 

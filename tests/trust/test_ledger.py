@@ -103,8 +103,7 @@ def test_a_bridge_without_the_engines_first_batches_is_approximate_once_a_block_
         fleet.bridge(engine_option(worker_id, engine))
         engine.store(9000)
         fleet.wait_answer(model, range(9000, 9032), lambda found: found["overlap_blocks"] == 2, "the next bridge")
-        answer = fleet.route(model, prompt)
-        assert (answer["overlap_blocks"], answer["mode"]) == (4, "exact")
+        fleet.wait_exact(model, prompt, 4)
         engine.remove(1000, 3)
         answer = fleet.wait_answer(model, prompt, lambda found: found["overlap_blocks"] == 3, "the removal")
         assert answer["mode"] == "approximate"
