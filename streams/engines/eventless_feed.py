@@ -11,20 +11,16 @@ again after it did not: a router then drops its predictions.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Mapping, Sequence
 
-import aiohttp
-
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import DpRank, Incarnation, RankId
-from streams.engines.continuity import Evidence, mint_incarnation
-from streams.engines.evidence import HTTP_TIMEOUT_S
+from streams.engines.continuity import mint_incarnation
+from streams.engines.evidence import evidence_over_http
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.heartbeats import Heartbeats
-from streams.engines.process_start import read_process_start
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.wiring import EngineWiring
@@ -81,7 +77,7 @@ class EventlessFeed:
             heartbeats.retire(reason)
 
     async def _check(self) -> None:
-        evidence = await self._ask()
+        evidence = await evidence_over_http(self._wiring, f"worker {self._wiring.engine.worker_id}")
         await self._wiring.lease_handle.allowed(self._wiring.term)
         now_s, answered = time.monotonic(), self._answered
         self._answered = evidence.reachable
@@ -121,16 +117,3 @@ class EventlessFeed:
             heartbeats.renew()
             heartbeats.begun = True
             counters.incarnations += 1
-
-    async def _ask(self) -> Evidence:
-        engine = self._wiring.engine
-        try:
-            async with asyncio.timeout(HTTP_TIMEOUT_S):
-                return await read_process_start(self._wiring.http, engine.metrics_url, engine.models_url)
-        except aiohttp.ClientConnectorError as exc:
-            return Evidence(reachable=False, started=None, refused=exc.os_error.errno == errno.ECONNREFUSED)
-        except (aiohttp.ClientError, TimeoutError):
-            return Evidence(reachable=False, started=None)
-        except Exception:  # whatever an HTTP server sends, it must not end the feed
-            log.debug("worker %d: its HTTP server cannot be read", engine.worker_id, exc_info=True)
-            return Evidence(reachable=False, started=None)

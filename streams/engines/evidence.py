@@ -94,11 +94,11 @@ class EvidenceReader:
         at_once: bool,
     ) -> Finding:
         if self._replay_address is None:
-            return Finding(asked_at_s, known, await self._over_http())
+            return Finding(asked_at_s, known, await evidence_over_http(self._wiring, f"rank {self._rank}"))
         if known is None or known.sequence == BEFORE_FIRST:
             return Finding(asked_at_s, known, await self._signs_of_life())
         checking: asyncio.Task[ReplayCheck] | None = None
-        reading = asyncio.create_task(self._over_http())
+        reading = asyncio.create_task(evidence_over_http(self._wiring, f"rank {self._rank}"))
         try:
             if at_once:
                 checking = asyncio.create_task(self._check_replay(known))
@@ -118,7 +118,7 @@ class EvidenceReader:
 
     async def _signs_of_life(self) -> Evidence:
         """Ask the HTTP server, and the replay socket if that does not answer."""
-        evidence = await self._over_http()
+        evidence = await evidence_over_http(self._wiring, f"rank {self._rank}")
         # An engine that refuses HTTP is still starting, or has exited. It must not get requests yet.
         if evidence.reachable or evidence.refused:
             return evidence
@@ -128,15 +128,17 @@ class EvidenceReader:
     async def _check_replay(self, known: KnownIncarnation) -> ReplayCheck:
         return await check_last_batch(self._wiring.context, self._replay_address, known.sequence, known.digest)
 
-    async def _over_http(self) -> Evidence:
-        try:
-            async with asyncio.timeout(HTTP_TIMEOUT_S):
-                engine = self._wiring.engine
-                return await read_process_start(self._wiring.http, engine.metrics_url, engine.models_url)
-        except aiohttp.ClientConnectorError as exc:
-            return Evidence(reachable=False, started=None, refused=exc.os_error.errno == errno.ECONNREFUSED)
-        except (aiohttp.ClientError, TimeoutError):
-            return Evidence(reachable=False, started=None)
-        except Exception:  # whatever an HTTP server sends, it must not end the feed
-            log.debug("rank %s: the engine's HTTP server cannot be read", self._rank, exc_info=True)
-            return Evidence(reachable=False, started=None)
+
+async def evidence_over_http(wiring: EngineWiring, whose: str) -> Evidence:
+    """Ask an engine's HTTP server when its process started. whose: names the engine or its rank in the log."""
+    engine = wiring.engine
+    try:
+        async with asyncio.timeout(HTTP_TIMEOUT_S):
+            return await read_process_start(wiring.http, engine.metrics_url, engine.models_url)
+    except aiohttp.ClientConnectorError as exc:
+        return Evidence(reachable=False, started=None, refused=exc.os_error.errno == errno.ECONNREFUSED)
+    except (aiohttp.ClientError, TimeoutError):
+        return Evidence(reachable=False, started=None)
+    except Exception:  # whatever an HTTP server sends, it must not end the feed
+        log.debug("%s: the engine's HTTP server cannot be read", whose, exc_info=True)
+        return Evidence(reachable=False, started=None)

@@ -391,7 +391,7 @@ class FastProtocol(web.RequestHandler):
         if self._note_first is not None:
             self._note_first(self)
             self._note_first = None
-        assert self.transport is not None  # whoever calls this has checked it
+        assert self.transport is not None  # `_is_free` or `_answer_first` has checked it
         self.transport.write(answer)
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
 

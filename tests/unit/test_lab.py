@@ -23,11 +23,9 @@ from streams.sim.lab.pool import LabPool, LabPoolConfig
 from streams.sim.lab.traces import read_workload, sessions_workload
 from streams.sim.lab.tuning import Objective, loss_of
 from streams.sim.lab.workload import NO_REQUEST, RawRequest, Workload, build
+from tests.helpers.traces import REAL_TRACE
 
 ENGINE = default_engine()
-
-#: The published trace, where this machine has it.
-CONVERSATION = Path("/work/shared/traces/conversation_trace.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +51,12 @@ def test_the_laboratory_agrees_with_the_replay_of_dynamo(tmp_path: Path) -> None
             assert abs(differs) < calibrate.LIMITS[theirs["policy"]], (theirs["policy"], name, differs)
 
 
-@pytest.mark.skipif(not CONVERSATION.exists(), reason="the published trace is not on this machine")
+@pytest.mark.skipif(not REAL_TRACE.exists(), reason="the published trace is not part of a checkout")
 def test_the_laboratory_agrees_with_the_replay_of_the_published_trace() -> None:
     """Round robin at 128 requests at once; `make calibrate` compares every policy and load."""
     stored = json.loads(calibrate.STORED.read_text())["rows"]
     theirs = next(row for row in stored if (row["policy"], row["concurrency"]) == ("round-robin", 128))
-    (mine,) = calibrate.laboratory(CONVERSATION, 8, [("round-robin", 128)])
+    (mine,) = calibrate.laboratory(REAL_TRACE, 8, [("round-robin", 128)])
     assert max(map(abs, calibrate.differences(theirs, mine).values())) < calibrate.LIMITS["round-robin"]
 
 

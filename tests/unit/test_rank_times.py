@@ -211,7 +211,7 @@ def stories(draw: st.DrawFn) -> list[Story]:
     return found
 
 
-def replica(told: list[Story], seed: int) -> ActiveLoads:
+def replica(stories: list[Story], seed: int) -> ActiveLoads:
     """Fold the records of some bookings: in a random order that keeps that of each booking, and at random times.
 
     Bookings do not age beyond the time of records that were not read yet: how far a router lags is how far it differs.
@@ -219,7 +219,7 @@ def replica(told: list[Story], seed: int) -> ActiveLoads:
     """
     rng = random.Random(seed)
     loads = ActiveLoads(TTL_MS)
-    left = [(each, each.records(compacted=rng.random() < 0.3)) for each in told]
+    left = [(each, each.records(compacted=rng.random() < 0.3)) for each in stories]
     for _, records in left:
         records.reverse()  # the next one is the last
     late = rng.random() < 0.5  # read at once at the end, as a router that starts does
@@ -250,10 +250,10 @@ def replica(told: list[Story], seed: int) -> ActiveLoads:
     return loads
 
 
-def by_brute_force(told: list[Story], rank: RankId) -> tuple[float, int]:
+def by_brute_force(stories: list[Story], rank: RankId) -> tuple[float, int]:
     """A rank's backlog and requests by the definition, without any state."""
     anchor_ms, waiting, n_requests = 0, [], 0
-    for each in told:
+    for each in stories:
         if each.rank != rank:
             continue
         last_add_ms = each.output_ms or each.add_ms
@@ -276,15 +276,15 @@ def by_brute_force(told: list[Story], rank: RankId) -> tuple[float, int]:
 
 @settings(max_examples=150, deadline=None)
 @given(stories(), st.integers(0, 1 << 30))
-def test_routers_that_read_the_same_bookings_in_any_order_price_alike(told: list[Story], seed: int) -> None:
+def test_routers_that_read_the_same_bookings_in_any_order_price_alike(stories: list[Story], seed: int) -> None:
     """Backlogs, loads and prices are equal, and the backlog is the one of the definition."""
     sequence = pack_hashes(chain_hashes([1, 2, 3, 4]))
     priced = []
     for number in range(4):
-        loads = replica(told, seed + number)
+        loads = replica(stories, seed + number)
         rows, shared = loads.rows_of(RANKS), loads.shared_blocks(sequence)
         for rank, backlog in zip(RANKS, loads.backlog_ms(rows, END_MS).tolist(), strict=True):
-            assert (backlog, loads.load(rank).requests) == by_brute_force(told, rank)
+            assert (backlog, loads.load(rank).requests) == by_brute_force(stories, rank)
         prices = ExpectedTime().price(
             Situation(RANKS, rows, loads, NONE, lambda *_: NOTHING, shared, sequence, 4, 64, 16, now_ms=END_MS)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +22,8 @@ from streams.sim.trace import (
     parse_trace,
     tokens_for,
 )
+from tests.helpers.traces import REAL_TRACE
 
-REAL_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
 
 
