@@ -20,6 +20,7 @@ from rich.console import Console
 from benchmarks.http_load import ask, pair_loop, request
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
 from benchmarks.report import OURS, Bar, Report, Row, Samples, installed
+from streams.core.routing.selection import RouterMode
 from streams.local.processes import Children
 from streams.local.stack import Stack, get_bytes, wait_workers
 from streams.topics import topics
@@ -59,7 +60,9 @@ class Server:
 
 def _server(parts: Machinery, children: Children, mode: str, n_workers: int, *, log: bool) -> Server:
     name = f"{mode}-{n_workers}-{'on' if log else 'off'}"
-    settings = replace(parts.settings, topic_prefix=f"{parts.settings.topic_prefix}{name}-", router_mode=mode)
+    settings = replace(
+        parts.settings, topic_prefix=f"{parts.settings.topic_prefix}{name}-", router_mode=RouterMode(mode)
+    )
     router = Stack(settings, parts.stack.directory / name, children).router("router", decision_log=log)
     for number in range(n_workers):
         worker = {"url": f"http://engine-{number}", "model": MODEL, "block_size": BLOCK_SIZE}

@@ -39,7 +39,8 @@ def read_log(settings: Settings, since_ms: int, wanted: Callable[[bytes], bool] 
     Raises NotReady if the topic does not exist, and KvStreamsError if Kafka cannot be read.
     """
     spec = topics(settings).router_decisions
-    if describe_topics(settings, [spec])[spec.name] is None:
+    state = describe_topics(settings, [spec])[spec.name]
+    if state is None:
         raise NotReady(f"there is no topic {spec.name}, so no decision was recorded", remedy=TOPICS_REMEDY)
     found = ReadLog()
 
@@ -56,16 +57,16 @@ def read_log(settings: Settings, since_ms: int, wanted: Callable[[bytes], bool] 
             except BadRecord:
                 found.n_bad += 1
 
-    for partition, offset in _starts(settings, spec.name, since_ms):
+    for partition, offset in _starts(settings, spec.name, state.partitions, since_ms):
         read_messages(settings, spec.name, partition, offset, take)
     return found
 
 
-def _starts(settings: Settings, topic: str, since_ms: int) -> Iterator[tuple[int, int]]:
+def _starts(settings: Settings, topic: str, n_partitions: int, since_ms: int) -> Iterator[tuple[int, int]]:
     """The first offsets of a time, of the partitions that have any record since then."""
     consumer = reader(settings)
     try:
-        asked = [TopicPartition(topic, number, max(0, since_ms)) for number in range(settings.partitions)]
+        asked = [TopicPartition(topic, number, max(0, since_ms)) for number in range(n_partitions)]
         for each in consumer.offsets_for_times(asked, timeout=ANSWER_TIMEOUT_S):
             if each.offset != OFFSET_END and each.offset >= 0:
                 yield each.partition, each.offset

@@ -77,7 +77,7 @@ class DecisionKind(NamedTuple):
 class NotedDecision(NamedTuple):
     """A decision as a router notes it, before anything is computed for the log.
 
-    sequence: the prompt's sequence hashes, packed. columns, index: as in Decision.
+    sequence: the prompt's sequence hashes, packed. columns: as in Decision. chosen: its index.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class NotedDecision(NamedTuple):
     expected_output_tokens: int | None
     sequence: bytes
     columns: TermColumns | PolicyColumns
-    index: int
+    chosen: int
     flags: int
 
 
@@ -241,11 +241,11 @@ class DecisionEncoder:
         groups: decisions with the same terms of the same ranks.
         """
         tables: list[npt.NDArray[Any]] = []
-        parts: list[tuple[list[int], Int64Array, npt.NDArray[Any], npt.NDArray[np.float32]]] = []
+        parts: list[tuple[list[int], Int64Array, npt.NDArray[Any], npt.NDArray[Any]]] = []
         offset = 0
         for positions in groups.values():
             columns = [decisions[position].columns for position in positions]
-            chosen = np.array([decisions[position].index for position in positions])
+            chosen = np.array([decisions[position].chosen for position in positions])
             base, at = base_of(columns[0].ranks)
             costs = _side_by_side([each.cost for each in columns])
             listed, kept = _listed(costs, chosen, self._n_best)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from streams.cli import cli
 from streams.decision_log.reading import read_log
 from streams.kafka import ensure_topics, producer
 from streams.local.processes import Children
@@ -80,7 +82,12 @@ def test_every_decision_is_recorded_without_tokens(recorded: Recorded) -> None:
         f"r{number}": 5 + number for number in range(N_REQUESTS)
     }
     raw: list[bytes] = []
-    read_log(recorded.settings, 0, lambda value: not raw.append(value))
+
+    def keep(value: bytes) -> bool:
+        raw.append(value)
+        return False
+
+    read_log(recorded.settings, 0, keep)
     assert raw and not any(packed(PROMPT[:1] + PROMPT[1:2]) in value for value in raw)
 
 
@@ -103,15 +110,21 @@ def test_a_decision_is_explained_in_words(recorded: Recorded, run: Run) -> None:
 
 def test_what_is_not_in_the_log_is_said(recorded: Recorded, run: Run, scope: Settings) -> None:
     """An unknown id, a log that is off, and a scope without the topic each have their own sentence, and status 1."""
+
+    def said(env: dict[str, str], *arguments: str) -> str:
+        done = CliRunner().invoke(cli, arguments, env=env)
+        assert done.exit_code == 1
+        return done.output or str(done.exception)
+
     assert "no decision for request 'other' is recorded since 1h" in assert_one_line(
         run("explain", "other", "--since", "1h", env=recorded.env)
     )
     ensure_topics(scope, [topics(scope).router_decisions])
-    assert "decision_log=on" in assert_one_line(run("explain", "r0", env=as_environ(scope)))
-    assert "decision_log=on" in assert_one_line(run("replay-decisions", env=as_environ(scope)))
+    assert "decision_log=on" in said(as_environ(scope), "explain", "r0")
+    assert "decision_log=on" in said(as_environ(scope), "replay-decisions")
     missing = as_environ(scope) | {"KVSTREAMS_TOPIC_PREFIX": f"{scope.topic_prefix}other-"}
-    assert "there is no topic" in assert_one_line(run("explain", "r0", env=missing))
-    assert "neither a duration" in assert_one_line(run("explain", "r0", "--since", "soon", env=recorded.env))
+    assert "there is no topic" in said(missing, "explain", "r0")
+    assert "neither a duration" in said(recorded.env, "explain", "r0", "--since", "soon")
 
 
 def test_recorded_decisions_are_replayed_and_become_a_trace(recorded: Recorded, run: Run, tmp_path: Path) -> None:
