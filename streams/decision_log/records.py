@@ -9,6 +9,7 @@ converted by a few NumPy calls. One Avro record for each decision would cost a r
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,6 +58,11 @@ _DECISION = np.dtype(
 _RANK = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4")])
 _CANDIDATE = np.dtype([("cost", "<f8"), ("rank", "<u4"), ("blocks", "<u4")])
 _REPORT = np.dtype([("ended_at_ms", "<i8"), ("prefilled_at_ms", "<i8"), ("output_tokens", "<u4")])
+
+
+#: Packing a row by struct takes a fifth of the time of a row of NumPy's from a tuple.
+_PACK_DECISION = struct.Struct("<qIIIIIIHHBB").pack
+_PACK_REPORT = struct.Struct("<qqI").pack
 
 
 class DecisionKind(NamedTuple):
@@ -175,7 +181,7 @@ class DecisionEncoder:
         """Encode one record; raises KvStreamsError for what does not fit the schema."""
         kinds: dict[tuple[DecisionKind, tuple[str, ...]], int] = {}
         groups: dict[tuple[Any, ...], list[int]] = {}
-        rows: list[tuple[int, ...]] = []
+        rows: list[bytes] = []
         at_families: list[Int64Array] = []
         # Columns and kinds of most decisions are alike, and the same objects. Comparing these takes less time.
         last_kind: DecisionKind | None = None
@@ -197,13 +203,14 @@ class DecisionEncoder:
                 same.append(position)
             families = family_positions(len(noted.sequence) // _HASH_BYTES, kind.block_size)
             at_families.append(families)
+            expected = noted.expected_output_tokens
             rows.append(
-                (
+                _PACK_DECISION(
                     noted.decided_at_ms,
-                    min(noted.queued_ms, _U32_MAX),
+                    noted.queued_ms,
                     noted.n_tokens,
                     noted.request_blocks,
-                    min(noted.expected_output_tokens or 0, _U32_MAX),
+                    0 if expected is None else min(expected, _U32_MAX),
                     len(ranks),
                     0,
                     number,
@@ -212,7 +219,7 @@ class DecisionEncoder:
                     noted.flags,
                 )
             )
-        packed = np.array(rows, dtype=_DECISION)
+        packed = np.frombuffer(bytearray().join(rows), dtype=_DECISION)
         rank_rows, candidates, terms = self._candidates(decisions, groups, packed)
         return codec(SCHEMA).encode(
             {
@@ -228,7 +235,7 @@ class DecisionEncoder:
                 "terms": terms,
                 "families": salted(_at(decisions, at_families), self._keys).astype("<u8", copy=False).tobytes(),
                 "reported_ids": [each.request_id for each in reports],
-                "reports": np.array([each[1:] for each in reports], dtype=_REPORT).tobytes(),
+                "reports": b"".join([_PACK_REPORT(*each[1:]) for each in reports]),
                 "fleets": [each._asdict() for each in fleets],
             }
         )
@@ -338,6 +345,7 @@ def _more(columns: TermColumns | PolicyColumns) -> tuple[Int64Array | None, Int6
 
 
 def _term_names(columns: TermColumns | PolicyColumns) -> tuple[str, ...]:
+    """The same object for most decisions of one mode."""
     names = columns.prices.names if isinstance(columns, PolicyColumns) else COST_TERMS
     cxl, moe = _more(columns)
     if cxl is None and moe is None:

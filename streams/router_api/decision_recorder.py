@@ -17,13 +17,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.core.ids import RankId
 from streams.core.loads.bookings import BookingPhase
-from streams.core.routing.decision import Decision
+from streams.core.routing.decision import Decision, RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role
 from streams.decision_log.families import family_keys
@@ -37,7 +37,7 @@ from streams.decision_log.records import (
     Report,
 )
 from streams.errors import KvStreamsError
-from streams.router_api.trust import Trust
+from streams.router_api.trust import FALLBACK, Trust
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.topics import TopicSpec
@@ -51,10 +51,11 @@ log = logging.getLogger(__name__)
 #: over 64 ranks, those of one interval use 3 MB.
 BUFFER_BYTES_MAX = 32 * 1024 * 1024
 
-#: How often noted decisions are encoded.
+#: How often noted decisions are encoded, at least.
 INTERVAL_S = 0.25
 
-#: Decisions in one record, between which other threads get their turn. Encoding this many takes about 1 ms.
+#: Decisions in one record. They are encoded as soon as there are so many, which takes half a millisecond: the memory of
+#: many that wait would not be in the processor's caches.
 BATCH_DECISIONS_MAX = 128
 
 #: Reports in one record that has no decisions.
@@ -87,6 +88,19 @@ class _Pending(NamedTuple):
     output_tokens: int
 
 
+class _LastKind(NamedTuple):
+    """The kind of the last decision, and the objects from which it follows, which are shared by many decisions."""
+
+    policy: RoutePolicy | None
+    trust: Trust
+    chosen_trust: Trust
+    phase: Role | None
+    kind: DecisionKind
+
+
+_NO_KIND = _LastKind(None, FALLBACK, FALLBACK, None, DecisionKind("", 0, "", "", 0.0, "", None, "", None))
+
+
 class DecisionRecorder:
     """The recorder of one router. Thread-safe. Owner of what is noted and not sent yet.
 
@@ -105,7 +119,8 @@ class DecisionRecorder:
         self._below = round(settings.decision_log_share * _SHARES)
         keys = family_keys(settings.decision_log_salt or settings.app_id)
         self._encoder = DecisionEncoder(keys, settings.decision_log_candidates, settings.decision_log_share)
-        self._kinds: dict[tuple[Any, ...], DecisionKind] = {}
+        self._kinds: dict[DecisionKind, DecisionKind] = {}
+        self._last = _NO_KIND
         self._lock = threading.Lock()
         self._noted: list[NotedDecision] = []
         self._noted_bytes = 0
@@ -118,6 +133,7 @@ class DecisionRecorder:
         self._fleets_until_s = 0.0
         self._sending = threading.Lock()
         self._wake = threading.Event()
+        self._stopping = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -128,6 +144,7 @@ class DecisionRecorder:
     def stop(self) -> None:
         """Stop the thread, and hand the rest to the client, which its owner flushes."""
         if self._thread is not None:
+            self._stopping = True
             self._wake.set()
             self._thread.join()
             self._thread = None
@@ -142,68 +159,66 @@ class DecisionRecorder:
         if not self._counts(request_id):
             return
         now_ms = wall_ms()
-        request, policy, blocks = prepared.request, prepared.policy, prepared.blocks
-        likeness = (
-            prepared.model,
-            prepared.block_size,
-            policy.mode,
-            policy.temperature,
-            trust.mode,
-            trust.reason,
-            chosen_trust.mode,
-            chosen_trust.reason,
-            request.phase,
+        request, policy, blocks, columns = prepared.request, prepared.policy, prepared.blocks, decision.columns
+        model, phase = prepared.model, request.phase
+        last = self._last
+        # Most decisions are of the kind of the one before, which is cheaper to see than to look it up.
+        if (
+            last.policy is policy
+            and last.trust is trust
+            and last.chosen_trust is chosen_trust
+            and last.phase is phase
+            and last.kind.model == model
+            and last.kind.block_size == prepared.block_size
+        ):
+            kind = last.kind
+        else:
+            kind = self._kind(policy, trust, chosen_trust, phase, model, prepared.block_size)
+        noted = NotedDecision._make(
+            (
+                request_id,
+                now_ms,
+                max(0, now_ms - prepared.arrived_at_ms),
+                kind,
+                blocks.n_tokens,
+                blocks.request_blocks,
+                request.expected_output_tokens,
+                prepared.sequence,
+                columns,
+                decision.index,
+                (BOOKED if request.update_states else 0) | (PREFERRED if decision.preferred else 0),
+            )
         )
-        noted = NotedDecision(
-            request_id,
-            now_ms,
-            max(0, now_ms - prepared.arrived_at_ms),
-            self._kinds.get(likeness) or self._new_kind(*likeness),
-            blocks.n_tokens,
-            blocks.request_blocks,
-            request.expected_output_tokens,
-            prepared.sequence,
-            decision.columns,
-            decision.index,
-            (BOOKED if request.update_states else 0) | (PREFERRED if decision.preferred else 0),
-        )
-        n_bytes = _DECISION_BYTES + len(prepared.sequence) + _CANDIDATE_BYTES * len(decision.columns)
+        n_bytes = _DECISION_BYTES + len(prepared.sequence) + _CANDIDATE_BYTES * len(columns.ranks)
         with self._lock:
             if self._noted_bytes + n_bytes > BUFFER_BYTES_MAX:
                 self.dropped += 1
                 return
             self._noted_bytes += n_bytes
             self._noted.append(noted)
+            if len(self._noted) == BATCH_DECISIONS_MAX:
+                self._wake.set()
 
-    def _new_kind(
-        self,
-        model: str,
-        block_size: int,
-        mode: RouterMode,
-        temperature: float,
-        trust: str,
-        reason: str | None,
-        chosen_trust: str,
-        chosen_reason: str | None,
-        phase: Role | None,
+    def _kind(
+        self, policy: RoutePolicy, trust: Trust, chosen_trust: Trust, phase: Role | None, model: str, block_size: int
     ) -> DecisionKind:
-        """Make the value that all decisions of this kind share."""
+        """The value that all decisions of a kind share."""
+        new = DecisionKind(
+            model,
+            block_size,
+            policy.mode.value,
+            self._policy_name if policy.mode is RouterMode.POLICY else "",
+            policy.temperature,
+            trust.mode.value,
+            None if trust.reason is None else trust.reason.value,
+            chosen_trust.mode.value,
+            None if chosen_trust.reason is None else chosen_trust.reason.value,
+            None if phase is None or phase is Role.BOTH else phase.value,
+        )
         if len(self._kinds) >= KINDS_MAX:
             self._kinds.clear()
-        kind = self._kinds[model, block_size, mode, temperature, trust, reason, chosen_trust, chosen_reason, phase] = (
-            DecisionKind(
-                model,
-                block_size,
-                mode.value,
-                self._policy_name if mode is RouterMode.POLICY else "",
-                temperature,
-                str(trust),
-                None if reason is None else str(reason),
-                str(chosen_trust),
-                None if chosen_reason is None else str(chosen_reason),
-                None if phase is None or phase is Role.BOTH else phase.value,
-            )
-        )
+        kind = self._kinds.setdefault(new, new)
+        self._last = _LastKind(policy, trust, chosen_trust, phase, kind)
         return kind
 
     def reported(self, request_id: str, what: BookingPhase) -> None:
@@ -254,7 +269,9 @@ class DecisionRecorder:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._wake.wait(INTERVAL_S):
+        while not self._stopping:
+            self._wake.wait(INTERVAL_S)
+            self._wake.clear()
             self._end_pending(wall_ms() - PENDING_MS)
             self.send()
 
