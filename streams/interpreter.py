@@ -44,17 +44,28 @@ class _SchedAttr(ctypes.Structure):
 def prefer_request_threads() -> None:
     """Make busy threads release the interpreter soon, and this thread run soon when it wakes up.
 
-    Every process that serves the API calls this, on the thread that answers. Threads that it starts later run as soon
-    as it does, because they may have the interpreter that it waits for.
+    Every process that serves the API calls this, on the thread that answers.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _ask_for_slice(SLICE_NS)
+    run_soon_after_waking()
+
+
+def run_soon_after_waking() -> None:
+    """Ask the kernel for short slices for the calling thread, and for the threads that it starts from now on.
+
+    These may have the interpreter that the calling thread waits for. Nothing changes where the kernel does not know
+    slices, where it does not allow this, and for real-time threads.
+    """
+    attributes = _sched_attributes()
+    if attributes is not None and attributes.runtime_ns > SLICE_NS and not attributes.deadline_ns:
+        attributes.runtime_ns = SLICE_NS
+        ctypes.CDLL(None).syscall(_SCHED_CALLS[platform.machine()][0], 0, ctypes.byref(attributes), 0)
 
 
 def slice_ns() -> int | None:
     """The time slice of the calling thread; None where threads have none of their own (before Linux 6.12)."""
     attributes = _sched_attributes()
-    return None if attributes is None else attributes.runtime_ns or None
+    return None if attributes is None else int(attributes.runtime_ns) or None
 
 
 def _sched_attributes() -> _SchedAttr | None:
@@ -64,14 +75,6 @@ def _sched_attributes() -> _SchedAttr | None:
     if calls is None or ctypes.CDLL(None).syscall(calls[1], 0, ctypes.byref(attributes), size, 0):
         return None
     return attributes
-
-
-def _ask_for_slice(wanted_ns: int) -> None:
-    """Nothing changes where the kernel does not know slices, where it does not allow it, and for real-time threads."""
-    attributes = _sched_attributes()
-    if attributes is not None and attributes.runtime_ns > wanted_ns and not attributes.deadline_ns:
-        attributes.runtime_ns = wanted_ns
-        ctypes.CDLL(None).syscall(_SCHED_CALLS[platform.machine()][0], 0, ctypes.byref(attributes), 0)
 
 
 def exempt_from_collection() -> None:
