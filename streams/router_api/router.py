@@ -44,6 +44,7 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.workers import Role
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
+from streams.load_records import request_partition
 from streams.policy_plugins import find_policy
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
@@ -160,9 +161,10 @@ class Router:
         )
         self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
         self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
-        self._request_ids = RequestIds()
         self._had_enough_workers = False
         self._topics = topics(settings)
+        n_partitions = self._topics.router_loads.partitions
+        self._request_ids = RequestIds(lambda request_id: request_partition(request_id, n_partitions))
         self._sources = (self._topics.kv_events, self._topics.cxl_events)
         self._kafka: Producer = producer(settings, **{"linger.ms": _LINGER_MS})
         self.view = View(settings, _monotonic_ms)
