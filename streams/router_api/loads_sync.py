@@ -125,7 +125,7 @@ class LoadsSync:
         self._kafka = kafka
         self._now_ms = now_ms
         self._shared = settings.router_replica_sync
-        self._reads_metrics = settings.router_mode in POLICY_MODES
+        self._reads_metrics = settings.router_mode in POLICY_MODES  # or a request's own mode is one of these
         self._learns = settings.router_mode in NAMED_MODES
         # Without a log, bookings have this router's own time.
         self._log_clock = LogClock(time.time_ns() // 1_000_000 - now_ms() if self._shared else 0)
@@ -281,10 +281,13 @@ class LoadsSync:
     def unreported(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
         """What any router booked on these ranks since their engines' last reports, for ranks with such bookings.
 
-        reported: when each report was received. Nothing is kept for this unless the router's mode reads reports.
+        reported: when each report was received. For a router whose mode reads no reports, bookings are kept from the
+        first call on, which a request causes that overrides the mode.
         """
         with self._lock:
-            return {} if self._unreported is None else self._unreported.since(reported)
+            if self._unreported is None:
+                self._reads_metrics, self._unreported = True, UnreportedBookings()
+            return self._unreported.since(reported)
 
     def report_phase(self, request_id: str, what: BookingPhase, phase: str | None = None) -> bool:
         """Apply prefill-complete or free. Returns False if no such booking is known, so that the call is buffered.
