@@ -15,7 +15,7 @@ SWITCH_INTERVAL_S = 1e-4
 
 
 def prefer_request_threads() -> None:
-    """Make busy threads release the interpreter soon. Every process that serves the API calls this."""
+    """Make busy threads release the interpreter soon. Bridges and all processes that serve the API call this."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
