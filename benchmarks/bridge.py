@@ -30,7 +30,7 @@ import psutil
 import zmq
 from aiohttp import web
 from confluent_kafka import OFFSET_END, Message, TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 from rich.console import Console
 
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
@@ -222,7 +222,8 @@ def _use_append_times(machine: Machinery) -> None:
     entry = ConfigEntry("message.timestamp.type", "LogAppendTime", incremental_operation=AlterConfigOpType.SET)
     name = topics(machine.settings).kv_events.name
     resource = ConfigResource(ConfigResource.Type.TOPIC, name, incremental_configs=[entry])
-    for future in admin(machine.settings).incremental_alter_configs([resource]).values():
+    client = admin(machine.settings)
+    for future in client.incremental_alter_configs([resource]).values():
         future.result(READY_TIMEOUT_S)
 
 
@@ -348,7 +349,7 @@ def main(seconds: float, quick: bool, profile: bool, json_path: Path | None, be_
     samples, complete = Samples(), True
     with machinery() as machine:
         _use_append_times(machine)
-        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 2_000)):
+        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 6_000)):
             _per_block(machine, samples, n_blocks, n_batches // (10 if quick else 1))
         for n_engines, dp_size in ((N_RANKS, 1), (N_RANKS // DP_SIZE, DP_SIZE)):
             complete &= _fleet(machine, samples, n_engines, dp_size, 4.0 if quick else seconds, profile)

@@ -75,7 +75,7 @@ class BridgeParts:
     http: aiohttp.ClientSession
     recoveries: SharedCalls[int, dict[int, RecoveredRank]]
     models: SharedCalls[tuple[str, bool], None]
-    pooled: SharedCalls[int, dict[RankId, PooledRows]]
+    pooled: SharedCalls[int, Mapping[RankId, PooledRows]]
     counters: RankCounters
     in_flight: Counter[WorkerId]
     epoch_of: Callable[[str], int]

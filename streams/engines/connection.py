@@ -14,7 +14,7 @@ import asyncio
 import enum
 import itertools
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self, cast
 
 import zmq
 import zmq.asyncio
@@ -122,7 +122,7 @@ class EventConnection:
     def _look(self) -> None:
         """Note whether a message waits. ZMQ's file descriptor is readable again only after this."""
         assert self._socket is not None
-        self.has_message = bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        self.has_message = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _on_readable(self) -> None:
         had_message = self.has_message
@@ -196,7 +196,8 @@ class EventConnection:
 
     def _open(self, now_s: float) -> None:
         self._opened_at_s, self._reached = now_s, False
-        self._socket = socket = self._context.socket(zmq.SUB, socket_class=zmq.Socket)
+        socket: zmq.Socket[bytes] = cast(Any, self._context).socket(zmq.SUB, socket_class=zmq.Socket)
+        self._socket = socket
         socket.setsockopt(zmq.RCVHWM, self._receive_hwm())
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)

@@ -30,9 +30,10 @@ POOLED_NAMES_MAX = 4_194_304
 #: States in which a block is in a pool or on its way into one.
 PLACED = frozenset({CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED})
 
-#: One rank's rows in the agents' table, by sequence hash: the incarnation and the state that the block entered, and its
-#: pool.
-PooledRows = Mapping[SequenceHash, tuple[Incarnation, CxlMemoryState, str | None]]
+#: A row of the agents' table: the incarnation and the state that the block entered, and its pool; and the rows of one
+#: rank by sequence hash.
+PooledRow = tuple[Incarnation, CxlMemoryState, str | None]
+PooledRows = Mapping[SequenceHash, PooledRow]
 
 
 class _Pooled(NamedTuple):

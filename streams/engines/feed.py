@@ -166,7 +166,7 @@ class RankFeed:
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
         self._batch_seen = False  # whether a batch has arrived through this connection
         self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
-        self._reading_rows: asyncio.Task[Mapping[RankId, PooledRows]] | None = None  # of blocks in CXL pools
+        self._reading_rows: asyncio.Future[Mapping[RankId, PooledRows]] | None = None  # of blocks in CXL pools
         self._fed_alone = False  # whether it was logged that only events show that the engine is running
 
     def counts(self) -> Mapping[str, int]:
@@ -741,9 +741,9 @@ class RankFeed:
         )
 
         if len(writer.names) and self._reading_rows is None:
-            self._reading_rows = asyncio.create_task(self._wiring.read_pooled(self.rank.worker_id))
+            self._reading_rows = asyncio.ensure_future(self._wiring.read_pooled(self.rank.worker_id))
 
-    async def _restate_placements(self, reading: asyncio.Task[Mapping[RankId, PooledRows]]) -> None:
+    async def _restate_placements(self, reading: asyncio.Future[Mapping[RankId, PooledRows]]) -> None:
         """Publish where blocks are in CXL memory, if the agents' table no longer has that."""
         try:
             rows = reading.result().get(self.rank, {})

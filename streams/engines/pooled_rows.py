@@ -6,11 +6,11 @@ What lives here: reading the rows. What must not: what follows from them (recove
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from streams.core.ids import RankId, WorkerId
+from streams.core.ids import RankId, SequenceHash, WorkerId
 from streams.cxl.records import BLOCK_PREFIX, TRANSITION_ROWS, decode_block, owner_of_row
-from streams.engines.cxl_names import PooledRows
+from streams.engines.cxl_names import PooledRow, PooledRows
 from streams.errors import BadRecord
 from streams.kafka import Record
 from streams.settings import Settings
@@ -35,9 +35,9 @@ def read_rows(settings: Settings, partition: int, worker_ids: Collection[WorkerI
 
 def read_pooled(
     settings: Settings, partition: int, worker_ids: Collection[WorkerId]
-) -> dict[WorkerId, dict[RankId, PooledRows]]:
+) -> Mapping[WorkerId, Mapping[RankId, PooledRows]]:
     """Read which blocks of workers the table has, by worker and rank. Blocks; raises TableError."""
-    found: dict[WorkerId, dict[RankId, PooledRows]] = {worker_id: {} for worker_id in worker_ids}
+    found: dict[WorkerId, dict[RankId, dict[SequenceHash, PooledRow]]] = {worker_id: {} for worker_id in worker_ids}
     for key, value in read_rows(settings, partition, worker_ids).items():
         if not key.startswith(BLOCK_PREFIX):
             continue

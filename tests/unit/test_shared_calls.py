@@ -100,7 +100,7 @@ def test_an_engine_that_is_released_while_it_waits_is_not_read() -> None:
         tasks = [asyncio.create_task(shared.result("a", WorkerId(n))) for n in range(3)]
         await asyncio.sleep(0)
         tasks[1].cancel()
-        assert await asyncio.gather(tasks[0], tasks[2]) == ["a0", "a2"]
+        assert [await tasks[0], await tasks[2]] == ["a0", "a2"]
         alone = asyncio.create_task(shared.result("b", WorkerId(1)))
         await asyncio.sleep(0)
         alone.cancel()

@@ -10,13 +10,14 @@ import msgpack
 import numpy as np
 import pytest
 
+from streams.core.hashing import KERNELS_AVAILABLE
 from streams.engines.dialects import token_lists
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.dialects.token_lists import PAYLOAD_BYTES_MIN, TOKENS_MIN, unpack
 from streams.errors import BadRecord
 from tests.helpers.event_mutations import Mutator
 
-pytestmark = pytest.mark.skipif(not token_lists.KERNELS_AVAILABLE, reason="without numba, lists stay lists")
+pytestmark = pytest.mark.skipif(not KERNELS_AVAILABLE, reason="without numba, lists stay lists")
 
 BLOCK_SIZE = 16
 NAME = 1 << 40
