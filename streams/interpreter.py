@@ -44,7 +44,7 @@ class _SchedAttr(ctypes.Structure):
 def prefer_request_threads() -> None:
     """Make busy threads release the interpreter soon, and this thread run soon when it wakes up.
 
-    Every process that serves the API calls this, on the thread that answers.
+    Bridges and every process that serves the API call this, on the thread that answers.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     run_soon_after_waking()
