@@ -231,8 +231,8 @@ class EngineStream:
             page = orjson.loads(event)
             if "error" in page:
                 raise _refusal(self._worker_id, page["error"].get("code"), event)
+            self.usage = page.get("usage") or self.usage
             if not page["choices"]:
-                self.usage = page.get("usage")
                 return None
             choice = page["choices"][0]
             token_ids, finish_reason, text = choice.get("token_ids"), choice.get("finish_reason"), choice.get("text")

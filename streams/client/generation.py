@@ -30,14 +30,17 @@ from streams.cxl.migration import (
     Migration,
     MigrationFigures,
     MigrationLimits,
-    PromptComputed,
     Resume,
     TokensShown,
+    prompt_computed,
 )
 from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
 #: Tokens of an answer between two reports of its length. Each report also renews the booking.
 OUTPUT_REPORT_TOKENS = 64
+
+#: What makes an engine report what it found of a resumed prompt with its first tokens.
+_REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 #: OpenAI's default for completions.
 _MAX_TOKENS_DEFAULT = 16
@@ -251,10 +254,11 @@ class Generation:
                     continue
                 return ending
             if chunk is None:
-                self._note_usage()
+                self._note_usage(self._stream)
                 return None
             self._heard_s = self._stream.heard_s
             new = self._shown(chunk)
+            self._note_usage(self._stream)
             if new["token_ids"] or new["text"] or new["finish_reason"] is not None:
                 return new
 
@@ -307,12 +311,13 @@ class Generation:
         self._migration.handle(TokensShown(self._heard_s, token_ids, text, whole))
         return {"token_ids": list(new_ids), "text": text, "finish_reason": finish_reason}
 
-    def _note_usage(self) -> None:
+    def _note_usage(self, stream: EngineStream) -> None:
         """Note what the last engine found of the prompt, if it said so."""
-        usage = None if self._stream is None else self._stream.usage
-        cached = ((usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
-        if usage is not None and isinstance(cached, int) and self._migration is not None:
-            self._migration.handle(PromptComputed(self._heard_s, usage["prompt_tokens"], cached))
+        if stream.usage is not None and self._migration is not None:
+            found = prompt_computed(stream.usage, self._heard_s)
+            stream.usage = None
+            if found is not None:
+                self._migration.handle(found)
 
     async def _migrate(self, moving: Migration, failure: EngineFailed) -> dict[str, Any] | None:
         """Go on at another engine. Returns the end of the answer if only that was missing.
@@ -352,7 +357,7 @@ class Generation:
         booking, options = self.booking, self._options
         self._known = KnownPart(moving.shown, resume.skip_characters)
         self._moved_tokens = resume.n_kept
-        fields = {**self._fields, "max_tokens": resume.max_tokens, "stream_options": {"include_usage": True}}
+        fields = {**self._fields, "max_tokens": resume.max_tokens, "stream_options": _REPORTING_USAGE}
         if fields.get("min_tokens"):
             fields["min_tokens"] = resume.min_tokens
         token_ids = unpack_tokens(self._packed) + moving.shown.token_ids.tolist()

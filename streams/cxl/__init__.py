@@ -1,6 +1,6 @@
 """CXL memory pools: blocks that several hosts can address, and that outlive the worker that wrote them (docs/cxl.md).
 
-Importing this package imports neither Kafka nor anything else with I/O. Its two classes are imported at their first use,
+Importing this package imports neither Kafka nor anything else with I/O. Its classes are imported at their first use,
 since clients, which have no numpy, import `streams.cxl.migration`.
 """
 

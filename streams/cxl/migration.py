@@ -85,12 +85,25 @@ class TokensShown:
 class PromptComputed:
     """The engine to which the stream moved last reports what it found of the resumed prompt in its caches.
 
-    cached_tokens: found in its own memory or in a pool. It replaces what the router had expected.
+    cached_tokens: found in its own memory or in a pool. pooled_tokens: those that were in a pool, None if the engine
+    does not say. They replace what the router had expected.
     """
 
     at_s: float
     prompt_tokens: int
     cached_tokens: int
+    pooled_tokens: int | None = None
+
+
+def prompt_computed(usage: Mapping[str, Any], at_s: float) -> PromptComputed | None:
+    """Read an engine's usage: None if it does not say what was cached. Only some engines have `pooled_tokens`."""
+    details = usage.get("prompt_tokens_details")
+    if not isinstance(details, Mapping) or not isinstance(details.get("cached_tokens"), int):
+        return None
+    pooled = details.get("pooled_tokens")
+    return PromptComputed(
+        at_s, usage["prompt_tokens"], details["cached_tokens"], pooled if isinstance(pooled, int) else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,11 +484,15 @@ class Migration:
         return Resume(event.worker_id, n_kept, left, max(0, self._min_tokens - n_kept), skip)
 
     def _computed(self, event: PromptComputed) -> Instruction:
-        """Replace what the router expected. What was found beyond the worker's own memory came from a pool."""
+        """Replace what the router expected.
+
+        An engine that does not say what came from pools found there what it found beyond the worker's own memory.
+        """
         if self.figures.migrations:
             recovered, prefilled, own = self._expected
             found = min(event.cached_tokens, event.prompt_tokens)
-            actual = min(recovered, max(0, found - own)), event.prompt_tokens - found
+            pooled = min(recovered, max(0, found - own)) if event.pooled_tokens is None else event.pooled_tokens
+            actual = min(pooled, found), event.prompt_tokens - found
             self.figures.tokens_recovered += actual[0] - recovered
             self.figures.tokens_prefilled_again += actual[1] - prefilled
             self._expected = *actual, own

@@ -22,10 +22,10 @@ from streams.cxl.migration import (
     Migration,
     MigrationFigures,
     MigrationLimits,
-    PromptComputed,
     Resume,
     TokensShown,
     held_back_characters,
+    prompt_computed,
     rewound_characters,
 )
 from streams.frontend.answers import DONE, error_status, may_be_served_elsewhere
@@ -39,6 +39,9 @@ COMPLETION_TOKENS_DEFAULT = 16
 
 #: Characters of an engine's message that become part of the error that ends a stream.
 MESSAGE_CHARS_MAX = 500
+
+#: What makes an engine report what it found of a resumed prompt with its first tokens, before it may fail as well.
+REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 #: What makes an engine report token ids.
 _ASKS_FOR_IDS = b'"return_token_ids":true'
@@ -129,7 +132,7 @@ def resumed_request(body: Mapping[str, Any], token_ids: Sequence[int], resume: R
         fields["return_token_ids"] = True
     if body.get("min_tokens"):
         fields["min_tokens"] = resume.min_tokens
-    fields["stream_options"] = {"include_usage": True}
+    fields["stream_options"] = REPORTING_USAGE
     return orjson.dumps(fields)
 
 
@@ -149,6 +152,7 @@ class StreamRelay:
         self._wants_ids = fields.return_token_ids is True
         options = fields.stream_options
         self.wants_usage = isinstance(options, dict) and options.get("include_usage") is True
+        self._wants_usage_so_far = self.wants_usage and options.get("continuous_usage_stats") is True
         # With greedy decoding, tokens that are dropped are generated again just the same.
         self._is_greedy = fields.temperature == 0
         self._is_several = any((each or 1) != 1 for each in (fields.n, fields.best_of))
@@ -177,6 +181,7 @@ class StreamRelay:
         self._frame: dict[str, Any] = {}
         self._usage_sent = False
         self._is_resumed = False
+        self._is_computed = False  # what the engine that resumed found of the prompt is known
         self._known = KnownPart()
         self._n_kept = 0
 
@@ -273,8 +278,9 @@ class StreamRelay:
     def _resumed(self, page: dict[str, Any], at_s: float, out: list[bytes]) -> None:
         """Pass on an event of a completion that goes on with the answer, in the form of the first engine's events."""
         usage = page.get("usage")
-        if usage and not page["choices"]:
+        if usage and not self._is_computed:
             self._computed(usage, at_s)
+        if usage and not page["choices"]:
             if self.wants_usage:
                 out.append(_event({**self._frame, "choices": [], "usage": self._summed(usage)}))
                 self._usage_sent = True
@@ -297,7 +303,8 @@ class StreamRelay:
             if finish_reason is not None:
                 self.finished = True
             if text or finish_reason is not None or (self._wants_ids and new_ids):
-                out.append(_event({**self._frame, "choices": [shown]}))
+                more = {"usage": self._summed(usage)} if usage and self._wants_usage_so_far else {}
+                out.append(_event({**self._frame, "choices": [shown], **more}))
 
     def _show(self, token_ids: list[int] | None, text: str, at_s: float) -> None:
         if token_ids is None:
@@ -310,9 +317,10 @@ class StreamRelay:
         self._n_ids = max(self._n_ids, len(self.migration.shown.token_ids))
 
     def _computed(self, usage: dict[str, Any], at_s: float) -> None:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if isinstance(cached, int):
-            self.migration.handle(PromptComputed(at_s, usage["prompt_tokens"], cached))
+        self._is_computed = True
+        found = prompt_computed(usage, at_s)
+        if found is not None:
+            self.migration.handle(found)
 
     def _summed(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer, from that of its last part."""
@@ -335,7 +343,7 @@ class StreamRelay:
         """Expect the events of the next engine."""
         self._is_resumed = True
         self._rest = b""
-        self.done, self.refusal = False, None
+        self.done, self.refusal, self._is_computed = False, None, False
         self._known = KnownPart(self.migration.shown, resume.skip_characters, ids_matter=self._wants_ids)
         self._n_kept = resume.n_kept
 

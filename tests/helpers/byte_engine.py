@@ -128,6 +128,13 @@ class ByteEngine(ScriptedEngine):
             yield begun, _event({**frame, **page, **({"prompt_token_ids": prompt} if asked_ids else {})})
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or len(answer)
         at = begun
+        options = body.get("stream_options") or {}
+
+        def usage() -> dict[str, Any]:
+            details = {} if plan.cached is None else {"prompt_tokens_details": {"cached_tokens": plan.cached}}
+            total = len(prompt) + at - begun
+            return {"prompt_tokens": len(prompt), "completion_tokens": at - begun, "total_tokens": total, **details}
+
         for ids, text, finish in _chunks(answer, begun, body, limit, plan.chunk):
             at += len(ids)
             delta = {"reasoning_content": text} if plan.reasons else {"content": text}
@@ -136,13 +143,10 @@ class ByteEngine(ScriptedEngine):
                 choice["token_ids"] = ids
                 if not is_chat and at == begun + len(ids):
                     choice["prompt_token_ids"] = prompt
-            yield at, _event({**frame, "choices": [choice]})
-        if (body.get("stream_options") or {}).get("include_usage"):
-            usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": at - begun}
-            usage["total_tokens"] = len(prompt) + at - begun
-            if plan.cached is not None:
-                usage["prompt_tokens_details"] = {"cached_tokens": plan.cached}
-            yield at + 1, _event({**frame, "choices": [], "usage": usage})
+            more = {"usage": usage()} if options.get("continuous_usage_stats") else {}
+            yield at, _event({**frame, "choices": [choice], **more})
+        if options.get("include_usage"):
+            yield at + 1, _event({**frame, "choices": [], "usage": usage()})
         yield at + 1, b"data: [DONE]\n\n"
 
 

@@ -133,9 +133,7 @@ def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, p
         for each in resumed:
             kept = len(each["prompt"]) - len(CHAT_PROMPT)
             assert each["max_tokens"] == 500 - kept and each["seed"] == 5 and each["temperature"] == 0
-        # The last engine reports 4 cached tokens; the one before it did not come to report.
-        kept = [len(each["prompt"]) for each in resumed]
-        assert answer.figures["tokens_prefilled_again"] == kept[0] + kept[1] - 4
+        assert answer.figures["tokens_prefilled_again"] == sum(len(each["prompt"]) - 4 for each in resumed)
         assert stage.front.counts.migrations == 2 and stage.front.counts.moved_streams == 1
         assert stage.front.counts.outcomes["completed"] == 1
 

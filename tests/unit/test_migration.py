@@ -32,6 +32,7 @@ from streams.cxl.migration import (
     WorkerChosen,
     held_back_characters,
     obstacle,
+    prompt_computed,
     rewound_characters,
 )
 
@@ -216,7 +217,22 @@ def test_what_the_engine_found_replaces_what_the_router_expected(cached: int, re
     stream.handle(chosen(reachable=96, pooled=64))
     assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (64, 16)
     stream.handle(PromptComputed(1.0, 112, cached))
+    stream.handle(PromptComputed(1.0, 112, cached))  # once is as good as twice
     assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (recovered, prefilled)
+
+
+def test_an_engine_that_says_what_came_from_pools_is_believed() -> None:
+    """The router's index may lag behind the pools."""
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96, "pooled_tokens": 80}}
+    stream = migration()
+    stream.handle(failed())
+    stream.handle(chosen(reachable=32, pooled=32))
+    found = prompt_computed(usage, 1.0)
+    assert found is not None
+    stream.handle(found)
+    assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (80, 4)
+    assert prompt_computed({"prompt_tokens": 100}, 1.0) is None
+    assert prompt_computed({"prompt_tokens": 100, "prompt_tokens_details": None}, 1.0) is None
 
 
 def test_the_time_of_a_stream_that_goes_on_is_not_counted() -> None:
