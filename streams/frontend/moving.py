@@ -102,13 +102,16 @@ class Mover:
         counts: FrontCounts,
         spans: Spans,
         session: Callable[[], aiohttp.ClientSession],
+        note_failed: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """note_failed: is called with each worker whose engine failed."""
         self._settings = settings
         self._tokenizing = tokenizing
         self._fleet = fleet
         self._counts = counts
         self._spans = spans
         self._session = session
+        self._note_failed = note_failed
         self._without_ids: set[str] = set()  # URLs of engines
 
     def limits(self) -> MigrationLimits:
@@ -173,7 +176,7 @@ class Mover:
             attributes["kvstreams.failed_worker_id"] = str(booking.worker_id)
             attributes["kvstreams.failure"] = failure.value
             await self._prepare(moving, booking)
-            instruction, source = self._failed(moving, failure), None
+            instruction, source = self._failed(booking, moving, failure), None
             while isinstance(instruction, ChooseWorker):
                 instruction, source = await self._resume(exchange, moving, instruction, write)
             if source is not None:
@@ -240,8 +243,9 @@ class Mover:
         finally:
             watchdog.stop()
 
-    def _failed(self, moving: Moving, failure: Failure) -> Instruction:
+    def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
         assert moving.relay is not None
+        self._note_failed(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
         now_s = asyncio.get_running_loop().time()
         return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
@@ -320,10 +324,11 @@ class Mover:
                 booking, Kind.COMPLETION, body, moving.headers, self._settings.front_stall_timeout_s
             )
         except ENGINE_FAILURES as exc:
-            return self._failed(moving, Failure.STALLED if isinstance(exc, TimeoutError) else Failure.DIED), None
+            failure = Failure.STALLED if isinstance(exc, TimeoutError) else Failure.DIED
+            return self._failed(booking, moving, failure), None
         if source.status != 200 or source.content_type != "text/event-stream":
             source.close()
-            return self._failed(moving, Failure.REFUSED), None
+            return self._failed(booking, moving, Failure.REFUSED), None
         if relay.by_text:
             await write(_BY_TEXT)
         return instruction, source

@@ -12,10 +12,14 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
+from streams.frontend.tracing import TracedSpans
 from streams.kafka import worker_key
 from streams.local.processes import Children
 from streams.local.stack import Engine, Stack
@@ -58,9 +62,9 @@ class Answer:
         self.ended = bool(data) and data[-1] == b"[DONE]"
         self.comments = [line for line in lines if line.startswith(b":")]
         pages = [orjson.loads(each) for each in data if each != b"[DONE]"]
-        self.error = next((page["error"] for page in pages if "error" in page), None)
-        self.figures = next((page["kvstreams_migration"] for page in pages if "kvstreams_migration" in page), None)
-        self.usage = next((page["usage"] for page in pages if page.get("usage")), None)
+        self.error: Any = next((page["error"] for page in pages if "error" in page), None)
+        self.figures: Any = next((page["kvstreams_migration"] for page in pages if "kvstreams_migration" in page), None)
+        self.usage: Any = next((page["usage"] for page in pages if page.get("usage")), None)
         chunks = [page for page in pages if page.get("choices")]
         self.frames = {(page["id"], page["object"], page["created"]) for page in chunks}
         choices = [page["choices"][0] for page in chunks]
@@ -76,6 +80,11 @@ def share(engines: Sequence[Any], *plans: Plan) -> None:
     shared = list(plans)
     for engine in engines:
         engine.plans = shared
+
+
+def asked_of(stage: Stage) -> list[dict[str, Any]]:
+    """Return the bodies of all requests that engines got."""
+    return [body for engine in stage.engines if isinstance(engine, ByteEngine) for body in engine.asked]
 
 
 def run(
@@ -114,7 +123,7 @@ def run(
 def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, path: str, chunk: int) -> None:
     """Every token comes once, in one stream with one id and one role, and with the usage of the whole answer."""
     n = len(TEXT.encode())
-    options = {"chunk": chunk, "cached": 4}
+    options: dict[str, Any] = {"chunk": chunk, "cached": 4}
 
     async def scenario(stage: Stage, ask: Ask) -> None:
         body = {**BODIES[path], "stream_options": {"include_usage": True}, "temperature": 0, "seed": 5}
@@ -125,7 +134,7 @@ def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, p
         assert answer.usage["completion_tokens"] == n and answer.usage["prompt_tokens"] == len(CHAT_PROMPT)
         assert answer.usage["total_tokens"] == n + len(CHAT_PROMPT)
         assert answer.figures["migrations"] == 2 and answer.figures["resumed_by"] == "ids"
-        asked = [body for engine in stage.engines for body in engine.asked]
+        asked = asked_of(stage)
         resumed = sorted(
             (each for each in asked if "stream_options" in each and "messages" not in each),
             key=lambda each: len(each["prompt"]),
@@ -241,7 +250,7 @@ def test_what_cannot_be_moved_ends_with_an_error_that_says_why(
     async def scenario(stage: Stage, ask: Ask) -> None:
         answer = await ask({**CHAT, **fields})
         assert answer.ended and reason in answer.error["message"]
-        assert sum(len(engine.asked) for engine in stage.engines) == 1
+        assert len(asked_of(stage)) == 1
 
     run(backend, scenario, plan)
 
@@ -296,7 +305,7 @@ def test_a_client_that_leaves_during_a_migration_is_not_moved(backend: Backend) 
             response.close()
         await stage.until_free()
         assert stage.front.counts.outcomes == {"client_gone": 1}
-        assert sum(len(engine.asked) for engine in stage.engines) == 2
+        assert len(asked_of(stage)) == 2
 
     run(backend, scenario, Plan(TEXT, dies_at=12), Plan(TEXT, stalls_at=0))
 
@@ -308,7 +317,7 @@ def test_an_answer_of_which_only_the_end_is_missing_is_ended_by_the_front(backen
         answer = await ask({**CHAT, "stream_options": {"include_usage": True}})
         assert (answer.text, answer.ended, answer.finish_reasons) == (TEXT, True, ["stop"])
         assert answer.usage["completion_tokens"] == len(TEXT.encode())
-        assert sum(len(engine.asked) for engine in stage.engines) == 1
+        assert len(asked_of(stage)) == 1
 
     run(backend, scenario, Plan(TEXT, dies_at=len(TEXT.encode())))
 
@@ -317,15 +326,38 @@ def test_requests_that_are_not_streamed_are_sent_again_as_a_whole(backend: Backe
     """Their engine's answer is held back until it is complete, so that another engine can answer instead."""
 
     async def scenario(stage: Stage, ask: Ask) -> None:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{stage.url}/v1/chat/completions", json={**CHAT, "stream": False}) as response,
-        ):
-            assert response.status == 200
-            await response.read()
-        assert [len(engine.asked) for engine in stage.engines].count(1) == 1
+        answer = await ask({**CHAT, "stream": False})  # these engines stream in any case
+        assert answer.text == TEXT
+        assert [body.get("return_token_ids") for body in asked_of(stage)] == [None, None]
+        assert stage.front.counts.retries == 1 and stage.front.counts.migrations == 0
 
-    run(backend, scenario, Plan(TEXT))
+    plan = Plan(TEXT, dies_at=0)
+    run(backend, scenario, plan, Plan(TEXT))
+
+
+def test_a_request_has_a_span_with_its_route_its_engine_and_its_migration(backend: Backend) -> None:
+    """Engines and routers get the context of the span that calls them, in the trace of the client."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        stage.front.proxy._spans = stage.front.proxy._mover._spans = TracedSpans(provider)
+        answer = await ask(CHAT, traceparent=f"00-{trace}-{parent}-01")
+        assert answer.text == TEXT
+        received = [engine.received for engine in stage.engines if engine.received]
+        contexts = {headers["traceparent"] for each in received for headers in each}
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        assert spans.keys() == {"POST /v1/chat/completions", "route", "engine", "migration"}
+        assert {format(span.context.trace_id, "032x") for span in spans.values()} == {trace}
+        calling = {f"00-{trace}-{spans[name].context.span_id:016x}-01" for name in ("engine", "migration")}
+        assert contexts == calling
+        top = spans["POST /v1/chat/completions"]
+        assert top.parent is not None and format(top.parent.span_id, "016x") == parent
+        assert (top.attributes or {})["kvstreams.outcome"] == "completed"
+        assert (spans["migration"].attributes or {})["kvstreams.failure"] == "died"
+
+    run(backend, scenario, Plan(TEXT, dies_at=12), Plan(TEXT))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

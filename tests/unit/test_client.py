@@ -16,7 +16,7 @@ import orjson
 import pytest
 from hypothesis import given, strategies
 
-from streams.client import base, engine, http, push, reports
+from streams.client import base, engine, http, moving, push, reports
 from streams.client.engine import EventSplitter
 from streams.client.matches import WorkerRank, overlap_scores
 from streams.client.payloads import (
@@ -185,7 +185,7 @@ def test_the_page_on_the_client_names_every_limit_and_option() -> None:
         )
         assert len(found) == len(numbers), (values, names)
         shown.update(zip(found, numbers, strict=True))
-    modules = (base, engine, http, push, reports)
+    modules = (base, engine, http, moving, push, reports)
     limits = {name: value for module in modules for name, value in vars(module).items() if name.isupper()}
     limits |= {field.name: field.default for field in dataclasses.fields(engine.EngineOptions)}
     assert {name: limits[name] for name in shown} == shown
