@@ -139,7 +139,7 @@ class _Columns:
         n_rounds = len(rounds)
 
         def summed(values: Sequence[float]) -> Float64Array:
-            return np.bincount(at, np.array(values, dtype=np.float64), n_rounds)
+            return np.bincount(at, np.array(values, dtype=np.float64), n_rounds).astype(np.float64)
 
         self.n = summed([1.0] * len(samples))
         self.ttft_sums = summed([each.ttft_ms for each in samples])

@@ -26,8 +26,8 @@ def report(
     """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`."""
     n_counted = Counter(each.variant for each in measured.samples)
     failed: Counter[int] = Counter()
-    for (variant, _), n in measured.failures.items():
-        failed[variant] += n
+    for (failed_variant, _), n in measured.failures.items():
+        failed[failed_variant] += n
     rows = []
     for number, variant in enumerate(variants):
         row: dict[str, Any] = {"mode": variant.name, "requests": n_counted[number], "failed": failed[number]}
