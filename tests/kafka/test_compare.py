@@ -33,8 +33,8 @@ def router(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) ->
     """Give a worker with a router, and engines behind a bridge."""
     folder = tmp_path_factory.mktemp("compare")
     with Children() as children:
-        # On a busy machine, events of a turn may come after the next turn; what was routed counts until they do. For the
-        # same reason requests come one at a time: ends that a router hears of late would count as load.
+        # On a busy machine, events of a turn may come after the next turn; what was routed counts until they do. For
+        # the same reason requests come one at a time: ends that a router hears of late would count as load.
         scope = replace(new_scope(folder), router_predicted_ttl_s=10.0)
         stack = Stack(scope, folder, children)
         worker = stack.worker()
