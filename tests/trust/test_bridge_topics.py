@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-import pytest
-
 from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import WorkerId
@@ -25,6 +23,9 @@ N_BLOCKS = 20
 
 #: Lines that a bridge may log while its topics are away, for one engine: an outage is logged once a minute.
 LINES_MAX = 40
+
+#: How long a topic is away, so that its deletion has ended when it is created again.
+AWAY_S = 3.0
 
 
 def test_a_bridge_outlives_the_deletion_of_its_topics(stack: Stack, children: Children) -> None:
@@ -116,9 +117,8 @@ def register(settings: Settings, url: str, n: int) -> None:
     assert kafka.flush(PATIENCE_S) == 0
 
 
-@pytest.mark.parametrize("away_s", [0.0, 5.0])
-def test_a_registry_that_is_recreated_is_read_again_from_its_beginning(scope: Settings, away_s: float) -> None:
-    """Also if the recreated topic has fewer records than were read, and if it was away for a while."""
+def test_a_registry_that_is_recreated_is_read_again_from_its_beginning(scope: Settings) -> None:
+    """Also if the recreated topic has as many records as were read, so that the client notices nothing."""
     ensure_topics(scope, topics(scope).all())
     listener = Listener()
 
