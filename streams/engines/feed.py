@@ -53,6 +53,7 @@ from streams.engines.first_of import FirstOf
 from streams.engines.gap_filling import GapFiller, ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.ledger import Ledger
+from streams.engines.link_delay import LinkDelay
 from streams.engines.missing_events import MissingEvents
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
@@ -62,7 +63,7 @@ from streams.engines.turns import HALF, next_turn, share_of
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, worker_key
-from streams.outage import Outage, lasting
+from streams.outage import Outage, Repetitions, lasting, repeated
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,10 @@ class RankFeed:
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
         self._batch_seen = False  # whether a batch has arrived through this connection
+        self._link = LinkDelay()
+        self._live: tuple[int, float] | None = None  # number and time of the live batch that is being offered
         self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
+        self._letters_logged = Repetitions()  # by reason
         self._reading_rows: asyncio.Future[Mapping[RankId, PooledRows]] | None = None  # of blocks in CXL pools
         self._fed_alone = False  # whether it was logged that only events show that the engine is running
 
@@ -295,6 +299,8 @@ class RankFeed:
         held_back = self._message_since_s is not None and self._doubt is not None
         if batches.is_behind(now_s) or held_back or waiting_s >= BACKLOG_S:
             return FeedState.CATCHING_UP
+        if self._link.is_behind(now_s, batches.answered_from_s):
+            return FeedState.CATCHING_UP
         completed_at_s = self._connection.completed_at_s
         if self._doubt is not None or completed_at_s is None:
             return FeedState.UNPROVEN
@@ -388,7 +394,9 @@ class RankFeed:
                 self.counters.batches_repeated += 1
             return
         self._batch_seen = True
+        self._live = batch.sequence, time.time()
         await batches.offer(batch)
+        self._live = None
 
     def _on_finding(self, finding: ReplayFinding) -> None:
         match finding:
@@ -541,6 +549,7 @@ class RankFeed:
         self._wrong_block_size_reported = False
         self._state.batches.abort()
         self._state = self._incarnation_state(started)
+        self._link = LinkDelay()  # the process may run on another host, with another clock
         self._writer.begin_incarnation(incarnation)
         await self._publish_beginning()
 
@@ -631,8 +640,10 @@ class RankFeed:
         state = self._state
         self._missing_events.on_event()
         digest = state.batches.digests.add(batch)
-        self._writer.feed = self._feed_state()
         decoded = _decode(state.decoder, batch.payload)
+        if self._live is not None and self._live[0] == batch.sequence and decoded.emitted_at_ms:
+            self._link.on_batch(decoded.emitted_at_ms / 1000, self._live[1], time.monotonic())
+        self._writer.feed = self._feed_state()
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)
         unusable = list(decoded.unusable)
@@ -773,7 +784,9 @@ class RankFeed:
     def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
         """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""
         self.counters.dead_letters += 1
-        log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
+        n = self._letters_logged.happened(exc.reason, time.monotonic())
+        if n is not None:
+            log.warning("dead letter from rank %s at %s: %s%s", self.rank, self._events, exc, repeated(n))
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
             key=worker_key(self.rank.worker_id),

@@ -441,3 +441,20 @@ def test_requests_without_events_are_reported_once(
 
         feeding(address_of(engine), act_with_events)
         assert not [record for record in caplog.records if "requests are running" in record.getMessage()]
+
+
+def test_an_engine_whose_batches_cannot_be_used_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each batch is a dead letter, and the first one of each reason is logged; further ones once a minute."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            for n in range(100):
+                engine.publish(["BlockStored", [n], None, [], 16, None, "GPU"])
+            engine.send(b"\xc1")
+            await fed.until(lambda: fed.feed.counters.dead_letters == 101, "a dead letter of each batch")
+
+        feeding(address_of(engine), act)
+    lines = [record.message for record in caplog.records if "dead letter from rank" in record.message]
+    assert len(lines) == 2
+    assert "0 tokens for 1 blocks" in lines[0]
