@@ -213,7 +213,7 @@ def test_what_is_reported_without_an_end_is_bounded(
 
 def test_a_full_buffer_drops_and_counts(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are answered as before; what does not fit is counted, and later decisions are recorded again."""
-    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 6_000)
+    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 20_000)
     router = router_of(decision_log=True)
     for number in range(10):
         ask(router, f"r{number}", PROMPT[:100])
@@ -363,7 +363,7 @@ def test_an_explanation_says_what_decided(producer: RecordingProducer) -> None:
     first = ask(router, "first", PROMPT)
     router.report_phase("first", BookingPhase.FREE)
     assert ask(router, "r", PROMPT, expected_output_tokens=7)["worker_id"] == first["worker_id"]
-    found = decision_of(router, producer)
+    found = replace(decision_of(router, producer), queued_ms=0)
     text = text_of(found, Report("r", found.decided_at_ms + 900, found.decided_at_ms + 120, 55))
     assert (
         f"Request r for model m was routed to {first['worker_id']}/0 at {words.time_text(found.decided_at_ms)}" in text
