@@ -121,11 +121,11 @@ class NotedTerms:
             terms[:n] = prices.terms
             cxl, moe = held.cxl_accessible_scores, held.moe_scores
         else:
-            self.costs[row] = columns.terms[3]
+            given, n = columns.terms, len(COST_TERMS)
+            self.costs[row] = given[3]
             self.blocks[row] = columns.scores
-            n = len(COST_TERMS)
-            terms[: n - 1] = columns.terms[:3]
-            terms[n - 1] = columns.effective_cached_blocks
+            terms[:3] = given[:3]
+            terms[3] = columns.effective_cached_blocks
             cxl, moe = columns.cxl_accessible_scores, columns.moe_scores
         if cxl is not None:
             terms[n] = cxl

@@ -1,7 +1,8 @@
 """Recording decisions on `router-decisions` (docs/decisions.md).
 
-What lives here: what is noted while a request is served, the buffer, and the thread that encodes it and hands it to the
-client in batches. What must not: bytes (decision_log.records), and anything that a request waits for.
+What lives here: what is noted while a request is served, the buffer, and how it is encoded and handed to the client: a
+full batch after the answers that are under way, anything less by a thread. What must not: bytes (decision_log.records),
+and anything that a request waits for.
 
 Nothing here delays a request or fails it. If decisions come faster than they can be recorded, or Kafka does not take
 them, they are dropped and counted.
@@ -12,6 +13,7 @@ it receives about a request until its end, or for PENDING_MS, and then records i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -210,8 +212,30 @@ class DecisionRecorder:
                     )
                 )
             )
-            if len(self._noted) == BATCH_DECISIONS_MAX:
-                self._wake.set()
+            is_full = len(self._noted) == BATCH_DECISIONS_MAX
+        if is_full:
+            self._send_soon()
+
+    def _send_soon(self) -> None:
+        """Encode what was noted after the requests that are being answered, on their thread if it has an event loop.
+
+        Another thread would have to fetch all of it from the processor core of this one, which takes longer than
+        encoding it: with a thread, a recorded request used twice as much processor time.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._wake.set()
+        else:
+            loop.call_soon(self._send_if_idle)
+
+    def _send_if_idle(self) -> None:
+        """The same as `send`, unless the thread is sending already."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send_noted()
+            finally:
+                self._sending.release()
 
     def _terms_for(self, names: tuple[str, ...], ranks: Sequence[RankId]) -> NotedTerms | None:
         """Arrays for a decision with these terms and candidates; None if the buffer is full. Call it under the lock.
@@ -330,21 +354,24 @@ class DecisionRecorder:
     def send(self) -> None:
         """Encode what was noted and hand it to the client. What cannot be sent is dropped and counted."""
         with self._sending:
-            with self._lock:
-                noted, self._noted = self._noted, []
-                reports, self._reports = self._reports, []
-                in_use, self._in_use, self._terms = self._in_use, [], None
-                self._noted_bytes = 0
-            for start in range(0, max(len(noted), 1), BATCH_DECISIONS_MAX):
-                together = noted[start : start + BATCH_DECISIONS_MAX]
-                some, reports = reports[:BATCH_REPORTS_MAX], reports[BATCH_REPORTS_MAX:]
-                self._send(together, some)
-            while reports:
-                self._send([], reports[:BATCH_REPORTS_MAX])
-                reports = reports[BATCH_REPORTS_MAX:]
-            with self._lock:
-                self._unused = [*in_use, *self._unused][:UNUSED_MAX]
-            self._kafka.poll(0)
+            self._send_noted()
+        self._kafka.poll(0)
+
+    def _send_noted(self) -> None:
+        with self._lock:
+            noted, self._noted = self._noted, []
+            reports, self._reports = self._reports, []
+            in_use, self._in_use, self._terms = self._in_use, [], None
+            self._noted_bytes = 0
+        for start in range(0, max(len(noted), 1), BATCH_DECISIONS_MAX):
+            together = noted[start : start + BATCH_DECISIONS_MAX]
+            some, reports = reports[:BATCH_REPORTS_MAX], reports[BATCH_REPORTS_MAX:]
+            self._send(together, some)
+        while reports:
+            self._send([], reports[:BATCH_REPORTS_MAX])
+            reports = reports[BATCH_REPORTS_MAX:]
+        with self._lock:
+            self._unused = [*in_use, *self._unused][:UNUSED_MAX]
 
     def _send(self, noted: list[NotedDecision], reports: list[Report]) -> None:
         if not noted and not reports:
