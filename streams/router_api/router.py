@@ -248,6 +248,7 @@ class Router:
     def tick(self) -> None:
         """Serve delivery reports, expire bookings, and let policies learn; call it about every half second."""
         self.loads.poll()
+        self.registry.poll()
         for _ in range(LEARNT_MAX // LEARNT_TOGETHER_MAX):
             with self.loads.locked() as loads:
                 if not self._chooser.learn(loads, self.settings.block_size_of):
