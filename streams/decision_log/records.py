@@ -10,7 +10,7 @@ converted by a few NumPy calls. One Avro record for each decision would cost a r
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,10 +80,67 @@ class DecisionKind(NamedTuple):
     phase: str | None = None
 
 
+class NotedTerms:
+    """The terms of all candidates of up to n_max decisions, which have the same candidates and the same terms.
+
+    They are copied here at once. Keeping a decision's own arrays until they are encoded takes a router more time than
+    copying them: memory that lives a while is neither in the processor's caches nor free for the next decision.
+
+    costs: float64[n_max, n], blocks: int32[n_max, n], terms: float32[n_max, n_terms, n], of n candidates.
+    """
+
+    __slots__ = ("blocks", "costs", "n", "n_max", "names", "ranks", "terms")
+
+    def __init__(self, names: tuple[str, ...], ranks: Sequence[RankId], n_max: int) -> None:
+        self.names, self.ranks, self.n_max, self.n = names, ranks, n_max, 0
+        self.costs = np.empty((n_max, len(ranks)))
+        self.blocks = np.empty((n_max, len(ranks)), dtype=np.int32)
+        self.terms = np.empty((n_max, len(names), len(ranks)), dtype=np.float32)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.costs.nbytes + self.blocks.nbytes + self.terms.nbytes
+
+    def reuse(self, names: tuple[str, ...], ranks: Sequence[RankId]) -> bool:
+        """Begin again for other decisions; False if they need arrays of another shape."""
+        if (self.terms.shape[1], self.terms.shape[2]) != (len(names), len(ranks)):
+            return False
+        self.names, self.ranks, self.n = names, ranks, 0
+        return True
+
+    def add(self, columns: TermColumns | PolicyColumns) -> int:
+        """Copy the terms of a decision, which must have these candidates and terms; return its row."""
+        row = self.n
+        terms = self.terms[row]
+        if isinstance(columns, PolicyColumns):
+            prices, held = columns.prices, columns.held
+            self.costs[row] = prices.costs
+            self.blocks[row] = held.scores
+            n = len(prices.names)
+            terms[:n] = prices.terms
+            cxl, moe = held.cxl_accessible_scores, held.moe_scores
+        else:
+            given, n = columns.terms, len(COST_TERMS)
+            self.costs[row] = given[3]
+            self.blocks[row] = columns.scores
+            terms[:3] = given[:3]
+            terms[3] = columns.effective_cached_blocks
+            cxl, moe = columns.cxl_accessible_scores, columns.moe_scores
+        if cxl is not None:
+            terms[n] = cxl
+            n += 1
+        if moe is not None:
+            terms[n] = moe
+        self.n = row + 1
+        return row
+
+
 class NotedDecision(NamedTuple):
     """A decision as a router notes it, before anything is computed for the log.
 
-    sequence: the prompt's sequence hashes, packed. columns: as in Decision. chosen: its index.
+    sequence: the prompt's sequence hashes, packed. terms, row: where its candidates' terms are. chosen: index of the
+    chosen candidate.
     """
 
     request_id: str
@@ -94,7 +151,8 @@ class NotedDecision(NamedTuple):
     request_blocks: int
     expected_output_tokens: int | None
     sequence: bytes
-    columns: TermColumns | PolicyColumns
+    terms: NotedTerms
+    row: int
     chosen: int
     flags: int
 
@@ -180,27 +238,21 @@ class DecisionEncoder:
     ) -> bytes:
         """Encode one record; raises KvStreamsError for what does not fit the schema."""
         kinds: dict[tuple[DecisionKind, tuple[str, ...]], int] = {}
-        groups: dict[tuple[Any, ...], list[int]] = {}
+        groups: dict[int, list[int]] = {}
         rows: list[bytes] = []
         at_families: list[Int64Array] = []
-        # Columns and kinds of most decisions are alike, and the same objects. Comparing these takes less time.
+        # Kinds of most decisions are the same objects. Comparing these takes less time than a look-up.
         last_kind: DecisionKind | None = None
-        last_names: tuple[str, ...] | None = None
+        last_terms: NotedTerms | None = None
         number = 0
+        same: list[int] = []
         for position, noted in enumerate(decisions):
-            kind, columns = noted.kind, noted.columns
-            names, ranks = _term_names(columns), columns.ranks
-            if kind is not last_kind or names is not last_names:
-                last_kind, last_names = kind, names
-                number = kinds.setdefault((kind, names), len(kinds))
-            group: tuple[Any, ...] = (names, id(ranks))
-            if type(ranks) is not tuple:
-                group = (names, *map(id, base_of(ranks)))
-            same = groups.get(group)
-            if same is None:
-                groups[group] = [position]
-            else:
-                same.append(position)
+            kind, terms = noted.kind, noted.terms
+            if kind is not last_kind or terms is not last_terms:
+                last_kind, last_terms = kind, terms
+                number = kinds.setdefault((kind, terms.names), len(kinds))
+                same = groups.setdefault(id(terms), [])
+            same.append(position)
             families = family_positions(len(noted.sequence) // _HASH_BYTES, kind.block_size)
             at_families.append(families)
             expected = noted.expected_output_tokens
@@ -211,7 +263,7 @@ class DecisionEncoder:
                     noted.n_tokens,
                     noted.request_blocks,
                     0 if expected is None else min(expected, _U32_MAX),
-                    len(ranks),
+                    len(terms.ranks),
                     0,
                     number,
                     len(families),
@@ -220,7 +272,7 @@ class DecisionEncoder:
                 )
             )
         packed = np.frombuffer(bytearray().join(rows), dtype=_DECISION)
-        rank_rows, candidates, terms = self._candidates(decisions, groups, packed)
+        rank_rows, candidates, term_rows = self._candidates(decisions, groups.values(), packed)
         return codec(SCHEMA).encode(
             {
                 "router_id": router_id,
@@ -232,7 +284,7 @@ class DecisionEncoder:
                 "decisions": packed.tobytes(),
                 "ranks": rank_rows,
                 "candidates": candidates,
-                "terms": terms,
+                "terms": term_rows,
                 "families": salted(_at(decisions, at_families), self._keys).astype("<u8", copy=False).tobytes(),
                 "reported_ids": [each.request_id for each in reports],
                 "reports": b"".join([_PACK_REPORT(*each[1:]) for each in reports]),
@@ -241,31 +293,31 @@ class DecisionEncoder:
         )
 
     def _candidates(
-        self, decisions: Sequence[NotedDecision], groups: Mapping[tuple[Any, ...], list[int]], packed: npt.NDArray[Any]
+        self, decisions: Sequence[NotedDecision], groups: Iterable[list[int]], packed: npt.NDArray[Any]
     ) -> tuple[bytes, bytes, bytes]:
         """Select and pack the candidates; return ranks, candidates and terms. Sets two columns of `packed`.
 
-        groups: decisions with the same terms of the same ranks.
+        groups: positions of decisions whose terms are in the same arrays.
         """
         tables: list[npt.NDArray[Any]] = []
         parts: list[tuple[list[int], Int64Array, npt.NDArray[Any], npt.NDArray[Any]]] = []
         offset = 0
-        for positions in groups.values():
-            columns = [decisions[position].columns for position in positions]
+        for positions in groups:
+            noted = decisions[positions[0]].terms
+            rows = np.array([decisions[position].row for position in positions])
             chosen = np.array([decisions[position].chosen for position in positions])
-            base, at = base_of(columns[0].ranks)
-            costs = _side_by_side([each.cost for each in columns])
+            base, at = base_of(noted.ranks)
+            costs = noted.costs[rows]
             listed, kept = _listed(costs, chosen, self._n_best)
             counts = kept.sum(axis=1)
             packed["n_candidates"][positions] = counts
             packed["n_lowest"][positions] = (costs == costs.min(axis=1, keepdims=True)).sum(axis=1)
             found = np.empty(int(counts.sum()), dtype=_CANDIDATE)
             found["cost"] = np.take_along_axis(costs, listed, axis=1)[kept]
-            blocks = _side_by_side([_scores(each) for each in columns])
-            found["blocks"] = np.take_along_axis(blocks, listed, axis=1)[kept]
+            found["blocks"] = noted.blocks[rows[:, None], listed][kept]
             found["rank"] = (listed if at is None else at[listed])[kept] + offset
-            terms = np.take_along_axis(_terms(columns), listed[:, None, :], axis=2).transpose(0, 2, 1)[kept]
-            parts.append((positions, counts, found, terms.astype("<f4")))
+            terms = noted.terms[rows[:, None], :, listed][kept]
+            parts.append((positions, counts, found, terms.astype("<f4", copy=False)))
             tables.append(self._rows_of(base))
             offset += len(base)
         if not parts:
@@ -329,44 +381,16 @@ def _at(decisions: Sequence[NotedDecision], positions: Sequence[Int64Array]) -> 
     return found
 
 
-def _side_by_side(arrays: Sequence[Any]) -> npt.NDArray[Any]:
-    """What np.stack returns for arrays of the same shape, in a tenth of its time for small ones."""
-    return np.concatenate(arrays).reshape(len(arrays), *arrays[0].shape)
-
-
-def _scores(columns: TermColumns | PolicyColumns) -> Int64Array:
-    return columns.held.scores if isinstance(columns, PolicyColumns) else columns.scores
-
-
-def _more(columns: TermColumns | PolicyColumns) -> tuple[Int64Array | None, Int64Array | None]:
-    """Columns that few decisions have: CXL-accessible and MoE-matching blocks."""
-    held = columns.held if isinstance(columns, PolicyColumns) else columns
-    return held.cxl_accessible_scores, held.moe_scores
-
-
-def _term_names(columns: TermColumns | PolicyColumns) -> tuple[str, ...]:
-    """The same object for most decisions of one mode."""
-    names = columns.prices.names if isinstance(columns, PolicyColumns) else COST_TERMS
-    cxl, moe = _more(columns)
+def term_names(columns: TermColumns | PolicyColumns) -> tuple[str, ...]:
+    """Names of a decision's terms: the same object for most decisions of one mode."""
+    if isinstance(columns, PolicyColumns):
+        names, held = columns.prices.names, columns.held
+        cxl, moe = held.cxl_accessible_scores, held.moe_scores
+    else:
+        names, cxl, moe = COST_TERMS, columns.cxl_accessible_scores, columns.moe_scores
     if cxl is None and moe is None:
         return names
     return (*names, *([] if cxl is None else [CXL_TERM]), *([] if moe is None else [MOE_TERM]))
-
-
-def _terms(group: Sequence[TermColumns | PolicyColumns]) -> npt.NDArray[np.float64]:
-    """The terms of decisions that have the same ones: float64[n, n_terms, n_candidates], in the order of the names."""
-    first = group[0]
-    if isinstance(first, PolicyColumns):
-        parts = [_side_by_side([each.prices.terms for each in group])]  # type: ignore[union-attr]
-    else:
-        parts = [
-            _side_by_side([each.terms for each in group])[:, :3],  # type: ignore[union-attr]
-            _side_by_side([each.effective_cached_blocks for each in group])[:, None],  # type: ignore[union-attr]
-        ]
-    for number, column in enumerate(_more(first)):
-        if column is not None:
-            parts.append(_side_by_side([_more(each)[number] for each in group])[:, None])
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 @dataclass(frozen=True, slots=True)

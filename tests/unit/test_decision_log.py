@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import Any
@@ -213,7 +214,7 @@ def test_what_is_reported_without_an_end_is_bounded(
 
 def test_a_full_buffer_drops_and_counts(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are answered as before; what does not fit is counted, and later decisions are recorded again."""
-    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 6_000)
+    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 20_000)
     router = router_of(decision_log=True)
     for number in range(10):
         ask(router, f"r{number}", PROMPT[:100])
@@ -257,6 +258,24 @@ def test_many_decisions_become_several_records(producer: RecordingProducer, monk
     assert [each.request_id for batch in batches for each in batch.decisions()] == names
     assert [each.request_id for batch in batches for each in batch.reports] == names
     assert all(len(batch.reports) <= 2 for batch in batches)
+
+
+def test_a_full_batch_is_sent_after_the_answers(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an event loop, decisions are encoded in a later step of it, and not within the request that fills a batch."""
+    monkeypatch.setattr(decision_recorder, "BATCH_DECISIONS_MAX", 3)
+    router = router_of(decision_log=True)
+
+    async def serve() -> list[int]:
+        n_sent = []
+        for number in range(4):
+            ask(router, f"r{number}", PROMPT[:40])
+            n_sent.append(len(producer.values("router-decisions")))
+        await asyncio.sleep(0)
+        return [*n_sent, len(producer.values("router-decisions"))]
+
+    assert asyncio.run(serve()) == [0, 0, 0, 0, 2]
+    batches = [decode_batch(value) for value in producer.values("router-decisions")]
+    assert [[each.request_id for each in batch.decisions()] for batch in batches] == [["r0", "r1", "r2"], ["r3"]]
 
 
 def test_a_share_of_the_requests_is_recorded_with_what_is_reported(producer: RecordingProducer) -> None:
@@ -363,7 +382,7 @@ def test_an_explanation_says_what_decided(producer: RecordingProducer) -> None:
     first = ask(router, "first", PROMPT)
     router.report_phase("first", BookingPhase.FREE)
     assert ask(router, "r", PROMPT, expected_output_tokens=7)["worker_id"] == first["worker_id"]
-    found = decision_of(router, producer)
+    found = replace(decision_of(router, producer), queued_ms=0)
     text = text_of(found, Report("r", found.decided_at_ms + 900, found.decided_at_ms + 120, 55))
     assert (
         f"Request r for model m was routed to {first['worker_id']}/0 at {words.time_text(found.decided_at_ms)}" in text
