@@ -135,7 +135,7 @@ def test_a_registry_that_is_recreated_is_read_again_from_its_beginning(scope: Se
         await until_url("http://h:1")
         for port in (2, 3):
             delete_topics(scope, [topics(scope).workers])
-            await asyncio.sleep(away_s)
+            await asyncio.sleep(AWAY_S)
             await asyncio.to_thread(ensure_topics, scope, topics(scope).all())
             await asyncio.to_thread(register, scope, f"http://h:{port}", 3)
             await until_url(f"http://h:{port}")
