@@ -24,7 +24,7 @@ from streams.core.events import (
     RestatementChunk,
     ResyncRequest,
 )
-from streams.core.ids import RankId, SequenceHash, WorkerId
+from streams.core.ids import Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.events import CxlTransition
 from streams.cxl.records import decode_transition
@@ -195,6 +195,25 @@ def test_an_idle_engine_is_restated_as_empty_only_once_its_stream_is_proven() ->
     chunks = [batch for batch in batches if isinstance(batch.body, RestatementChunk)]
     assert [(each.sequence, each.n_unindexed, each.feed) for each in chunks] == [(BEFORE_FIRST, 0, LIVE)]
     assert isinstance(chunks[0].body, RestatementChunk) and chunks[0].body.exact and not chunks[0].body.runs
+
+
+def test_a_page_that_shows_another_process_is_followed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page was read for its metrics; one that shows the same process changes nothing."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1)
+            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the feed to be live")
+            monkeypatch.setattr(feed_module, "INCARNATION_CHECK_S", 600.0)
+            known = fed.batches[-1].incarnation
+            fed.feed.note_start_on_page(known)
+            await asyncio.sleep(3.0)  # what was asked for before
+            assert fed.feed.counters.incarnations == 1
+            engine.started_s += 10.0
+            fed.feed.note_start_on_page(Incarnation(known + 10_000_000))
+            await fed.until(lambda: fed.batches[-1].incarnation > known, "the next incarnation")
+
+        feeding(address_of(engine), act)
 
 
 def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:
