@@ -4,8 +4,8 @@ What lives here: what is noted while a request is served, the buffer, and how it
 full batch after the answers that are under way, anything less by a thread. What must not: bytes (decision_log.records),
 and anything that a request waits for.
 
-Nothing here fails a request or lets it wait for Kafka. If decisions come faster than they can be recorded, or Kafka does
-not take them, they are dropped and counted.
+Nothing here fails a request or lets it wait for Kafka. If decisions come faster than they can be recorded, or Kafka
+does not take them, they are dropped and counted.
 
 Reports of clients about a request (its first token, its output, its end) arrive at any router. Each router keeps what
 it receives about a request until its end, or for PENDING_MS, and then records it once. Readers put the parts together.
