@@ -105,6 +105,9 @@ from streams.cxl.records import (
     parked_key,
     pool_key,
 )
+from streams.decision_log.families import family_keys
+from streams.decision_log.records import DecisionEncoder, DecisionKind, FleetSize, NotedDecision, NotedTerms, Report
+from streams.decision_log.records import decode_batch as decode_decisions
 from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
 from streams.load_records import LoadDecoder, encoded_load
@@ -383,7 +386,20 @@ POOLED = BlockRow(
 )
 OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedIncarnation(Incarnation(1), 41, 8),))
 
+
 #: One valid record of every kind, with its schema and its decoder.
+def decision_record() -> bytes:
+    """Encode one decision between two ranks, and what its client reported."""
+    terms = NotedTerms(("own_prefill_blocks",), (RANK, RankId(WorkerId(8), DpRank(0))), 1)
+    terms.costs[0], terms.blocks[0], terms.terms[0] = (3.0, 5.0), (2, 0), ((3.0, 5.0),)
+    kind = DecisionKind("m", 16, "kv", "", 0.0, "exact", None, "exact", None)
+    sequence = np.arange(64, dtype=np.uint64).tobytes()
+    decision = NotedDecision("r", 1_000, 5, kind, 1024, 64, None, sequence, terms, 0, 0, 0)
+    return DecisionEncoder(family_keys("salt"), 2, 1.0).encode(
+        [decision], [Report("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)], "router", 1_300
+    )
+
+
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "events": ("kv-events", encode_batch(BATCH), decode_batch),
     "restatement": ("kv-events", encode_batch(CHUNK), decode_batch),
@@ -416,6 +432,7 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
         lambda raw: decode_block(block_key(BlockKey(SequenceHash(5), RANK, "pool")), raw or b""),
     ),
     "owner": ("cxl-owner", encode_owner(OWNER), lambda raw: decode_owner(owner_key(RANK), raw or b"")),
+    "decisions": ("router-decisions", decision_record(), decode_decisions),
     "parked": (
         "cxl-parked",
         encode_parked(ParkedRow(4, 5, b"as it came")),
