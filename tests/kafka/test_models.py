@@ -183,7 +183,7 @@ def test_a_reset_of_a_scope_without_topics_creates_none(scope: Settings, start: 
     ensure_topics(scope, specs[:3])
     done = run("router", "--router-reset-states", env=as_environ(replace(scope, port=free_port())))
     assert done.returncode == 1
-    assert "6 topics of this scope are missing" in done.stderr
+    assert "7 topics of this scope are missing" in done.stderr
 
 
 def test_a_publisher_of_a_scope_without_topics_is_refused_and_creates_none(scope: Settings) -> None:
