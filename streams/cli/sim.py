@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 @click.option("--blocks", default=16384, show_default=True, help="capacity of the cache, in blocks")
 @click.option("--time-scale", default=1.0, show_default=True, help="model seconds per second")
 @click.option(
+    "--transfer-us-per-token",
+    default=5.0,
+    show_default=True,
+    help="time to transfer the KV cache of a token from another engine (kv_transfer_params)",
+)
+@click.option(
     "--pool",
     default=None,
     metavar="URL",
@@ -69,6 +75,7 @@ def sim(
     block_size: int,
     blocks: int,
     time_scale: float,
+    transfer_us_per_token: float,
     pool: str | None,
     kv_cache_report_mode: Literal["incremental", "full"],
     event_dialect: EventDialect | None,
@@ -95,7 +102,7 @@ def sim(
         replay_port=replay_port,
         worker=worker_name,
         model=model,
-        engine=EngineConfig(block_size=block_size, n_blocks=blocks),
+        engine=EngineConfig(block_size=block_size, n_blocks=blocks, transfer_us_per_token=transfer_us_per_token),
         time_scale=time_scale,
         pool=pool,
         moe=moe,

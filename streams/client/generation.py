@@ -102,6 +102,19 @@ class Booking:
         self._prefill_reported = False
         self._take(answer)
 
+    async def move_to(self, worker_ids: list[int]) -> bool:
+        """Move the booking to the best of these workers, which reach what the request needs; returns whether it moved.
+
+        If none of them may be used, the booking stays where it is.
+        """
+        try:
+            answer = await self._client.reroute({**self._request, "allowed_worker_ids": worker_ids})
+        except KvStreamsError:
+            return False
+        self._prefill_reported = False
+        self._take(answer)
+        return True
+
     async def __aenter__(self) -> Booking:
         return self
 

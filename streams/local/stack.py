@@ -150,11 +150,16 @@ class Stack:
         info = json.loads(path.read_text())
         return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
-    def bridge(self, engines: list[Engine]) -> Child:
-        """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`)."""
+    def bridge(self, engines: list[Engine], roles: Mapping[int, str] | None = None) -> Child:
+        """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`).
+
+        roles: of engines by worker id; the others have both roles.
+        """
         arguments = ["-m", "streams.cli", "bridge"]
         for engine in engines:
             address = f"id={engine.worker_id},url={engine.url},events={engine.events},replay={engine.replay}"
+            if roles and engine.worker_id in roles:
+                address += f",role={roles[engine.worker_id]}"
             arguments += ["--engine", address]
         return self._start("bridge", arguments, as_environ(self.settings))
 

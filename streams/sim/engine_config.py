@@ -32,6 +32,7 @@ class EngineConfig:
     # 8B: 16 GFLOP per token, at half of one A100's 312 TFLOPS. 70B: about the same, at a third of what 4 H100 compute.
     prefill_us_per_token: float = 100.0
     decode_ms_per_token: float = 20.0  # 16 GB of weights at 2 TB/s take 8 ms; the rest is the batch's KV and overhead
+    transfer_us_per_token: float = 5.0  # from another engine: 128 KiB per token at 25 GB/s
     engine_seed: int = 0x5EED_5EED_7412_D00D  # differs from every public seed, so no engine hash is a sequence hash
 
     def __post_init__(self) -> None:
@@ -45,11 +46,16 @@ class EngineConfig:
             ("prefill_ms_base", self.prefill_ms_base),
             ("prefill_us_per_token", self.prefill_us_per_token),
             ("decode_ms_per_token", self.decode_ms_per_token),
+            ("transfer_us_per_token", self.transfer_us_per_token),
         ):
             if not 0.0 <= duration < float("inf"):  # also refuses NaN: a prefill of that length would never end
                 raise SettingsError(f"{name} is {duration}; it must be finite and not negative")
         if not 0 <= self.engine_seed <= U64_MASK:
             raise SettingsError(f"engine_seed is {self.engine_seed}; it must be a u64")
+
+    def transfer_ms(self, n_tokens: int) -> float:
+        """Return the time in which the KV cache of this many tokens comes from another engine."""
+        return n_tokens * self.transfer_us_per_token / 1000.0
 
     @property
     def n_tokens_max(self) -> int:

@@ -38,7 +38,8 @@ class ModelRequest:
     output_seed: u64; together with the position it determines each token of the answer. answer: these tokens as u32 LE
     [n_output_tokens], if the caller has chosen them otherwise. hashes: `hash_prompt` of this
     prompt with the engine's block size and this adapter, if the caller has it; otherwise computed by `submit`.
-    reports_reuse: whether the cached blocks that the request reuses are reported (`KvReused`).
+    reports_reuse: whether the cached blocks that the request reuses are reported (`KvReused`). n_transferred_blocks:
+    leading blocks of the prompt that another engine has computed, and that are transferred from it.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class ModelRequest:
     hashes: PromptHashes | None = None
     reports_reuse: bool = False
     answer: bytes | None = None
+    n_transferred_blocks: int = 0
 
     def answered(self, start: int, end: int) -> bytes:
         """Return the answer's tokens start..end as u32 LE."""

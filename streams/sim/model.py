@@ -14,7 +14,7 @@ block; here a request starts only when its whole answer is sure to fit, so nothi
 
 With a shared pool (`use_pool`), a request that starts puts out `PoolAsked`, which asks how far its prefix continues in
 the pool. The caller replies with `pool_answered`, and the prefill begins by loading. Offloading, and the transitions
-that are reported for it, belong to `pool`.
+that are reported for it, belong to `pool`. Blocks that a request has on another engine are loaded in the same way.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class _Job:
         self.blocks: list[int] = []  # block table: physical ids by position, empty while waiting
         self.n_hashed = 0  # leading entries of `blocks` that are hashed: hits, then the blocks that this job stored
         self.n_hit = 0
-        self.n_loaded = 0  # blocks after the hits that came from the shared pool; stored here like computed ones
+        # Blocks after the hits that came from the shared pool or another engine; stored here like computed ones.
+        self.n_loaded = 0
         self.engine_tail: EngineHash | None = None  # engine hash of block n_hashed - 1
         self.chain: HashArray = hashes.sequence[:0]  # engine hashes of the blocks after the hits, in order
         self.answer = b""  # the prompt's partial block and the answer without its last token, u32 LE
@@ -367,6 +368,12 @@ class EngineModel:
         self._prefilling = True
         self._hit_tokens += len(hits) * block_size
         self._queried_tokens += job.n_prompt
+        n_transferred = min(job.request.n_transferred_blocks, n_hits_max) - len(hits)
+        if n_transferred > 0:
+            job.n_loaded = n_transferred
+            self._loaded_tokens += n_transferred * block_size
+            self._prefill(at_ms + self.config.transfer_ms(n_transferred * block_size), job)
+            return
         if self._uses_pool and len(hits) < n_hits_max:
             keys = tuple(job.sequence_list[len(hits) : n_hits_max])
             self._pool_queried_tokens += len(keys) * block_size

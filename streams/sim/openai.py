@@ -20,6 +20,7 @@ from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, UnknownModel
 from streams.sim.chat_template import render
 from streams.sim.engine_messages import Finished, ModelRequest
+from streams.sim.kv_transfer import NO_TRANSFER, KvTransfer, parse_transfer
 from streams.sim.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens, greedy_tokens, unpack_tokens
 
 #: OpenAI's default for completions.
@@ -51,7 +52,8 @@ class CompletionCall:
     tokens: u32 LE. answer: u32 LE [n_output_tokens]. n_text: characters of the answer's text, which ends before a stop
     string. finish_reason, stop_reason: as in vLLM. tool: the function that the answer calls, None for text.
     lora_name: None for the model itself. arrival_ms: on the client's time axis, None for now. report_mode: which of
-    its blocks are reported, None for the engine's default.
+    its blocks are reported, None for the engine's default. transfer: of its prompt's KV cache, to or from another
+    engine.
     """
 
     tokens: bytes
@@ -69,6 +71,7 @@ class CompletionCall:
     n_text: int = 0
     finish_reason: Literal["length", "stop", "tool_calls"] = "length"
     stop_reason: str | int | None = None
+    transfer: KvTransfer = NO_TRANSFER
 
     @property
     def id_prefix(self) -> str:
@@ -177,6 +180,7 @@ def _parse(
         n_text=n_text,
         finish_reason="tool_calls" if tool else "length" if stop_reason is None else "stop",
         stop_reason=stop_reason,
+        transfer=parse_transfer(body),
     )
 
 

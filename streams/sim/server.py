@@ -27,7 +27,7 @@ from aiohttp import web
 
 from streams.core.events import MoeLabels
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.sim import metrics, openai
+from streams.sim import kv_transfer, metrics, openai
 from streams.sim.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
 from streams.sim.engine_config import EngineConfig
 from streams.sim.engine_messages import (
@@ -417,6 +417,7 @@ class SimServer:
             asked.lora_name,
             reports_reuse=(asked.report_mode or self.config.kv_cache_report_mode) == "full",
             answer=asked.answer,
+            n_transferred_blocks=asked.transfer.n_blocks,
         )
         call = _Call(request)
         self.model.submit(self._clock.arrival_ms(asked.arrival_ms), request)
@@ -449,6 +450,9 @@ class SimServer:
         finally:
             self._cancel(call)
         figures = {"usage": openai.usage(finished), "kvstreams": self._figures(finished)}
+        if asked.transfer.is_read_later:
+            n_blocks = finished.prompt_tokens // self.config.engine.block_size
+            figures[kv_transfer.FIELD] = kv_transfer.answered_transfer(self.config.worker, self.http_url, n_blocks)
         return _json({**frame, **openai.whole_answer(call.request, asked), **figures})
 
     def _cancel(self, call: _Call) -> None:
