@@ -125,14 +125,14 @@ class Prefilling:
         session: aiohttp.ClientSession,
         path: str,
         body: bytes,
-        tokens: bytes,
+        tokens: bytes | None,
         options: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> RemotePrefill | None:
         """Compute a prompt on a prefill worker, if that is worthwhile; None if the decode worker is to compute it.
 
         booking: of the decode worker, which may move to another one that reaches the blocks. tokens: of the prompt,
-        b"" if they are not known. options: of the route request. headers: for engines.
+        None if they are not known. options: of the route request. headers: for engines.
         """
         split, remote = await self._begun(booking, session, path, body, tokens, options, headers)
         if split is not None:
@@ -145,7 +145,7 @@ class Prefilling:
         session: aiohttp.ClientSession,
         path: str,
         body: bytes,
-        tokens: bytes,
+        tokens: bytes | None,
         options: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> tuple[Split | None, RemotePrefill | None]:

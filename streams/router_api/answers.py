@@ -63,6 +63,7 @@ class RouteAnswerBody(TypedDict):
     moe_filter_applied: NotRequired[bool]
     pooled_blocks: NotRequired[int]
     queued_ms: NotRequired[float]
+    block_size: NotRequired[int]
     candidates: NotRequired[list[Candidate]]
 
 

@@ -446,6 +446,7 @@ class Router:
             prepared.moe_filter_applied,
             decision.candidates if request.explain else None,
             pooled_blocks=chosen.cxl_accessible_scores,
+            block_size=prepared.block_size if request.explain else None,
         )
 
     def new_gate(self) -> Gate:
