@@ -83,12 +83,15 @@ class Stack:
         self.directory = directory
         self._children = children
 
-    def pool(self, config: PoolConfig, model: str, time_scale: float, port: str = "0") -> PoolProcess:
-        """Start a pool that engines share."""
+    def pool(
+        self, config: PoolConfig, model: str, time_scale: float, port: str = "0", options: Sequence[str] = ()
+    ) -> PoolProcess:
+        """Start a pool that engines share. options: additional options of `kvstreams sim-pool`."""
         path = self._info_path(f"pool-{config.pool_id}")
         arguments = [
             *("-m", "streams.cli", "sim-pool", "--model", model, "--time-scale", str(time_scale)),
             *("--port", port, "--info", str(path)),
+            *options,
         ]
         for name, value in asdict(config).items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
@@ -137,6 +140,10 @@ class Stack:
             *("-m", "streams.cli", "sim", "--worker", str(worker_id), "--model", model),
             *("--port", http, "--events-port", events, "--replay-port", replay),
             *("--block-size", str(config.block_size), "--blocks", str(config.n_blocks)),
+            *("--prefill-ms-base", str(config.prefill_ms_base)),
+            *("--prefill-us-per-token", str(config.prefill_us_per_token)),
+            *("--decode-ms-per-token", str(config.decode_ms_per_token)),
+            *("--in-place-us-per-token", str(config.in_place_us_per_token)),
             *("--time-scale", str(time_scale)),
             *("--info", str(self._info_path(worker_id))),
             *options,
@@ -150,13 +157,13 @@ class Stack:
         info = json.loads(path.read_text())
         return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
-    def bridge(self, engines: list[Engine]) -> Child:
+    def bridge(self, engines: Sequence[Engine], name: str = "bridge") -> Child:
         """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`)."""
         arguments = ["-m", "streams.cli", "bridge"]
         for engine in engines:
             address = f"id={engine.worker_id},url={engine.url},events={engine.events},replay={engine.replay}"
             arguments += ["--engine", address]
-        return self._start("bridge", arguments, as_environ(self.settings))
+        return self._start(name, arguments, as_environ(self.settings))
 
     def worker(self, name: str = "worker", router: bool = True, env: Mapping[str, str] | None = None) -> RouterProcess:
         """Start a Faust worker, with or without a router in its process."""

@@ -105,13 +105,16 @@ class PoolLink:
             self._offloads.put_nowait(keys)
         return changed
 
-    async def load(self, keys: Sequence[int]) -> tuple[int, float]:
-        """Load leading blocks; returns how many there are, and the wait in model ms. (0, 0.0) without a session."""
+    async def load(self, keys: Sequence[int], *, in_place: bool = False) -> tuple[int, float]:
+        """Load leading blocks, or with in_place begin to read them where they are.
+
+        Returns how many there are, and the wait in model ms; (0, 0.0) without a session.
+        """
         session = self._session
         if session is None:
             return 0, 0.0
         try:
-            answer = await self._call("load", session=session, keys=keys)
+            answer = await self._call("load", session=session, keys=keys, in_place=in_place)
             with _valid_answer("load"):
                 n_blocks, wait_ms = int(answer["n_blocks"]), float(answer["wait_ms"])
                 if not (0 <= n_blocks <= len(keys) and 0.0 <= wait_ms < float("inf")):
