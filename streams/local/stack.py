@@ -108,11 +108,20 @@ class Stack:
         time_scale: float,
         first_worker_id: int = 1,
         options: Sequence[str] = (),
+        own_options: Mapping[int, Sequence[str]] | None = None,
     ) -> list[Engine]:
-        """Start n engines at once. options: additional options of `kvstreams sim`, for each of them."""
+        """Start n engines at once.
+
+        options: additional options of `kvstreams sim`, for each of them. own_options: more of them, by worker id.
+        """
         ids = range(first_worker_id, first_worker_id + n)
+        own = own_options or {}
         started = [
-            (worker_id, self._start_engine(worker_id, config, model, time_scale, options=options)) for worker_id in ids
+            (
+                worker_id,
+                self._start_engine(worker_id, config, model, time_scale, options=[*options, *own.get(worker_id, ())]),
+            )
+            for worker_id in ids
         ]
         return [self._await_engine(worker_id, child) for worker_id, child in started]
 

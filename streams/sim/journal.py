@@ -52,6 +52,10 @@ class Journal:
             }
         )
 
+    def note_sent(self, request: str | None) -> None:
+        """Write that the first tokens of a stream are being sent."""
+        self._write({"sent": request})
+
     def note_pool(self, change: str, keys: Sequence[int], n_given: int | None = None) -> None:
         """Write a change of a pool's content, or with n_given, how many of the keys asked for it has given."""
         self._write({change: [str(key) for key in keys], **({} if n_given is None else {"n_given": n_given})})
@@ -102,7 +106,7 @@ class CacheHistory:
             case {"removed": list(engine)}:
                 for name in engine:
                     self._remove(name, at_ns)
-            case {"prefilled": _}:
+            case {"prefilled": _} | {"sent": _}:
                 pass
             case _:
                 self.clear(at_ns)

@@ -73,6 +73,7 @@ class PoolLink:
         self._blocks = EnginePoolBlocks("")
         self._offloads: asyncio.Queue[tuple[int, ...]] = asyncio.Queue(OFFLOADS_WAITING_MAX)
         self._failed: asyncio.Future[None] | None = None
+        self._attached_once = asyncio.Event()
         self.not_offloaded = 0
         self.sessions_lost = 0
 
@@ -80,6 +81,12 @@ class PoolLink:
     def attached(self) -> bool:
         """Whether there is a session."""
         return self._session is not None
+
+    async def wait_attached(self, timeout_s: float) -> None:
+        """Wait until there is a session, at most this long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._attached_once.wait()
 
     def info(self) -> dict[str, Any]:
         """Return the pool's URL, whether it answers, and how many of this engine's blocks are pooled or in transit."""
@@ -155,6 +162,7 @@ class PoolLink:
             self._blocks = EnginePoolBlocks(str(answer["pool_id"]))
             self._session = str(answer["session"])
         log.info("%s: attached to pool %s at %s", config.worker, answer["pool_id"], self._url)
+        self._attached_once.set()
         self._emit(None, True)
 
     async def _hold(self) -> None:

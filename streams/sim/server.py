@@ -67,6 +67,8 @@ STREAM_CHUNK_WALL_S = 0.02
 LIVE_REQUESTS_MAX = 4096
 #: A prompt of 1,000,000 tokens is about 8 MB of JSON.
 BODY_BYTES_MAX = 32 << 20
+#: How long a start waits for the pool. Without one, the engine serves requests and attaches when the pool comes.
+ATTACH_WAIT_S = 1.0
 #: How long open streams may take to end when the server stops.
 SHUTDOWN_S = 1.0
 
@@ -277,6 +279,11 @@ class SimServer:
         )
         self.events_endpoint = self._publisher.events_endpoint
         self.replay_endpoint = self._publisher.replay_endpoint
+        if config.pool is not None:
+            # Before it listens: a request that comes at once uses the pool.
+            self._link = PoolLink(config.pool, config, self._on_pool_change)
+            self._tasks.append(asyncio.create_task(self._link.run(), name=f"{config.worker}-pool"))
+            await self._link.wait_attached(ATTACH_WAIT_S)
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_openai])
         app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -286,13 +293,10 @@ class SimServer:
         except OSError as exc:
             raise SettingsError(f"cannot listen on {config.host}:{config.port}: {exc}") from exc
         self.http_url = f"http://{config.host}:{self._runner.addresses[0][1]}"
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._run_engine(), name=f"{config.worker}-engine"),
             asyncio.create_task(self._publisher.serve_replays(), name=f"{config.worker}-replay"),
         ]
-        if config.pool is not None:
-            self._link = PoolLink(config.pool, config, self._on_pool_change)
-            self._tasks.append(asyncio.create_task(self._link.run(), name=f"{config.worker}-pool"))
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
         log.info("%s: http %s events %s replay %s", config.worker, *self.info().values())
@@ -507,13 +511,17 @@ class SimServer:
         await response.prepare(http)
         request = call.request
         n_sent = 0
+        is_noted = self._journal is None
 
         async def send(n_out: int, more: Mapping[str, Any] | None = None) -> None:
             """Send the tokens up to n_out, unless the stream meets a fault before or after them."""
-            nonlocal n_sent
+            nonlocal n_sent, is_noted
             await self._unstalled.wait()
             fault_at = None if more else self._faults.tokens_before(n_sent, n_out)
             end = n_out if fault_at is None else fault_at
+            if end > n_sent and not is_noted and self._journal is not None:
+                self._journal.note_sent(call.client_id)
+                is_noted = True
             if end > n_sent:
                 page = openai.chunk(request, asked, n_sent, end)
                 if asked.with_continuous_usage and call.prefilled is not None:
@@ -639,6 +647,7 @@ class SimServer:
             "computed_tokens": stats.computed_tokens,
             "loaded_tokens": stats.loaded_tokens,
             "in_place_tokens": stats.in_place_tokens,
+            "fault": {"armed": self._faults.armed is not None, "stalled": self._faults.stalled},
             "n_blocks_used": stats.n_blocks_used,
             "n_blocks_used_max": stats.n_blocks_used_max,
             "pool": None if self._link is None else self._link.info(),
