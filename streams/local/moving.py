@@ -141,6 +141,16 @@ class PooledFleet:
         if worker_id in self.members:
             self._await_pool(worker_id)
 
+    def stop(self) -> None:
+        """Stop engines, pool and bridge."""
+        children = [engine.child for engine in self.engines.values()]
+        children += [] if self.pool is None else [self.pool.child]
+        children += [] if self.bridge is None else [self.bridge]
+        for child in children:
+            child.ask_to_stop()
+        for child in children:
+            child.stop()
+
     def front(
         self, name: str, routers: Sequence[RouterProcess], options: Sequence[str] = (), **changes: Any
     ) -> FrontProcess:
