@@ -1,7 +1,7 @@
 """`make demo`: the whole system as real processes on this machine, and how kv routing compares with other policies.
 
-What lives here: the three acts, and `make up`. What must not: how a process is started (stack, moving), how requests are
-driven (drive), how figures are shown (report).
+What lives here: the three acts, and `make up`. What must not: how a process is started (stack, moving), how requests
+are driven (drive), how figures are shown (report).
 
 Act one: kv routing compared with round-robin and random under equal conditions: the same trace and the same engines,
 whose caches are cleared before each policy.
